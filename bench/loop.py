@@ -19,7 +19,7 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.supervisor import SWITCH_INTERVAL_S

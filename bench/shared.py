@@ -28,7 +28,7 @@ from ratelimitd.cluster.redis.store import RedisStore
 from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.node.jobs import tidy
 from ratelimitd.rules.book import RuleBook

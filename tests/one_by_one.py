@@ -1,6 +1,6 @@
 """The general way of a check by itself: what every quicker one has to agree with."""
 
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 
 
 class NoScopes:

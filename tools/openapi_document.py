@@ -51,6 +51,7 @@ RULE: Json = {
 }
 IDENTITY: Json = {"identifier_type": "user", "identifier": "alice"}
 ASSIGNMENT: Json = {"identity": IDENTITY, "plan": "pro", "note": "until the trial ends"}
+HOLD = "(the text that Hold returned)"
 WHO: Json = {"identifier": "alice", "identifier_type": "user", "endpoint": RULE["endpoint"]}
 
 EXAMPLES: Mapping[str, Json] = {
@@ -63,6 +64,10 @@ EXAMPLES: Mapping[str, Json] = {
     "GetMetrics": {"names": ["rate_limiter_requests_allowed_total"]},
     "ExplainRateLimit": WHO,
     "ResetRateLimit": WHO,
+    "Hold": {"check": {**WHO, "tokens_requested": 5}, "hold_id": RULE["id"], "ttl_seconds": 30},
+    "Extend": {"hold": HOLD, "ttl_seconds": 60},
+    "Settle": {"hold": HOLD, "actual": 3},
+    "ListHolds": {},
     "DeleteRateLimit": {"id": RULE["id"]},
     "AssignPlan": {"assignment": ASSIGNMENT},
     "GetAssignment": {"identity": IDENTITY},
@@ -73,14 +78,15 @@ EXAMPLES: Mapping[str, Json] = {
 """A request for each method, in an order in which all of them succeed on a node without rules; a test sends them."""
 
 ERRORS: Mapping[int, str] = {
-    400: "A field is missing, unknown or wrong; every one of them is named. Nothing was changed.",
+    400: "A field is missing, unknown or wrong; every one of them is named. Nothing was changed. Or a hold"
+    " has ended, or was settled with another number of tokens.",
     401: "No valid credentials for the role were sent.",
     403: "The credentials, or the place the request comes from, do not hold the role.",
     404: "No rule has this id, or the identity has no plan.",
     409: "The rule exists already, or an `etag` is another one by now: read it again.",
     413: "The body is too long.",
     415: "The content type is none of a call, or the body is compressed otherwise than with gzip.",
-    429: "There are as many rules or assignments as there may be, or too many resets in progress.",
+    429: "There are as many rules, assignments or holds as there may be, or too many resets in progress.",
     503: "The store that this call needs is not reached.",
 }
 FOR_ALL = (400, 401, 403, 413, 415)
@@ -96,6 +102,9 @@ ERRORS_OF: Mapping[str, tuple[int, ...]] = {
     "GetAssignment": (404, 503),
     "ListAssignments": (503,),
     "BatchAssignPlans": (409, 429, 503),
+    "Hold": (429,),
+    "Settle": (503,),
+    "Extend": (503,),
 }
 
 LIMIT_HEADERS: Json = {

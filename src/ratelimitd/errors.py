@@ -83,7 +83,9 @@ class HoldEndedError(RateLimitdError):
     """The time of a hold was over before it was settled or extended."""
 
     def __init__(self) -> None:
-        super().__init__("hold: its time is over; what it held stays charged, and its slots are free")
+        super().__init__(
+            "hold: its time is over; what it held stays charged, and its slots are free"
+        )
 
 
 class HoldSettledError(RateLimitdError):

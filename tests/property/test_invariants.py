@@ -10,7 +10,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import latest_us, unpack
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock

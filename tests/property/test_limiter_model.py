@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import NO_RULE_REMAINING, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock

@@ -24,7 +24,7 @@ from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import INT32_MAX, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock

@@ -11,7 +11,7 @@ import pytest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, Enforcement, IdentifierType, Limit, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock

@@ -13,7 +13,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.fair_queue import FairQueue
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health

@@ -5,7 +5,6 @@ from datetime import datetime
 
 import pytest
 
-from ratelimitd import scopes as scopes_module
 from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import BucketTable, RestoredBuckets
@@ -17,7 +16,9 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter import ASKED_PER_TURN, Limiter
+from ratelimitd.limiter import scopes as scopes_module
+from ratelimitd.limiter.limiter import ASKED_PER_TURN, Limiter
+from ratelimitd.limiter.scopes import MAX_SCOPES
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
@@ -35,7 +36,6 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.scopes import MAX_SCOPES
 from ratelimitd.testing import ManualClock
 
 USER, IP = IdentifierType.USER, IdentifierType.IP

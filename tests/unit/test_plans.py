@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd import scopes as scopes_module
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter import scopes as scopes_module
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     INT32_MAX,
     Algorithm,

@@ -24,7 +24,7 @@ from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
-from ratelimitd.limiter import Limiter, SharedBuckets
+from ratelimitd.limiter.limiter import Limiter, SharedBuckets
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep

@@ -78,7 +78,7 @@ PER_MINUTE: Final = 0.6931471805599453
 
 
 class Denied(Protocol):
-    """The part of :class:`ratelimitd.scopes.Scope` and ``Blocked`` that is used here."""
+    """The part of :class:`ratelimitd.limiter.scopes.Scope` and ``Blocked`` that is used here."""
 
     @property
     def endpoint(self) -> str:

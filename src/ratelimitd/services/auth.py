@@ -131,6 +131,12 @@ class Access:
             return next((san for san in sans if san in self._admin_sans), sans[0])
         return f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
 
+    def principal(self, call: Call) -> str:
+        """Return whose a call is: the certificate's name that holds a role, or the role of its token; empty if open."""
+        sans = self._admin_sans | self._check_sans
+        named = next((san for san in call.peer_sans if san in sans), "")
+        return named or min(self._roles_of_token(call), default="")
+
     def _require(self, holders: frozenset[Role], need: str, call: Call) -> None:
         """Refuse calls without a role of ``holders``; ``need`` names the required credentials."""
         held = self._held(call)

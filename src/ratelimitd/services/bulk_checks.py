@@ -14,9 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
-from ratelimitd.rules.book import RuleBook
-from ratelimitd.scopes import (
+from ratelimitd.limiter.scopes import (
     MAX_BY_PLANS,
     MAX_OF_PLANS,
     PlanScopes,
@@ -25,6 +23,8 @@ from ratelimitd.scopes import (
     Unjudged,
     limits_in,
 )
+from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
@@ -98,7 +98,7 @@ _STATUS_PLAN: Final = b"\x62"
 
 
 class BulkChecker(Protocol):
-    """The part of :class:`ratelimitd.limiter.Limiter` that bulk checks use."""
+    """The part of :class:`ratelimitd.limiter.limiter.Limiter` that bulk checks use."""
 
     @property
     def scopes(self) -> Scopes:

@@ -107,7 +107,7 @@ MAX_EXPLAINED: Final = 100
 
 
 class Target(NamedTuple):
-    """The bucket of a reset; fields as :meth:`ratelimitd.limiter.Limiter.reset` takes them."""
+    """The bucket of a reset; fields as :meth:`ratelimitd.limiter.limiter.Limiter.reset` takes them."""
 
     identifier: bytes
     identifier_type: str
@@ -202,7 +202,7 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         limit=limit.limit if limit else 0,
         window_seconds=limit.window_seconds if limit else 0,
         rule_id=rule.id if rule else "",
-        limits=map(_status_of, limits),
+        limits=map(status_of, limits),
         limit_name=limit.name if limit else "",
         wait_ms=wait_ms,
         plan=plan,
@@ -221,7 +221,7 @@ def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explan
                 endpoint=rule.endpoint,
                 identifier_type=rule.identifier_type,
                 match=match,  # type: ignore[arg-type]  # as with reason
-                limits=map(_status_of, limits),
+                limits=map(status_of, limits),
                 remedy=_remedy(check, LookedAt(rule, match, limits, plan)),
                 plan=plan,
             )
@@ -281,7 +281,8 @@ def _wait(check: Check, limits: Iterable[LimitStatus]) -> str:
     return f"{wait}, or ask for at most {denial.remaining} tokens" if denial.remaining else wait
 
 
-def _status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:
+def status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:
+    """Return the contract's status of one limit."""
     allowed, remaining, reset_time, retry_after, reason, rule, limit, plan = status
     return ratelimiter_pb2.LimitStatus(
         rule_id=rule.id,

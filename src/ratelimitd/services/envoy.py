@@ -350,7 +350,7 @@ _Verdict = Decision | CheckInvalidError
 
 
 class Checker(Protocol):
-    """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
+    """What this service needs of a :class:`ratelimitd.limiter.limiter.Limiter`."""
 
     def check_batch(
         self, checks: Sequence[Check], now_us: int | None = None

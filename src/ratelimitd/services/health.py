@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Resetter(Protocol):
-    """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
+    """What this service needs of a :class:`ratelimitd.limiter.limiter.Limiter`."""
 
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""

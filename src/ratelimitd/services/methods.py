@@ -22,7 +22,16 @@ from ratelimitd.rpc.interface import (
     StatusCode,
     UnaryHandler,
 )
-from ratelimitd.services import config, envoy, grpc_health, health, plans, rate_limiter, reflection
+from ratelimitd.services import (
+    config,
+    envoy,
+    grpc_health,
+    health,
+    holds,
+    plans,
+    rate_limiter,
+    reflection,
+)
 from ratelimitd.services.auth import Access, Requirement, Role
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.tracing import TRACEPARENT, Span, Tracer, is_sampled
@@ -38,6 +47,10 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{rate_limiter.SERVICE}/CheckRateLimit": Role.CHECK,
         f"/{rate_limiter.SERVICE}/CheckRateLimitBatch": Role.CHECK,
         envoy.METHOD: Role.CHECK,
+        f"/{holds.SERVICE}/Hold": Role.CHECK,
+        f"/{holds.SERVICE}/Settle": Role.CHECK,
+        f"/{holds.SERVICE}/Extend": Role.CHECK,
+        f"/{holds.SERVICE}/ListHolds": Role.READ,
         f"/{config.SERVICE}/CreateRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/UpdateRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/DeleteRateLimit": Role.ADMIN,
@@ -65,6 +78,7 @@ OUR_SERVICES: Final = (
     config.SERVICE,
     health.SERVICE,
     plans.SERVICE,
+    holds.SERVICE,
 )
 """The services of the contract."""
 

@@ -91,7 +91,7 @@ AnswerItems = Callable[[int, int], Parts]
 
 
 class Checker(BulkChecker, Protocol):
-    """The part of :class:`ratelimitd.limiter.Limiter` that this service uses."""
+    """The part of :class:`ratelimitd.limiter.limiter.Limiter` that this service uses."""
 
     def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
         """Answer checks in order, each as :meth:`check` would."""

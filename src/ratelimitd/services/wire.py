@@ -250,6 +250,28 @@ class WireMetrics(Protocol):
     names: Sequence[bytes]
 
 
+class WireHold(Protocol):
+    """``HoldRequest``."""
+
+    check: WireCheck
+    hold_id: bytes
+    ttl_seconds: int
+
+
+class WireSettle(Protocol):
+    """``SettleRequest``."""
+
+    hold: bytes
+    actual: int
+
+
+class WireExtend(Protocol):
+    """``ExtendRequest``."""
+
+    hold: bytes
+    ttl_seconds: int
+
+
 class WireReset(WireIdentity, Protocol):
     """``ResetRequest``."""
 
@@ -320,6 +342,26 @@ def parse_metrics(data: bytes) -> WireMetrics:
 def parse_reset(data: bytes) -> WireReset:
     """Read a ``ResetRequest``."""
     return cast("WireReset", _parse(_RESET, data))
+
+
+def parse_hold(data: bytes) -> WireHold:
+    """Read a ``HoldRequest``."""
+    return cast("WireHold", _parse(_HOLD, data))
+
+
+def parse_settle(data: bytes) -> WireSettle:
+    """Read a ``SettleRequest``."""
+    return cast("WireSettle", _parse(_SETTLE, data))
+
+
+def parse_extend(data: bytes) -> WireExtend:
+    """Read an ``ExtendRequest``."""
+    return cast("WireExtend", _parse(_EXTEND, data))
+
+
+def parse_list_holds(data: bytes) -> None:
+    """Read a ``ListHoldsRequest``, which says nothing."""
+    _parse(_LIST_HOLDS, data)
 
 
 def parse_empty(data: bytes) -> None:
@@ -480,4 +522,8 @@ _GET_ASSIGNMENT: Final = _message("ratelimiter.v1.GetAssignmentRequest")
 _ASSIGNMENTS: Final = _message("ratelimiter.v1.ListAssignmentsRequest")
 _METRICS: Final = _message("ratelimiter.v1.MetricsRequest")
 _RESET: Final = _message("ratelimiter.v1.ResetRequest")
+_HOLD: Final = _message("ratelimiter.v1.HoldRequest")
+_SETTLE: Final = _message("ratelimiter.v1.SettleRequest")
+_EXTEND: Final = _message("ratelimiter.v1.ExtendRequest")
+_LIST_HOLDS: Final = _message("ratelimiter.v1.ListHoldsRequest")
 _EMPTY: Final = _message("google.protobuf.Empty")

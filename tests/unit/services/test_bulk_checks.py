@@ -8,7 +8,7 @@ import pytest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, IdentifierType, Plan, Rule
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook

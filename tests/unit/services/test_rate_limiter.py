@@ -11,7 +11,7 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.fair_queue import FairQueue
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import (

@@ -8,7 +8,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter import Limiter
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, Enforcement, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.envoy import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService

@@ -24,6 +24,14 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
+from ratelimitd.limiter.scopes import (
+    Blocked,
+    Scope,
+    Scopes,
+    Unjudged,
+    charges_of,
+    identifiers_of,
+)
 from ratelimitd.model import (
     ALLOWED,
     BLOCKED_PLAN,
@@ -49,14 +57,6 @@ from ratelimitd.model import (
 )
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.scopes import (
-    Blocked,
-    Scope,
-    Scopes,
-    Unjudged,
-    charges_of,
-    identifiers_of,
-)
 
 FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60
@@ -176,11 +176,18 @@ OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
 """Takes the identifier and the scope of a check that a rule denied, or a plan; as cheap as it can be."""
 
 
-class _Asked(NamedTuple):
-    """A check that the shared state has been asked about: one outcome, or those of several limits."""
+class Judging(NamedTuple):
+    """What judges a check: its identifiers, the scope of its limits, and the time at which it is judged, in µs."""
 
     identifiers: Sequence[bytes]
     scope: Scope
+    now_us: int
+
+
+class _Asked(NamedTuple):
+    """A check that the shared state has been asked about: one outcome, or those of several limits."""
+
+    judging: Judging
     outcome: Awaitable[Outcome | RateLimitdError | Sequence[Outcome | Exception]]
 
 
@@ -263,7 +270,7 @@ class Limiter:
         except CheckInvalidError:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
-            return self._failed(error)
+            return self.failed(error)
 
     def check_batch(
         self, checks: Sequence[Check], now_us: int | None = None
@@ -297,9 +304,9 @@ class Limiter:
         for one in asked:
             if isinstance(one, _Asked):
                 try:
-                    answers.append(self._answer(await one.outcome, one))
+                    answers.append(self.answer(await one.outcome, one.judging))
                 except Exception as error:  # noqa: BLE001 - as in check
-                    answers.append(self._failed(error))
+                    answers.append(self.failed(error))
             else:
                 answers.append(one)
         return answers
@@ -595,42 +602,59 @@ class Limiter:
     def _passes_without_answer(self, error: Exception) -> bool:
         return not (isinstance(error, BreakerOpenError) and self._breaker_denies)
 
+    def judging(self, check: Check) -> Judging | Decision:
+        """Return what judges a check now, or the answer to one that no limit judges, which is counted.
+
+        Raises:
+            CheckInvalidError: as :meth:`check`.
+        """
+        now_us = self._clock.now_us()
+        if self.scopes.book is None:
+            return self._fail_open(Reason.FAIL_OPEN_ERROR)
+        scope = self.scopes.judging_of(check, now_us)
+        if isinstance(scope, Unjudged):
+            return self._decide_unjudged(check, scope, now_us)
+        if check.timestamp:
+            now_us = self._check_time_us(check.timestamp, now_us, scope)
+        return Judging(identifiers_of(check), scope.at(now_us), now_us)
+
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
         """Ask the shared state about a check, or answer it without asking."""
         try:
-            now_us = self._clock.now_us()
-            scope = self.scopes.judging_of(check, now_us)
-            if isinstance(scope, Unjudged) or self._shared is None:
+            judging = self.judging(check)
+            if isinstance(judging, Decision):
                 # The rules have changed since it was found that the shared state has to be asked.
-                return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
-            if check.timestamp:
-                now_us = self._check_time_us(check.timestamp, now_us, scope)
-            scope = scope.at(now_us)
-            identifiers = identifiers_of(check)
+                return judging
+            identifiers, scope, now_us = judging
+            shared = cast("SharedBuckets", self._shared)
             if scope.several:
                 charges = charges_of(identifiers, scope)
-                outcomes = self._shared.wait_all(charges, now_us, check.cost, peek=check.peek)
-                return _Asked(identifiers, scope, outcomes)
+                outcomes = shared.wait_all(charges, now_us, check.cost, peek=check.peek)
+                return _Asked(judging, outcomes)
             key = check.identifier + scope.key_suffix
-            outcome = self._shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
-            return _Asked(identifiers, scope, outcome)
+            outcome = shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
+            return _Asked(judging, outcome)
         except CheckInvalidError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
-            return self._failed(error)
+            return self.failed(error)
 
-    def _answer(
-        self, outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception], asked: _Asked
+    def answer(
+        self, outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception], judging: Judging
     ) -> Decision:
+        """Return the answer to a check with this outcome, or those of several limits, and count it."""
         if isinstance(outcome, RateLimitdError):
-            return self._failed(outcome)
-        if asked.scope.several:
-            return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), asked)
-        return self._counted(cast("Outcome", outcome), asked.identifiers[0], asked.scope)
+            return self.failed(outcome)
+        if judging.scope.several:
+            return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), judging)
+        return self._counted(cast("Outcome", outcome), judging.identifiers[0], judging.scope)
 
-    def _answer_several(self, outcomes: Sequence[Outcome | Exception], asked: _Asked) -> Decision:
+    def _answer_several(
+        self, outcomes: Sequence[Outcome | Exception], judging: Judging
+    ) -> Decision:
         """Answer by the limits that were reached; one that was not makes an answer that allows fail open."""
-        there = [*zip(asked.scope.several, outcomes, strict=True)]
+        identifiers, judged_by, _ = judging
+        there = [*zip(judged_by.several, outcomes, strict=True)]
         reached = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         scopes = [one for one, outcome in there if not isinstance(outcome, Exception)]
         limits = [one.limit for one in scopes]
@@ -641,13 +665,11 @@ class Limiter:
         ]
         if failures and passes(limits, reached):
             is_open = [error for error in failures if isinstance(error, BreakerOpenError)]
-            return self._failed((is_open or failures)[0])
+            return self.failed((is_open or failures)[0])
         scope = (
-            replace(asked.scope, several=tuple(scopes))
-            if len(reached) < len(there)
-            else asked.scope
+            replace(judged_by, several=tuple(scopes)) if len(reached) < len(there) else judged_by
         )
-        return _decision(scope, *self._judged(asked.identifiers, scope, reached), 0)
+        return _decision(scope, *self._judged(identifiers, scope, reached), 0)
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
@@ -674,7 +696,8 @@ class Limiter:
             return now_us
         return at_us
 
-    def _failed(self, error: Exception) -> Decision:
+    def failed(self, error: Exception) -> Decision:
+        """Answer a check that an error kept from being decided: fail open, or deny while the breaker is open."""
         if isinstance(error, BreakerOpenError):
             return self._without_shared_state(error.retry_after_us)
         if not isinstance(error, StoreUnavailableError | StoreOverloadedError):

@@ -1,0 +1,212 @@
+"""Holds: checks whose cost is known afterwards, and things in flight. See ADR 0055.
+
+A hold is judged as a check is, and answered as one, fail-open answers included. What it holds is kept by the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.clock import Clock
+from ratelimitd.errors import (
+    CheckInvalidError,
+    FieldViolation,
+    HoldEndedError,
+    HoldSettledError,
+    HoldsFullError,
+    StoreUnavailableError,
+)
+from ratelimitd.ledger.holds import Hold, Holds
+from ratelimitd.limiter.limiter import Judging, Limiter
+from ratelimitd.limiter.scopes import charges_of
+from ratelimitd.model import COST_EXCEEDS_LIMIT, Check, Decision, LimitStatus, Outcome, Rule
+
+NOT_HELD: Final = StoreUnavailableError("the hold is known, and none of its limits")
+
+
+MIN_ENDS: Final = 1_000
+"""Ends of settled holds that are kept until their time comes."""
+
+
+class HeldLimit(NamedTuple):
+    """A limit that a hold is charged to: the stored name of the bucket, and whose it is."""
+
+    bucket: bytes
+    rule_id: str
+    name: str
+    plan: str
+
+
+class Holding(NamedTuple):
+    """The answer to a hold, the limits it is charged to, and its end in µs since the Unix epoch, 0 if it has none."""
+
+    decision: Decision
+    limits: Sequence[HeldLimit] = ()
+    expire_us: int = 0
+
+
+class SettledHold(NamedTuple):
+    """What a settle did; see :class:`ratelimitd.ledger.holds.Settled`."""
+
+    known: bool
+    limits: Sequence[LimitStatus] = ()
+
+
+class InFlight(NamedTuple):
+    """Holds in flight on one limit, and the tokens that they hold."""
+
+    rule: Rule
+    name: str
+    holds: int
+    tokens: int
+
+
+class _Open(NamedTuple):
+    """A hold that was made here; it is in flight until ``expire_us``."""
+
+    limits: Sequence[tuple[str, str]]
+    tokens: int
+    expire_us: int
+
+
+class Holder:
+    """Makes, settles and extends holds by the rules of a limiter; ``holds`` keeps them beside the buckets."""
+
+    def __init__(self, limiter: Limiter, holds: Holds, *, keys: BucketKeys, clock: Clock) -> None:
+        self._limiter = limiter
+        self._holds = holds
+        self._keys = keys
+        self._clock = clock
+        self._open: dict[bytes, _Open] = {}
+        self._ends: list[tuple[int, bytes]] = []
+
+    async def hold(self, check: Check, number: bytes, check_digest: bytes, ttl_us: int) -> Holding:
+        """Answer a check, and hold what it charges for ``ttl_us``; see :class:`ratelimitd.ledger.holds.Hold`.
+
+        Raises:
+            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, or the number is that
+                of a hold of another check. Nothing was charged.
+            HoldsFullError: there are as many holds as there may be. Nothing was charged.
+        """
+        limiter = self._limiter
+        try:
+            judging = limiter.judging(check)
+            if isinstance(judging, Decision):
+                return Holding(judging)
+            charges = charges_of(judging.identifiers, judging.scope)
+            hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
+            outcomes, expire_us = await self._holds.hold(hold)
+            if not expire_us:
+                _refuse_above_limit(judging, outcomes)
+            decision = _decided(limiter, judging, outcomes)
+        except (CheckInvalidError, HoldsFullError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
+            return Holding(limiter.failed(error))
+        if not expire_us:
+            return Holding(decision)
+        limits = [
+            HeldLimit(self._keys.stored(key), one.rule.id, one.told.name, one.plan)
+            for (key, _, _), one, outcome in zip(
+                charges, judging.scope.several or (judging.scope,), outcomes, strict=True
+            )
+            if outcome is not None and outcome[0]
+        ]
+        self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
+        return Holding(decision, limits, expire_us)
+
+    async def settle(self, number: bytes, limits: Sequence[HeldLimit], actual: int) -> SettledHold:
+        """Charge ``actual`` tokens in place of those held.
+
+        Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
+        """
+        names = [one.bucket for one in limits]
+        try:
+            known, outcomes = await self._holds.settle(number, names, actual, self._clock.now_us())
+        except (HoldEndedError, HoldSettledError):
+            self._open.pop(number, None)
+            raise
+        self._open.pop(number, None)
+        return SettledHold(known, self._statuses(limits, outcomes) if known else ())
+
+    async def extend(self, number: bytes, limits: Sequence[HeldLimit], ttl_us: int) -> int | None:
+        """Let a hold end later; returns its end in µs, ``None`` if there is no such hold.
+
+        Raises: as :meth:`ratelimitd.ledger.holds.Holds.extend`.
+        """
+        names = [one.bucket for one in limits]
+        expire_us = await self._holds.extend(number, names, ttl_us, self._clock.now_us())
+        held = self._open.get(number)
+        if held is not None and expire_us is not None:
+            self._note(number, held._replace(expire_us=expire_us))
+        return expire_us
+
+    def in_flight(self) -> Iterable[InFlight]:
+        """Return what the holds made here hold, by limit; those settled elsewhere count until their end."""
+        self._forget_ended()
+        counts: dict[tuple[str, str], list[int]] = {}
+        for held in self._open.values():
+            for limit in held.limits:
+                count = counts.setdefault(limit, [0, 0])
+                count[0] += 1
+                count[1] += held.tokens
+        book = self._limiter.book
+        for (rule_id, name), (holds, tokens) in counts.items():
+            rule = book.get(rule_id) if book is not None else None
+            if rule is not None:
+                yield InFlight(rule, name, holds, tokens)
+
+    def _note(self, number: bytes, held: _Open) -> None:
+        self._forget_ended()
+        if number not in self._open:
+            heappush(self._ends, (held.expire_us, number))
+        self._open[number] = held
+
+    def _forget_ended(self) -> None:
+        now_us, ends = self._clock.now_us(), self._ends
+        while ends and ends[0][0] <= now_us:
+            _, number = heappop(ends)
+            held = self._open.get(number)
+            if held is None:
+                continue
+            if held.expire_us > now_us:  # it was extended
+                heappush(ends, (held.expire_us, number))
+            else:
+                del self._open[number]
+        if len(ends) > 2 * len(self._open) + MIN_ENDS:
+            # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
+            self._ends = [(held.expire_us, number) for number, held in self._open.items()]
+            heapify(self._ends)
+
+    def _statuses(
+        self, limits: Sequence[HeldLimit], outcomes: Sequence[Outcome | None]
+    ) -> Sequence[LimitStatus]:
+        """Return what buckets have, of the limits whose rules are still there."""
+        book = self._limiter.book
+        statuses = []
+        for held, outcome in zip(limits, outcomes, strict=True):
+            rule = book.get(held.rule_id) if book is not None else None
+            if rule is None or outcome is None:
+                continue
+            limit = next((one for one in rule.limits_of(held.plan) if one.name == held.name), None)
+            if limit is not None:
+                statuses.append(LimitStatus(*outcome[:5], rule, limit, held.plan))
+        return statuses
+
+
+def _decided(limiter: Limiter, judging: Judging, outcomes: Sequence[Outcome | None]) -> Decision:
+    """Return the answer to a hold with these outcomes; of a repeated one, limits that came later are not judged."""
+    if judging.scope.several:
+        return limiter.answer([NOT_HELD if one is None else one for one in outcomes], judging)
+    return limiter.answer(NOT_HELD if outcomes[0] is None else outcomes[0], judging)
+
+
+def _refuse_above_limit(judging: Judging, outcomes: Sequence[Outcome | None]) -> None:
+    """Refuse a hold that waiting does not help; its caller is to split it, not to try again."""
+    for one, outcome in zip(judging.scope.several or (judging.scope,), outcomes, strict=True):
+        if outcome is not None and outcome[4] is COST_EXCEEDS_LIMIT and one.would_deny is None:
+            message = f"is above the limit of {one.limit.capacity} tokens"
+            raise CheckInvalidError(FieldViolation("tokens_requested", message))

@@ -1,0 +1,291 @@
+"""The RateLimiterHolds service: charge what a request may cost, settle what it has cost.
+
+A hold travels as a sealed text that names its buckets by keyed digests: any node can settle it, nobody can make or
+alter one, it holds no identifier, and it is worthless to a caller of another role. See ADR 0055.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as NoBase64Error
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from heapq import nlargest
+from struct import Struct
+from typing import Final, NamedTuple
+
+from ratelimitd.buckets.keys import STORED_KEY_BYTES, BucketKeys
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import (
+    CheckInvalidError,
+    FieldViolation,
+    HoldEndedError,
+    InvalidInputError,
+)
+from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
+from ratelimitd.limiter.holder import HeldLimit, Holder, InFlight
+from ratelimitd.model import INT32_MAX, US_PER_S, Check
+from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
+from ratelimitd.services.wire import (
+    WireHold,
+    parse_extend,
+    parse_hold,
+    parse_list_holds,
+    parse_settle,
+)
+from ratelimiter.v1 import ratelimiter_pb2
+
+SERVICE: Final = "ratelimiter.v1.RateLimiterHolds"
+
+MAX_HOLD_ID: Final = 64
+MAX_HOLD_CHARS: Final = 16_384
+"""Of a hold on the wire; one on 8 limits with the longest names has 1,000."""
+
+MAX_LISTED: Final = 1_000
+
+SEAL_BYTES: Final = 16
+"""128 bits, compared in constant time."""
+
+_SEAL_PERSON: Final = b"rl-hold"
+_NUMBER_PERSON: Final = b"rl-holdid"
+_VERSION: Final = 1
+_HEAD: Final = Struct(f"<B{NUMBER_BYTES}sq")
+_TEXTS: Final = 3
+
+
+class Ticket(NamedTuple):
+    """What a hold says: its number, its first end in Unix seconds, and its limits; none if no limit was asked."""
+
+    number: bytes
+    expire_time: int
+    limits: Sequence[HeldLimit]
+
+
+class HoldsService:
+    """Handlers of holds.
+
+    ``principal`` says whose a call is: of the same one come the settles of its holds. ``now_s`` is the node's time in
+    Unix seconds.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        keys: BucketKeys,
+        principal: Callable[[Call], str],
+        *,
+        stats: CheckStats,
+        identities: Identities,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._holder = holder
+        self._keys = keys
+        self._principal = principal
+        self._stats = stats
+        self._identities = identities
+        self._now_s = now_s
+
+    def methods(self) -> Methods:
+        """The handlers by path."""
+        return Methods(
+            unary={
+                f"/{SERVICE}/Hold": self.hold,
+                f"/{SERVICE}/Settle": self.settle,
+                f"/{SERVICE}/Extend": self.extend,
+                f"/{SERVICE}/ListHolds": self.list_holds,
+            }
+        )
+
+    async def hold(self, data: bytes, call: Call) -> bytes:
+        """Charge a check, and return what settles it."""
+        try:
+            return await self._hold(parse_hold(data), self._principal(call))
+        except InvalidInputError:
+            self._stats.invalid_total += 1
+            raise
+
+    async def settle(self, data: bytes, call: Call) -> bytes:
+        """Charge what a hold has cost, once."""
+        message = parse_settle(data)
+        principal = self._principal(call)
+        violations = []
+        ticket = self._opened(message.hold, principal)
+        if ticket is None:
+            violations.append(_NO_HOLD)
+        if not 0 <= message.actual <= INT32_MAX:
+            violations.append(FieldViolation("actual", f"must be 0 to {INT32_MAX}"))
+        if ticket is None or violations:
+            raise InvalidInputError(*violations)
+        if not ticket.limits:
+            return ratelimiter_pb2.SettleResponse().SerializeToString()
+        known, limits = await self._holder.settle(ticket.number, ticket.limits, message.actual)
+        if not known:
+            self._refuse_ended(ticket)
+            return ratelimiter_pb2.SettleResponse().SerializeToString()
+        return ratelimiter_pb2.SettleResponse(
+            known=True, charged=message.actual, limits=map(status_of, limits)
+        ).SerializeToString()
+
+    async def extend(self, data: bytes, call: Call) -> bytes:
+        """Let a hold end later."""
+        message = parse_extend(data)
+        violations = []
+        ticket = self._opened(message.hold, self._principal(call))
+        if ticket is None:
+            violations.append(_NO_HOLD)
+        violations += _ttl_violations(message.ttl_seconds)
+        if ticket is None or violations:
+            raise InvalidInputError(*violations)
+        expire_us = None
+        if ticket.limits:
+            ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
+            expire_us = await self._holder.extend(ticket.number, ticket.limits, ttl_us)
+            if expire_us is None:
+                self._refuse_ended(ticket)
+        return ratelimiter_pb2.ExtendResponse(
+            known=expire_us is not None, expire_time=_seconds(expire_us or 0)
+        ).SerializeToString()
+
+    def list_holds(self, data: bytes, _call: Call) -> bytes:
+        """List the holds in flight by limit."""
+        parse_list_holds(data)
+        most: list[InFlight] = nlargest(
+            MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds
+        )
+        return ratelimiter_pb2.ListHoldsResponse(
+            limits=[
+                ratelimiter_pb2.HoldsOfLimit(
+                    rule_id=rule.id,
+                    name=name,
+                    endpoint=rule.endpoint,
+                    identifier_type=rule.identifier_type,
+                    holds=holds,
+                    tokens=tokens,
+                )
+                for rule, name, holds, tokens in most
+            ]
+        ).SerializeToString()
+
+    async def _hold(self, message: WireHold, principal: str) -> bytes:
+        check, hold_id = self._asked(message)
+        number = self._number(hold_id, principal) if hold_id else secrets.token_bytes(NUMBER_BYTES)
+        ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
+        try:
+            held = await self._holder.hold(check, number, self._digest_of(check), ttl_us)
+        except CheckInvalidError as error:
+            raise InvalidInputError(*_of_check(error)) from None
+        answer = ratelimiter_pb2.HoldResponse(answer=answer_of(held.decision))
+        if held.decision.allowed:
+            expire_time = _seconds(held.expire_us) or int(self._now_s()) + ttl_us // US_PER_S
+            ticket = Ticket(number, expire_time, held.limits)
+            answer.hold, answer.expire_time = self._sealed(ticket, principal), expire_time
+        return answer.SerializeToString()
+
+    def _asked(self, message: WireHold) -> tuple[Check, str]:
+        """Return the check and the id of a requested hold.
+
+        Raises:
+            InvalidInputError: names every violated field.
+        """
+        violations: list[FieldViolation] = []
+        check = None
+        try:
+            check = check_of(message.check, self._identities)
+        except CheckInvalidError as error:
+            violations += _of_check(error)
+        for name in ("peek", "max_wait_ms"):
+            if getattr(message.check, name):
+                violations.append(FieldViolation(f"check.{name}", "is not for a hold"))
+        hold_id = message.hold_id.decode("utf-8", "replace")
+        if len(hold_id) > MAX_HOLD_ID or not (hold_id.isprintable() and hold_id.isascii()):
+            text = f"must be at most {MAX_HOLD_ID} printable ASCII characters, best a UUID"
+            violations.append(FieldViolation("hold_id", text))
+        violations += _ttl_violations(message.ttl_seconds)
+        if check is None or violations:
+            raise InvalidInputError(*violations)
+        return check, hold_id
+
+    def _refuse_ended(self, ticket: Ticket) -> None:
+        if self._now_s() >= ticket.expire_time:
+            raise HoldEndedError
+
+    def _number(self, hold_id: str, principal: str) -> bytes:
+        return self._digest(NUMBER_BYTES, _NUMBER_PERSON, principal, hold_id)
+
+    def _digest_of(self, check: Check) -> bytes:
+        """Return a digest of what a hold charges: of the identities in any order, the endpoint and the cost."""
+        identities = sorted(((check.identifier_type, check.identifier), *check.also))
+        text = repr((identities, check.endpoint, check.cost))
+        return self._digest(CHECK_DIGEST_BYTES, _NUMBER_PERSON, text)
+
+    def _digest(self, size: int, person: bytes, *texts: str) -> bytes:
+        text = "\0".join(texts).encode()
+        return blake2b(text, digest_size=size, key=self._keys.secret, person=person).digest()
+
+    def _sealed(self, ticket: Ticket, principal: str) -> str:
+        parts = [_HEAD.pack(_VERSION, ticket.number, ticket.expire_time)]
+        for bucket, *texts in ticket.limits:
+            parts.append(bucket)
+            for text in texts:
+                encoded = text.encode()
+                parts += (bytes((len(encoded),)), encoded)
+        body = b"".join(parts)
+        return urlsafe_b64encode(self._seal(body, principal) + body).decode().rstrip("=")
+
+    def _seal(self, body: bytes, principal: str) -> bytes:
+        seal = blake2b(body, digest_size=SEAL_BYTES, key=self._keys.secret, person=_SEAL_PERSON)
+        seal.update(principal.encode())
+        return seal.digest()
+
+    def _opened(self, hold: bytes, principal: str) -> Ticket | None:
+        """Return what a hold says; ``None`` if this is none that was made for this principal."""
+        if len(hold) > MAX_HOLD_CHARS:
+            return None
+        try:
+            sealed = urlsafe_b64decode(hold + b"=" * (-len(hold) % 4))
+        except (NoBase64Error, ValueError):
+            return None
+        seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(body, principal)):
+            return None
+        return _ticket(body)
+
+
+def _ticket(body: bytes) -> Ticket:
+    """Read what was sealed here, which needs no doubt."""
+    _, number, expire_time = _HEAD.unpack_from(body)
+    place, limits = _HEAD.size, []
+    while place < len(body):
+        bucket, place = body[place : place + STORED_KEY_BYTES], place + STORED_KEY_BYTES
+        texts = []
+        for _ in range(_TEXTS):
+            start = place + 1
+            place = start + body[place]
+            texts.append(body[start:place].decode())
+        limits.append(HeldLimit(bucket, *texts))
+    return Ticket(number, expire_time, limits)
+
+
+_NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
+
+
+def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:
+    """Return the violations of a check as those of a hold; the id is the hold's own."""
+    return [
+        one if one.field == "hold_id" else one._replace(field=f"check.{one.field}")
+        for one in error.violations
+    ]
+
+
+def _ttl_violations(ttl_seconds: int) -> list[FieldViolation]:
+    if 0 <= ttl_seconds <= MAX_TTL_S:
+        return []
+    text = f"must be 1 to {MAX_TTL_S}, or unset for {DEFAULT_TTL_S}"
+    return [FieldViolation("ttl_seconds", text)]
+
+
+def _seconds(time_us: int) -> int:
+    return -(-time_us // US_PER_S)
