@@ -1,8 +1,8 @@
 """Holds: tokens that are charged before their cost is known, and settled afterwards. Pure. See ADR 0055.
 
 A hold is charged as a check is, and keeps what a settle needs: of each of its buckets how many tokens were charged
-when, until when the hold lives, and what it was settled with. Whoever keeps the buckets keeps the holds beside them, so that
-nothing separates a charge from the hold that may give it back.
+when, until when the hold lives, and what it was settled with. Whoever keeps the buckets keeps the holds beside them, so
+that nothing separates a charge from the hold that may give it back.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ratelimitd_client.batching import Answer, Batcher
 from ratelimitd_client.check import MS_PER_S
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.fail_open import BATCH, CHECK, FailOpen, call_of, last_resort
+from ratelimitd_client.fail_open import PATHS, CallError, FailOpen, call_of, last_resort
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -181,6 +181,22 @@ class Session:
             return self._failed(error, count)
         except Exception as error:  # noqa: BLE001 - gRPC raises ValueError for a channel that another thread closed
             return self.fail_open.broken(error, count)
+
+    def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
+
+        Raises:
+            CallError: it ended with another status.
+        """
+        try:
+            answer: bytes | None = self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise CallError(error.code(), error.details() or "") from None
+        except Exception as error:  # noqa: BLE001 - as in ask_many
+            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+        return answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
@@ -370,6 +386,45 @@ class AsyncSession:
         task.add_done_callback(self._under_way.discard)
         return task
 
+    async def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
+
+        Raises:
+            CallError: it ended with another status.
+        """
+        try:
+            if self._native is not None:
+                return await self._call_native(self._native, path, message, timeout_s)
+            answer: bytes | None = await self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise CallError(error.code(), error.details() or "") from None
+        except CallError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in _decisions
+            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+        return answer
+
+    async def _call_native(
+        self, channel: NativeChannel, path: str, message: bytes, timeout_s: float
+    ) -> bytes:
+        future: asyncio.Future[NodeCall] = self.loop.create_future()
+
+        def done(call: NodeCall) -> None:
+            if not future.done():  # the task may have been cancelled
+                future.set_result(call)
+
+        call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+        try:
+            await future
+        except asyncio.CancelledError:
+            channel.cancel(call)
+            raise
+        if call.answer is None:
+            raise CallError(call.code, call.details)
+        return call.answer
+
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
@@ -472,4 +527,4 @@ class _ForkedSession(AsyncSession):
 
 def _methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:
     """Return the calls of a channel by path, bytes in and out: gRPC would log answers that it cannot parse."""
-    return {path: channel.unary_unary(path) for path in (CHECK, BATCH)}
+    return {path: channel.unary_unary(path) for path in PATHS}
