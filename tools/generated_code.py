@@ -30,6 +30,7 @@ SYNC_TWINS = {
 """The asyncio modules, and the blocking modules that are generated from them."""
 
 SYNC_NAMES = (
+    (r" +# asyncio only:\n(?:[^\n]+\n)+\n", ""),
     (r"\basync (?=(def|with|for)\b)", ""),
     (r"\bawait ", ""),
     (r"for (\w+) in ([\w.]+):\n +yield \1\n", r"yield from \2\n"),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -22,7 +23,20 @@ from ratelimitd.errors import (
 from ratelimitd.ledger.holds import Hold, Holds
 from ratelimitd.limiter.limiter import Judging, Limiter
 from ratelimitd.limiter.scopes import charges_of
-from ratelimitd.model import COST_EXCEEDS_LIMIT, Check, Decision, LimitStatus, Outcome, Rule
+from ratelimitd.model import (
+    COST_EXCEEDS_LIMIT,
+    Algorithm,
+    Check,
+    Decision,
+    LimitStatus,
+    Outcome,
+    Rule,
+)
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
+
+NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
+"""Its field is the hold's own."""
 
 NOT_HELD: Final = StoreUnavailableError("the hold is known, and none of its limits")
 
@@ -83,12 +97,14 @@ class Holder:
         self._open: dict[bytes, _Open] = {}
         self._ends: list[tuple[int, bytes]] = []
 
-    async def hold(self, check: Check, number: bytes, check_digest: bytes, ttl_us: int) -> Holding:
+    async def hold(
+        self, check: Check, number: bytes, check_digest: bytes, ttl_us: int, *, lease: bool
+    ) -> Holding:
         """Answer a check, and hold what it charges for ``ttl_us``; see :class:`ratelimitd.ledger.holds.Hold`.
 
         Raises:
-            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, or the number is that
-                of a hold of another check. Nothing was charged.
+            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, the number is that of
+                a hold of another check, or a limit of concurrency is to be leased. Nothing was charged.
             HoldsFullError: there are as many holds as there may be. Nothing was charged.
         """
         limiter = self._limiter
@@ -97,6 +113,8 @@ class Holder:
             if isinstance(judging, Decision):
                 return Holding(judging)
             charges = charges_of(judging.identifiers, judging.scope)
+            if lease:
+                _refuse_lease_of_slots(charges)
             hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
             outcomes, expire_us = await self._holds.hold(hold)
             if not expire_us:
@@ -202,6 +220,12 @@ def _decided(limiter: Limiter, judging: Judging, outcomes: Sequence[Outcome | No
     if judging.scope.several:
         return limiter.answer([NOT_HELD if one is None else one for one in outcomes], judging)
     return limiter.answer(NOT_HELD if outcomes[0] is None else outcomes[0], judging)
+
+
+def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:
+    """Refuse a lease where checks take nothing: holding slots for them would."""
+    if any(limit.algorithm is CONCURRENCY for _, limit, _ in charges):
+        raise CheckInvalidError(NO_LEASE)
 
 
 def _refuse_above_limit(judging: Judging, outcomes: Sequence[Outcome | None]) -> None:

@@ -174,7 +174,9 @@ class HoldsService:
         number = self._number(hold_id, principal) if hold_id else secrets.token_bytes(NUMBER_BYTES)
         ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
         try:
-            held = await self._holder.hold(check, number, self._digest_of(check), ttl_us)
+            held = await self._holder.hold(
+                check, number, self._digest_of(check), ttl_us, lease=message.lease
+            )
         except CheckInvalidError as error:
             raise InvalidInputError(*_of_check(error)) from None
         answer = ratelimiter_pb2.HoldResponse(answer=answer_of(held.decision))
@@ -269,13 +271,14 @@ def _ticket(body: bytes) -> Ticket:
     return Ticket(number, expire_time, limits)
 
 
+_OWN_FIELDS: Final = ("hold_id", "lease")
 _NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
 
 
 def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:
-    """Return the violations of a check as those of a hold; the id is the hold's own."""
+    """Return the violations of a check as those of a hold, which has some fields of its own."""
     return [
-        one if one.field == "hold_id" else one._replace(field=f"check.{one.field}")
+        one if one.field in _OWN_FIELDS else one._replace(field=f"check.{one.field}")
         for one in error.violations
     ]
 

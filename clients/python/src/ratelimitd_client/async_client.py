@@ -128,6 +128,13 @@ class AsyncRateLimiterClient(AsyncSessions):
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
+        session = self._opened()
+        # asyncio only:
+        leases = None if timestamp or peek or also or max_wait_s else session.leases
+        bucket = (identifier, identifier_type, endpoint)
+        if leases is not None and (leased := leases.take(bucket, cost)) is not None:
+            return leased
+
         request = request_of(
             identifier,
             identifier_type,
@@ -139,11 +146,14 @@ class AsyncRateLimiterClient(AsyncSessions):
             max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        session = self._opened()
         if not session.allows():
             return session.unasked([request], deadline_s)[0]
         if max_wait_s and not peek:
             return await self._waited(await session.ask(request, deadline_s))
+        # asyncio only:
+        if leases is not None:
+            return leases.noted(bucket, cost, await session.ask(request, deadline_s))
+
         return await session.ask(request, deadline_s)
 
     async def check_many(

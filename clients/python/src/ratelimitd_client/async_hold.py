@@ -64,6 +64,11 @@ class AsyncHold:
         """Whether the request may proceed."""
         return self.decision.allowed
 
+    @property
+    def is_held(self) -> bool:
+        """Whether tokens or slots of a limit are held: not where none was asked."""
+        return bool(self._hold and self.decision.limit)
+
     async def settle(self, actual: int, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
         """Charge ``actual`` tokens in place of those held, also more; 0 gives all back.
 

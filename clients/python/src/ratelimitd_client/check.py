@@ -163,7 +163,7 @@ def requests_of(checks: Iterable[Check]) -> list[bytes]:
     return requests
 
 
-def hold_of(request: bytes, ttl_s: int, hold_id: str) -> bytes:
+def hold_of(request: bytes, ttl_s: int, hold_id: str, *, lease: bool = False) -> bytes:
     """Return the encoded message of a hold of an encoded check.
 
     Raises:
@@ -174,7 +174,7 @@ def hold_of(request: bytes, ttl_s: int, hold_id: str) -> bytes:
     if len(hold_id) > MAX_HOLD_ID or not (hold_id.isascii() and hold_id.isprintable()):
         message = f"hold_id must be at most {MAX_HOLD_ID} printable ASCII characters"
         raise ValueError(message)
-    rest = pb.HoldRequest(hold_id=hold_id, ttl_seconds=ttl_s).SerializeToString()
+    rest = pb.HoldRequest(hold_id=hold_id, ttl_seconds=ttl_s, lease=lease).SerializeToString()
     return _HEADS[len(request)] + request + rest
 
 

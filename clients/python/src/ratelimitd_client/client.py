@@ -128,6 +128,7 @@ class RateLimiterClient(Sessions):
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
+        session = self._opened()
         request = request_of(
             identifier,
             identifier_type,
@@ -139,7 +140,6 @@ class RateLimiterClient(Sessions):
             max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        session = self._opened()
         if not session.allows():
             return session.unasked([request], deadline_s)[0]
         if max_wait_s and not peek:

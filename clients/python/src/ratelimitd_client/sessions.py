@@ -16,11 +16,13 @@ from typing import Any, Final, Literal, get_args
 import grpc
 import grpc.aio
 
+from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.batching import Answer, Batcher
-from ratelimitd_client.check import MS_PER_S
+from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import Decision
-from ratelimitd_client.fail_open import PATHS, CallError, FailOpen, call_of, last_resort
+from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.fail_open import HOLD, PATHS, CallError, FailOpen, call_of, last_resort
+from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -239,6 +241,7 @@ class AsyncSessions(_Arguments):
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         linger_us: int = 0,
+        lease_ms: int = 0,
         options: Mapping[str, int | str] | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
         clock: Clock | None = None,
@@ -254,6 +257,8 @@ class AsyncSessions(_Arguments):
             linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
                 With 0 it is batched with those of the same event-loop iteration, and with those that come while two
                 calls are in flight; it waits for nothing if the check before it was alone.
+            lease_ms: how long, in ms and at most 1,000, tokens of a bucket that is asked for often are held to decide
+                its checks here; 0 asks a node about every check. See :mod:`ratelimitd_client.leases`.
             options: gRPC channel options, added to the client's own or replacing them.
             transport: what carries the checks. ``native`` is the client's own HTTP/2, which takes less than half the
                 CPU; ``grpcio`` is gRPC's channel. ``options``, or a target that only gRPC knows, imply the latter.
@@ -268,8 +273,12 @@ class AsyncSessions(_Arguments):
         if not 0 <= linger_us <= MAX_LINGER_US:
             message = f"linger_us must be 0 to {MAX_LINGER_US}"
             raise ValueError(message)
+        if not 0 <= lease_ms <= MAX_LEASE_MS:
+            message = f"lease_ms must be 0 to {MAX_LEASE_MS:,}"
+            raise ValueError(message)
         super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
         self._linger_s = linger_us / 1_000_000
+        self._lease_s = lease_ms / MS_PER_S
         self._is_native = transport == "native" and not options
         self._sessions: dict[asyncio.AbstractEventLoop, AsyncSession] = {}
         self._process: int | None = None
@@ -317,6 +326,9 @@ class AsyncSessions(_Arguments):
             metadata=self._metadata,
             linger_s=self._linger_s,
         )
+        if self._lease_s:
+            acquire = partial(_lease, session, self._timeout_s)
+            session.leases = Leases(acquire, lease_s=self._lease_s, loop=session.loop)
         self._sessions[session.loop] = session
         return session
 
@@ -353,6 +365,7 @@ class AsyncSession:
         self._metadata = metadata
         self._methods = {} if self._grpc_channel is None else _methods_of(self._grpc_channel)
         self._under_way: set[asyncio.Task[list[Decision]]] = set()
+        self.leases: Leases | None = None
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
@@ -371,6 +384,8 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Close the channels, after the calls in flight have ended."""
+        if self.leases is not None:
+            await self.leases.close()
         await self.batcher.finish()
         if self._under_way:
             # Unlike gather, this cancels no call when it is cancelled.
@@ -495,6 +510,19 @@ class AsyncSession:
             return self.fail_open.broken(error, count)
 
 
+async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens: int) -> AsyncHold:
+    """Hold tokens for a lease; a node that does not answer is reported by the checks."""
+    identifier, identifier_type, endpoint = bucket
+    request = request_of(identifier, identifier_type, endpoint, cost=tokens)
+    message = hold_of(request, TTL_S, "", lease=True)
+    try:
+        answer = await session.call(HOLD, message, timeout_s)
+    except CallError as error:
+        return AsyncHold(let_through(Reason.NO_ANSWER, error.code.name, 0.0))
+    decision, held = session.fail_open.held(answer)
+    return AsyncHold(decision, cost=tokens, hold=held.hold, session=session)
+
+
 class ForkedError(RuntimeError):
     """The asyncio client was used before this process was forked. gRPC for asyncio would hang here.
 
@@ -513,6 +541,7 @@ class _ForkedSession(AsyncSession):
     def __init__(self, fail_open: FailOpen) -> None:
         self.fail_open = fail_open
         self.allows = lambda: False
+        self.leases = None
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
