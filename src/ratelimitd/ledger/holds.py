@@ -51,11 +51,12 @@ class Held(NamedTuple):
 class Settled(NamedTuple):
     """What a settle made of the buckets of a hold.
 
-    ``known``: there is such a hold, settled now or before with the same tokens. ``outcomes`` say what each bucket has
-    now, as of a check that costs nothing; ``None`` of one that is not there.
+    ``known``: there is such a hold, settled now (``is_first``) or before with the same tokens. ``outcomes`` say what
+    each bucket has now, as of a check that costs nothing; ``None`` of one that is not there.
     """
 
     known: bool
+    is_first: bool = False
     outcomes: Sequence[Outcome | None] = ()
 
 

@@ -12,11 +12,10 @@ from typing import Final, NamedTuple
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     CheckInvalidError,
     FieldViolation,
-    HoldEndedError,
-    HoldSettledError,
     HoldsFullError,
     StoreUnavailableError,
 )
@@ -89,7 +88,16 @@ class _Open(NamedTuple):
 class Holder:
     """Makes, settles and extends holds by the rules of a limiter; ``holds`` keeps them beside the buckets."""
 
-    def __init__(self, limiter: Limiter, holds: Holds, *, keys: BucketKeys, clock: Clock) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        holds: Holds,
+        *,
+        keys: BucketKeys,
+        clock: Clock,
+        stats: CheckStats,
+    ) -> None:
+        self._stats = stats
         self._limiter = limiter
         self._holds = holds
         self._keys = keys
@@ -120,7 +128,10 @@ class Holder:
             if not expire_us:
                 _refuse_above_limit(judging, outcomes)
             decision = _decided(limiter, judging, outcomes)
-        except (CheckInvalidError, HoldsFullError):
+        except CheckInvalidError:
+            raise
+        except HoldsFullError:
+            self._stats.holds["refused"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return Holding(limiter.failed(error))
@@ -133,22 +144,29 @@ class Holder:
             )
             if outcome is not None and outcome[0]
         ]
+        if number not in self._open:
+            self._stats.holds["made"] += 1
+            self._stats.hold_tokens["held"] += check.cost
         self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
         return Holding(decision, limits, expire_us)
 
-    async def settle(self, number: bytes, limits: Sequence[HeldLimit], actual: int) -> SettledHold:
-        """Charge ``actual`` tokens in place of those held.
+    async def settle(
+        self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
+    ) -> SettledHold:
+        """Charge ``actual`` tokens in place of the ``held`` ones.
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
         """
         names = [one.bucket for one in limits]
-        try:
-            known, outcomes = await self._holds.settle(number, names, actual, self._clock.now_us())
-        except (HoldEndedError, HoldSettledError):
-            self._open.pop(number, None)
-            raise
-        self._open.pop(number, None)
-        return SettledHold(known, self._statuses(limits, outcomes) if known else ())
+        settled = await self._holds.settle(number, names, actual, self._clock.now_us())
+        self._forget(number)
+        if not settled.known:
+            return SettledHold(known=False)
+        if settled.is_first:
+            self._stats.holds["settled"] += 1
+            self._stats.hold_tokens["refunded"] += max(0, held - actual)
+            self._stats.hold_tokens["debt"] += max(0, actual - held)
+        return SettledHold(known=True, limits=self._statuses(limits, settled.outcomes))
 
     async def extend(self, number: bytes, limits: Sequence[HeldLimit], ttl_us: int) -> int | None:
         """Let a hold end later; returns its end in µs, ``None`` if there is no such hold.
@@ -182,6 +200,11 @@ class Holder:
         if number not in self._open:
             heappush(self._ends, (held.expire_us, number))
         self._open[number] = held
+        self._stats.holds_open = len(self._open)
+
+    def _forget(self, number: bytes) -> None:
+        self._open.pop(number, None)
+        self._stats.holds_open = len(self._open)
 
     def _forget_ended(self) -> None:
         now_us, ends = self._clock.now_us(), self._ends
@@ -193,7 +216,8 @@ class Holder:
             if held.expire_us > now_us:  # it was extended
                 heappush(ends, (held.expire_us, number))
             else:
-                del self._open[number]
+                self._forget(number)
+                self._stats.holds["expired"] += 1
         if len(ends) > 2 * len(self._open) + MIN_ENDS:
             # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
             self._ends = [(held.expire_us, number) for number, held in self._open.items()]

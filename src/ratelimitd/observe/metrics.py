@@ -334,6 +334,17 @@ DEFINITIONS: Final = (
         "Checks that no rule decided, because an identity is assigned to the plan unlimited or blocked.",
         _counts(lambda r: {"unlimited": r.stats.unlimited_total, "blocked": r.stats.plan_blocked_total}), "plan"),
 
+    # Holds.
+    _gauge("rate_limiter_holds_open",
+        "Holds made by this node that have not ended; those settled by another node count until their end.",
+        lambda r: r.stats.holds_open),
+    Definition("rate_limiter_holds_total", "counter",
+        "Holds made, settled, ended without a settle by this node (expired), and refused because there are too many.",
+        _counts(lambda r: r.stats.holds), "event"),
+    Definition("rate_limiter_hold_tokens_total", "counter",
+        "Tokens that holds held, that settles gave back (refunded), and that they charged in addition (debt).",
+        _counts(lambda r: r.stats.hold_tokens), "event"),
+
     # What callers send.
     _counter("rate_limiter_invalid_requests_total",
         "Malformed checks: calls refused and batch items answered INVALID_REQUEST.",

@@ -52,15 +52,16 @@ SEAL_BYTES: Final = 16
 _SEAL_PERSON: Final = b"rl-hold"
 _NUMBER_PERSON: Final = b"rl-holdid"
 _VERSION: Final = 1
-_HEAD: Final = Struct(f"<B{NUMBER_BYTES}sq")
+_HEAD: Final = Struct(f"<B{NUMBER_BYTES}sqI")
 _TEXTS: Final = 3
 
 
 class Ticket(NamedTuple):
-    """What a hold says: its number, its first end in Unix seconds, and its limits; none if no limit was asked."""
+    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits, none if none was asked."""
 
     number: bytes
     expire_time: int
+    cost: int
     limits: Sequence[HeldLimit]
 
 
@@ -121,7 +122,9 @@ class HoldsService:
             raise InvalidInputError(*violations)
         if not ticket.limits:
             return ratelimiter_pb2.SettleResponse().SerializeToString()
-        known, limits = await self._holder.settle(ticket.number, ticket.limits, message.actual)
+        known, limits = await self._holder.settle(
+            ticket.number, ticket.limits, ticket.cost, message.actual
+        )
         if not known:
             self._refuse_ended(ticket)
             return ratelimiter_pb2.SettleResponse().SerializeToString()
@@ -182,7 +185,7 @@ class HoldsService:
         answer = ratelimiter_pb2.HoldResponse(answer=answer_of(held.decision))
         if held.decision.allowed:
             expire_time = _seconds(held.expire_us) or int(self._now_s()) + ttl_us // US_PER_S
-            ticket = Ticket(number, expire_time, held.limits)
+            ticket = Ticket(number, expire_time, check.cost, held.limits)
             answer.hold, answer.expire_time = self._sealed(ticket, principal), expire_time
         return answer.SerializeToString()
 
@@ -228,7 +231,7 @@ class HoldsService:
         return blake2b(text, digest_size=size, key=self._keys.secret, person=person).digest()
 
     def _sealed(self, ticket: Ticket, principal: str) -> str:
-        parts = [_HEAD.pack(_VERSION, ticket.number, ticket.expire_time)]
+        parts = [_HEAD.pack(_VERSION, *ticket[:3])]
         for bucket, *texts in ticket.limits:
             parts.append(bucket)
             for text in texts:
@@ -258,7 +261,7 @@ class HoldsService:
 
 def _ticket(body: bytes) -> Ticket:
     """Read what was sealed here, which needs no doubt."""
-    _, number, expire_time = _HEAD.unpack_from(body)
+    _, number, expire_time, cost = _HEAD.unpack_from(body)
     place, limits = _HEAD.size, []
     while place < len(body):
         bucket, place = body[place : place + STORED_KEY_BYTES], place + STORED_KEY_BYTES
@@ -268,7 +271,7 @@ def _ticket(body: bytes) -> Ticket:
             place = start + body[place]
             texts.append(body[start:place].decode())
         limits.append(HeldLimit(bucket, *texts))
-    return Ticket(number, expire_time, limits)
+    return Ticket(number, expire_time, cost, limits)
 
 
 _OWN_FIELDS: Final = ("hold_id", "lease")
