@@ -5,7 +5,7 @@ A hold is judged as a check is, and answered as one, fail-open answers included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
@@ -68,15 +68,6 @@ class SettledHold(NamedTuple):
     limits: Sequence[LimitStatus] = ()
 
 
-class InFlight(NamedTuple):
-    """Holds in flight on one limit, and the tokens that they hold."""
-
-    rule: Rule
-    name: str
-    holds: int
-    tokens: int
-
-
 class _Open(NamedTuple):
     """A hold that was made here; it is in flight until ``expire_us``."""
 
@@ -103,6 +94,8 @@ class Holder:
         self._keys = keys
         self._clock = clock
         self._open: dict[bytes, _Open] = {}
+        self._counts: dict[tuple[str, str], list[int]] = {}
+        """Rule id and name of a limit → holds in flight, and their tokens."""
         self._ends: list[tuple[int, bytes]] = []
 
     async def hold(
@@ -180,31 +173,37 @@ class Holder:
             self._note(number, held._replace(expire_us=expire_us))
         return expire_us
 
-    def in_flight(self) -> Iterable[InFlight]:
+    def in_flight(self) -> Sequence[InFlight]:
         """Return what the holds made here hold, by limit; those settled elsewhere count until their end."""
         self._forget_ended()
-        counts: dict[tuple[str, str], list[int]] = {}
-        for held in self._open.values():
-            for limit in held.limits:
-                count = counts.setdefault(limit, [0, 0])
-                count[0] += 1
-                count[1] += held.tokens
         book = self._limiter.book
-        for (rule_id, name), (holds, tokens) in counts.items():
+        found = []
+        for (rule_id, name), (holds, tokens) in self._counts.items():
             rule = book.get(rule_id) if book is not None else None
             if rule is not None:
-                yield InFlight(rule, name, holds, tokens)
+                found.append(InFlight(rule, name, holds, tokens))
+        return found
 
     def _note(self, number: bytes, held: _Open) -> None:
         self._forget_ended()
         if number not in self._open:
             heappush(self._ends, (held.expire_us, number))
+            self._count(held, 1)
         self._open[number] = held
-        self._stats.holds_open = len(self._open)
 
     def _forget(self, number: bytes) -> None:
-        self._open.pop(number, None)
-        self._stats.holds_open = len(self._open)
+        held = self._open.pop(number, None)
+        if held is not None:
+            self._count(held, -1)
+
+    def _count(self, held: _Open, holds: int) -> None:
+        self._stats.holds_open += holds
+        for limit in held.limits:
+            count = self._counts.setdefault(limit, [0, 0])
+            count[0] += holds
+            count[1] += holds * held.tokens
+            if not count[0]:
+                del self._counts[limit]
 
     def _forget_ended(self) -> None:
         now_us, ends = self._clock.now_us(), self._ends

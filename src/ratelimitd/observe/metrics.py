@@ -25,7 +25,7 @@ from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.node import Cluster
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import US_PER_S, InFlight
 from ratelimitd.observe.health import Health
 from ratelimitd.rules.feed import RuleFeed
 
@@ -79,6 +79,8 @@ class NodeParts:
     transport: Callable[[], TransportStatus | None]
     """``None`` before it listens."""
     transport_name: str
+    in_flight: Callable[[], Sequence[InFlight]]
+    """Holds in flight, by limit."""
 
 
 class TransportStatus(Protocol):

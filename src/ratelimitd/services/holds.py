@@ -25,7 +25,7 @@ from ratelimitd.errors import (
     InvalidInputError,
 )
 from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
-from ratelimitd.limiter.holder import HeldLimit, Holder, InFlight
+from ratelimitd.limiter.holder import HeldLimit, Holder
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
@@ -155,9 +155,7 @@ class HoldsService:
     def list_holds(self, data: bytes, _call: Call) -> bytes:
         """List the holds in flight by limit."""
         parse_list_holds(data)
-        most: list[InFlight] = nlargest(
-            MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds
-        )
+        most = nlargest(MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds)
         return ratelimiter_pb2.ListHoldsResponse(
             limits=[
                 ratelimiter_pb2.HoldsOfLimit(
