@@ -57,7 +57,7 @@ _TEXTS: Final = 3
 
 
 class Ticket(NamedTuple):
-    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits, none if none was asked."""
+    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits; none was asked: none."""
 
     number: bytes
     expire_time: int
