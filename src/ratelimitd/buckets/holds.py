@@ -35,11 +35,6 @@ T = TypeVar("T")
 LATE_US: Final = 10 * US_PER_S
 """How long a bucket that is full again is kept: twice the 5 s by which a caller's timestamp may lag."""
 
-MAX_HOLDS: Final = 100_000
-"""Holds in flight on one node, some 60 MB; and as many that are over, to answer repeated calls."""
-
-MAX_HOLDS_PER_BUCKET: Final = 10_000
-
 GRACE_US: Final = 60 * US_PER_S
 """How long a hold is remembered after its end, to tell late settles why they do nothing."""
 
@@ -81,7 +76,8 @@ class _Record:
 class OwnHolds:
     """Holds beside the buckets of ``table``, and the buckets that are kept apart for them, by their stored names.
 
-    ``now_us`` is the node's clock. Between two calls of :meth:`changes` the changed holds and buckets are remembered.
+    ``now_us`` is the node's clock. As many holds as may be in flight, ``max_holds``, are remembered when they are over,
+    to answer repeated calls: some 600 bytes each. Between two calls of :meth:`changes` the changed holds and buckets are remembered.
     """
 
     def __init__(
@@ -90,8 +86,8 @@ class OwnHolds:
         keys: BucketKeys,
         now_us: Callable[[], int],
         *,
-        max_holds: int = MAX_HOLDS,
-        max_per_bucket: int = MAX_HOLDS_PER_BUCKET,
+        max_holds: int = 100_000,
+        max_per_bucket: int = 10_000,
     ) -> None:
         self._table = table
         self._keys = keys
