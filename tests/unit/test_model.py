@@ -57,7 +57,7 @@ def test_a_check_costs_one_token_now_and_is_charged_unless_it_says_otherwise():
 
 
 def test_names_are_those_of_the_wire():
-    assert sorted(Algorithm) == ["fixed_window", "sliding_window", "token_bucket"]
+    assert sorted(Algorithm) == ["concurrency", "fixed_window", "sliding_window", "token_bucket"]
     assert sorted(IdentifierType) == ["api_key", "ip", "user"]
 
 
