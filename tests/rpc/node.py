@@ -131,7 +131,9 @@ async def running_node(
         keys=keys,
         assignments=assignments,
     )
-    holder = Holder(limiter, OwnHolds(table, keys), keys=keys, clock=clock, stats=stats)
+    holder = Holder(
+        limiter, OwnHolds(table, keys, clock.now_us), keys=keys, clock=clock, stats=stats
+    )
     async with sqlite_store(
         directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})
     ) as store:

@@ -43,7 +43,7 @@ def test_keywords_and_names_of_asyncio_are_replaced():
 
 def test_the_committed_blocking_clients_are_as_generated():
     twins = sync_twins()
-    assert len(twins) == 2
+    assert len(twins) == 3
     assert differences({name: (TARGET / name).read_text() for name in twins}, twins) == []
 
 

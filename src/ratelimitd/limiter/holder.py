@@ -27,9 +27,9 @@ from ratelimitd.model import (
     Algorithm,
     Check,
     Decision,
+    InFlight,
     LimitStatus,
     Outcome,
-    Rule,
 )
 
 CONCURRENCY: Final = Algorithm.CONCURRENCY

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
@@ -229,6 +230,7 @@ class Node:
         table = BucketTable(
             self._settings.cache_entries, self.stats, callers_time=self._callers_time
         )
+        holds = OwnHolds(table, self._keys, self._clock.now_us)
         snapshot = SnapshotLog.open(
             self._settings.state_dir,
             table,
@@ -241,7 +243,7 @@ class Node:
         self._start_upkeep(background, table)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
-        holder = self._new_holder(limiter, table.holds)
+        holder = self._new_holder(limiter, holds)
         parts = self._parts(feed, table, holder, snapshot=snapshot)
         await self._serve(limiter, holder, store, parts, live=self._start_live(background, parts))
 

@@ -34,7 +34,7 @@ MAX_NUMBER: Final = 2**53
 
 
 class HeldLimit(NamedTuple):
-    """Holds in flight on one limit, and the tokens that they hold; ``endpoint`` and ``identifier_type`` are the rule's."""
+    """Holds in flight on one limit, and the tokens that they hold; endpoint and type are the rule's."""
 
     endpoint: str
     identifier_type: str

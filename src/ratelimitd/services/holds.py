@@ -57,7 +57,7 @@ _TEXTS: Final = 3
 
 
 class Ticket(NamedTuple):
-    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits, none if none was asked."""
+    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits; none was asked: none."""
 
     number: bytes
     expire_time: int
@@ -251,6 +251,8 @@ class HoldsService:
             sealed = urlsafe_b64decode(hold + b"=" * (-len(hold) % 4))
         except (NoBase64Error, ValueError):
             return None
+        if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
+            return None  # the decoder passes over what is not of its alphabet
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(body, principal)):
             return None

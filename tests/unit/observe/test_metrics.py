@@ -103,6 +103,7 @@ def metrics(stats, runtime, *, transport, cluster, snapshot):
             task_restarts={"snapshot": 2},
             transport=lambda: transport,
             transport_name="native",
+            in_flight=lambda: (),
         )
     )
 

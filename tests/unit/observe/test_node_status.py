@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
-from ratelimitd.observe.node_status import MAX_BYTES, MAX_ENDPOINT, NodeStatus, decode, encode
+from ratelimitd.observe.node_status import (
+    MAX_BYTES,
+    MAX_ENDPOINT,
+    HeldLimit,
+    NodeStatus,
+    decode,
+    encode,
+)
 
 SAMPLE = Sample(1_700_006_400_000, 12.5, 3.0, 0.5, 15.5, 15.0, (1,) * 15, 42, 10**8, 0.002)
 STATUS = NodeStatus(
@@ -40,6 +47,7 @@ BUSY = replace(
         DeniedIdentifier(f"{number:016x}", "user", "ada.…", 10.5, "ada.lovelace")
         for number in range(TOP)
     ],
+    holds=[HeldLimit(f"/held/{number}", "user", "minute", 10**6, 10**9) for number in range(TOP)],
 )
 
 
@@ -48,8 +56,15 @@ def changed(**fields):
 
 
 def test_what_was_encoded_is_decoded():
-    assert decode(encode(STATUS)) == replace(STATUS, endpoints=[], identifiers=[])
+    assert decode(encode(STATUS)) == replace(STATUS, endpoints=[], identifiers=[], holds=[])
     assert decode(encode(BUSY)).endpoints == BUSY.endpoints
+    assert decode(encode(BUSY)).holds == BUSY.holds
+
+
+def test_a_node_of_the_release_before_has_no_holds():
+    fields = json.loads(encode(BUSY))
+    del fields["holds"]
+    assert decode(json.dumps(fields).encode()) == replace(decode(encode(BUSY)), holds=[])
 
 
 def test_a_status_is_small():
@@ -72,7 +87,7 @@ def test_endpoints_that_take_too_many_bytes_cost_the_lists_and_not_the_status():
     wide = [DeniedEndpoint("\x01" * MAX_ENDPOINT, 1.0)] * TOP * 2
     octets = encode(replace(BUSY, endpoints=wide))
     assert len(octets) < MAX_BYTES
-    assert decode(octets) == replace(STATUS, endpoints=[], identifiers=[])
+    assert decode(octets) == replace(STATUS, endpoints=[], identifiers=[], holds=[])
 
 
 def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():

@@ -38,6 +38,7 @@ class Parts:
             task_restarts={},
             transport=lambda: None,
             transport_name="native",
+            in_flight=lambda: (),
         )
         self.live = live_of(
             parts,

@@ -49,6 +49,7 @@ class Parts:
             feed=self.feed,
             transport=lambda: self.transport,
             transport_name="native",
+            in_flight=lambda: (),
             task_restarts=self.restarts,
         )
         self.metrics = Metrics(parts)

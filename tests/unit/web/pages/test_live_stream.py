@@ -27,6 +27,7 @@ class FakeLive:
             others_known=True,
             endpoints=(),
             identifiers=(),
+            holds=(),
         )
 
     async def step(self):

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.observe.node_status import HeldLimit
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
@@ -53,6 +54,7 @@ class FakeLive:
             others_known=False,
             endpoints=[DeniedEndpoint("/<script>", 3.0)],
             identifiers=[DeniedIdentifier("00", "user", "ada…", 3.0, name)],
+            holds=[HeldLimit("/<held>", "user", "minute", 2, 7_000)],
         )
 
 

@@ -25,7 +25,7 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
 
 
 def view(*nodes, total=None, history=(), named=False, **fields):
-    common = {"others_known": True, "endpoints": (), "identifiers": ()}
+    common = {"others_known": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
     return view_of(overview, history, named=named)
 
@@ -214,3 +214,8 @@ def test_charts_are_told_in_words():
 @pytest.mark.parametrize("known", [True, False])
 def test_whether_the_others_are_known_is_told(known):
     assert view(others_known=known).others_known is known
+
+
+def test_holds_in_flight_are_told_by_limit():
+    held = HeldLimit("/v1/chat", "api_key", "minute", 12, 6_000)
+    assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6,000")]

@@ -10,6 +10,9 @@ from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.hold import Hold
 from ratelimitd_client.middleware.options import R
 
+EXTEND_S: Final = DEFAULT_TTL_S / 2
+"""How often the hold of a request in progress is extended."""
+
 SETTLE_S: Final = 30.0
 """How long a settle is tried after a request: longer than a node needs to restart."""
 
@@ -54,6 +57,6 @@ class HeldRequests(Generic[R]):
     async def _keep(self, request: R, held: Held, ended: asyncio.Future[None]) -> None:
         hold = held.hold
         assert isinstance(hold, AsyncHold)  # noqa: S101 -- the limiter is one for asyncio
-        while not (await asyncio.wait([ended], timeout=DEFAULT_TTL_S / 2))[0]:
+        while not (await asyncio.wait([ended], timeout=EXTEND_S))[0]:
             await hold.extend()
         await hold.settle(self._actual(held, request), timeout_s=SETTLE_S)
