@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.counters import CheckStats
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import NO_RULE_REMAINING, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
@@ -44,7 +45,7 @@ costs = st.one_of(st.just(1), st.integers(1, 6), st.integers(1, 101))
 class LimiterMachine(RuleBasedStateMachine):
     """A limiter and its table beside one exact bucket for each (identifier, endpoint, algorithm, window)."""
 
-    @initialize(own=st.sampled_from(Algorithm), everywhere=st.sampled_from(Algorithm))
+    @initialize(own=st.sampled_from(list(ACCOUNTS)), everywhere=st.sampled_from(list(ACCOUNTS)))
     def start(self, own, everywhere):
         self.clock, self.stats, self.decisions = ManualClock(), CheckStats(), Counter[bool]()
         self.table = BucketTable(1_000, self.stats)
@@ -143,7 +144,7 @@ class LimiterMachine(RuleBasedStateMachine):
         if self.rules[name].algorithm is Algorithm.TOKEN_BUCKET:
             self.edit(name, burst=burst)
 
-    @rule(name=rule_ids, algorithm=st.sampled_from(Algorithm))
+    @rule(name=rule_ids, algorithm=st.sampled_from(list(ACCOUNTS)))
     def edit_algorithm(self, name, algorithm):
         MET["another algorithm"] += self.rules[name].algorithm is not algorithm
         self.edit(name, algorithm=algorithm, burst=0)
@@ -206,7 +207,7 @@ RARE = {
     "a burst expires",
     *(
         f"{algorithm} {reason}"
-        for algorithm in Algorithm
+        for algorithm in ACCOUNTS
         for reason in ("WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT")
     ),
 }

@@ -14,6 +14,7 @@ import pytest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     INT32_MAX,
@@ -206,7 +207,7 @@ def random_rule(rng, number, place, count):
         Limit(
             limit=rng.choice([1, 2, 3, 10, 100, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)]),
             window_seconds=rng.choice([1, 2, 60, 3600, rng.randint(1, 10**5)]),
-            algorithm=rng.choice(list(Algorithm)),
+            algorithm=rng.choice(list(ACCOUNTS)),
             name=name,
         )
         for name in names[:count]

@@ -16,6 +16,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.limiter import scopes as scopes_module
 from ratelimitd.limiter.limiter import ASKED_PER_TURN, Limiter
 from ratelimitd.limiter.scopes import MAX_SCOPES
@@ -465,8 +466,8 @@ class TestBatch:
         """I20."""
         rng = random.Random(seed)
         rules = [
-            replace(ORDERS, algorithm=rng.choice(list(Algorithm))),
-            replace(EVERYWHERE, algorithm=rng.choice(list(Algorithm))),
+            replace(ORDERS, algorithm=rng.choice(list(ACCOUNTS))),
+            replace(EVERYWHERE, algorithm=rng.choice(list(ACCOUNTS))),
         ]
         batched, single = Node(*rules), Node(*rules)
         for _ in range(5):

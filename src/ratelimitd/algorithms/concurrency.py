@@ -1,12 +1,12 @@
-"""Concurrency: at most ``limit`` slots at once, each owned by a hold until that is settled or ends.
+"""Concurrency: at most ``limit`` holds at once; each owns a slot until it is settled or ends.
 
-Pure. The state is the slots in use. Holds take and free them, one each, whatever they cost; a check takes none.
+Pure. The state is the slots in use; holds take and free them, a check is judged by them and takes none.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from typing import Any, Final
+from bisect import bisect_left, bisect_right, insort
+from typing import Final
 
 from ratelimitd.model import (
     ALLOWED,
@@ -17,65 +17,85 @@ from ratelimitd.model import (
     WITHIN_LIMIT,
     Limit,
     Outcome,
+    Reason,
 )
 
-_ROUND_UP: Final = US_PER_S - 1
-_AFTER_ALL: Final = b"\xff" * 17
-"""Greater than the number of any hold."""
+_AFTER_ANY_NUMBER: Final = b"\xff" * 17
 
 
 class Slots:
-    """Slots in use: (end in µs, number of the hold) in this order."""
+    """Slots in use, each owned by the hold of a number until its end."""
 
-    __slots__ = ("_end_of", "_ends")
+    __slots__ = ("_by_end", "_ends")
 
     def __init__(self) -> None:
-        self._ends: list[tuple[int, bytes]] = []
-        self._end_of: dict[bytes, int] = {}
+        self._ends: dict[bytes, int] = {}
+        self._by_end: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
-        """Return how many slots are taken, those included whose hold has ended and was not dropped."""
+        """Return the number of slots, those included that have ended and were not freed."""
         return len(self._ends)
+
+    def __contains__(self, number: bytes) -> bool:
+        """Return whether the hold of this number has a slot."""
+        return number in self._ends
 
     def take(self, number: bytes, end_us: int) -> None:
         """Give a hold a slot until ``end_us``, in place of the one it has."""
         self.free(number)
-        self._end_of[number] = end_us
-        insort(self._ends, (end_us, number))
+        self._ends[number] = end_us
+        insort(self._by_end, (end_us, number))
 
-    def free(self, number: bytes) -> None:
-        """Free the slot of a hold, if it has one."""
-        end_us = self._end_of.pop(number, None)
-        if end_us is not None:
-            del self._ends[bisect_right(self._ends, (end_us, number)) - 1]
+    def free(self, number: bytes) -> bool:
+        """Free the slot of a hold; return whether it had one."""
+        end_us = self._ends.pop(number, None)
+        if end_us is None:
+            return False
+        del self._by_end[bisect_left(self._by_end, (end_us, number))]
+        return True
 
-    def ends_us(self, now_us: int) -> list[int]:
-        """Return when the slots that are in use at ``now_us`` end, in ascending order."""
-        ended = bisect_right(self._ends, (now_us, _AFTER_ALL))
-        return [end_us for end_us, _ in self._ends[ended:]]
+    def expire(self, now_us: int) -> None:
+        """Free the slots that have ended."""
+        ended = self._ended(now_us)
+        for _, number in self._by_end[:ended]:
+            del self._ends[number]
+        del self._by_end[:ended]
+
+    def items(self) -> list[tuple[int, bytes]]:
+        """Return (end in µs, number of the hold) of each, the first to end first."""
+        return self._by_end.copy()
+
+    def told(self, limit: int, now_us: int) -> tuple[bool, int, int, int, Reason]:
+        """Return what a check is told where at most ``limit`` slots may be in use."""
+        by_end = self._by_end
+        first = self._ended(now_us)
+        free = limit - (len(by_end) - first)
+        reset_us = by_end[-1][0] if first < len(by_end) else now_us
+        reset_time = -(-reset_us // US_PER_S)
+        if free > 0:
+            return ALLOWED, free, reset_time, 0, WITHIN_LIMIT
+        free_us, _ = by_end[
+            first - free
+        ]  # when this one has ended, too, less than `limit` are in use
+        retry_after = min(-(-(free_us - now_us) // US_PER_S), INT32_MAX)
+        return DENIED, 0, reset_time, retry_after, LIMIT_EXCEEDED
+
+    def _ended(self, now_us: int) -> int:
+        return bisect_right(self._by_end, (now_us, _AFTER_ANY_NUMBER))
 
 
-def decide(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:  # noqa: ARG001 - one slot, whatever it costs
-    """Decide at ``now_us`` (µs since the Unix epoch) whether a slot is free; ``state`` are :class:`Slots` or ``None``.
+def decide(state: Slots | None, rule: Limit, now_us: int, _cost: int) -> Outcome:
+    """Decide one check at ``now_us`` (µs since the Unix epoch): it passes if a slot is free, whatever it costs.
 
     Returns:
-        The outcome; its state is the given object. ``remaining`` are the slots free without this check.
+        The outcome; its state is the given object. ``remaining`` are the slots that are free without this check.
     """
-    return outcome(state.ends_us(now_us) if state is not None else (), rule, now_us, state)
+    if state is None:
+        return (ALLOWED, rule.limit, -(-now_us // US_PER_S), 0, WITHIN_LIMIT, None)
+    return (*state.told(rule.limit, now_us), state)  # type: ignore[return-value]  # states are data elsewhere
 
 
-def outcome(
-    ends_us: Any, rule: Limit, now_us: int, state: Any = None, *, taken: int = 0
-) -> Outcome:
-    """Return what is said where slots end at these times; of a hold ``taken`` of them is its own."""
-    used = len(ends_us)
-    remaining = max(0, rule.limit - used)
-    reset_time = ((ends_us[-1] if used else now_us) + _ROUND_UP) // US_PER_S
-    retry_after = 0
-    if not remaining:
-        # The first of those that have to end for one to be free.
-        free_us = ends_us[used - rule.limit]
-        retry_after = min(-(-(free_us - now_us) // US_PER_S), INT32_MAX)
-    if used - taken < rule.limit:
-        return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, state)
-    return (DENIED, 0, reset_time, max(1, retry_after), LIMIT_EXCEEDED, state)
+def held(state: Slots, rule: Limit, now_us: int) -> Outcome:
+    """Return what a hold is told that has just taken a slot; ``remaining`` are those that are free after it."""
+    _, remaining, reset_time, retry_after, _ = state.told(rule.limit, now_us)
+    return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, None)

@@ -335,8 +335,7 @@ class OwnHolds:
         bucket.charge(limit, outcome)
         bucket.hold(hold.number, hold.cost, end_us, outcome)
         if bucket.account is None:
-            ends_us = bucket.state.ends_us(hold.now_us)
-            return concurrency.outcome(ends_us, limit, hold.now_us, taken=1)
+            return concurrency.held(bucket.state, limit, hold.now_us)
         return (*outcome[:5], None)
 
     def _levels(self, names: Sequence[bytes], now_us: int) -> Sequence[Outcome | None]:

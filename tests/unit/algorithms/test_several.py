@@ -4,6 +4,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import decide_all, deciding, passes, wait_ms
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import MAX_TIME_US, Algorithm, Enforcement, Limit, Reason
 
 NOW_US = 1_700_006_400_000_000
@@ -26,7 +27,7 @@ def test_a_check_that_every_limit_allows_is_charged_to_all():
     ]
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_where_one_denies_the_others_tell_what_is_there_and_keep_it(algorithm):
     spare = replace(HOUR, algorithm=algorithm)
     [(_, _, _, _, _, state)] = decided((None, spare), cost=4)

@@ -8,11 +8,12 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from ratelimitd.cli.conformance.cases import Answer, Case, Step, cases
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import Algorithm
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DIRECTORY = files("ratelimitd.cli.conformance").joinpath("vectors")
-FILES = [f"{algorithm}.json" for algorithm in Algorithm]
+FILES = [f"{algorithm}.json" for algorithm in ACCOUNTS]
 POLICIES = "policies.json"
 
 
