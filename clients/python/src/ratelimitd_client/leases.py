@@ -73,6 +73,7 @@ class Leases:
         self._asked: dict[Bucket, int] = {}
         """Tokens asked for without a lease since the last timer; -1 of a bucket that is not leased until then."""
         self._is_counting = False
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, bucket: Bucket, cost: int) -> Decision | None:
@@ -110,7 +111,8 @@ class Leases:
         return decision
 
     async def close(self) -> None:
-        """Give back what is left of all leases."""
+        """Give back what is left of all leases, and take no more."""
+        self._is_closed = True
         for bucket in list(self._leases):
             self._end(bucket, self._leases[bucket])
         while self._tasks:
@@ -127,6 +129,9 @@ class Leases:
 
     async def _begin(self, bucket: Bucket, size: int) -> None:
         hold = await self._acquire(bucket, size)
+        if self._is_closed:
+            await hold.settle(0)
+            return
         if not hold.is_held:
             self._asked[bucket] = -1
             return
@@ -149,7 +154,8 @@ class Leases:
         del self._leases[bucket]
         used = lease.size - lease.left
         size = min(int(used * SPARE), lease.decision.remaining_tokens // PART)
-        if used >= HOT and size >= HOT and not lease.is_renewed:
+        is_hot = used >= HOT and not (lease.is_renewed or self._is_closed)
+        if is_hot and size >= HOT:
             self._start(self._begin(bucket, size))
         self._start(self._settle(lease, used))
 
