@@ -77,7 +77,8 @@ class OwnHolds:
     """Holds beside the buckets of ``table``, and the buckets that are kept apart for them, by their stored names.
 
     ``now_us`` is the node's clock. As many holds as may be in flight, ``max_holds``, are remembered when they are over,
-    to answer repeated calls: some 600 bytes each. Between two calls of :meth:`changes` the changed holds and buckets are remembered.
+    to answer repeated calls: some 600 bytes each. Between two calls of :meth:`changes` the changed holds and buckets are
+    remembered.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class OwnHolds:
         self._open[hold.number] = _Record(hold.check_digest, end_us, last_us, names, told)
         heappush(self._ends, (end_us, hold.number))
         self._changed[_HOLD, hold.number] = None
-        return Held(told, end_us)
+        return Held(told, end_us, is_first=True)
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
