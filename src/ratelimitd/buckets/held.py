@@ -1,331 +1,401 @@
 """A bucket with holds in flight, or in debt. Pure. See ADR 0055.
 
 Such a bucket is kept apart from the table: it is never evicted, its debts are not capped, and a check of any other
-bucket costs what it did.
+bucket costs what it did. Another amount of a hold is charged as of its time, exactly: a token bucket and a fixed window
+replay what has become of their level since, a log knows what was charged when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeAlias, cast
 
-from ratelimitd.algorithms import DECIDE, Decide, concurrency
+from ratelimitd.algorithms import DECIDE, Decide, concurrency, sliding_window
 from ratelimitd.algorithms.concurrency import Slots
-from ratelimitd.algorithms.several import uncharged
-from ratelimitd.ledger.accounts import ACCOUNTS, Account, Refund
+from ratelimitd.algorithms.several import Bucket, Charge, uncharged
+from ratelimitd.buckets.snapshot_format import State, Value, is_log, pack, unpack
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.holds import NUMBER_BYTES
+from ratelimitd.ledger.replay import NEVER, Change, Replay, both, changed
 from ratelimitd.model import Algorithm, Limit, Outcome
 
-_NEVER: Final = 1 << 200
-"""Above any level."""
+Dump: TypeAlias = Mapping[str, Any]
 
-_FIRST_SIZE: Final = 16
-
-
-Segment: TypeAlias = tuple[int, int]
-"""(shift of the path from here on, least level until the next segment, after this shift alone), in units."""
+# equivalent: no level is between it and NEVER
+_FAR: Final = NEVER // 2
 
 
-class Part(NamedTuple):
-    """What one hold is charged on one bucket: ``tokens`` at ``at_us``, the place of its segment in the path."""
-
-    tokens: int
-    at_us: int
-    segment: int = 0
-    is_final: bool = False
-    """An edit has capped the bucket since: what it cut off may be this, so that nothing is given back."""
-
-
-class Path:
-    """The least levels of a bucket's free path, between one hold and the next.
-
-    The level of a bucket with refill is its free path, which may fall below zero, less the least of that path below
-    zero until then. Another amount of a hold shifts the path behind it: so the least level of each segment between two
-    holds, and the shifts, are all it takes to say what the bucket would hold. The segments are the leaves of a tree of
-    (sum of shifts, least level after the shifts of the same node): a change takes the logarithm of their number.
-    """
-
-    __slots__ = ("_count", "_least", "_shift", "_size")
-
-    def __init__(self, segments: Sequence[Segment] = ()) -> None:
-        self._count = 0
-        self._make(segments)
-
-    @property
-    def least(self) -> int:
-        """The least level of the path."""
-        return self._least[1]
-
-    @property
-    def last(self) -> int:
-        """The newest segment."""
-        return self._count - 1
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no room for another segment."""
-        return self._count == self._size
-
-    def begin(self) -> int:
-        """Begin a segment, and return it."""
-        segment = self._count
-        self._count += 1
-        self.set(segment, 0, _NEVER)
-        return segment
-
-    def lower(self, level: int) -> None:
-        """Note a level of the path in the newest segment, with all shifts."""
-        leaf = self._size + self.last
-        shifts = self._shift[1]
-        if level - shifts + self._shift[leaf] < self._least[leaf]:
-            self.set(self.last, self._shift[leaf], level - shifts + self._shift[leaf])
-
-    def shift(self, segment: int, units: int) -> None:
-        """Shift the path from a segment on."""
-        leaf = self._size + segment
-        self.set(segment, self._shift[leaf] + units, min(self._least[leaf] + units, _NEVER))
-
-    def set(self, segment: int, shift: int, least: int) -> None:
-        """Set the shift of a segment, and its least level after that shift alone."""
-        shifts, leasts = self._shift, self._least
-        place = self._size + segment
-        shifts[place], leasts[place] = shift, least
-        while place > 1:
-            place >>= 1
-            left, right = 2 * place, 2 * place + 1
-            shifts[place] = shifts[left] + shifts[right]
-            leasts[place] = min(leasts[left], shifts[left] + leasts[right])
-
-    def compact(self, kept: list[int]) -> dict[int, int]:
-        """Join each segment not among ``kept``, in ascending order, to the one before; return the new places."""
-        joined: list[Segment] = []
-        places: dict[int, int] = {}
-        wanted = {0, *kept}
-        for segment in range(self._count):
-            leaf = self._size + segment
-            shift, least = self._shift[leaf], self._least[leaf]
-            if segment in wanted:
-                places[segment] = len(joined)
-                joined.append((shift, least))
-            else:
-                before, least_before = joined[-1]
-                joined[-1] = before + shift, min(least_before, before + least)
-        self._make(joined)
-        return places
-
-    def segments(self) -> list[Segment]:
-        """Return the segments, to make the path anew."""
-        leaves = range(self._size, self._size + self._count)
-        return [(self._shift[leaf], self._least[leaf]) for leaf in leaves]
-
-    def _make(self, segments: Sequence[Segment]) -> None:
-        size = _FIRST_SIZE
-        while size < 2 * len(segments):
-            size *= 2
-        self._size = size
-        self._shift = [0] * (2 * size)
-        self._least = [_NEVER] * (2 * size)
-        self._count = len(segments)
-        for segment, (shift, least) in enumerate(segments):
-            self.set(segment, shift, least)
-
-
-class HeldBucket:
+class HeldBucket(ABC):
     """One bucket that is kept apart.
 
-    Attributes:
-        name: the stored name.
-        key: what checks look it up by; ``None`` after a restart until one does.
-        limit: under which it was last charged.
-        state: the algorithm's; of slots :class:`Slots`.
-        parts: what is charged for holds in flight, by their number.
+    ``name`` is the stored one. ``key`` is what checks look it up by; ``None`` after a restart until one is charged.
+    ``limit`` is the one that was last charged.
     """
 
-    __slots__ = ("_path", "_wasted", "account", "key", "limit", "name", "parts", "state")
+    __slots__ = ("key", "limit", "name")
 
-    def __init__(self, name: bytes, key: bytes | None, limit: Limit, state: Any) -> None:
+    def __init__(self, name: bytes, limit: Limit) -> None:
         self.name = name
-        self.key = key
+        self.key: bytes | None = None
         self.limit = limit
-        self.parts: dict[bytes, Part] = {}
-        self._path: Path | None = None
-        self._wasted = 0
-        """Units of refill that found the bucket full, since the path began; by so much its level is above the path."""
-        self.account: Account | None = ACCOUNTS.get(limit.algorithm)
-        self.state: Any = Slots() if self.account is None else state
+
+    def __len__(self) -> int:
+        """Return the number of holds in flight."""
+        return len(self.numbers())
+
+    @abstractmethod
+    def numbers(self) -> list[bytes]:
+        """Return the numbers of the holds in flight."""
+
+    @abstractmethod
+    def judged(self, limit: Limit, decide: Decide) -> Bucket:
+        """Return the state under ``limit``, and what decides on it: ``decide``, unless that does not know debts."""
+
+    @abstractmethod
+    def charge(
+        self, charge: Charge, now_us: int, cost: int, state: Any, *, number: bytes | None = None
+    ) -> None:
+        """Charge a check that was allowed, for the hold of ``number`` if any; ``state`` is that of its outcome."""
+
+    @abstractmethod
+    def settle(self, number: bytes, more: int) -> None:
+        """End a hold, if it is here, and charge ``more`` tokens than it held, or less if negative, as of its time."""
+
+    @abstractmethod
+    def state(self) -> State | None:
+        """Return what the table holds of a bucket without holds: at most a debt of its capacity."""
 
     @property
+    @abstractmethod
     def fits_table(self) -> bool:
-        """Whether the table can hold it: no hold is in flight, and there is a state without debt or overdraft."""
-        if self.parts or self.account is None:
-            return False
-        state = self.state
-        return not isinstance(state, tuple) or (
-            len(state) == 2  # noqa: PLR2004 -- a fixed window with a count of the window before has three
-            and self.account.judge_of(state, self.limit) is DECIDE[self.limit.algorithm]
-        )
+        """Whether :meth:`state` is all there is."""
 
-    def decide(self, decide: Decide, rule: Limit) -> Decide:
-        """Return what decides a check under a rule: ``decide``, unless there is a debt that it does not know."""
-        if self.account is None:
-            return concurrency.decide
-        known = DECIDE[rule.algorithm]
-        return decide if self.account.judge_of(self.state, rule) is known else self.account.judge
-
-    def charge(self, rule: Limit, outcome: Outcome) -> None:
-        """Take the state of a check that was allowed."""
-        if self.account is None:
-            return
-        self._take_rule(rule)
-        state: Any = outcome[5]
-        if self._path is not None:
-            spent, latest_us = self.state if self.state is not None else (0, state[1])
-            spent -= max(0, state[1] - latest_us) * rule.limit
-            if spent < 0:
-                self._wasted -= spent
-                spent = 0
-            self._path.lower(spent - self._wasted)
-        self.state = state
-
-    def hold(self, number: bytes, tokens: int, end_us: int, outcome: Outcome) -> None:
-        """Note that a hold was charged with this outcome; :meth:`charge` comes first."""
-        if self.account is None:
-            self.state.take(number, end_us)
-            self.parts[number] = Part(1, 0)
-            return
-        at_us, _ = self.account.standing(outcome[5])
-        segment = 0
-        if self.limit.algorithm is Algorithm.TOKEN_BUCKET:
-            segment = self._begin_segment()
-        self.parts[number] = Part(tokens, at_us, segment)
-
-    def settle(self, number: bytes, actual: int) -> None:
-        """Replace what a hold is charged, if it is charged here."""
-        part = self.parts.pop(number, None)
-        if part is None:
-            return
-        more = actual - part.tokens
-        if self.account is None:
-            self.state.free(number)
-        elif more < 0 and part.is_final:
-            pass
-        elif self._path is not None:
-            self._shift(self._path, part.segment, more * self.limit.window_us)
-        elif more > 0:
-            self.state = self.account.charged(self.state, self.limit, [(part.at_us, more)])
-        elif more < 0:
-            refund = Refund(0, 0, part.at_us, -more, 0, 0)
-            self.state, _ = self.account.refunded(self.state, self.limit, refund, 0)
-        self._end_path()
-
-    def drop(self, number: bytes) -> None:
-        """Forget a hold that has ended: what it is charged stays, its slot is free."""
-        if self.parts.pop(number, None) is not None and self.account is None:
-            self.state.free(number)
-        self._end_path()
-
-    def extend(self, number: bytes, end_us: int) -> None:
-        """Let the slot of a hold end later."""
-        if self.account is None and number in self.parts:
-            self.state.take(number, end_us)
-
-    def _shift(self, path: Path, segment: int, units: int) -> None:
-        """Charge a hold of a token bucket another amount, as of its time."""
-        spent, latest_us = self.state
-        level = spent - self._wasted
-        path.lower(level)
-        path.shift(segment, units)
-        self._wasted = max(0, -path.least)
-        self.state = level + units + self._wasted, latest_us
-
-    def _begin_segment(self) -> int:
-        if self._path is None:
-            self._path = path = Path()
-            self._wasted = 0
-            path.begin()
-        elif self._path.is_full:
-            self._compact(self._path)
-        return self._path.begin()
-
-    def _compact(self, path: Path) -> None:
-        kept = sorted(part.segment for part in self.parts.values())
-        places = path.compact(kept)
-        self.parts = {
-            number: part._replace(segment=places[part.segment])
-            for number, part in self.parts.items()
-        }
-
-    def _end_path(self) -> None:
-        if not self.parts:
-            self._path = None
-
-    def _take_rule(self, rule: Limit) -> None:
-        """Cap what is owed if the capacity was lowered, as an edit does everywhere."""
-        assert self.account is not None  # noqa: S101 -- of slots there is nothing to cap
-        if rule.capacity < self.limit.capacity and self.state is not None:
-            capped = self.account.capped(self.state, rule)
-            if capped != self.state:
-                self.state = capped
-                self.parts = {
-                    number: part._replace(is_final=True) for number, part in self.parts.items()
-                }
-        self.limit = rule
-
-    def restored(self, values: Mapping[str, Any], ends_us: Mapping[bytes, int]) -> HeldBucket:
-        """Take the rest of what :meth:`dump` has returned; see :func:`load`."""
-        self._wasted = int(values["wasted"])
-        if values["path"] is not None:
-            self._path = Path([(shift, least) for shift, least in values["path"]])
-        parts = {bytes.fromhex(number): Part(*part) for number, part in values["parts"].items()}
-        self.parts = {number: part for number, part in parts.items() if number in ends_us}
-        if self.account is None:
-            for number in self.parts:
-                self.state.take(number, ends_us[number])
-        self._end_path()
-        return self
-
-    def level(self, now_us: int) -> Outcome:
-        """Return what the bucket has at ``now_us``, as of a check that costs nothing."""
-        if self.account is None:
-            return concurrency.decide(self.state, self.limit, now_us, 0)
-        return uncharged((self.state, self.limit, self.account.judge), now_us)
-
+    @abstractmethod
     def is_over(self, now_us: int) -> bool:
-        """Return whether the bucket equals a fresh one at ``now_us``, and no hold is in flight."""
-        if self.parts or self.account is None:
-            return not self.parts
-        return self.account.used(self.state, self.limit, now_us) == 0
+        """Return whether it equals a fresh one at ``now_us``, but for its holds."""
 
-    def dump(self) -> Mapping[str, Any]:
-        """Return what :func:`load` makes a bucket of, for JSON."""
+    @abstractmethod
+    def dump(self) -> Dump:
+        """Return what :func:`load` makes the bucket of, for JSON."""
+
+    def told(self, now_us: int) -> Outcome:
+        """Return what the bucket has at ``now_us``, as of a check that costs nothing."""
+        bucket = self.judged(self.limit, DECIDE[self.limit.algorithm])
+        return (*uncharged(bucket, now_us)[:5], None)
+
+    def _dumped(self, state: object) -> dict[str, Any]:
         limit = self.limit
-        state = self.state
-        if isinstance(state, bytes):
-            state = state.hex()
-        elif self.account is None:
-            state = None
         return {
             "limit": [limit.limit, limit.window_seconds, limit.algorithm, limit.burst],
             "state": state,
-            "parts": {number.hex(): [*part] for number, part in self.parts.items()},
-            "path": None if self._path is None else self._path.segments(),
-            "wasted": self._wasted,
+            "holds": b"".join(self.numbers()).hex(),
         }
 
 
-def load(name: bytes, values: Mapping[str, Any], ends_us: Mapping[bytes, int]) -> HeldBucket:
-    """Return the bucket of :meth:`HeldBucket.dump`, with the ends of the holds that are still in flight.
+class LevelBucket(HeldBucket):
+    """Of a token bucket or a fixed window: (level, latest_us), where the level are the units that it lacks.
+
+    A fixed window is refilled its limit at its end: the next one lacks what it was overdrawn by.
+    """
+
+    __slots__ = ("_latest_us", "_level", "_replay")
+
+    def __init__(self, name: bytes, limit: Limit, state: tuple[int, ...] | None) -> None:
+        super().__init__(name, limit)
+        self._level, self._latest_us = (0, 0) if state is None else state
+        self._replay: Replay | None = None
+
+    def __len__(self) -> int:
+        """Return the number of holds in flight."""
+        return len(self._replay) if self._replay is not None else 0
+
+    def numbers(self) -> list[bytes]:
+        """Return the numbers of the holds in flight, by their time."""
+        return [*self._replay] if self._replay is not None else []
+
+    def judged(self, limit: Limit, decide: Decide) -> Bucket:
+        """Return the state; an overdrawn one is judged by its account, at once."""
+        state = min(self._level, self._most(limit)), self._latest_us
+        judge = ACCOUNTS[limit.algorithm].judge_of(state, limit)
+        return state, limit, decide if judge is DECIDE[limit.algorithm] else judge
+
+    def charge(
+        self, charge: Charge, now_us: int, cost: int, state: Any, *, number: bytes | None = None
+    ) -> None:
+        """Charge a check or a hold; from the oldest hold on, what becomes of the level is kept."""
+        _, limit, decide = charge
+        added = cost * _unit(limit), 0, NEVER
+        if self._replay is not None:
+            self._replay.then(self._refill(limit, decide, now_us))
+            if number is None:
+                self._replay.then(added)
+        elif number is not None:
+            self._replay = Replay(changed(self._level, self._refill(limit, decide, now_us)))
+        if self._replay is not None and number is not None:
+            self._replay.add(number, added)
+        charged_us = max(self._latest_us, now_us)
+        self.key, self.limit, _ = charge
+        self._level, self._latest_us = state[:2]
+        if (
+            self._replay is not None and self._latest_us > charged_us
+        ):  # of a check that proceeds later
+            self._replay.then((-_refilled(limit, charged_us, self._latest_us), 0, NEVER))
+
+    def settle(self, number: bytes, more: int) -> None:
+        """End a hold, and replay what has become of the level."""
+        replay = self._replay
+        if replay is None or number not in replay:
+            return
+        replay.remove(number, more * _unit(self.limit))
+        if more:
+            self._level = replay.level()
+        if not replay:
+            self._replay = None
+
+    def state(self) -> State:
+        """Return (level, latest_us), the level within the capacity."""
+        return min(self._level, self.limit.capacity * _unit(self.limit)), self._latest_us
+
+    @property
+    def fits_table(self) -> bool:
+        """Whether there are no holds, and no debt."""
+        return self._replay is None and self._level <= self.limit.capacity * _unit(self.limit)
+
+    def is_over(self, now_us: int) -> bool:
+        """Return whether all is refilled."""
+        return self._level <= _refilled(self.limit, self._latest_us, now_us)
+
+    def dump(self) -> Dump:
+        """Return the level, and what becomes of it from each hold on."""
+        values = self._dumped([self._level, self._latest_us])
+        if self._replay is not None:
+            values["before"] = self._replay.before
+            adds, leasts, mosts = zip(*self._replay.changes(), strict=True)
+            values["changes"] = [adds, leasts, [most if most < _FAR else None for most in mosts]]
+        return values
+
+    def load_holds(self, numbers: list[bytes], values: Dump) -> None:
+        """Take the holds of a dump."""
+        if numbers:
+            self._replay = Replay(int(values["before"]))
+            for number, add, least, most in zip(numbers, *values["changes"], strict=True):
+                self._replay.add(
+                    number, (int(add), int(least), NEVER if most is None else int(most))
+                )
+
+    def _most(self, limit: Limit) -> int:
+        """Return the most that is owed under ``limit``: an edit caps it, as it does in the table."""
+        if (limit.limit, limit.capacity) == (self.limit.limit, self.limit.capacity):
+            return NEVER
+        return limit.capacity * _unit(limit)
+
+    def _refill(self, limit: Limit, decide: Decide, now_us: int) -> Change:
+        """Return the change from the latest charge to just before one at ``now_us``, an edit included."""
+        # A check that proceeds later has nothing of what is refilled until then.
+        ahead_us = decide.keywords["ahead_us"] if isinstance(decide, partial) else 0
+        refill = -_refilled(limit, self._latest_us, now_us), ahead_us * limit.limit, NEVER
+        return both((0, 0, self._most(limit)), refill)
+
+
+class LogBucket(HeldBucket):
+    """Of a sliding window: a log, and when each hold was charged."""
+
+    __slots__ = ("_at_us", "_log")
+
+    def __init__(self, name: bytes, limit: Limit, log: bytes | None) -> None:
+        super().__init__(name, limit)
+        self._log = log or b""
+        self._at_us: dict[bytes, int] = {}
+
+    def numbers(self) -> list[bytes]:
+        """Return the numbers of the holds in flight."""
+        return [*self._at_us]
+
+    def judged(self, limit: Limit, decide: Decide) -> Bucket:
+        """Return the log: what is in debt has more tokens than the limit."""
+        return self._log, limit, decide
+
+    def charge(
+        self, charge: Charge, _now_us: int, _cost: int, state: Any, *, number: bytes | None = None
+    ) -> None:
+        """Take the log with the check, and when a hold was charged."""
+        self.key, self.limit, _ = charge
+        self._log = state
+        if number is not None:
+            self._at_us[number], _ = sliding_window.latest(self._log)
+
+    def settle(self, number: bytes, more: int) -> None:
+        """End a hold; what it did not use is the latest until its time, what it used beyond is as of then."""
+        at_us = self._at_us.pop(number, None)
+        if at_us is None:
+            return
+        if more > 0:
+            self._log = sliding_window.entered(self._log, self.limit, [(at_us, more)])
+        elif more < 0:
+            self._log, _ = sliding_window.removed(self._log, at_us, -more)
+
+    def state(self) -> State:
+        """Return the log."""
+        return self._log
+
+    @property
+    def fits_table(self) -> bool:
+        """Whether there are no holds: a log is never capped."""
+        return not self._at_us
+
+    def is_over(self, now_us: int) -> bool:
+        """Return whether the last token has left."""
+        return sliding_window.used(self._log, self.limit, now_us) == 0
+
+    def dump(self) -> Dump:
+        """Return the log, and when each hold was charged."""
+        return self._dumped(self._log.hex()) | {"at": [*self._at_us.values()]}
+
+    def load_holds(self, numbers: list[bytes], values: Dump) -> None:
+        """Take the holds of a dump."""
+        latest_us, _ = sliding_window.latest(self._log)
+        for number, at_us in zip(numbers, values["at"], strict=True):
+            self._at_us[number] = min(int(at_us), latest_us)
+
+
+class SlotsBucket(HeldBucket):
+    """Of a limit of concurrency. ``now_us`` is the clock that holds end by, whatever time a check has."""
+
+    __slots__ = ("_now_us", "_slots")
+
+    def __init__(self, name: bytes, limit: Limit, now_us: Callable[[], int]) -> None:
+        super().__init__(name, limit)
+        self._now_us = now_us
+        self._slots = Slots()
+
+    def __len__(self) -> int:
+        """Return the number of holds in flight."""
+        return len(self._slots)
+
+    def numbers(self) -> list[bytes]:
+        """Return the numbers of the holds in flight."""
+        return [number for _, number in self._slots.items()]
+
+    def judged(self, limit: Limit, _decide: Decide) -> Bucket:
+        """Return the slots."""
+        return self._slots, limit, self._decide
+
+    def charge(
+        self,
+        charge: Charge,
+        _now_us: int,
+        _cost: int,
+        _state: Any,
+        *,
+        number: bytes | None = None,  # noqa: ARG002
+    ) -> None:
+        """Note the limit: a check takes no slot, and a hold takes it with its end."""
+        self.key, self.limit, _ = charge
+
+    def take(self, number: bytes, end_us: int) -> None:
+        """Give a hold a slot until ``end_us``."""
+        self._slots.take(number, end_us)
+
+    def extend(self, number: bytes, end_us: int) -> None:
+        """Let the slot of a hold end later, if it has one."""
+        if number in self._slots:
+            self._slots.take(number, end_us)
+
+    def held(self) -> Outcome:
+        """Return what a hold is told that has just taken a slot."""
+        return concurrency.held(self._slots, self.limit, self._now_us())
+
+    def settle(self, number: bytes, _more: int) -> None:
+        """Free the slot of a hold."""
+        self._slots.free(number)
+
+    def state(self) -> None:
+        """Return that the table holds nothing."""
+
+    @property
+    def fits_table(self) -> bool:
+        """Whether no slot is in use."""
+        return not self._slots
+
+    def is_over(self, _now_us: int) -> bool:
+        """Return whether no slot is in use."""
+        return not self._slots
+
+    def dump(self) -> Dump:
+        """Return who has a slot; the holds say until when."""
+        return self._dumped(None)
+
+    def _decide(self, state: Any, limit: Limit, _now_us: int, cost: int) -> Outcome:
+        return concurrency.decide(state, limit, self._now_us(), cost)
+
+
+def bucket_of(
+    name: bytes, limit: Limit, state: State | None, now_us: Callable[[], int]
+) -> HeldBucket:
+    """Return the bucket of a state that the table has held under ``limit``, without holds."""
+    if limit.algorithm is Algorithm.CONCURRENCY:
+        return SlotsBucket(name, limit, now_us)
+    if limit.algorithm is Algorithm.SLIDING_WINDOW:
+        return LogBucket(name, limit, cast("bytes | None", state))
+    # What was owed beyond the capacity was cut off by an edit.
+    capped = ACCOUNTS[limit.algorithm].capped(state, limit)
+    return LevelBucket(name, limit, capped)
+
+
+def load(  # noqa: PLR0917 -- what a dump does not say
+    name: bytes,
+    values: Dump,
+    ends_us: Mapping[bytes, int],
+    now_us: Callable[[], int],
+    in_time: Callable[[Value], Value],
+) -> HeldBucket:
+    """Return the bucket of a dump, with slots until ``ends_us``; ``in_time`` corrects times in the future.
 
     Raises:
         ValueError, KeyError, TypeError: it is none.
     """
-    limit, window_seconds, algorithm, burst = values["limit"]
-    rule = Limit(
-        limit=limit, window_seconds=window_seconds, algorithm=Algorithm(algorithm), burst=burst
+    number, window_seconds, algorithm, burst = values["limit"]
+    limit = Limit(
+        limit=number, window_seconds=window_seconds, algorithm=Algorithm(algorithm), burst=burst
     )
+    numbers = _numbers(values["holds"])
+    if limit.algorithm is Algorithm.CONCURRENCY:
+        slots = SlotsBucket(name, limit, now_us)
+        for number in numbers:
+            if number in ends_us:
+                slots.take(number, ends_us[number])
+        return slots
     state = values["state"]
-    if isinstance(state, str):
-        state = bytes.fromhex(state)
-    elif state is not None:
-        state = tuple(state)
-    bucket = HeldBucket(name, None, rule, state)
-    return bucket.restored(values, ends_us)
+    value = pack(bytes.fromhex(state) if isinstance(state, str) else state, limit, 0)
+    if isinstance(value, bytes) and not is_log(value):
+        message = "no log"
+        raise ValueError(message)
+    known = unpack(in_time(value))
+    bucket: LevelBucket | LogBucket = (
+        LogBucket(name, limit, known)
+        if isinstance(known, bytes)
+        else LevelBucket(name, limit, known)
+    )
+    bucket.load_holds(numbers, values)
+    return bucket
+
+
+def _numbers(text: str) -> list[bytes]:
+    joined = bytes.fromhex(text)
+    return [joined[start : start + NUMBER_BYTES] for start in range(0, len(joined), NUMBER_BYTES)]
+
+
+def _unit(limit: Limit) -> int:
+    """Return the units of a token."""
+    return limit.window_us if limit.algorithm is Algorithm.TOKEN_BUCKET else 1
+
+
+def _refilled(limit: Limit, from_us: int, until_us: int) -> int:
+    """Return the units that are refilled between two times."""
+    if until_us <= from_us:
+        return 0
+    if limit.algorithm is Algorithm.TOKEN_BUCKET:
+        return (until_us - from_us) * limit.limit
+    return (until_us // limit.window_us - from_us // limit.window_us) * limit.limit

@@ -1,22 +1,25 @@
 """Holds on a node's own buckets. See ADR 0055.
 
-Does no I/O; the snapshot log writes what changed, and hands it back after a restart.
+Does no I/O; the snapshot log writes what has changed, and hands it back after a restart. A bucket is written with the
+holds that are in flight on it, as one: so a hold that is settled after a restart is settled only where it is in flight,
+whichever of the latest changes a kill has lost.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final
 
-from ratelimitd.algorithms import concurrency
-from ratelimitd.algorithms.several import ENFORCE, Charge, decide_all
+from ratelimitd.algorithms.several import Charge, passes
 from ratelimitd.buckets import snapshot_format
-from ratelimitd.buckets.held import HeldBucket, load
+from ratelimitd.buckets.held import HeldBucket, SlotsBucket, bucket_of, load
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restore import in_time
+from ratelimitd.buckets.snapshot_format import Value, unpack
+from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.errors import (
     CheckInvalidError,
     FieldViolation,
@@ -24,61 +27,94 @@ from ratelimitd.errors import (
     HoldSettledError,
     HoldsFullError,
 )
-from ratelimitd.ledger.holds import Held, Hold, Settled
-from ratelimitd.model import US_PER_S, Algorithm, Limit, Outcome, Reason
+from ratelimitd.ledger.holds import MAX_TTL_S, Held, Hold, Settled
+from ratelimitd.model import MAX_TIME_US, US_PER_S, Algorithm, Outcome, Reason
 
-if TYPE_CHECKING:
-    from ratelimitd.buckets.table import BucketTable
+Told = Mapping[bytes, Outcome]
+"""What was said of buckets, by their stored names."""
 
-T = TypeVar("T")
+MAX_HOLDS: Final = 100_000
+"""Holds in flight on one node; and as many that are over, to answer repeated calls."""
 
-LATE_US: Final = 10 * US_PER_S
-"""How long a bucket that is full again is kept: twice the 5 s by which a caller's timestamp may lag."""
+MAX_HOLDS_PER_BUCKET: Final = 10_000
 
 GRACE_US: Final = 60 * US_PER_S
 """How long a hold is remembered after its end, to tell late settles why they do nothing."""
 
-STEP: Final = 100
-"""Holds that are ended, and buckets that are looked at, in one step."""
+# equivalent: ends are compared with the time wherever they matter
+_TICK_BITS: Final = 17
+"""Holds are ended every 131 ms."""
 
-MIN_ENDS: Final = 1_000
+STEP: Final = 100
+"""Holds that are ended or forgotten, and buckets without holds that are looked at, in one step: about 1 ms."""
+
+HOLDS_PER_STEP: Final = 500
+"""Holds of the buckets that are written in one step, unless one bucket has more."""
+
+_ENDED: Final = -1
+_HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
 
 
 class _Record:
-    """What is remembered of a hold. ``actual`` is what it was settled with, -1 if it has ended, ``None`` in flight."""
+    """What is remembered of a hold.
 
-    __slots__ = ("actual", "digest", "end_us", "last_us", "names", "outcomes")
+    ``last_us`` is the latest end that it may be given. ``actual`` is what it was settled with, -1 if it has ended,
+    ``None`` in flight. ``told`` and ``settled`` are the answers.
+    """
+
+    __slots__ = ("actual", "cost", "digest", "end_us", "last_us", "settled", "tick", "told")
 
     def __init__(  # noqa: PLR0917 -- the fields in the order of the file
         self,
         digest: bytes,
         end_us: int,
         last_us: int,
-        names: Sequence[bytes],
-        outcomes: Sequence[Outcome],
+        cost: int,
+        told: Told,
         actual: int | None = None,
     ) -> None:
         self.digest = digest
         self.end_us = end_us
         self.last_us = last_us
-        """The latest end that it may be given."""
-        self.names = names
-        self.outcomes = outcomes
+        self.cost = cost
+        self.told = told
         self.actual = actual
+        self.settled: Told = {}
+        self.tick = 0
+
+    @property
+    def more(self) -> int:
+        """Tokens that it was settled with beyond those that it held, negative if fewer."""
+        return 0 if self.actual is None or self.actual == _ENDED else self.actual - self.cost
 
     def dump(self) -> Sequence[Any]:
-        """Return the arguments that make it anew, for JSON."""
-        names = [name.hex() for name in self.names]
-        outcomes = [one[:5] for one in self.outcomes]
-        return [self.digest.hex(), self.end_us, self.last_us, names, outcomes, self.actual]
+        """Return what :meth:`load` makes it of, for JSON."""
+        told = {name.hex(): one[:5] for name, one in self.told.items()}
+        return [self.digest.hex(), self.end_us, self.last_us, self.cost, told, self.actual]
+
+    @classmethod
+    def load(cls, values: Any, latest_us: int) -> _Record:
+        """Return the record of a dump, which ends at ``latest_us`` at most.
+
+        Raises:
+            ValueError, TypeError, AttributeError: it is none.
+        """
+        digest, end_us, last_us, cost, told, actual = values
+        return cls(
+            bytes.fromhex(digest),
+            min(end_us, latest_us),
+            int(last_us),
+            int(cost),
+            {bytes.fromhex(name): _outcome(*one) for name, one in told.items()},
+            actual if actual is None else int(actual),
+        )
 
 
 class OwnHolds:
     """Holds beside the buckets of ``table``, and the buckets that are kept apart for them, by their stored names.
 
-    ``now_us`` is the node's clock. As many holds as may be in flight, ``max_holds``, are remembered when they are over,
-    to answer repeated calls: some 600 bytes each. Between two calls of :meth:`changes` the changed holds and buckets are
-    remembered.
+    ``now_us`` is the node's clock, which holds end by; charges are as of the time of their checks. Between two calls of
+    :meth:`changes` the changed holds and buckets are remembered.
     """
 
     def __init__(
@@ -87,8 +123,8 @@ class OwnHolds:
         keys: BucketKeys,
         now_us: Callable[[], int],
         *,
-        max_holds: int = 100_000,
-        max_per_bucket: int = 10_000,
+        max_holds: int = MAX_HOLDS,
+        max_per_bucket: int = MAX_HOLDS_PER_BUCKET,
     ) -> None:
         self._table = table
         self._keys = keys
@@ -96,11 +132,14 @@ class OwnHolds:
         self._max_holds = max_holds
         self._max_per_bucket = max_per_bucket
         self._buckets: dict[bytes, HeldBucket] = {}
-        self._idle: deque[bytes] = deque()
-        """Names of buckets that may be able to go back to the table, some more than once."""
-        self._open: dict[bytes, _Record] = {}
-        self._over: dict[bytes, _Record] = {}
-        self._ends: list[tuple[int, bytes]] = []
+        self._idle: dict[bytes, None] = {}
+        """Names of buckets in debt, and of those without a key, that have no holds."""
+        self._records: dict[bytes, _Record] = {}
+        self._over: dict[bytes, None] = {}
+        """Numbers of the holds that are not in flight, in the order in which they came to be so."""
+        self._due: dict[int, dict[bytes, None]] = {}
+        """Numbers of the holds to be ended or forgotten, by tick; ``_ticks`` are those ticks, a heap."""
+        self._ticks: list[int] = []
         self._changed: dict[tuple[bytes, bytes], None] = {}
         table.apart = self
 
@@ -108,277 +147,315 @@ class OwnHolds:
         """Return the number of buckets that are kept apart."""
         return len(self._buckets)
 
+    @property
+    def in_flight(self) -> int:
+        """Holds in flight."""
+        return len(self._records) - len(self._over)
+
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""
         now_us = self._now_us()
-        self.expire(now_us)
+        self._expire(now_us)
         names = [self._keys.stored(key) for key, _, _ in hold.charges]
-        record = self._open.get(hold.number) or self._over.get(hold.number)
+        record = self._records.get(hold.number)
         if record is not None:
             if record.digest != hold.check_digest:
                 raise CheckInvalidError(FieldViolation("hold_id", "is that of another check"))
-            known = dict(zip(record.names, record.outcomes, strict=True))
-            return Held([known.get(name) for name in names], record.end_us)
-        outcomes = decide_all(self._table.states(hold.charges), hold.now_us, hold.cost)
-        limits = [limit for _, limit, _ in hold.charges]
-        if any(
-            not outcome[0] and limit.enforcement is ENFORCE
-            for limit, outcome in zip(limits, outcomes, strict=True)
-        ):
-            return Held(outcomes, 0)
-        self._require_room(names)
-        end_us, last_us = now_us + hold.ttl_us, now_us + hold.ttl_us + _FOR_EVER_US
-        for limit in limits:
-            if limit.algorithm is Algorithm.CONCURRENCY:
-                last_us = min(last_us, now_us + limit.window_us)
-        end_us = min(end_us, last_us)
-        told = []
-        for charge, name, outcome in zip(hold.charges, names, outcomes, strict=True):
-            told.append(
-                self._charge(hold, charge, name, outcome, end_us) if outcome[0] else outcome
-            )
-        self._open[hold.number] = _Record(hold.check_digest, end_us, last_us, names, told)
-        heappush(self._ends, (end_us, hold.number))
-        self._changed[_HOLD, hold.number] = None
-        return Held(told, end_us, is_first=True)
+            return Held([record.told.get(name) for name in names], record.end_us)
+        outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
+        told = {name: _told(one) for name, one in zip(names, outcomes, strict=True)}
+        if not passes([limit for _, limit, _ in hold.charges], outcomes):
+            return Held([*told.values()], 0)
+        passing = [
+            (name, charge, outcome)
+            for name, charge, outcome in zip(names, hold.charges, outcomes, strict=True)
+            if outcome[0]
+        ]
+        self._require_room([name for name, _, _ in passing])
+        lives_us = [
+            limit.window_us
+            for _, (_, limit, _), _ in passing
+            if limit.algorithm is Algorithm.CONCURRENCY
+        ]
+        last_us = min([now_us + life_us for life_us in lives_us], default=MAX_TIME_US)
+        end_us = min(now_us + hold.ttl_us, last_us)
+        for name, charge, outcome in passing:
+            bucket = self._buckets.get(name) or self._take(name, charge)
+            bucket.charge(charge, hold.now_us, hold.cost, outcome[5], number=hold.number)
+            if isinstance(bucket, SlotsBucket):
+                bucket.take(hold.number, end_us)
+                told[name] = bucket.held()
+            self._changed[_BUCKET, name] = None
+        record = _Record(hold.check_digest, end_us, last_us, hold.cost, told)
+        self._records[hold.number] = record
+        self._schedule(hold.number, record)
+        return Held([*told.values()], end_us, is_first=True)
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
     ) -> Settled:
         """Charge what a hold has cost; see :class:`ratelimitd.ledger.holds.Holds`."""
-        self.expire(now_us)
-        record = self._open.pop(number, None)
-        if record is not None:
-            record.actual = actual
-            self._remember(number, record)
-            for name in record.names:
-                bucket = self._buckets.get(name)
-                if bucket is not None:
-                    bucket.settle(number, actual)
-                    self._was_left(name)
-            return Settled(known=True, is_first=True, outcomes=self._levels(names, now_us))
-        record = self._over.get(number)
+        record = self._known(number)
         if record is None:
             return Settled(known=False)
         if record.actual == _ENDED:
             raise HoldEndedError
-        if record.actual != actual:
+        is_first = record.actual is None
+        if is_first:
+            record.actual = actual
+            buckets = self._leave(number, record)
+            record.settled = {bucket.name: bucket.told(now_us) for bucket in buckets}
+        elif record.actual != actual:
             raise HoldSettledError
-        return Settled(known=True, outcomes=self._levels(names, now_us))
+        return Settled(
+            known=True, is_first=is_first, outcomes=[record.settled.get(name) for name in names]
+        )
 
     async def extend(
-        self, number: bytes, _names: Sequence[bytes], ttl_us: int, now_us: int
+        self, number: bytes, _names: Sequence[bytes], ttl_us: int, _now_us: int
     ) -> int | None:
         """Let a hold end later; see :class:`ratelimitd.ledger.holds.Holds`."""
-        self.expire(now_us)
-        record = self._open.get(number)
+        record = self._known(number)
         if record is None:
-            record = self._over.get(number)
-            if record is None:
-                return None
+            return None
+        if record.actual is not None:
             raise HoldEndedError if record.actual == _ENDED else HoldSettledError("hold")
-        record.end_us = max(record.end_us, min(now_us + ttl_us, record.last_us))
-        for name in record.names:
+        end_us = max(record.end_us, min(self._now_us() + ttl_us, record.last_us))
+        record.end_us = end_us
+        for name in record.told:
             bucket = self._buckets.get(name)
-            if bucket is not None:
-                bucket.extend(number, record.end_us)
-        self._changed[_HOLD, number] = None
-        return record.end_us
+            if isinstance(bucket, SlotsBucket):
+                bucket.extend(number, end_us)
+        self._schedule(number, record)
+        return end_us
+
+    # What the table asks.
 
     def find(self, key: bytes) -> HeldBucket | None:
         """Return the bucket of ``key``, if it is kept apart."""
-        bucket = self._buckets.get(self._keys.stored(key))
-        if bucket is not None and bucket.key is None:
-            bucket.key = key
-        return bucket
+        return self._buckets.get(self._keys.stored(key))
 
-    def charge(self, bucket: HeldBucket, rule: Limit, outcome: Outcome) -> None:
+    def charge(  # noqa: PLR0917 -- as that of a bucket
+        self, bucket: HeldBucket, charge: Charge, now_us: int, cost: int, state: Any
+    ) -> None:
         """Charge a check that was allowed to a bucket that is kept apart."""
-        bucket.charge(rule, outcome)
+        bucket.charge(charge, now_us, cost, state)
         self._changed[_BUCKET, bucket.name] = None
         if bucket.fits_table:
-            self._return(bucket)
+            self._give_back(bucket)
 
     def remove(self, key: bytes) -> HeldBucket | None:
         """Forget a bucket with what is held on it; returns it, for :meth:`put_back`."""
-        name = self._keys.stored(key)
-        bucket = self._buckets.pop(name, None)
-        if bucket is not None:
-            self._changed[_BUCKET, name] = None
-        return bucket
+        return self._drop(self._keys.stored(key))
 
     def put_back(self, bucket: HeldBucket) -> None:
-        """Undo a :meth:`remove`; holds that ended meanwhile are left out."""
+        """Undo a :meth:`remove`."""
         self._buckets[bucket.name] = bucket
-        for number in [number for number in bucket.parts if number not in self._open]:
-            bucket.drop(number)
-        self._was_left(bucket.name)
-
-    def expire(self, now_us: int) -> None:
-        """End the holds whose time is over, at most :data:`STEP`."""
-        ends = self._ends
-        for _ in range(STEP):
-            if not ends or ends[0][0] > now_us:
-                break
-            _, number = heappop(ends)
-            record = self._open.get(number)
-            if record is None:
-                continue
-            if record.end_us > now_us:  # it was extended
-                heappush(ends, (record.end_us, number))
-                continue
-            del self._open[number]
-            record.actual = _ENDED
-            self._remember(number, record)
-            for name in record.names:
-                bucket = self._buckets.get(name)
-                if bucket is not None:
-                    bucket.drop(number)
-                    self._was_left(name)
-        if len(ends) > 2 * len(self._open) + MIN_ENDS:
-            # Most are of holds that were settled.
-            self._ends = [(record.end_us, number) for number, record in self._open.items()]
-            heapify(self._ends)
+        self._catch_up(bucket)
 
     def sweep(self, now_us: int) -> None:
-        """End holds, forget old ones, and let buckets return to the table; a step of bounded length."""
-        self.expire(now_us)
-        for number, record in [*_first(self._over.items())]:
-            if record.end_us + GRACE_US > now_us:
-                break
-            self._forget(number)
-        for _ in range(min(STEP, len(self._idle))):
-            name = self._idle.popleft()
+        """End holds, forget old ones, and drop buckets that are full again; a step of bounded length."""
+        self._expire(now_us)
+        for name in [*islice(self._idle, STEP)]:
+            del self._idle[name]
             bucket = self._buckets.get(name)
-            if bucket is None or bucket.parts:
-                continue  # it is put here again when its last hold ends
-            if bucket.is_over(now_us - LATE_US):
-                del self._buckets[name]
-                self._changed[_BUCKET, name] = None
-            elif bucket.fits_table and bucket.key is not None:
-                self._return(bucket)
+            if bucket is None or len(bucket):
+                continue
+            if not self._table.callers_time and bucket.is_over(now_us - LATE_US):
+                self._drop(name)
             else:
-                self._idle.append(name)
+                self._idle[name] = None
+
+    # What the snapshot log asks.
+
+    @property
+    def unwritten(self) -> int:
+        """The number of changed holds and buckets."""
+        return len(self._changed)
 
     def changes(self, most: int) -> list[tuple[bytes, bytes, bytes]]:
-        """Return up to ``most`` changed holds and buckets as (kind, name or number, value); no value: it is gone."""
-        taken = [*_first(self._changed, most)]
-        for changed in taken:
-            del self._changed[changed]
-        return [(kind, name, self._dump(kind, name)) for kind, name in taken]
+        """Return up to ``most`` changed holds and buckets as (kind, number or name, value), at least one if any."""
+        taken, holds = [], 0
+        for kind, name in [*islice(self._changed, most)]:
+            del self._changed[kind, name]
+            bucket = self._buckets[name] if kind == _BUCKET else None
+            dump = self._records[name].dump() if bucket is None else bucket.dump()
+            taken.append((kind, name, json.dumps(dump, separators=(",", ":")).encode()))
+            holds += len(bucket) if bucket is not None else 0
+            if (
+                holds >= HOLDS_PER_STEP
+            ):  # equivalent: how much is written in a step is not to be seen
+                break
+        return taken
 
     def change_again(self, changes: Iterable[tuple[bytes, bytes, bytes]]) -> None:
         """Let :meth:`changes` return these once more: they could not be written."""
-        self._changed |= dict.fromkeys([(kind, name) for kind, name, _ in changes])
+        for kind, name, _ in changes:
+            if name in (self._buckets if kind == _BUCKET else self._records):
+                self._changed[kind, name] = None
 
     def change_all(self) -> None:
         """Let :meth:`changes` return everything."""
-        self._changed |= dict.fromkeys([(_HOLD, number) for number in self._open])
-        self._changed |= dict.fromkeys([(_HOLD, number) for number in self._over])
-        self._changed |= dict.fromkeys([(_BUCKET, name) for name in self._buckets])
+        self._changed = {(_HOLD, number): None for number in self._records}
+        self._changed |= {(_BUCKET, name): None for name in self._buckets}
 
     def restore(self, values: Mapping[tuple[bytes, bytes], bytes]) -> None:
         """Take what :meth:`changes` has returned, by kind and name, the last value of each; skips what is none."""
+        now_us = self._now_us()
         for (kind, number), value in values.items():
-            if kind == _HOLD and value:
-                self._restore_hold(number, value)
-        ends_us = {number: record.end_us for number, record in self._open.items()}
+            if kind == _HOLD:
+                self._restore_hold(number, value, now_us)
+        ends_us = {number: record.end_us for number, record in self._records.items()}
         for (kind, name), value in values.items():
-            if kind == _BUCKET and value:
+            if kind == _BUCKET:
                 try:
-                    self._buckets[name] = load(name, json.loads(value), ends_us)
+                    bucket = load(name, json.loads(value), ends_us, self._now_us, self._in_time)
                 except (ValueError, KeyError, TypeError):
                     continue
-                self._was_left(name)
-        self._changed.clear()
+                self._buckets[name] = bucket
+                self._catch_up(bucket)
 
-    def _restore_hold(self, number: bytes, value: bytes) -> None:
+    def _restore_hold(self, number: bytes, value: bytes, now_us: int) -> None:
         try:
-            digest, end_us, last_us, names, outcomes, actual = json.loads(value)
-            told = [_outcome(one) for one in outcomes]
-            known = [bytes.fromhex(name) for name in names]
-            record = _Record(bytes.fromhex(digest), end_us, last_us, known, told, actual)
-        except (ValueError, TypeError):
+            record = _Record.load(json.loads(value), now_us + MAX_TTL_S * US_PER_S)
+        except (ValueError, TypeError, AttributeError):
             return
-        if actual is None:
-            self._open[number] = record
-            heappush(self._ends, (end_us, number))
-        else:
-            self._over[number] = record
+        if record.end_us + GRACE_US > now_us:
+            self._records[number] = record
+            if record.actual is not None:
+                self._over[number] = None
+            self._schedule(number, record)
 
-    def _dump(self, kind: bytes, name: bytes) -> bytes:
-        if kind == _BUCKET:
-            bucket = self._buckets.get(name)
-            return json.dumps(bucket.dump()).encode() if bucket is not None else b""
-        record = self._open.get(name) or self._over.get(name)
-        return json.dumps(record.dump()).encode() if record is not None else b""
+    def _in_time(self, value: Value) -> Value:
+        return value if self._table.callers_time else in_time(value, self._now_us())
 
-    def _require_room(self, names: Sequence[bytes]) -> None:
-        if len(self._open) >= self._max_holds:
+    # Holds.
+
+    def _require_room(self, names: Iterable[bytes]) -> None:
+        if self.in_flight >= self._max_holds:
             message = f"the node has {self._max_holds} holds in flight, as many as it may have"
             raise HoldsFullError(message)
         for name in names:
             bucket = self._buckets.get(name)
-            if bucket is not None and len(bucket.parts) >= self._max_per_bucket:
+            if bucket is not None and len(bucket) >= self._max_per_bucket:
                 message = f"a limit has {self._max_per_bucket} holds in flight for one identity, as many as it may have"
                 raise HoldsFullError(message)
 
-    def _charge(  # noqa: PLR0917 -- what is charged where
-        self, hold: Hold, charge: Charge, name: bytes, outcome: Outcome, end_us: int
-    ) -> Outcome:
-        key, limit, _ = charge
-        bucket = self._buckets.get(name)
-        if bucket is None:
-            [(state, _, _)] = self._table.states([charge])
-            self._table.remove(key)
-            bucket = self._buckets[name] = HeldBucket(name, key, limit, state)
-        self._changed[_BUCKET, name] = None
-        bucket.charge(limit, outcome)
-        bucket.hold(hold.number, hold.cost, end_us, outcome)
-        if bucket.account is None:
-            return concurrency.held(bucket.state, limit, hold.now_us)
-        return (*outcome[:5], None)
+    def _known(self, number: bytes) -> _Record | None:
+        """Return what is remembered of a hold, as of now."""
+        now_us = self._now_us()
+        self._expire(now_us)
+        record = self._records.get(number)
+        if record is not None and record.actual is None and record.end_us <= now_us:
+            self._end(number, record)
+        return record
 
-    def _levels(self, names: Sequence[bytes], now_us: int) -> Sequence[Outcome | None]:
-        """Return what buckets have now."""
-        return [self._level(name, now_us) for name in names]
+    def _end(self, number: bytes, record: _Record) -> None:
+        record.actual = _ENDED
+        self._leave(number, record)
 
-    def _level(self, name: bytes, now_us: int) -> Outcome | None:
-        bucket = self._buckets.get(name)
-        return None if bucket is None else bucket.level(now_us)
-
-    def _was_left(self, name: bytes) -> None:
-        """Note that a hold on a bucket is over."""
-        self._changed[_BUCKET, name] = None
-        if not self._buckets[name].parts:
-            self._idle.append(name)
-
-    def _return(self, bucket: HeldBucket) -> None:
-        del self._buckets[bucket.name]
-        self._changed[_BUCKET, bucket.name] = None
-        if bucket.state is not None and bucket.key is not None:
-            self._table.take_back(bucket.key, bucket.state, bucket.limit)
-
-    def _remember(self, number: bytes, record: _Record) -> None:
-        self._changed[_HOLD, number] = None
-        self._over[number] = record
+    def _leave(self, number: bytes, record: _Record) -> list[HeldBucket]:
+        """Let a hold that has ended or is settled be in flight no more; returns the buckets that it is charged to."""
+        buckets = [self._buckets[name] for name in record.told if name in self._buckets]
+        for bucket in buckets:
+            bucket.settle(number, record.more)
+            self._was_left(bucket)
+        self._over[number] = None
+        self._schedule(number, record)
         if len(self._over) > self._max_holds:
             self._forget(next(iter(self._over)))
+        return buckets
+
+    def _schedule(self, number: bytes, record: _Record) -> None:
+        """Note that a hold has changed, and when it is to be ended or forgotten."""
+        self._changed[_HOLD, number] = None
+        self._unschedule(number, record)
+        due_us = record.end_us if record.actual is None else record.end_us + GRACE_US
+        record.tick = (due_us >> _TICK_BITS) + 1
+        if record.tick not in self._due:
+            self._due[record.tick] = {}
+            heappush(self._ticks, record.tick)
+        self._due[record.tick][number] = None
+
+    def _unschedule(self, number: bytes, record: _Record) -> None:
+        if record.tick:
+            del self._due[record.tick][number]
+            record.tick = 0
+
+    def _expire(self, now_us: int) -> None:
+        """End the holds whose time is over, and forget those that have long been, at most :data:`STEP`."""
+        tick, ticks = now_us >> _TICK_BITS, self._ticks
+        for _ in range(STEP):
+            if not ticks or ticks[0] > tick:
+                return
+            numbers = self._due[ticks[0]]
+            if not numbers:
+                del self._due[heappop(ticks)]
+                continue
+            number = next(iter(numbers))
+            record = self._records[number]
+            if record.actual is None:
+                self._end(number, record)
+            else:
+                self._forget(number)
 
     def _forget(self, number: bytes) -> None:
+        self._unschedule(number, self._records.pop(number))
         del self._over[number]
-        self._changed[_HOLD, number] = None
+        self._changed.pop((_HOLD, number), None)
+
+    # Buckets.
+
+    def _take(self, name: bytes, charge: Charge) -> HeldBucket:
+        """Take a bucket out of the table."""
+        key, limit, _ = charge
+        value = self._table.take(key)
+        state = None if value is None else unpack(value)
+        bucket = self._buckets[name] = bucket_of(name, limit, state, self._now_us)
+        return bucket
+
+    def _catch_up(self, bucket: HeldBucket) -> None:
+        """Settle on a bucket the holds that were settled or have ended while it was away."""
+        for number in bucket.numbers():
+            record = self._records.get(number)
+            if record is None:
+                bucket.settle(number, 0)
+            elif record.actual is not None:
+                bucket.settle(number, record.more)
+        self._was_left(bucket)
+
+    def _was_left(self, bucket: HeldBucket) -> None:
+        """Note that holds on a bucket are over; without any it goes back to the table."""
+        self._changed[_BUCKET, bucket.name] = None
+        if len(bucket):
+            return
+        if bucket.fits_table and (bucket.key is not None or bucket.state() is None):
+            self._give_back(bucket)
+            return
+        self._idle[bucket.name] = None
+        if len(self._idle) > self._max_holds:
+            # Its debt beyond one capacity is forgiven.
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            if oldest in self._buckets and not len(self._buckets[oldest]):
+                self._give_back(self._buckets[oldest])
+
+    def _give_back(self, bucket: HeldBucket) -> None:
+        self._drop(bucket.name)
+        state = bucket.state()
+        if bucket.key is not None and state is not None:
+            self._table.take_back(bucket.key, state, bucket.limit)
+
+    def _drop(self, name: bytes) -> HeldBucket | None:
+        self._changed.pop((_BUCKET, name), None)
+        return self._buckets.pop(name, None)
 
 
-def _first(items: Iterable[T], most: int = STEP) -> Iterator[T]:
-    return islice(items, most)
+def _told(outcome: Outcome) -> Outcome:
+    return (*outcome[:5], None)
 
 
-def _outcome(values: Sequence[Any]) -> Outcome:
-    allowed, remaining, reset_time, retry_after, reason = values
-    return (bool(allowed), remaining, reset_time, retry_after, Reason(reason), None)
-
-
-_HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
-_ENDED: Final = -1
-_FOR_EVER_US: Final = 10**15
+def _outcome(  # noqa: PLR0917 -- as in the file
+    allowed: object, remaining: Any, reset_time: Any, retry_after: Any, reason: Any
+) -> Outcome:
+    return (bool(allowed), int(remaining), int(reset_time), int(retry_after), Reason(reason), None)

@@ -76,12 +76,13 @@ def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None
     set_aside(foreign, ".foreign")
     if now_us is not None:
         buckets.map(
-            lambda value: None if is_over(value, now_us - LATE_US) else _in_time(value, now_us)
+            lambda value: None if is_over(value, now_us - LATE_US) else in_time(value, now_us)
         )
     return restored
 
 
-def _in_time(value: Value, now_us: int) -> Value:
+def in_time(value: Value, now_us: int) -> Value:
+    """Return a value without times in the future, which would lock the caller out (I8)."""
     # As far ahead of the clock are checks that were allowed ahead of their time, and still wait for it.
     if latest_us(value) <= now_us + MAX_WAIT_MS * US_PER_MS:
         return value

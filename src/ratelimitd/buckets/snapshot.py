@@ -213,7 +213,10 @@ class SnapshotLog:
         To the log alone: a bucket has to come after what the log says of it from before it was apart.
         """
         holds = self._table.apart
-        while holds is not None and (changes := holds.changes(STEP_HOLDS)):
+        left = holds.unwritten if holds is not None else 0
+        # Those that change meanwhile are for the next pass: they may be as many as are written.
+        while holds is not None and left > 0 and (changes := holds.changes(STEP_HOLDS)):
+            left -= len(changes)
             try:
                 await self._append(snapshot_format.encode_holds(changes))
             except OSError:
@@ -254,9 +257,10 @@ class SnapshotLog:
                 elif step < shards + restored_shards:
                     await _write(iter(self._restored.items(step - shards)), writer.add)
                 else:
+                    if step == shards + restored_shards and self._table.apart is not None:
+                        self._table.apart.change_all()
+                        await self._write_holds()
                     await self._visit(step - shards - restored_shards)
-            if self._table.apart is not None:
-                self._table.apart.change_all()
             await self._write_holds()
             await writer.flush()
             await self._append(b"", durable=True)

@@ -142,7 +142,7 @@ def is_log(value: bytes) -> bool:
     cells = memoryview(value).cast("q")
     return (
         0 <= cells[0] <= cells[runs - 1] <= LATEST_MASK
-        and 0 <= cells[runs] < cells[-2] <= MAX_SUM
+        and 0 <= cells[runs] <= cells[-2] <= MAX_SUM
         and 0 < cells[-1] >> _TICK_BITS <= _FULL_AFTER_MASK
     )
 

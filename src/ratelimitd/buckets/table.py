@@ -76,7 +76,7 @@ class BucketTable:
         """Keeps buckets with holds, which are looked up there before restored ones."""
         self._tick = 1
         self._stats = stats
-        self._callers_time = callers_time
+        self.callers_time = callers_time
         self._restored: RestoredBuckets | None = None
         self._entries = 0
         self._shards: list[dict[bytes, Value]] = [
@@ -136,14 +136,15 @@ class BucketTable:
             shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         if self.apart and (held := self.apart.find(key)) is not None:
-            outcome = held.decide(decide, rule)(held.state, rule, now_us, cost)
+            state, _, judge = held.judged(rule, decide)
+            outcome = judge(state, rule, now_us, cost)
             if outcome[0]:
-                self.apart.charge(held, rule, outcome)
+                self.apart.charge(held, (key, rule, decide), now_us, cost, outcome[5])
             return outcome
         value = self._restored.take(key) if self._restored else None
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
         # After `decide`: a check that raised is not counted.
-        self._stats.bucket_missed_total += value is None
+        self._stats.bucket_missed_total += value is None and rule.algorithm is not CONCURRENCY
         if outcome[5] is not None:
             self._add(key, pack(outcome[5], rule, self._tick))
         return outcome
@@ -161,12 +162,13 @@ class BucketTable:
         """Decide a check as :meth:`apply` does, storing nothing. ``is_counted``: an absent bucket is a miss."""
         value = self._shards[hash(key) % self._shard_count].get(key)
         if value is None and self.apart and (held := self.apart.find(key)) is not None:
-            return held.decide(decide, rule)(held.state, rule, now_us, cost)
+            state, _, judge = held.judged(rule, decide)
+            return judge(state, rule, now_us, cost)
         if value is None and self._restored:
             value = self._restored.get(key)
         if value is None:
             outcome = decide(None, rule, now_us, cost)
-            self._stats.bucket_missed_total += is_counted
+            self._stats.bucket_missed_total += is_counted and rule.algorithm is not CONCURRENCY
             return outcome
         return decide(unpack(value), rule, now_us, cost)
 
@@ -200,15 +202,15 @@ class BucketTable:
             if not outcome[0] and limit.enforcement is ENFORCE:
                 return outcomes
         tick = self._tick
-        for (key, limit, _), outcome in zip(charges, outcomes, strict=True):
+        for (key, limit, decide), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0]:
                 continue  # of a limit that only observes
             if self.apart and (held := self.apart.find(key)) is not None:
-                self.apart.charge(held, limit, outcome)
+                self.apart.charge(held, (key, limit, decide), now_us, cost, outcome[5])
                 continue
-            if limit.algorithm is CONCURRENCY:
+            if outcome[5] is None:
                 continue  # a check takes no slot
-            value = pack(outcome[5], limit, tick)  # type: ignore[arg-type]  # an allowed check has a state
+            value = pack(outcome[5], limit, tick)
             shard = self._shards[hash(key) % self._shard_count]
             if key in shard:
                 shard[key] = value
@@ -224,16 +226,18 @@ class BucketTable:
         """Decide as :meth:`apply_all` does, storing nothing. An absent bucket makes one miss of the check."""
         buckets = self.states(charges)
         outcomes = decide_all(buckets, now_us, cost)
-        self._stats.bucket_missed_total += is_counted and any(one[0] is None for one in buckets)
+        self._stats.bucket_missed_total += is_counted and any(
+            state is None and limit.algorithm is not CONCURRENCY for state, limit, _ in buckets
+        )
         return outcomes
 
     def states(self, charges: Sequence[Charge]) -> list[Bucket]:
         """Return what the buckets hold."""
-        buckets = []
+        buckets: list[Bucket] = []
         for key, limit, decide in charges:
             value = self._shards[hash(key) % self._shard_count].get(key)
             if value is None and self.apart and (held := self.apart.find(key)) is not None:
-                buckets.append((held.state, limit, held.decide(decide, limit)))
+                buckets.append(held.judged(limit, decide))
                 continue
             if value is None and self._restored:
                 value = self._restored.get(key)
@@ -244,6 +248,10 @@ class BucketTable:
         """Drop the bucket of ``key``; return its value, for :meth:`put_back`."""
         if self.apart and (held := self.apart.remove(key)) is not None:
             return held
+        return self.take(key)
+
+    def take(self, key: bytes) -> Value | None:
+        """Take the bucket of ``key`` out, if it is not kept apart; returns its value."""
         value = self._shards[hash(key) % self._shard_count].pop(key, None)
         if value is not None:
             self._entries -= 1
@@ -252,16 +260,11 @@ class BucketTable:
 
     def put_back(self, key: bytes, value: Value | HeldBucket) -> None:
         """Undo a :meth:`remove`, and drop what was spent since: a failed reset must not help fast callers."""
-        if isinstance(value, HeldBucket):
-            self.remove(key)
-            assert self.apart is not None  # noqa: S101 -- it returned the value
-            self.apart.put_back(value)
-            return
-        shard = self._shards[hash(key) % self._shard_count]
-        if key in shard:
-            shard[key] = with_tick(value, self._tick)
-        else:
+        self.remove(key)
+        if not isinstance(value, HeldBucket):
             self._add(key, with_tick(value, self._tick))
+        elif self.apart is not None:
+            self.apart.put_back(value)
 
     def value(self, key: bytes) -> Value | None:
         """Return the value of ``key`` if this process used the bucket, else ``None``."""
@@ -296,7 +299,7 @@ class BucketTable:
         self._entries += 1
 
     def _is_expired(self, value: Value, now_us: int) -> bool:
-        if self._callers_time:
+        if self.callers_time:
             return self._tick - tick_of(value) >= max(IDLE_TICKS, 2 * full_after_s(value))
         return is_over(value, now_us - LATE_US)
 

@@ -160,7 +160,7 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         GOOD + b"\0" * 8,
         cells(60 << 28, 1),
         cells(T + 1, T, 0, 2, 5, 60 << 28),
-        cells(T, T + 1, 5, 2, 5, 60 << 28),
+        cells(T, T + 1, 5, 2, 4, 60 << 28),
         cells(-1, T, 0, 2, 5, 60 << 28),
         cells(T, MAX_TIME_US + 1, 0, 2, 5, 60 << 28),
         cells(T, T + 1, -1, 2, 5, 60 << 28),
@@ -179,7 +179,7 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         "a cell long",
         "no run",
         "times descend",
-        "no tokens",
+        "fewer tokens than none",
         "before the epoch",
         "after the last time",
         "a negative sum",
@@ -200,6 +200,10 @@ def test_a_log_may_have_every_window_that_a_rule_may_have(window_seconds):
     assert is_log(cells(0, MAX_TIME_US, 0, 2, 2**62, window_seconds << 28))
 
 
+def test_a_log_of_which_all_was_given_back_is_one():
+    assert is_log(cells(T, T + 1, 5, 5, 5, 60 << 28))
+
+
 @given(
     ends=st.tuples(times, times, st.integers(0, 2**62), st.integers(0, 2**62), windows),
     inside=st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2), max_size=5),
@@ -213,7 +217,7 @@ def test_what_passes_for_a_log_can_be_used_whatever_lies_between_its_ends(ends, 
         outcome = NAMED_DECIDE[Algorithm.SLIDING_WINDOW](unpack(value), RULE, T, cost)
         assert unpack(pack(outcome.state, RULE, 1)) == outcome.state
     else:
-        assert first_us > last_us or first_sum >= last_sum
+        assert first_us > last_us or first_sum > last_sum
 
 
 LOG = pack(T.to_bytes(8, "little") + (0).to_bytes(8, "little") + (3).to_bytes(8, "little"), RULE, 1)
