@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ class FakeNode(
     stubs.RateLimiterConfigServicer,
     stubs.RateLimiterHealthServicer,
     stubs.RateLimiterPlansServicer,
+    stubs.RateLimiterHoldsServicer,
 ):
     """Set its attributes to choose what it answers."""
 
@@ -56,6 +58,8 @@ class FakeNode(
         self.rules: dict[str, pb.RateLimit] = {}
         self.assigned: dict[tuple[str, str], pb.Assignment] = {}
         """The assignments, by identifier type and identifier."""
+        self.held: dict[str, int] = {}
+        """Tokens by hold."""
         self.page_size = 1000
         self.after_list: Callable[[], object] = lambda: None
         """Called when the rules have been listed: somebody else's chance to change them."""
@@ -170,6 +174,45 @@ class FakeNode(
         self.after_list()
         return page
 
+    def Hold(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        answer = self._answer(request.check)
+        if not answer.allowed:
+            return pb.HoldResponse(answer=answer)
+        hold = f"hold-{len(self.held)}"
+        self.held[hold] = request.check.tokens_requested
+        expire_time = int(time.time()) + request.ttl_seconds
+        return pb.HoldResponse(answer=answer, hold=hold, expire_time=expire_time)
+
+    def Settle(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        if self.held.pop(request.hold, None) is None:
+            return pb.SettleResponse()
+        limits = [pb.LimitStatus(identifier_type="user", name="minute", allowed=True, limit=5)]
+        return pb.SettleResponse(known=True, charged=request.actual, limits=limits)
+
+    def Extend(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        expire_time = int(time.time()) + request.ttl_seconds
+        known = request.hold in self.held
+        return pb.ExtendResponse(known=known, expire_time=expire_time if known else 0)
+
+    def ListHolds(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return pb.ListHoldsResponse(
+            limits=[
+                pb.HoldsOfLimit(
+                    name="minute",
+                    endpoint="/a",
+                    identifier_type="user",
+                    holds=len(self.held),
+                    tokens=sum(self.held.values()),
+                )
+            ]
+            if self.held
+            else []
+        )
+
     def AssignPlan(self, request, context):  # noqa: N802
         self._saw(request, context)
         return self._assign(request.assignment)
@@ -264,6 +307,7 @@ def fake_node(
     stubs.add_RateLimiterServicer_to_server(node, server)
     stubs.add_RateLimiterConfigServicer_to_server(node, server)
     stubs.add_RateLimiterPlansServicer_to_server(node, server)
+    stubs.add_RateLimiterHoldsServicer_to_server(node, server)
     stubs.add_RateLimiterHealthServicer_to_server(node, server)
     health_pb2_grpc.add_HealthServicer_to_server(node.readiness, server)
     if credentials is None:

@@ -24,17 +24,21 @@ DESCRIPTORS = ROOT / "src" / "ratelimitd" / "services" / "envoy_descriptors.binp
 
 SYNC_TWINS = {
     "ratelimitd_client/async_client.py": "ratelimitd_client/client.py",
+    "ratelimitd_client/async_hold.py": "ratelimitd_client/hold.py",
     "ratelimitd_client/async_node_client.py": "ratelimitd_client/node_client.py",
 }
 """The asyncio modules, and the blocking modules that are generated from them."""
 
 SYNC_NAMES = (
+    (r" +# asyncio only:\n(?:[^\n]+\n)+\n", ""),
     (r"\basync (?=(def|with|for)\b)", ""),
     (r"\bawait ", ""),
     (r"for (\w+) in ([\w.]+):\n +yield \1\n", r"yield from \2\n"),
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\bAsync([A-Z])", r"\1"),
-    (r"\basync_(?=\w*client\b)", ""),
+    (r"\basync_(?=\w*(client|hold)\b)", ""),
+    (r"\nimport asyncio(?=\nimport time\n)", ""),
+    (r"\basyncio\.sleep\b", "time.sleep"),
     (r"\bgrpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\b", "grpc"),
 )

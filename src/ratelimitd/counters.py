@@ -42,6 +42,9 @@ class CheckStats:
         "fail_open_breaker_total",
         "fail_open_error_total",
         "false_positives_total",
+        "hold_tokens",
+        "holds",
+        "holds_open",
         "invalid_total",
         "latency_counts",
         "latency_sum_s",
@@ -90,6 +93,13 @@ class CheckStats:
         """Transport errors by cause, from a closed set of causes."""
         self.token_guesses = {"wrong": 0, "refused": 0}
         """Wrong tokens that were compared, and calls refused because too many came from their address."""
+        self.holds = {"made": 0, "settled": 0, "expired": 0, "refused": 0}
+        """Holds that were made here; that were settled here; that ended without a settle on this node, of those made
+        here; and that were refused because there are as many as there may be."""
+        self.hold_tokens = {"held": 0, "refunded": 0, "debt": 0}
+        """Tokens that holds held, that settles gave back, and that settles charged in addition."""
+        self.holds_open = 0
+        """Holds made here that have neither ended nor been settled here."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused by cause, from a closed set of causes."""
 

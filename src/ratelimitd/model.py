@@ -295,6 +295,15 @@ class LookedAt(NamedTuple):
     plan: str = ""
 
 
+class InFlight(NamedTuple):
+    """Holds in flight on one limit, and the tokens that they hold."""
+
+    rule: Rule
+    name: str
+    holds: int
+    tokens: int
+
+
 class AssignedPlan(NamedTuple):
     """The plan that an identity of a check is assigned to, until ``expire_time`` in Unix seconds, 0 = for good."""
 

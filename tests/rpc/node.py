@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc.aio
 
+from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.fair_queue import FairQueue
+from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.transports import server_of
@@ -31,6 +33,7 @@ from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
+from ratelimitd.services.holds import HoldsService
 from ratelimitd.services.methods import OUR_SERVICES, guarded, names_of
 from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
@@ -70,6 +73,10 @@ class Node:
     @property
     def plans(self):
         return pb_grpc.RateLimiterPlansStub(self.channel)
+
+    @property
+    def holds(self):
+        return pb_grpc.RateLimiterHoldsStub(self.channel)
 
     @property
     def health(self):
@@ -114,13 +121,18 @@ async def running_node(
 ) -> AsyncIterator[Node]:
     """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
     clock, stats, assignments = ManualClock(), CheckStats(), Assignments()
+    keys = BucketKeys(b"k" * 32)
+    table = BucketTable(10_000, stats)
     limiter = Limiter(
-        buckets=BucketTable(10_000, stats),
+        buckets=table,
         clock=clock,
         stats=stats,
         timestamps="bounded",
-        keys=BucketKeys(b"k" * 32),
+        keys=keys,
         assignments=assignments,
+    )
+    holder = Holder(
+        limiter, OwnHolds(table, keys, clock.now_us), keys=keys, clock=clock, stats=stats
     )
     async with sqlite_store(
         directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})
@@ -149,6 +161,14 @@ async def running_node(
                 access.actor,
                 identities=CONTRACT_IDENTITIES,
                 page_key=config.page_key,
+                now_s=lambda: clock.now_us() / US_PER_S,
+            ),
+            HoldsService(
+                holder,
+                keys,
+                access.principal,
+                stats=stats,
+                identities=CONTRACT_IDENTITIES,
                 now_s=lambda: clock.now_us() / US_PER_S,
             ),
             HealthService(

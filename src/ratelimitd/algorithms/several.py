@@ -50,7 +50,7 @@ def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcom
     if not is_denied:
         return outcomes
     return [
-        _uncharged(bucket, now_us) if outcome[0] else outcome
+        uncharged(bucket, now_us) if outcome[0] else outcome
         for bucket, outcome in zip(buckets, outcomes, strict=True)
     ]
 
@@ -104,7 +104,8 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     return found
 
 
-def _uncharged(bucket: Bucket, now_us: int) -> Outcome:
+def uncharged(bucket: Bucket, now_us: int) -> Outcome:
+    """Return what a bucket says of a check that is allowed and costs nothing."""
     state, limit, decide = bucket
     # A cost above the limit is denied on every bucket, and a denial tells what is there.
     _, remaining, reset_time, _, _, _ = decide(state, limit, now_us, MORE_THAN_ANY_LIMIT)

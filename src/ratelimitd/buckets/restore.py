@@ -31,6 +31,8 @@ class Restored(NamedTuple):
     """
 
     buckets: RestoredBuckets
+    holds: dict[tuple[bytes, bytes], bytes]
+    """What :meth:`ratelimitd.buckets.holds.OwnHolds.restore` takes."""
     read: list[Path]
     torn: list[Path]
     next_number: int
@@ -63,7 +65,7 @@ def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None
     newest = max((number for number, kind, _ in numbered if kind == "base"), default=0)
     buckets = RestoredBuckets(keys)
     next_number = max((number for number, _, _ in numbered), default=0) + 1
-    restored, foreign = Restored(buckets, [], [], next_number), []
+    restored, foreign = Restored(buckets, {}, [], [], next_number), []
     for number, _, path in numbered:  # a base sorts before the log of its number
         if number < newest:
             path.unlink()
@@ -104,7 +106,7 @@ def _is_foreign(path: Path, header: bytes, restored: Restored) -> bool:
     """Read a file into ``restored``, and return whether it has another format or secret."""
     try:
         with path.open("rb") as file:
-            read_bytes = _read(file, header, restored.buckets)
+            read_bytes = _read(file, header, restored)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         reason = error.strerror
@@ -125,23 +127,35 @@ def _is_foreign(path: Path, header: bytes, restored: Restored) -> bool:
     return False
 
 
-def _read(file: BinaryIO, header: bytes, buckets: RestoredBuckets) -> int | None:
+def _read(file: BinaryIO, header: bytes, restored: Restored) -> int | None:
     """Return the number of valid bytes of ``file``, ``None`` when it begins with another header."""
     begin = file.read(len(header))
     if begin != header:  # a killed writer may leave a part of the header
         return len(begin) if header.startswith(begin) else None
     read_bytes = len(header)
     for chunk in snapshot_format.read_chunks(file):
-        _apply(chunk, buckets)
+        _apply(chunk, restored)
         read_bytes += snapshot_format.chunk_bytes(chunk)
     return read_bytes
 
 
-def _apply(chunk: snapshot_format.Chunk, buckets: RestoredBuckets) -> None:
+def _apply(chunk: snapshot_format.Chunk, restored: Restored) -> None:
+    buckets, holds = restored.buckets, restored.holds
     if chunk.kind == snapshot_format.RESETS:
         for stored_key in snapshot_format.decode_resets(chunk):
             buckets.discard(stored_key)
+            holds.pop((snapshot_format.APART, stored_key), None)
     elif chunk.kind in {snapshot_format.STATES, snapshot_format.LOGS}:
         put = buckets.put
         for stored_key, value in snapshot_format.decode_values(chunk):
             put(stored_key, with_tick(value, 0))
+            if holds:
+                # It went back to the table.
+                holds.pop((snapshot_format.APART, stored_key), None)
+    elif chunk.kind in {snapshot_format.HOLDS, snapshot_format.APART}:
+        for name, value in snapshot_format.decode_named(chunk):
+            holds.pop((chunk.kind, name), None)
+            if value:
+                holds[chunk.kind, name] = value
+                if chunk.kind == snapshot_format.APART:
+                    buckets.discard(name)

@@ -16,6 +16,8 @@ A file is a header, then chunks with a checksum each; all integers are little-en
     S   states in one integer each:   stored key (16) · value (26)
     L   logs:                         stored key (16) · length (4) · value
     R   resets:                       stored key (16)
+    H   holds:                        number (16) · length (4) · JSON, nothing of one that is forgotten
+    B   buckets kept apart for them:  stored key (16) · length (4) · JSON, nothing of one that is apart no more
 
 The order of the chunks is the order of events. Everything after the first invalid chunk is ignored, as a killed writer
 leaves it. The checksum covers kind and length, so that zeros, which some file systems leave after a power failure, are
@@ -148,6 +150,8 @@ def is_log(value: bytes) -> bool:
 STATES: Final = b"S"
 LOGS: Final = b"L"
 RESETS: Final = b"R"
+HOLDS: Final = b"H"
+APART: Final = b"B"
 
 MAGIC: Final = b"ratelimitd buckets 1\n"
 MAX_PAYLOAD_BYTES: Final = 1 << 24
@@ -188,6 +192,14 @@ def encode_resets(stored_keys: Iterable[bytes]) -> bytes:
     return _encode(RESETS, stored_keys)
 
 
+def encode_holds(changes: Iterable[tuple[bytes, bytes, bytes]]) -> bytes:
+    """Return the chunks of holds and of buckets kept apart: (kind, number or stored key, value) each."""
+    records: dict[bytes, list[bytes]] = {APART: [], HOLDS: []}
+    for kind, name, value in changes:
+        records[kind].append(_LOG_HEAD.pack(name, len(value)) + value)
+    return b"".join(_encode(kind, values) for kind, values in records.items() if values)
+
+
 def read_chunks(file: BinaryIO) -> Iterator[Chunk]:
     """Yield the chunks of ``file`` from its position up to the first invalid one.
 
@@ -218,13 +230,18 @@ def decode_values(chunk: Chunk) -> Iterator[tuple[bytes, Value]]:
         for stored_key, value in _STATE.iter_unpack(memoryview(payload)[:whole]):
             yield stored_key, from_bytes(value, "little")
         return
-    start = 0
-    while start + _LOG_HEAD.size <= len(payload):
-        stored_key, length = _LOG_HEAD.unpack_from(payload, start)
-        start += _LOG_HEAD.size
-        value = payload[start : start + length]
+    for stored_key, value in decode_named(chunk):
         if is_log(value):
             yield stored_key, value
+
+
+def decode_named(chunk: Chunk) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the (number or stored key, value) pairs of a chunk."""
+    payload, start = chunk.payload, 0
+    while start + _LOG_HEAD.size <= len(payload):
+        name, length = _LOG_HEAD.unpack_from(payload, start)
+        start += _LOG_HEAD.size
+        yield name, payload[start : start + length]
         start += length
 
 

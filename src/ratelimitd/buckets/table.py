@@ -16,10 +16,11 @@ Keys are ``bytes`` and values ``int`` or ``bytes``, so the cyclic garbage collec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import ENFORCE, Bucket, Charge, decide_all
+from ratelimitd.buckets.held import HeldBucket
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
     FULL_AFTER_SHIFT,
@@ -27,6 +28,7 @@ from ratelimitd.buckets.snapshot_format import (
     MAX_TICK,
     SPENT_SHIFT,
     TICK_SHIFT,
+    State,
     Value,
     full_after_s,
     is_over,
@@ -36,7 +38,12 @@ from ratelimitd.buckets.snapshot_format import (
     with_tick,
 )
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import US_PER_S, Limit, Outcome
+from ratelimitd.model import US_PER_S, Algorithm, Limit, Outcome
+
+if TYPE_CHECKING:
+    from ratelimitd.buckets.holds import OwnHolds
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 SHARD_ENTRIES: Final = 600
 
@@ -65,6 +72,8 @@ class BucketTable:
         self.max_entries = max_entries
         self.evicted_total = 0
         self.expired_total = 0
+        self.apart: OwnHolds | None = None
+        """Keeps buckets with holds, which are looked up there before restored ones."""
         self._tick = 1
         self._stats = stats
         self._callers_time = callers_time
@@ -101,6 +110,10 @@ class BucketTable:
         while len(self) > self.max_entries and len(restored):
             restored.drop_any()
 
+    def take_back(self, key: bytes, state: State, limit: Limit) -> None:
+        """Put a bucket into the table that was kept apart."""
+        self._add(key, pack(state, limit, self._tick))
+
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
@@ -122,6 +135,11 @@ class BucketTable:
             outcome = decide(unpack(value), rule, now_us, cost)
             shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
+        if self.apart and (held := self.apart.find(key)) is not None:
+            outcome = held.decide(decide, rule)(held.state, rule, now_us, cost)
+            if outcome[0]:
+                self.apart.charge(held, rule, outcome)
+            return outcome
         value = self._restored.take(key) if self._restored else None
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
         # After `decide`: a check that raised is not counted.
@@ -142,6 +160,8 @@ class BucketTable:
     ) -> Outcome:
         """Decide a check as :meth:`apply` does, storing nothing. ``is_counted``: an absent bucket is a miss."""
         value = self._shards[hash(key) % self._shard_count].get(key)
+        if value is None and self.apart and (held := self.apart.find(key)) is not None:
+            return held.decide(decide, rule)(held.state, rule, now_us, cost)
         if value is None and self._restored:
             value = self._restored.get(key)
         if value is None:
@@ -183,6 +203,11 @@ class BucketTable:
         for (key, limit, _), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0]:
                 continue  # of a limit that only observes
+            if self.apart and (held := self.apart.find(key)) is not None:
+                self.apart.charge(held, limit, outcome)
+                continue
+            if limit.algorithm is CONCURRENCY:
+                continue  # a check takes no slot
             value = pack(outcome[5], limit, tick)  # type: ignore[arg-type]  # an allowed check has a state
             shard = self._shards[hash(key) % self._shard_count]
             if key in shard:
@@ -207,21 +232,31 @@ class BucketTable:
         buckets = []
         for key, limit, decide in charges:
             value = self._shards[hash(key) % self._shard_count].get(key)
+            if value is None and self.apart and (held := self.apart.find(key)) is not None:
+                buckets.append((held.state, limit, held.decide(decide, limit)))
+                continue
             if value is None and self._restored:
                 value = self._restored.get(key)
             buckets.append((None if value is None else unpack(value), limit, decide))
         return buckets
 
-    def remove(self, key: bytes) -> Value | None:
+    def remove(self, key: bytes) -> Value | HeldBucket | None:
         """Drop the bucket of ``key``; return its value, for :meth:`put_back`."""
+        if self.apart and (held := self.apart.remove(key)) is not None:
+            return held
         value = self._shards[hash(key) % self._shard_count].pop(key, None)
         if value is not None:
             self._entries -= 1
             return value
         return self._restored.take(key) if self._restored else None
 
-    def put_back(self, key: bytes, value: Value) -> None:
+    def put_back(self, key: bytes, value: Value | HeldBucket) -> None:
         """Undo a :meth:`remove`, and drop what was spent since: a failed reset must not help fast callers."""
+        if isinstance(value, HeldBucket):
+            self.remove(key)
+            assert self.apart is not None  # noqa: S101 -- it returned the value
+            self.apart.put_back(value)
+            return
         shard = self._shards[hash(key) % self._shard_count]
         if key in shard:
             shard[key] = with_tick(value, self._tick)
@@ -238,6 +273,8 @@ class BucketTable:
 
     def sweep(self, now_us: int, shards: int) -> None:
         """Drop the expired buckets of the next ``shards`` shards, about 0.1 ms each; ``now_us`` is the node's time."""
+        if self.apart is not None:
+            self.apart.sweep(now_us)
         for _ in range(min(shards, self._shard_count)):
             shard = self._shards[self._sweep_next]
             self._sweep_next = (self._sweep_next + 1) % self._shard_count

@@ -119,7 +119,7 @@ def check(
       ratelimitd check ip 192.0.2.7 /login --count 10 --json
       ratelimitd check user alice /orders --also tenant=acme
     """
-    request = _request(identifier_type, identifier, endpoint, cost, also)
+    request = request_of(identifier_type, identifier, endpoint, cost, also)
     request.peek, request.max_wait_ms = peek, max_wait_ms
     with target.client() as client:
         if count == 1:
@@ -162,7 +162,7 @@ def explain(
     Example:
       ratelimitd explain user alice /orders
     """
-    request = _request(identifier_type, identifier, endpoint, cost, also)
+    request = request_of(identifier_type, identifier, endpoint, cost, also)
     request.max_wait_ms = max_wait_ms
     with target.client() as client:
         found = client.explain(request)
@@ -170,7 +170,7 @@ def explain(
     if target.output.as_json:
         target.output.message(found)
     else:
-        target.output.line(_verdict(found.answer, target.output))
+        target.output.line(verdict(found.answer, target.output))
         target.output.pairs(describe(found.answer, time.time(), windows))
         rows = [row for rule in found.rules for row in _explained(rule, windows)]
         if rows:
@@ -208,10 +208,10 @@ def _explained(rule: pb.RuleExplanation, windows: Windows) -> Iterator[tuple[str
         says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
         yield (*place, "–", says, rule.remedy)
     for limit in rule.limits:
-        yield (*place, *_said(limit, windows), "" if limit.allowed else rule.remedy)
+        yield (*place, *said(limit, windows), "" if limit.allowed else rule.remedy)
 
 
-def _said(limit: pb.LimitStatus, windows: Windows) -> tuple[str, str]:
+def said(limit: pb.LimitStatus, windows: Windows = _UNKNOWN) -> tuple[str, str]:
     """A limit, and what it says."""
     if limit.reason == pb.UNLIMITED:
         return limit.plan, "is passed over"
@@ -228,9 +228,10 @@ def _window(of: pb.LimitStatus | pb.RateLimitResponse, name: str, windows: Windo
     return windows.get((of.rule_id, of.plan, name)) or duration(of.window_seconds)
 
 
-def _request(  # noqa: PLR0917 -- the arguments of a check
+def request_of(  # noqa: PLR0917 -- the arguments of a check
     identifier_type: str, identifier: str, endpoint: str, cost: int, also: Sequence[str] | None
 ) -> pb.RateLimitRequest:
+    """The check that was typed."""
     further_identities = (
         pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
     )
@@ -256,7 +257,7 @@ def describe(
     if not answer.limit:
         rule = answer.rule_id
     others = [
-        ("" if place else "others", f"{one.identifier_type}, {', '.join(_said(one, windows))}")
+        ("" if place else "others", f"{one.identifier_type}, {', '.join(said(one, windows))}")
         for place, one in enumerate(answer.limits[1:])
     ]
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
@@ -322,7 +323,7 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) 
     if output.as_json:
         output.message(answer)
     else:
-        output.line(_verdict(answer, output))
+        output.line(verdict(answer, output))
         output.pairs(describe(answer, time.time()))
     return not answer.allowed
 
@@ -361,15 +362,16 @@ def _answers(
             yield answer
 
 
-def _verdict(answer: pb.RateLimitResponse, output: Output) -> str:
+def verdict(answer: pb.RateLimitResponse, output: Output) -> str:
+    """Whether a check was allowed, in a word."""
     return output.styled("allowed", "good") if answer.allowed else output.styled("denied", "bad")
 
 
 def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Output) -> str:
-    verdict = _verdict(answer, output) + (" " if not answer.allowed else "")
+    word = verdict(answer, output) + (" " if not answer.allowed else "")
     facts = {row: text for row, text in describe(answer, time.time()) if row != "rule"}
     return (
-        f"{number:>{width}}  {verdict}  remaining {facts['remaining']}  reset {facts['reset']}"
+        f"{number:>{width}}  {word}  remaining {facts['remaining']}  reset {facts['reset']}"
         + (f"  retry after {facts['retry after']}{_denier(answer)}" if not answer.allowed else "")
         + (f"  wait {answer.wait_ms} ms" if answer.wait_ms else "")
     )

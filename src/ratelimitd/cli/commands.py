@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd import __version__
-from ratelimitd.cli import dev, options, plans, rules
+from ratelimitd.cli import dev, holds, options, plans, rules
 from ratelimitd.cli import serve as db
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check, explain
@@ -45,11 +45,23 @@ app = typer.Typer(
 )
 
 app.command(help=help_of(serve))(takes_settings(serve))
-for command in (check, explain, reset, health, metrics, top, bench, conformance):
+for command in (
+    check,
+    explain,
+    holds.hold,
+    holds.settle,
+    reset,
+    health,
+    metrics,
+    top,
+    bench,
+    conformance,
+):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")
 app.add_typer(plans.app, name="plans")
+app.add_typer(holds.app, name="holds")
 app.add_typer(options.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(dev.app, name="dev")

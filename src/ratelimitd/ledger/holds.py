@@ -1,8 +1,8 @@
 """Holds: tokens that are charged before their cost is known, and settled afterwards. Pure. See ADR 0055.
 
 A hold is charged as a check is, and keeps what a settle needs: of each of its buckets how many tokens were charged
-when, until when the hold lives, and what it was settled with. Whoever keeps the buckets keeps the holds beside them, so that
-nothing separates a charge from the hold that may give it back.
+when, until when the hold lives, and what it was settled with. Whoever keeps the buckets keeps the holds beside them, so
+that nothing separates a charge from the hold that may give it back.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Held(NamedTuple):
 class Settled(NamedTuple):
     """What a settle made of the buckets of a hold.
 
-    ``known``: there is such a hold, settled now or before with the same tokens. ``outcomes`` say what each bucket has
-    now, as of a check that costs nothing; ``None`` of one that is not there.
+    ``known``: there is such a hold, settled now (``is_first``) or before with the same tokens. ``outcomes`` say what
+    each bucket has now, as of a check that costs nothing; ``None`` of one that is not there.
     """
 
     known: bool
+    is_first: bool = False
     outcomes: Sequence[Outcome | None] = ()
 
 

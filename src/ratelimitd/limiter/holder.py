@@ -5,24 +5,37 @@ A hold is judged as a check is, and answered as one, fail-open answers included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     CheckInvalidError,
     FieldViolation,
-    HoldEndedError,
-    HoldSettledError,
     HoldsFullError,
     StoreUnavailableError,
 )
 from ratelimitd.ledger.holds import Hold, Holds
 from ratelimitd.limiter.limiter import Judging, Limiter
 from ratelimitd.limiter.scopes import charges_of
-from ratelimitd.model import COST_EXCEEDS_LIMIT, Check, Decision, LimitStatus, Outcome, Rule
+from ratelimitd.model import (
+    COST_EXCEEDS_LIMIT,
+    Algorithm,
+    Check,
+    Decision,
+    InFlight,
+    LimitStatus,
+    Outcome,
+)
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
+
+NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
+"""Its field is the hold's own."""
 
 NOT_HELD: Final = StoreUnavailableError("the hold is known, and none of its limits")
 
@@ -55,15 +68,6 @@ class SettledHold(NamedTuple):
     limits: Sequence[LimitStatus] = ()
 
 
-class InFlight(NamedTuple):
-    """Holds in flight on one limit, and the tokens that they hold."""
-
-    rule: Rule
-    name: str
-    holds: int
-    tokens: int
-
-
 class _Open(NamedTuple):
     """A hold that was made here; it is in flight until ``expire_us``."""
 
@@ -75,20 +79,33 @@ class _Open(NamedTuple):
 class Holder:
     """Makes, settles and extends holds by the rules of a limiter; ``holds`` keeps them beside the buckets."""
 
-    def __init__(self, limiter: Limiter, holds: Holds, *, keys: BucketKeys, clock: Clock) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        holds: Holds,
+        *,
+        keys: BucketKeys,
+        clock: Clock,
+        stats: CheckStats,
+    ) -> None:
+        self._stats = stats
         self._limiter = limiter
         self._holds = holds
         self._keys = keys
         self._clock = clock
         self._open: dict[bytes, _Open] = {}
+        self._counts: dict[tuple[str, str], list[int]] = {}
+        """Rule id and name of a limit → holds in flight, and their tokens."""
         self._ends: list[tuple[int, bytes]] = []
 
-    async def hold(self, check: Check, number: bytes, check_digest: bytes, ttl_us: int) -> Holding:
+    async def hold(
+        self, check: Check, number: bytes, check_digest: bytes, ttl_us: int, *, lease: bool
+    ) -> Holding:
         """Answer a check, and hold what it charges for ``ttl_us``; see :class:`ratelimitd.ledger.holds.Hold`.
 
         Raises:
-            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, or the number is that
-                of a hold of another check. Nothing was charged.
+            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, the number is that of
+                a hold of another check, or a limit of concurrency is to be leased. Nothing was charged.
             HoldsFullError: there are as many holds as there may be. Nothing was charged.
         """
         limiter = self._limiter
@@ -97,12 +114,17 @@ class Holder:
             if isinstance(judging, Decision):
                 return Holding(judging)
             charges = charges_of(judging.identifiers, judging.scope)
+            if lease:
+                _refuse_lease_of_slots(charges)
             hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
             outcomes, expire_us = await self._holds.hold(hold)
             if not expire_us:
                 _refuse_above_limit(judging, outcomes)
             decision = _decided(limiter, judging, outcomes)
-        except (CheckInvalidError, HoldsFullError):
+        except CheckInvalidError:
+            raise
+        except HoldsFullError:
+            self._stats.holds["refused"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return Holding(limiter.failed(error))
@@ -115,22 +137,29 @@ class Holder:
             )
             if outcome is not None and outcome[0]
         ]
+        if number not in self._open:
+            self._stats.holds["made"] += 1
+            self._stats.hold_tokens["held"] += check.cost
         self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
         return Holding(decision, limits, expire_us)
 
-    async def settle(self, number: bytes, limits: Sequence[HeldLimit], actual: int) -> SettledHold:
-        """Charge ``actual`` tokens in place of those held.
+    async def settle(
+        self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
+    ) -> SettledHold:
+        """Charge ``actual`` tokens in place of the ``held`` ones.
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
         """
         names = [one.bucket for one in limits]
-        try:
-            known, outcomes = await self._holds.settle(number, names, actual, self._clock.now_us())
-        except (HoldEndedError, HoldSettledError):
-            self._open.pop(number, None)
-            raise
-        self._open.pop(number, None)
-        return SettledHold(known, self._statuses(limits, outcomes) if known else ())
+        settled = await self._holds.settle(number, names, actual, self._clock.now_us())
+        self._forget(number)
+        if not settled.known:
+            return SettledHold(known=False)
+        if settled.is_first:
+            self._stats.holds["settled"] += 1
+            self._stats.hold_tokens["refunded"] += max(0, held - actual)
+            self._stats.hold_tokens["debt"] += max(0, actual - held)
+        return SettledHold(known=True, limits=self._statuses(limits, settled.outcomes))
 
     async def extend(self, number: bytes, limits: Sequence[HeldLimit], ttl_us: int) -> int | None:
         """Let a hold end later; returns its end in µs, ``None`` if there is no such hold.
@@ -144,26 +173,37 @@ class Holder:
             self._note(number, held._replace(expire_us=expire_us))
         return expire_us
 
-    def in_flight(self) -> Iterable[InFlight]:
+    def in_flight(self) -> Sequence[InFlight]:
         """Return what the holds made here hold, by limit; those settled elsewhere count until their end."""
         self._forget_ended()
-        counts: dict[tuple[str, str], list[int]] = {}
-        for held in self._open.values():
-            for limit in held.limits:
-                count = counts.setdefault(limit, [0, 0])
-                count[0] += 1
-                count[1] += held.tokens
         book = self._limiter.book
-        for (rule_id, name), (holds, tokens) in counts.items():
+        found = []
+        for (rule_id, name), (holds, tokens) in self._counts.items():
             rule = book.get(rule_id) if book is not None else None
             if rule is not None:
-                yield InFlight(rule, name, holds, tokens)
+                found.append(InFlight(rule, name, holds, tokens))
+        return found
 
     def _note(self, number: bytes, held: _Open) -> None:
         self._forget_ended()
         if number not in self._open:
             heappush(self._ends, (held.expire_us, number))
+            self._count(held, 1)
         self._open[number] = held
+
+    def _forget(self, number: bytes) -> None:
+        held = self._open.pop(number, None)
+        if held is not None:
+            self._count(held, -1)
+
+    def _count(self, held: _Open, holds: int) -> None:
+        self._stats.holds_open += holds
+        for limit in held.limits:
+            count = self._counts.setdefault(limit, [0, 0])
+            count[0] += holds
+            count[1] += holds * held.tokens
+            if not count[0]:
+                del self._counts[limit]
 
     def _forget_ended(self) -> None:
         now_us, ends = self._clock.now_us(), self._ends
@@ -175,7 +215,8 @@ class Holder:
             if held.expire_us > now_us:  # it was extended
                 heappush(ends, (held.expire_us, number))
             else:
-                del self._open[number]
+                self._forget(number)
+                self._stats.holds["expired"] += 1
         if len(ends) > 2 * len(self._open) + MIN_ENDS:
             # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
             self._ends = [(held.expire_us, number) for number, held in self._open.items()]
@@ -202,6 +243,12 @@ def _decided(limiter: Limiter, judging: Judging, outcomes: Sequence[Outcome | No
     if judging.scope.several:
         return limiter.answer([NOT_HELD if one is None else one for one in outcomes], judging)
     return limiter.answer(NOT_HELD if outcomes[0] is None else outcomes[0], judging)
+
+
+def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:
+    """Refuse a lease where checks take nothing: holding slots for them would."""
+    if any(limit.algorithm is CONCURRENCY for _, limit, _ in charges):
+        raise CheckInvalidError(NO_LEASE)
 
 
 def _refuse_above_limit(judging: Judging, outcomes: Sequence[Outcome | None]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
@@ -24,6 +25,8 @@ from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
+from ratelimitd.ledger.holds import Holds
+from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter, SharedBuckets
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
@@ -56,6 +59,7 @@ from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.health import HealthService
+from ratelimitd.services.holds import HoldsService
 from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
 from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
@@ -226,6 +230,7 @@ class Node:
         table = BucketTable(
             self._settings.cache_entries, self.stats, callers_time=self._callers_time
         )
+        holds = OwnHolds(table, self._keys, self._clock.now_us)
         snapshot = SnapshotLog.open(
             self._settings.state_dir,
             table,
@@ -238,8 +243,9 @@ class Node:
         self._start_upkeep(background, table)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
-        parts = self._parts(feed, table, snapshot=snapshot)
-        await self._serve(limiter, store, parts, live=self._start_live(background, parts))
+        holder = self._new_holder(limiter, holds)
+        parts = self._parts(feed, table, holder, snapshot=snapshot)
+        await self._serve(limiter, holder, store, parts, live=self._start_live(background, parts))
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
         """With the buckets that all nodes share."""
@@ -261,11 +267,12 @@ class Node:
         self._start_upkeep(background, None)
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
-        parts = self._parts(feed, cluster.cache, cluster=cluster)
-        await self._serve(limiter, store, parts, live=self._start_live(background, parts))
+        holder = self._new_holder(limiter, cluster.holds)
+        parts = self._parts(feed, cluster.cache, holder, cluster=cluster)
+        await self._serve(limiter, holder, store, parts, live=self._start_live(background, parts))
 
     async def _serve(
-        self, limiter: Limiter, store: RuleStore, parts: NodeParts, *, live: Live
+        self, limiter: Limiter, holder: Holder, store: RuleStore, parts: NodeParts, *, live: Live
     ) -> None:
         feed = parts.feed
         self._limiter, self.metrics = limiter, Metrics(parts)
@@ -273,7 +280,7 @@ class Node:
             self._take_book(feed.book)
             self._rules_log.write()
         access = self._access()
-        methods = self._methods(limiter, store, feed, self.metrics, access)
+        methods = self._methods(limiter, holder, store, feed, self.metrics, access)
         await self._start_http(
             Parts(
                 node_id=self.node_id,
@@ -325,10 +332,14 @@ class Node:
             assignments=self._assignments,
         )
 
+    def _new_holder(self, limiter: Limiter, holds: Holds) -> Holder:
+        return Holder(limiter, holds, keys=self._keys, clock=self._clock, stats=self.stats)
+
     def _parts(
         self,
         feed: RuleFeed,
         buckets: BucketTable | BucketCache,
+        holder: Holder,
         *,
         snapshot: SnapshotLog | None = None,
         cluster: Cluster | None = None,
@@ -345,6 +356,7 @@ class Node:
             task_restarts=self._task_restarts,
             transport=lambda: self._server.in_progress if self._server else None,
             transport_name=self._settings.transport,
+            in_flight=holder.in_flight,
         )
 
     def _shared_state(self) -> SharedStateStatus:
@@ -379,6 +391,7 @@ class Node:
     def _methods(  # noqa: PLR0917 -- the parts that the services stand on
         self,
         limiter: Limiter,
+        holder: Holder,
         store: RuleStore,
         feed: RuleFeed,
         metrics: Metrics,
@@ -412,6 +425,14 @@ class Node:
                 access.actor,
                 identities=identities,
                 page_key=config.page_key,
+                now_s=self._now_s,
+            ).methods(),
+            HoldsService(
+                holder,
+                self._keys,
+                access.principal,
+                stats=self.stats,
+                identities=identities,
                 now_s=self._now_s,
             ).methods(),
             HealthService(

@@ -18,11 +18,11 @@ from ratelimitd import __version__
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import US_PER_S, InFlight
 from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, summed
 from ratelimitd.observe.metrics import NodeParts, resident_bytes
-from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
+from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, decode, encode
 
 SILENT_S: Final = 6.0
 """Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
@@ -66,6 +66,7 @@ class Overview:
     others_known: bool
     endpoints: Sequence[DeniedEndpoint]
     identifiers: Sequence[DeniedIdentifier]
+    holds: Sequence[HeldLimit]
 
     @property
     def this(self) -> NodeStatus:
@@ -165,6 +166,7 @@ class Live:
             others_known=self._others.known,
             endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
+            holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
 
     async def _read(self) -> None:
@@ -230,6 +232,25 @@ def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence
     return nlargest(TOP, found.values(), key=_per_minute)
 
 
+def _merged_holds(lists: Iterable[Iterable[HeldLimit]]) -> Sequence[HeldLimit]:
+    """Merge the limits with the most holds of several nodes."""
+    found: dict[tuple[str, ...], HeldLimit] = {}
+    for one in (one for each in lists for one in each):
+        cut = one._replace(endpoint=one.endpoint[:MAX_ENDPOINT])
+        known = found.get(cut[:3])
+        if known is not None:
+            cut = cut._replace(holds=cut.holds + known.holds, tokens=cut.tokens + known.tokens)
+        found[cut[:3]] = cut
+    return nlargest(TOP, found.values(), key=lambda one: one.holds)
+
+
+def _most_held(in_flight: Sequence[InFlight]) -> Sequence[HeldLimit]:
+    return [
+        HeldLimit(rule.endpoint, rule.identifier_type, name, holds, tokens)
+        for rule, name, holds, tokens in nlargest(TOP, in_flight, key=lambda one: one.holds)
+    ]
+
+
 def _per_minute(one: DeniedEndpoint | DeniedIdentifier) -> float:
     return one.per_minute
 
@@ -276,6 +297,7 @@ def live_of(
             sample=sampler.sample(),
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
+            holds=_most_held(parts.in_flight()),
         )
 
     board = parts.cluster.board if parts.cluster else None

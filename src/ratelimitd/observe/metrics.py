@@ -25,7 +25,7 @@ from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.node import Cluster
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import US_PER_S, InFlight
 from ratelimitd.observe.health import Health
 from ratelimitd.rules.feed import RuleFeed
 
@@ -79,6 +79,8 @@ class NodeParts:
     transport: Callable[[], TransportStatus | None]
     """``None`` before it listens."""
     transport_name: str
+    in_flight: Callable[[], Sequence[InFlight]]
+    """Holds in flight, by limit."""
 
 
 class TransportStatus(Protocol):
@@ -333,6 +335,17 @@ DEFINITIONS: Final = (
     Definition("rate_limiter_plan_checks_total", "counter",
         "Checks that no rule decided, because an identity is assigned to the plan unlimited or blocked.",
         _counts(lambda r: {"unlimited": r.stats.unlimited_total, "blocked": r.stats.plan_blocked_total}), "plan"),
+
+    # Holds.
+    _gauge("rate_limiter_holds_open",
+        "Holds made by this node that have not ended; those settled by another node count until their end.",
+        lambda r: r.stats.holds_open),
+    Definition("rate_limiter_holds_total", "counter",
+        "Holds made, settled, ended without a settle by this node (expired), and refused because there are too many.",
+        _counts(lambda r: r.stats.holds), "event"),
+    Definition("rate_limiter_hold_tokens_total", "counter",
+        "Tokens that holds held, that settles gave back (refunded), and that they charged in addition (debt).",
+        _counts(lambda r: r.stats.hold_tokens), "event"),
 
     # What callers send.
     _counter("rate_limiter_invalid_requests_total",

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
@@ -31,6 +31,16 @@ MAX_ENDPOINT: Final = 60
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53
 """Largest exact count."""
+
+
+class HeldLimit(NamedTuple):
+    """Holds in flight on one limit, and the tokens that they hold; endpoint and type are the rule's."""
+
+    endpoint: str
+    identifier_type: str
+    name: str
+    holds: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,7 @@ class NodeStatus:
     sample: Sample
     endpoints: Sequence[DeniedEndpoint] = ()
     identifiers: Sequence[DeniedIdentifier] = ()
+    holds: Sequence[HeldLimit] = ()
 
 
 def encode(status: NodeStatus) -> bytes:
@@ -83,10 +94,11 @@ def encode(status: NodeStatus) -> bytes:
             [one.digest, one.identifier_type, one.masked, round(one.per_minute, 1)]
             for one in status.identifiers
         ],
+        "holds": [[one.endpoint[:MAX_ENDPOINT], *one[1:]] for one in status.holds],
     }
     octets = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    if len(octets) > MAX_BYTES and (status.endpoints or status.identifiers):
-        return encode(replace(status, endpoints=(), identifiers=()))
+    if len(octets) > MAX_BYTES and (status.endpoints or status.identifiers or status.holds):
+        return encode(replace(status, endpoints=(), identifiers=(), holds=()))
     return octets
 
 
@@ -107,6 +119,8 @@ def decode(octets: bytes) -> NodeStatus:
             sample=_sample(fields["sample"]),
             endpoints=[_endpoint(one) for one in _list(fields["endpoints"], TOP)],
             identifiers=[_identifier(one) for one in _list(fields["identifiers"], TOP)],
+            # A node of the release before has none.
+            holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
         )
     except (ValueError, KeyError, RecursionError) as error:
         message = "the status of a node is none"
@@ -139,6 +153,13 @@ def _identifier(value: Any) -> DeniedIdentifier:
     digest, identifier_type, masked, per_minute = _list(value, 4, exactly=True)
     return DeniedIdentifier(
         _text(digest), _text(identifier_type), _text(masked), _number(per_minute)
+    )
+
+
+def _held(value: Any) -> HeldLimit:
+    endpoint, identifier_type, name, holds, tokens = _list(value, 5, exactly=True)
+    return HeldLimit(
+        _text(endpoint), _text(identifier_type), _text(name), _count(holds), _count(tokens)
     )
 
 

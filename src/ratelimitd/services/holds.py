@@ -25,7 +25,7 @@ from ratelimitd.errors import (
     InvalidInputError,
 )
 from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
-from ratelimitd.limiter.holder import HeldLimit, Holder, InFlight
+from ratelimitd.limiter.holder import HeldLimit, Holder
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
@@ -52,15 +52,16 @@ SEAL_BYTES: Final = 16
 _SEAL_PERSON: Final = b"rl-hold"
 _NUMBER_PERSON: Final = b"rl-holdid"
 _VERSION: Final = 1
-_HEAD: Final = Struct(f"<B{NUMBER_BYTES}sq")
+_HEAD: Final = Struct(f"<B{NUMBER_BYTES}sqI")
 _TEXTS: Final = 3
 
 
 class Ticket(NamedTuple):
-    """What a hold says: its number, its first end in Unix seconds, and its limits; none if no limit was asked."""
+    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits; none was asked: none."""
 
     number: bytes
     expire_time: int
+    cost: int
     limits: Sequence[HeldLimit]
 
 
@@ -121,7 +122,9 @@ class HoldsService:
             raise InvalidInputError(*violations)
         if not ticket.limits:
             return ratelimiter_pb2.SettleResponse().SerializeToString()
-        known, limits = await self._holder.settle(ticket.number, ticket.limits, message.actual)
+        known, limits = await self._holder.settle(
+            ticket.number, ticket.limits, ticket.cost, message.actual
+        )
         if not known:
             self._refuse_ended(ticket)
             return ratelimiter_pb2.SettleResponse().SerializeToString()
@@ -152,9 +155,7 @@ class HoldsService:
     def list_holds(self, data: bytes, _call: Call) -> bytes:
         """List the holds in flight by limit."""
         parse_list_holds(data)
-        most: list[InFlight] = nlargest(
-            MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds
-        )
+        most = nlargest(MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds)
         return ratelimiter_pb2.ListHoldsResponse(
             limits=[
                 ratelimiter_pb2.HoldsOfLimit(
@@ -174,13 +175,15 @@ class HoldsService:
         number = self._number(hold_id, principal) if hold_id else secrets.token_bytes(NUMBER_BYTES)
         ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
         try:
-            held = await self._holder.hold(check, number, self._digest_of(check), ttl_us)
+            held = await self._holder.hold(
+                check, number, self._digest_of(check), ttl_us, lease=message.lease
+            )
         except CheckInvalidError as error:
             raise InvalidInputError(*_of_check(error)) from None
         answer = ratelimiter_pb2.HoldResponse(answer=answer_of(held.decision))
         if held.decision.allowed:
             expire_time = _seconds(held.expire_us) or int(self._now_s()) + ttl_us // US_PER_S
-            ticket = Ticket(number, expire_time, held.limits)
+            ticket = Ticket(number, expire_time, check.cost, held.limits)
             answer.hold, answer.expire_time = self._sealed(ticket, principal), expire_time
         return answer.SerializeToString()
 
@@ -226,7 +229,7 @@ class HoldsService:
         return blake2b(text, digest_size=size, key=self._keys.secret, person=person).digest()
 
     def _sealed(self, ticket: Ticket, principal: str) -> str:
-        parts = [_HEAD.pack(_VERSION, ticket.number, ticket.expire_time)]
+        parts = [_HEAD.pack(_VERSION, *ticket[:3])]
         for bucket, *texts in ticket.limits:
             parts.append(bucket)
             for text in texts:
@@ -248,6 +251,8 @@ class HoldsService:
             sealed = urlsafe_b64decode(hold + b"=" * (-len(hold) % 4))
         except (NoBase64Error, ValueError):
             return None
+        if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
+            return None  # the decoder passes over what is not of its alphabet
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(body, principal)):
             return None
@@ -256,7 +261,7 @@ class HoldsService:
 
 def _ticket(body: bytes) -> Ticket:
     """Read what was sealed here, which needs no doubt."""
-    _, number, expire_time = _HEAD.unpack_from(body)
+    _, number, expire_time, cost = _HEAD.unpack_from(body)
     place, limits = _HEAD.size, []
     while place < len(body):
         bucket, place = body[place : place + STORED_KEY_BYTES], place + STORED_KEY_BYTES
@@ -266,16 +271,17 @@ def _ticket(body: bytes) -> Ticket:
             place = start + body[place]
             texts.append(body[start:place].decode())
         limits.append(HeldLimit(bucket, *texts))
-    return Ticket(number, expire_time, limits)
+    return Ticket(number, expire_time, cost, limits)
 
 
+_OWN_FIELDS: Final = ("hold_id", "lease")
 _NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
 
 
 def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:
-    """Return the violations of a check as those of a hold; the id is the hold's own."""
+    """Return the violations of a check as those of a hold, which has some fields of its own."""
     return [
-        one if one.field == "hold_id" else one._replace(field=f"check.{one.field}")
+        one if one.field in _OWN_FIELDS else one._replace(field=f"check.{one.field}")
         for one in error.violations
     ]
 

@@ -256,6 +256,7 @@ class WireHold(Protocol):
     check: WireCheck
     hold_id: bytes
     ttl_seconds: int
+    lease: bool
 
 
 class WireSettle(Protocol):

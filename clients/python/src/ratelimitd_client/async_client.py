@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
+from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.async_node_client import AsyncNodeClient
-from ratelimitd_client.check import NOBODY, Check, request_of, requests_of
+from ratelimitd_client.check import NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
+from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.sessions import AsyncSessions, valid_timeout_s
 
 
@@ -54,6 +56,21 @@ class AsyncRateLimiter(Protocol):
         self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
         """As :meth:`AsyncRateLimiterClient.check_many`."""
+        ...
+
+    async def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncHold:
+        """As :meth:`AsyncRateLimiterClient.hold`."""
         ...
 
 
@@ -111,6 +128,13 @@ class AsyncRateLimiterClient(AsyncSessions):
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
+        session = self._opened()
+        # asyncio only:
+        leases = None if timestamp or peek or also or max_wait_s else session.leases
+        bucket = (identifier, identifier_type, endpoint)
+        if leases is not None and (leased := leases.take(bucket, cost)) is not None:
+            return leased
+
         request = request_of(
             identifier,
             identifier_type,
@@ -122,11 +146,14 @@ class AsyncRateLimiterClient(AsyncSessions):
             max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        session = self._opened()
         if not session.allows():
             return session.unasked([request], deadline_s)[0]
         if max_wait_s and not peek:
             return await self._waited(await session.ask(request, deadline_s))
+        # asyncio only:
+        if leases is not None:
+            return leases.noted(bucket, cost, await session.ask(request, deadline_s))
+
         return await session.ask(request, deadline_s)
 
     async def check_many(
@@ -146,3 +173,42 @@ class AsyncRateLimiterClient(AsyncSessions):
         if not session.allows():
             return session.unasked(requests, deadline_s)
         return await session.ask_many(requests, deadline_s)
+
+    async def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncHold:
+        """Return whether a request may proceed, and hold ``cost`` tokens, and slots, until it is settled.
+
+        ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
+        call safe: the same id is the same hold. The other arguments are those of :class:`Check`.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid; nothing was sent.
+            RuntimeError: the client is closed.
+        """
+        request = request_of(identifier, identifier_type, endpoint, cost=cost, also=also)
+        message = hold_of(request, ttl_s, hold_id)
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
+        session = self._opened()
+        fail_open = session.fail_open
+        if not session.allows():
+            # The probe is a check that charges nothing.
+            probe = request_of(identifier, identifier_type, endpoint, peek=True)
+            return AsyncHold(session.unasked([probe], deadline_s)[0])
+        try:
+            answer = await session.call(HOLD, message, deadline_s)
+        except CallError as error:
+            return AsyncHold(fail_open.failed(error.code, error.details, 1)[0])
+        decision, held = fail_open.held(answer)
+        return AsyncHold(
+            decision, cost=cost, hold=held.hold, expire_time=held.expire_time, session=session
+        )

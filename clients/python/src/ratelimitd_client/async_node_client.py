@@ -67,6 +67,31 @@ class AsyncNodeClient(AsyncNodeChannel):
         answer = await self._call(self._checks.CheckRateLimitBatch, request, timeout_s)
         return answer.responses
 
+    async def hold(
+        self, request: pb.HoldRequest, *, timeout_s: float | None = None
+    ) -> pb.HoldResponse:
+        """Charge a check, and hold what it charges."""
+        return await self._call(self._holds.Hold, request, timeout_s)
+
+    async def settle(
+        self, hold: str, actual: int, *, timeout_s: float | None = None
+    ) -> pb.SettleResponse:
+        """Charge ``actual`` tokens in place of those held; 0 gives all back."""
+        request = pb.SettleRequest(hold=hold, actual=actual)
+        return await self._call(self._holds.Settle, request, timeout_s)
+
+    async def extend(
+        self, hold: str, ttl_s: int = 0, *, timeout_s: float | None = None
+    ) -> pb.ExtendResponse:
+        """Let a hold end ``ttl_s`` seconds from now, never sooner; 0 means 60."""
+        request = pb.ExtendRequest(hold=hold, ttl_seconds=ttl_s)
+        return await self._call(self._holds.Extend, request, timeout_s)
+
+    async def holds(self, *, timeout_s: float | None = None) -> Sequence[pb.HoldsOfLimit]:
+        """Return by limit how many holds in flight the node has made."""
+        answer = await self._call(self._holds.ListHolds, pb.ListHoldsRequest(), timeout_s)
+        return answer.limits
+
     async def create_rule(
         self, rule: pb.RateLimit, *, timeout_s: float | None = None
     ) -> pb.RateLimit:

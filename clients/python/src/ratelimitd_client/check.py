@@ -29,6 +29,8 @@ MAX_COST: Final = 2**31 - 1
 MAX_TIMESTAMP: Final = 2**63 - 1
 MAX_WAIT_S: Final = 60.0
 MS_PER_S: Final = 1_000
+MAX_TTL_S: Final = 3_600
+MAX_HOLD_ID: Final = 64
 
 CACHE_SIZE: Final = 1_024
 """Cached encodings of endpoint, cost and so on: more than an application has, and at most 3 MB."""
@@ -161,6 +163,21 @@ def requests_of(checks: Iterable[Check]) -> list[bytes]:
     return requests
 
 
+def hold_of(request: bytes, ttl_s: int, hold_id: str, *, lease: bool = False) -> bytes:
+    """Return the encoded message of a hold of an encoded check.
+
+    Raises:
+        ValueError, TypeError: an argument is not valid.
+    """
+    require_number("ttl_s", ttl_s, 1, MAX_TTL_S)
+    _require_text("hold_id", hold_id)
+    if len(hold_id) > MAX_HOLD_ID or not (hold_id.isascii() and hold_id.isprintable()):
+        message = f"hold_id must be at most {MAX_HOLD_ID} printable ASCII characters"
+        raise ValueError(message)
+    rest = pb.HoldRequest(hold_id=hold_id, ttl_seconds=ttl_s, lease=lease).SerializeToString()
+    return _HEADS[len(request)] + request + rest
+
+
 def batch_of(requests: Iterable[bytes]) -> bytes:
     """Return the encoded message of several checks."""
     heads = _HEADS
@@ -177,8 +194,8 @@ def _rest_of(  # noqa: PLR0917 - the cache key
     """Validate and encode all fields except the identifier."""
     require_type(identifier_type)
     _require_endpoint(endpoint)
-    _require_number("cost", cost, 1, MAX_COST)
-    _require_number("timestamp", timestamp, 0, MAX_TIMESTAMP)
+    require_number("cost", cost, 1, MAX_COST)
+    require_number("timestamp", timestamp, 0, MAX_TIMESTAMP)
     return pb.RateLimitRequest(
         identifier_type=identifier_type,
         endpoint=endpoint,
@@ -201,11 +218,9 @@ def require_type(identifier_type: object) -> None:
 
 
 def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
-    if not isinstance(identifier, str):
-        message = f"identifier must be text, not {type(identifier).__name__}"
-        raise TypeError(message)
+    text = _require_text("identifier", identifier)
     try:
-        data = identifier.encode()
+        data = text.encode()
     except UnicodeEncodeError:
         message = "identifier must be valid in UTF-8"
         raise ValueError(message) from None
@@ -214,7 +229,7 @@ def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
         raise ValueError(message)
     if identifier_type == "ip":
         try:
-            ipaddress.ip_address(identifier.replace("%", "no zone"))
+            ipaddress.ip_address(text.replace("%", "no zone"))
         except ValueError:
             message = "identifier must be an IP address without a zone"
             raise ValueError(message) from None
@@ -222,9 +237,7 @@ def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
 
 
 def _require_endpoint(endpoint: object) -> None:
-    if not isinstance(endpoint, str):
-        message = f"endpoint must be text, not {type(endpoint).__name__}"
-        raise TypeError(message)
+    endpoint = _require_text("endpoint", endpoint)
     problem = None
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
         problem = f"be 1 to {MAX_ENDPOINT_CHARS} characters"
@@ -237,7 +250,15 @@ def _require_endpoint(endpoint: object) -> None:
         raise ValueError(message)
 
 
-def _require_number(name: str, value: object, least: int, most: int) -> None:
+def _require_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        message = f"{name} must be text, not {type(value).__name__}"
+        raise TypeError(message)
+    return value
+
+
+def require_number(name: str, value: object, least: int, most: int) -> None:
+    """Raise ValueError or TypeError for what is no whole number within bounds."""
     if not isinstance(value, int) or isinstance(value, bool):
         message = f"{name} must be a whole number, not {type(value).__name__}"
         raise TypeError(message)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
-from ratelimitd_client.check import NOBODY, Check, request_of, requests_of
+from ratelimitd_client.check import NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
+from ratelimitd_client.fail_open import HOLD, CallError
+from ratelimitd_client.hold import DEFAULT_TTL_S, Hold
 from ratelimitd_client.node_client import NodeClient
 from ratelimitd_client.sessions import Sessions, valid_timeout_s
 
@@ -54,6 +56,21 @@ class RateLimiter(Protocol):
         self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
         """As :meth:`RateLimiterClient.check_many`."""
+        ...
+
+    def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Hold:
+        """As :meth:`RateLimiterClient.hold`."""
         ...
 
 
@@ -111,6 +128,7 @@ class RateLimiterClient(Sessions):
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
+        session = self._opened()
         request = request_of(
             identifier,
             identifier_type,
@@ -122,7 +140,6 @@ class RateLimiterClient(Sessions):
             max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        session = self._opened()
         if not session.allows():
             return session.unasked([request], deadline_s)[0]
         if max_wait_s and not peek:
@@ -146,3 +163,42 @@ class RateLimiterClient(Sessions):
         if not session.allows():
             return session.unasked(requests, deadline_s)
         return session.ask_many(requests, deadline_s)
+
+    def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Hold:
+        """Return whether a request may proceed, and hold ``cost`` tokens, and slots, until it is settled.
+
+        ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
+        call safe: the same id is the same hold. The other arguments are those of :class:`Check`.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid; nothing was sent.
+            RuntimeError: the client is closed.
+        """
+        request = request_of(identifier, identifier_type, endpoint, cost=cost, also=also)
+        message = hold_of(request, ttl_s, hold_id)
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
+        session = self._opened()
+        fail_open = session.fail_open
+        if not session.allows():
+            # The probe is a check that charges nothing.
+            probe = request_of(identifier, identifier_type, endpoint, peek=True)
+            return Hold(session.unasked([probe], deadline_s)[0])
+        try:
+            answer = session.call(HOLD, message, deadline_s)
+        except CallError as error:
+            return Hold(fail_open.failed(error.code, error.details, 1)[0])
+        decision, held = fail_open.held(answer)
+        return Hold(
+            decision, cost=cost, hold=held.hold, expire_time=held.expire_time, session=session
+        )

@@ -25,6 +25,11 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 BATCH: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
 
+HOLD: Final = "/ratelimiter.v1.RateLimiterHolds/Hold"
+SETTLE: Final = "/ratelimiter.v1.RateLimiterHolds/Settle"
+EXTEND: Final = "/ratelimiter.v1.RateLimiterHolds/Extend"
+PATHS: Final = (CHECK, BATCH, HOLD, SETTLE, EXTEND)
+
 MAX_ANSWER_BYTES: Final = 4_096
 """Limit of the answer to one check, which a node never reaches. A longer one is not parsed: 4 MiB of empty messages
 take longer than a deadline."""
@@ -41,6 +46,28 @@ JITTER_US: Final = 125_000
 """Upper bound of the random addition to the pause, which spreads the probes of many clients."""
 
 _LOG: Final = logging.getLogger("ratelimitd_client")
+
+
+class CallError(Exception):
+    """A call that ended without an answer. ``is_final``: another attempt would end alike."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+        super().__init__(code.name)
+        self.code: Final = code
+        self.details: Final = details
+        self.is_final: Final = code not in _TRANSIENT
+
+
+_TRANSIENT: Final = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
 
 
 def call_of(requests: Sequence[bytes]) -> tuple[str, bytes]:
@@ -68,6 +95,17 @@ class FailOpen:
         self.breaker.succeeded()
         now_s = self._clock.now_s()
         return [decision_of(message, now_s) for message in messages]
+
+    def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
+        """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
+        try:
+            message = pb.HoldResponse.FromString(answer or b"")
+        except DecodeError:
+            message = pb.HoldResponse()
+        if not (message.hold or message.answer.reason):
+            return self._let_through(GARBLED, 1)[0], pb.HoldResponse()
+        self.breaker.succeeded()
+        return decision_of(message.answer, self._clock.now_s()), message
 
     def failed(self, code: grpc.StatusCode, details: str, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks whose call ended with a status."""

@@ -16,11 +16,13 @@ from typing import Any, Final, Literal, get_args
 import grpc
 import grpc.aio
 
+from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.batching import Answer, Batcher
-from ratelimitd_client.check import MS_PER_S
+from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import Decision
-from ratelimitd_client.fail_open import BATCH, CHECK, FailOpen, call_of, last_resort
+from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.fail_open import HOLD, PATHS, CallError, FailOpen, call_of, last_resort
+from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -182,6 +184,22 @@ class Session:
         except Exception as error:  # noqa: BLE001 - gRPC raises ValueError for a channel that another thread closed
             return self.fail_open.broken(error, count)
 
+    def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
+
+        Raises:
+            CallError: it ended with another status.
+        """
+        try:
+            answer: bytes | None = self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise CallError(error.code(), error.details() or "") from None
+        except Exception as error:  # noqa: BLE001 - as in ask_many
+            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+        return answer
+
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
@@ -223,6 +241,7 @@ class AsyncSessions(_Arguments):
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         linger_us: int = 0,
+        lease_ms: int = 0,
         options: Mapping[str, int | str] | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
         clock: Clock | None = None,
@@ -238,6 +257,8 @@ class AsyncSessions(_Arguments):
             linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
                 With 0 it is batched with those of the same event-loop iteration, and with those that come while two
                 calls are in flight; it waits for nothing if the check before it was alone.
+            lease_ms: how long, in ms and at most 1,000, tokens of a bucket that is asked for often are held to decide
+                its checks here; 0 asks a node about every check. See :mod:`ratelimitd_client.leases`.
             options: gRPC channel options, added to the client's own or replacing them.
             transport: what carries the checks. ``native`` is the client's own HTTP/2, which takes less than half the
                 CPU; ``grpcio`` is gRPC's channel. ``options``, or a target that only gRPC knows, imply the latter.
@@ -252,8 +273,12 @@ class AsyncSessions(_Arguments):
         if not 0 <= linger_us <= MAX_LINGER_US:
             message = f"linger_us must be 0 to {MAX_LINGER_US}"
             raise ValueError(message)
+        if not 0 <= lease_ms <= MAX_LEASE_MS:
+            message = f"lease_ms must be 0 to {MAX_LEASE_MS:,}"
+            raise ValueError(message)
         super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
         self._linger_s = linger_us / 1_000_000
+        self._lease_s = lease_ms / MS_PER_S
         self._is_native = transport == "native" and not options
         self._sessions: dict[asyncio.AbstractEventLoop, AsyncSession] = {}
         self._process: int | None = None
@@ -301,6 +326,9 @@ class AsyncSessions(_Arguments):
             metadata=self._metadata,
             linger_s=self._linger_s,
         )
+        if self._lease_s:
+            acquire = partial(_lease, session, self._timeout_s)
+            session.leases = Leases(acquire, lease_s=self._lease_s, loop=session.loop)
         self._sessions[session.loop] = session
         return session
 
@@ -337,6 +365,7 @@ class AsyncSession:
         self._metadata = metadata
         self._methods = {} if self._grpc_channel is None else _methods_of(self._grpc_channel)
         self._under_way: set[asyncio.Task[list[Decision]]] = set()
+        self.leases: Leases | None = None
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
@@ -355,6 +384,8 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Close the channels, after the calls in flight have ended."""
+        if self.leases is not None:
+            await self.leases.close()
         await self.batcher.finish()
         if self._under_way:
             # Unlike gather, this cancels no call when it is cancelled.
@@ -369,6 +400,45 @@ class AsyncSession:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return task
+
+    async def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
+
+        Raises:
+            CallError: it ended with another status.
+        """
+        try:
+            if self._native is not None:
+                return await self._call_native(self._native, path, message, timeout_s)
+            answer: bytes | None = await self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise CallError(error.code(), error.details() or "") from None
+        except CallError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in _decisions
+            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+        return answer
+
+    async def _call_native(
+        self, channel: NativeChannel, path: str, message: bytes, timeout_s: float
+    ) -> bytes:
+        future: asyncio.Future[NodeCall] = self.loop.create_future()
+
+        def done(call: NodeCall) -> None:
+            if not future.done():  # the task may have been cancelled
+                future.set_result(call)
+
+        call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+        try:
+            await future
+        except asyncio.CancelledError:
+            channel.cancel(call)
+            raise
+        if call.answer is None:
+            raise CallError(call.code, call.details)
+        return call.answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
@@ -440,6 +510,19 @@ class AsyncSession:
             return self.fail_open.broken(error, count)
 
 
+async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens: int) -> AsyncHold:
+    """Hold tokens for a lease; a node that does not answer is reported by the checks."""
+    identifier, identifier_type, endpoint = bucket
+    request = request_of(identifier, identifier_type, endpoint, cost=tokens)
+    message = hold_of(request, TTL_S, "", lease=True)
+    try:
+        answer = await session.call(HOLD, message, timeout_s)
+    except CallError as error:
+        return AsyncHold(let_through(Reason.NO_ANSWER, error.code.name, 0.0))
+    decision, held = session.fail_open.held(answer)
+    return AsyncHold(decision, cost=tokens, hold=held.hold, session=session)
+
+
 class ForkedError(RuntimeError):
     """The asyncio client was used before this process was forked. gRPC for asyncio would hang here.
 
@@ -458,6 +541,7 @@ class _ForkedSession(AsyncSession):
     def __init__(self, fail_open: FailOpen) -> None:
         self.fail_open = fail_open
         self.allows = lambda: False
+        self.leases = None
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
@@ -472,4 +556,4 @@ class _ForkedSession(AsyncSession):
 
 def _methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:
     """Return the calls of a channel by path, bytes in and out: gRPC would log answers that it cannot parse."""
-    return {path: channel.unary_unary(path) for path in (CHECK, BATCH)}
+    return {path: channel.unary_unary(path) for path in PATHS}

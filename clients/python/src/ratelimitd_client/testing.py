@@ -6,13 +6,19 @@ test the edges of a window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Self, TypeAlias
 
-from ratelimitd_client.check import MAX_COST, NOBODY, Check, request_of, requests_of
+import grpc
+
+from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
+from ratelimitd_client.check import MAX_COST, NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.fail_open import SETTLE, CallError
+from ratelimitd_client.hold import Hold
 from ratelimitd_client.sessions import valid_timeout_s
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class ManualClock:
@@ -48,6 +54,10 @@ class _Limit(NamedTuple):
     window_seconds: int
 
 
+_Bucket: TypeAlias = tuple[str, str, str, int]
+"""Identifier type, identifier, endpoint, number of the window."""
+
+
 class _Counts:
     """The limits and counts of a fake, and whether its service is available."""
 
@@ -59,7 +69,7 @@ class _Counts:
         """Set to ``False`` to let all checks through, as when the service does not answer."""
         self._closed = False
         self._limits: dict[tuple[str, str], _Limit] = {}
-        self._spent: dict[tuple[str, str, str, int], int] = {}
+        self._spent: dict[_Bucket, int] = {}
 
     def limit(
         self, endpoint: str, identifier_type: str, limit: int, window_seconds: int = 60
@@ -78,20 +88,30 @@ class _Counts:
     def _decide_all(self, checks: Iterable[Check], timeout_s: float | None) -> list[Decision]:
         """Decide, with the same errors as the real clients."""
         asked = list(checks)
-        requests_of(asked)
+        self._require_usable(asked, timeout_s)
+        return [self._decide(check)[0] for check in asked]
+
+    def _hold(self, check: Check, timeout_s: float | None) -> tuple[Decision, _Held]:
+        """Decide a check, and return what settles it, with the same errors as the real clients."""
+        self._require_usable([check], timeout_s)
+        decision, charged = self._decide(check)
+        return decision, _Held(self._spent, charged, check.cost, now_s=self.clock.now_s)
+
+    def _require_usable(self, checks: Sequence[Check], timeout_s: float | None) -> None:
+        requests_of(checks)
         if timeout_s is not None:
             valid_timeout_s(timeout_s)
         if self._closed:
             message = "the client is closed"
             raise RuntimeError(message)
-        return [self._decide(check) for check in asked]
 
-    def _decide(self, check: Check) -> Decision:
+    def _decide(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
+        """Return the decision, and the buckets that it charged."""
         self.checks.append(check)
         now_s = self.clock.now_s()
         if not self.available:
-            return let_through(Reason.NO_ANSWER, "UNAVAILABLE", now_s)
-        judged: dict[tuple[str, str, str, int], Decision] = {}
+            return let_through(Reason.NO_ANSWER, "UNAVAILABLE", now_s), ()
+        judged: dict[_Bucket, Decision] = {}
         for kind, identifier in {check.identifier_type: check.identifier, **check.also}.items():
             found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))
             if found is not None:
@@ -99,18 +119,18 @@ class _Counts:
                 bucket = (kind, identifier, check.endpoint, window)
                 judged[bucket] = self._judge(check.cost, found, bucket, now_s)
         if not judged:
-            return Decision(True, MAX_COST, 0, 0, Reason.NO_RULE, decided_at_s=now_s)  # noqa: FBT003 - allowed
+            return Decision(True, MAX_COST, 0, 0, Reason.NO_RULE, decided_at_s=now_s), ()  # noqa: FBT003 - allowed
         denials = [one for one in judged.values() if not one.allowed]
         if denials:
-            return max(denials, key=lambda one: one.retry_after_seconds)
-        if not check.peek:
-            for bucket in judged:
-                self._spent[bucket] = self._spent.get(bucket, 0) + check.cost
-        return min(judged.values(), key=lambda one: one.remaining_tokens / one.limit)
+            return max(denials, key=lambda one: one.retry_after_seconds), ()
+        least = min(judged.values(), key=lambda one: one.remaining_tokens / one.limit)
+        if check.peek:
+            return least, ()
+        for bucket in judged:
+            self._spent[bucket] = self._spent.get(bucket, 0) + check.cost
+        return least, tuple(judged)
 
-    def _judge(
-        self, cost: int, rule: _Limit, bucket: tuple[str, str, str, int], now_s: float
-    ) -> Decision:
+    def _judge(self, cost: int, rule: _Limit, bucket: _Bucket, now_s: float) -> Decision:
         limit, window_seconds = rule
         left = limit - self._spent.get(bucket, 0)
         allowed = cost <= left
@@ -135,6 +155,64 @@ class _Counts:
             rule_id="fake",
             decided_at_s=now_s,
         )
+
+
+_FAKE: Final = "fake"
+
+
+class _Held:
+    """Tokens of a fake's counts that are settled once."""
+
+    def __init__(
+        self,
+        spent: dict[_Bucket, int],
+        charged: Sequence[_Bucket],
+        cost: int,
+        *,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._spent = spent
+        self._charged = charged
+        self._cost = cost
+        self._now_s = now_s
+        self._actual: int | None = None
+
+    def answer(self, path: str, message: bytes) -> bytes:
+        """Answer a settle or an extension as a node does."""
+        if not self._charged:
+            return b""
+        if path != SETTLE:
+            ttl_s = pb.ExtendRequest.FromString(message).ttl_seconds
+            expire_time = int(self._now_s()) + ttl_s
+            return pb.ExtendResponse(known=True, expire_time=expire_time).SerializeToString()
+        actual = pb.SettleRequest.FromString(message).actual
+        if self._actual is None:
+            self._actual = actual
+            for bucket in self._charged:
+                self._spent[bucket] += actual - self._cost
+        if actual != self._actual:
+            raise CallError(grpc.StatusCode.FAILED_PRECONDITION)
+        return pb.SettleResponse(known=True, charged=actual).SerializeToString()
+
+
+class _Calls(NamedTuple):
+    """Takes the place of a session of the blocking client."""
+
+    held: _Held
+
+    def call(self, path: str, message: bytes, _timeout_s: float) -> bytes:
+        """Answer as a node does."""
+        return self.held.answer(path, message)
+
+
+class _AsyncCalls(NamedTuple):
+    """Takes the place of a session of the asyncio client."""
+
+    held: _Held
+
+    async def call(self, path: str, message: bytes, _timeout_s: float) -> bytes:
+        """Answer as a node does."""
+        return self.held.answer(path, message)
 
 
 class FakeRateLimiter(_Counts):
@@ -178,6 +256,25 @@ class FakeRateLimiter(_Counts):
         """As the real client, with the same errors."""
         return self._decide_all(checks, timeout_s)
 
+    def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Hold:
+        """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
+        check = Check(identifier, identifier_type, endpoint, cost, also=also)
+        hold_of(check.message(), ttl_s, hold_id)
+        decision, held = self._hold(check, timeout_s)
+        expire_time = int(self.clock.now_s()) + ttl_s
+        return Hold(decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_Calls(held))
+
 
 class AsyncFakeRateLimiter(_Counts):
     """Replaces an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
@@ -219,3 +316,24 @@ class AsyncFakeRateLimiter(_Counts):
     ) -> list[Decision]:
         """As the real client, with the same errors."""
         return self._decide_all(checks, timeout_s)
+
+    async def hold(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        also: Mapping[str, str] = NOBODY,
+        ttl_s: int = DEFAULT_TTL_S,
+        hold_id: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncHold:
+        """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
+        check = Check(identifier, identifier_type, endpoint, cost, also=also)
+        hold_of(check.message(), ttl_s, hold_id)
+        decision, held = self._hold(check, timeout_s)
+        expire_time = int(self.clock.now_s()) + ttl_s
+        return AsyncHold(
+            decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_AsyncCalls(held)
+        )

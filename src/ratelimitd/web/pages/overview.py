@@ -149,7 +149,7 @@ NAMES: Final = "names"
 SHOWN: Final = "shown"
 """The query that asks for names: ``?names=shown``."""
 
-FRAGMENTS: Final = ("state", "nodes", "denials", "summary")
+FRAGMENTS: Final = ("state", "nodes", "denials", "holds", "summary")
 """The parts of the page that change, by their ids; each is the template ``overview_<id>.html``."""
 
 Words = Callable[[Request], Awaitable[Response]]

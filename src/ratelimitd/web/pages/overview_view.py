@@ -100,6 +100,16 @@ class DeniedRow(NamedTuple):
     per_minute: str
 
 
+class HeldRow(NamedTuple):
+    """One line of the table of holds in flight."""
+
+    endpoint: str
+    kind: str
+    limit: str
+    holds: str
+    tokens: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Everything that the overview shows, but for its charts."""
@@ -113,6 +123,7 @@ class View:
     gone: int
     endpoints: Sequence[DeniedRow]
     identifiers: Sequence[DeniedRow]
+    holds: Sequence[HeldRow]
     named: bool
 
 
@@ -135,6 +146,7 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
             DeniedRow(_shown(one), one.identifier_type, faded(one.per_minute))
             for one in overview.identifiers
         ],
+        holds=[HeldRow(*one[:3], short(one.holds), short(one.tokens)) for one in overview.holds],
         named=named,
     )
 

@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler
 
 from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.holds import HeldRequests
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import RequestInfo
@@ -42,16 +43,27 @@ def setup(
     """
     require_kind(limiter, asynchronous=True)
     policy = Policy(options)
+    held_requests: HeldRequests[web.Request] = HeldRequests(policy.actual)
 
     @web.middleware
     async def rate_limit(request: web.Request, handler: Handler) -> web.StreamResponse:
         info = _info_of(request)
-        decision = await policy.decide_async(limiter, request, info)
-        if decision is not None:
-            if not decision.allowed:
-                return _denied(policy, decision, info)
-            request[DECISION] = decision
-        return await handler(request)
+        if policy.holds(info):
+            held = await policy.hold_async(limiter, request, info)
+            decision = None if held is None else held.hold.decision
+        else:
+            held, decision = None, await policy.decide_async(limiter, request, info)
+        if decision is None:
+            return await handler(request)
+        if not decision.allowed:
+            return _denied(policy, decision, info)
+        request[DECISION] = decision
+        ended = None if held is None else held_requests.begin(request, held)
+        try:
+            return await handler(request)
+        finally:
+            if ended is not None:
+                ended()
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         decision: Decision | None = request.get(DECISION)
@@ -59,7 +71,11 @@ def setup(
             for name, value in policy.headers(decision).items():
                 response.headers.setdefault(name, value)
 
+    async def finish(_: web.Application) -> None:
+        await held_requests.finish()
+
     app.middlewares.append(rate_limit)
+    app.on_cleanup.append(finish)
     # A signal, since a streamed response is sent before the middleware sees it.
     app.on_response_prepare.append(add_headers)
 

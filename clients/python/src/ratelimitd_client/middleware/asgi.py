@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.holds import HeldRequests
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import METHODS, RequestInfo
@@ -70,6 +71,7 @@ class RateLimitMiddleware:
         self._limiter = limiter
         self._policy = Policy(options)
         self._finder = RouteFinder()
+        self._held: HeldRequests[Scope] = HeldRequests(self._policy.actual)
 
     @property
     def routes(self) -> list[Any]:
@@ -80,17 +82,28 @@ class RateLimitMiddleware:
         """Handle a scope; other types, such as lifespan, are passed on."""
         if scope["type"] not in CHECKED:
             await self._app(scope, receive, send)
+            await self._held.finish()
             return
         info = _info_of(scope, self._find(scope))
-        decision = await self._policy.decide_async(self._limiter, scope, info)
+        if self._policy.holds(info):
+            held = await self._policy.hold_async(self._limiter, scope, info)
+            decision = None if held is None else held.hold.decision
+        else:
+            held, decision = None, await self._policy.decide_async(self._limiter, scope, info)
         if decision is None:
             await self._app(scope, receive, send)
-        elif decision.allowed:
-            scope[DECISION] = decision
-            headers = _raw(self._policy.headers(decision))
-            await self._app(scope, receive, _with_headers(send, headers) if headers else send)
-        else:
+            return
+        if not decision.allowed:
             await self._deny(decision, info, scope, send)
+            return
+        scope[DECISION] = decision
+        headers = _raw(self._policy.headers(decision))
+        ended = None if held is None else self._held.begin(scope, held)
+        try:
+            await self._app(scope, receive, _with_headers(send, headers) if headers else send)
+        finally:
+            if ended is not None:
+                ended()
 
     def _find(self, scope: Scope) -> Found | None:
         app = scope.get("app")

@@ -5,16 +5,22 @@ The user is ``REMOTE_USER``, which the server sets; for other logins use the opt
 
 from __future__ import annotations
 
+from typing import Final
+
 from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import TooManyRequests
 
 from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.holds import Held
 from ratelimitd_client.middleware.marks import marked_part
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import flask_route
 from ratelimitd_client.middleware.wsgi import DECISION, header_of, info_of
+
+HELD: Final = "ratelimitd.held"
+"""Key of the environ under which the hold of a request is."""
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
@@ -44,7 +50,12 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             view=None if endpoint is None else marked_part(current_app.view_functions[endpoint]),
         )
         flask_request: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
-        decision = policy.decide(limiter, flask_request, info)
+        if policy.holds(info):
+            held = policy.hold(limiter, flask_request, info)
+            decision = None if held is None else held.hold.decision
+            request.environ[HELD] = held
+        else:
+            decision = policy.decide(limiter, flask_request, info)
         if decision is None:
             return
         # Not on flask.g, which all requests share in a test with its own application context.
@@ -60,6 +71,11 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         if decision is not None:
             for name, value in policy.headers(decision).items():
                 response.headers.setdefault(name, value)
+        held: Held | None = request.environ.get(HELD)
+        if held is not None:
+            # A streamed answer ends later, without the request's context.
+            flask_request: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
+            response.call_on_close(lambda: held.hold.settle(policy.actual(held, flask_request)))
         return response
 
     app.before_request(check)

@@ -34,6 +34,8 @@ class Mark(NamedTuple):
     exempt: bool = False
     identifier_type: str | None = None
     identities: Callable[[Any], object] | None = None
+    hold: int | Callable[[Any], int] | None = None
+    settle: Callable[[Any], object] | None = None
 
     def over(self, other: Mark) -> Mark:
         """Return this mark with what it leaves open taken from another, except ``exempt``."""
@@ -43,6 +45,8 @@ class Mark(NamedTuple):
             self.exempt,
             other.identifier_type if self.identifier_type is None else self.identifier_type,
             other.identities if self.identities is None else self.identities,
+            other.hold if self.hold is None else self.hold,
+            other.settle if self.settle is None else self.settle,
         )
 
 
@@ -65,6 +69,8 @@ def limited(
     exempt: bool = False,
     identifier_type: str | None = None,
     identities: Callable[[Any], Identities | Awaitable[Identities | None] | None] | None = None,
+    hold: int | Callable[[Any], int] | None = None,
+    settle: Callable[[Any], int | None] | None = None,
 ) -> Callable[[V], V]:
     """Mark a view with how its requests are counted. Place it below the decorator that makes the view a route.
 
@@ -78,6 +84,10 @@ def limited(
         exempt: its requests are not checked.
         identifier_type: preferred type of identity, where the request has one, such as ``"ip"`` for a login.
         identities: returns who else a request is counted for, in place of the option of this name.
+        hold: as ``cost``, for a view whose requests are in flight for long, or whose cost is known when they end: so
+            many tokens, and slots of a limit of concurrency, are held until the answer has ended.
+        settle: returns the tokens that a request has cost, when its answer has ended; ``None``: what was held. It takes
+            the request, on which the view has left what it counted.
 
     Raises:
         ValueError: an argument is not valid; the message names it.
@@ -88,6 +98,7 @@ def limited(
     if cost is not None and not is_valid_cost(cost):
         message = f"cost must be {VALID_COST}"
         raise ValueError(message)
+    _require_valid_hold(hold, settle, cost)
     if endpoint is not None and not is_valid_endpoint(endpoint):
         message = "endpoint must be a valid endpoint"
         raise ValueError(message)
@@ -102,7 +113,7 @@ def limited(
     if given is not True and given is not False:
         message = "exempt must be True or False"
         raise ValueError(message)
-    mark = Mark(cost, endpoint, exempt, identifier_type, identities)
+    mark = Mark(cost, endpoint, exempt, identifier_type, identities, hold, settle)
 
     def marked(view: V) -> V:
         setattr(view, ATTRIBUTE, mark.over(_own_mark_of(view)))
@@ -111,13 +122,31 @@ def limited(
     return marked
 
 
+def _require_valid_hold(hold: object, settle: object, cost: object) -> None:
+    if hold is None:
+        if settle is not None:
+            message = "settle is for a view with hold"
+            raise ValueError(message)
+        return
+    if cost is not None:
+        message = "a view has either cost or hold"
+        raise ValueError(message)
+    if not is_valid_cost(hold):
+        message = f"hold must be {VALID_COST}"
+        raise ValueError(message)
+    if settle is not None and (not callable(settle) or inspect.iscoroutinefunction(settle)):
+        message = "settle must be a function that is no coroutine"
+        raise ValueError(message)
+
+
 def _misplaced(first: object, *_: object) -> TypeError:
     """Return the error for a positional argument, where other libraries have the limit."""
     if callable(first):
         return TypeError("limited is called above a view, such as @limited(cost=2)")
     return TypeError(
-        "limited takes cost, endpoint, exempt, identifier_type and identities, by their names, and no limit such as"
-        " 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd rules create --help`"
+        "limited takes cost, endpoint, exempt, identifier_type, identities, hold and settle, by their names, and no"
+        " limit such as 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd rules create"
+        " --help`"
     )
 
 

@@ -19,6 +19,7 @@ from ratelimitd_client.check import MAX_COST, NOBODY
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, Reason
 from ratelimitd_client.log_throttle import LogThrottle
+from ratelimitd_client.middleware.holds import Held
 from ratelimitd_client.middleware.identity import Identity, identifiers_by_type
 from ratelimitd_client.middleware.marks import mark_of
 from ratelimitd_client.middleware.options import Options, R
@@ -36,6 +37,7 @@ FUNCTION_FAILED: Final = (
 IDENTITIES_FAILED: Final = "counted for its first identity alone: the function identities failed"
 LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
 REFUSED: Final = "denied, since the node refuses such a check: "
+SETTLE_FAILED: Final = "settled with what was held: the function settle failed"
 TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
@@ -51,6 +53,16 @@ class Charge(NamedTuple):
     cost: int
     identifier_type: str | None
     identities: Callable[[Any], object] | None = None
+    settle: Callable[[Any], object] | None = None
+
+
+class _Asked(NamedTuple):
+    """What the limiter is asked for a request: its arguments, and what settles it."""
+
+    who: tuple[str, str, str]
+    cost: int
+    also: Mapping[str, str]
+    settle: Callable[[Any], object] | None
 
 
 class Answer(NamedTuple):
@@ -91,6 +103,28 @@ class Policy(Generic[R]):
         Raises:
             Exception: raised by a user's function, if ``on_error`` is ``"raise"``.
         """
+        asked = self._asked(request, info)
+        if asked is None:
+            return None
+        try:
+            return limiter.check(*asked.who, cost=asked.cost, also=asked.also)
+        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
+            self.warn(LIMITER_FAILED, error)
+            return None
+
+    def hold(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Held | None:
+        """As :meth:`decide`, for a view that holds."""
+        asked = self._asked(request, info)
+        if asked is None:
+            return None
+        try:
+            hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.warn(LIMITER_FAILED, error)
+            return None
+        return Held(hold, asked.cost, asked.settle)
+
+    def _asked(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
             charge = self.charge(request, info)
             if charge is None:
@@ -103,22 +137,36 @@ class Policy(Generic[R]):
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
-        if also:
-            identity, also = _with_first(identity, also)
-        if identity is None:
-            self.warn(NO_IDENTITY)
-            return None
-        who = identity.identifier, identity.identifier_type
-        try:
-            return limiter.check(*who, charge.endpoint, cost=charge.cost, also=also)
-        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
-            self.warn(LIMITER_FAILED, error)
-            return None
+        return self._complete(charge, identity, also)
 
     async def decide_async(
         self, limiter: AsyncRateLimiter, request: R, info: RequestInfo
     ) -> Decision | None:
         """As :meth:`decide`, for asyncio: ``identify`` may be a coroutine function."""
+        asked = await self._asked_async(request, info)
+        if asked is None:
+            return None
+        try:
+            return await limiter.check(*asked.who, cost=asked.cost, also=asked.also)
+        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
+            self.warn(LIMITER_FAILED, error)
+            return None
+
+    async def hold_async(
+        self, limiter: AsyncRateLimiter, request: R, info: RequestInfo
+    ) -> Held | None:
+        """As :meth:`hold`, for asyncio."""
+        asked = await self._asked_async(request, info)
+        if asked is None:
+            return None
+        try:
+            hold = await limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.warn(LIMITER_FAILED, error)
+            return None
+        return Held(hold, asked.cost, asked.settle)
+
+    async def _asked_async(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
             charge = self.charge(request, info)
             if charge is None:
@@ -135,17 +183,34 @@ class Policy(Generic[R]):
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
+        return self._complete(charge, identity, also)
+
+    def _complete(
+        self, charge: Charge, identity: Identity | None, also: Mapping[str, str]
+    ) -> _Asked | None:
         if also:
             identity, also = _with_first(identity, also)
         if identity is None:
             self.warn(NO_IDENTITY)
             return None
-        who = identity.identifier, identity.identifier_type
+        who = identity.identifier, identity.identifier_type, charge.endpoint
+        return _Asked(who, charge.cost, also, charge.settle)
+
+    @staticmethod
+    def holds(info: RequestInfo) -> bool:
+        """Return whether the view of a request holds."""
+        return mark_of(info.view, info.method).hold is not None
+
+    def actual(self, held: Held, request: R) -> int:
+        """Return what a request has cost that was held; what it held if its function does not say."""
+        if held.settle is None:
+            return held.cost
         try:
-            return await limiter.check(*who, charge.endpoint, cost=charge.cost, also=also)
-        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
-            self.warn(LIMITER_FAILED, error)
-            return None
+            actual = held.settle(request)
+            return held.cost if actual is None else _cost_of("settle", actual)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self.warn(SETTLE_FAILED, error)
+            return held.cost
 
     def charge(self, request: R, info: RequestInfo) -> Charge | None:
         """Return the charge of a request; ``None`` if it is not checked.
@@ -171,9 +236,12 @@ class Policy(Generic[R]):
             endpoint = options.unmatched
             if endpoint is None or endpoint in self._exempt:
                 return None
-        cost = _cost(options.cost if mark.cost is None else mark.cost, request)
+        asked = mark.cost if mark.hold is None else mark.hold
+        cost = _cost(options.cost if asked is None else asked, request)
         identities = options.identities if mark.identities is None else mark.identities
-        return Charge(endpoint, cost, mark.identifier_type, identities) if cost else None
+        if not cost:
+            return None
+        return Charge(endpoint, cost, mark.identifier_type, identities, mark.settle)
 
     def identity(self, given: object, info: RequestInfo, preferred: str | None) -> Identity | None:
         """Return who a request is counted for: the first identity of the preferred type, else the first.
@@ -346,12 +414,15 @@ def _with_first(
 def _cost(cost: int | Callable[[Any], int], request: object) -> int:
     if not callable(cost):
         return cost
-    returned: object = cost(request)
+    return _cost_of("cost", cost(request))
+
+
+def _cost_of(name: str, returned: object) -> int:
     if not isinstance(returned, int) or isinstance(returned, bool):
-        message = f"cost must be a whole number, not {type(returned).__name__}"
+        message = f"{name} must be a whole number, not {type(returned).__name__}"
         raise TypeError(message)
     if returned < 0:
-        message = "cost must be at least 0"
+        message = f"{name} must be at least 0"
         raise ValueError(message)
     return min(returned, MAX_COST)
 

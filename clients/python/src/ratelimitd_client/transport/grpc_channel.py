@@ -136,6 +136,7 @@ class NodeChannel:
         self._checks = stubs.RateLimiterStub(self._channel)
         self._rules = stubs.RateLimiterConfigStub(self._channel)
         self._plans = stubs.RateLimiterPlansStub(self._channel)
+        self._holds = stubs.RateLimiterHoldsStub(self._channel)
         self._node = stubs.RateLimiterHealthStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -172,6 +173,7 @@ class AsyncNodeChannel:
         self._checks = stubs.RateLimiterStub(channel)
         self._rules = stubs.RateLimiterConfigStub(channel)
         self._plans = stubs.RateLimiterPlansStub(channel)
+        self._holds = stubs.RateLimiterHoldsStub(channel)
         self._node = stubs.RateLimiterHealthStub(channel)
 
 

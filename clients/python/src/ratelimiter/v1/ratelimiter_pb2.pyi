@@ -372,10 +372,13 @@ class HoldRequest(_message.Message):
     CHECK_FIELD_NUMBER: _builtins.int
     HOLD_ID_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     hold_id: _builtins.str
     """the caller's, best a UUID; at most 64 characters: the same one again is the same hold; unset: none to repeat it by"""
     ttl_seconds: _builtins.int
     """1 to 3600; unset: 60"""
+    lease: _builtins.bool
+    """the tokens are for checks that the caller decides itself: not where a limit is one of concurrency"""
     @_builtins.property
     def check(self) -> Global___RateLimitRequest: ...
     def __init__(
@@ -384,10 +387,11 @@ class HoldRequest(_message.Message):
         check: Global___RateLimitRequest | None = ...,
         hold_id: _builtins.str = ...,
         ttl_seconds: _builtins.int = ...,
+        lease: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "hold_id", b"hold_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "hold_id", b"hold_id", "lease", b"lease", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,123 @@
+# Generated from async_hold.py by `make proto` (tools/generated_code.py). Do not edit.
+"""Holds: tokens charged for a request whose cost is known when it ends, and slots for what is in flight."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Protocol, Self
+
+from ratelimitd_client.check import MAX_COST, MAX_TTL_S, require_number
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.fail_open import EXTEND, SETTLE, CallError
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+DEFAULT_TTL_S: Final = 60
+
+DEFAULT_SETTLE_S: Final = 1.0
+"""How long a settle or an extension is tried."""
+
+ATTEMPT_S: Final = 0.25
+FIRST_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 1.0
+"""Deadline of an attempt, and the pauses between attempts, which double."""
+
+
+class Caller(Protocol):
+    """What sends the calls of a hold: a session, and the fake for tests."""
+
+    def call(self, path: str, message: bytes, timeout_s: float, /) -> bytes | None:
+        """As :meth:`ratelimitd_client.sessions.Session.call`."""
+        ...
+
+
+class Hold:
+    """A hold, or the denial of one.
+
+    Use it with ``with``: on leaving it is settled with :attr:`actual`, or with what it held if that was not set.
+    Without a settle its tokens stay charged, and its slots come free after :attr:`expire_time`.
+
+    Attributes:
+        decision: the answer to the check.
+        expire_time: when the hold ends, in Unix seconds; 0 if nothing is held.
+        actual: tokens that the request has cost.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        *,
+        cost: int = 1,
+        hold: str = "",
+        expire_time: int = 0,
+        session: Caller | None = None,
+    ) -> None:
+        self.decision = decision
+        self.expire_time = expire_time
+        self.actual: int | None = None
+        self._cost = cost
+        self._hold = hold
+        self._session = session
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the request may proceed."""
+        return self.decision.allowed
+
+    @property
+    def is_held(self) -> bool:
+        """Whether tokens or slots of a limit are held: not where none was asked."""
+        return bool(self._hold and self.decision.limit)
+
+    def settle(self, actual: int, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
+        """Charge ``actual`` tokens in place of those held, also more; 0 gives all back.
+
+        Tried again for ``timeout_s`` if no node answers, and charged once however often it is tried. Returns whether it
+        was charged: not if the hold has ended, if it held nothing because no limit was asked, or if no node answers.
+
+        Raises:
+            ValueError, TypeError: ``actual`` is not valid.
+        """
+        require_number("actual", actual, 0, MAX_COST)
+        request = pb.SettleRequest(hold=self._hold, actual=actual)
+        answer = self._tried(SETTLE, request, timeout_s)
+        return answer is not None and pb.SettleResponse.FromString(answer).known
+
+    def extend(self, ttl_s: int = DEFAULT_TTL_S, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
+        """Let the hold end ``ttl_s`` seconds from now, 1 to 3,600, never sooner; returns whether it is still there.
+
+        Raises:
+            ValueError, TypeError: ``ttl_s`` is not valid.
+        """
+        require_number("ttl_s", ttl_s, 1, MAX_TTL_S)
+        request = pb.ExtendRequest(hold=self._hold, ttl_seconds=ttl_s)
+        answer = self._tried(EXTEND, request, timeout_s)
+        if answer is None:
+            return False
+        extended = pb.ExtendResponse.FromString(answer)
+        self.expire_time = extended.expire_time or self.expire_time
+        return extended.known
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle(self._cost if self.actual is None else self.actual)
+
+    def _tried(
+        self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float
+    ) -> bytes | None:
+        """Return the answer to a call; ``None`` if there is no hold, or no node takes it in time."""
+        session = self._session
+        if session is None or not self._hold:
+            return None
+        message, pause_s = request.SerializeToString(), FIRST_PAUSE_S
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return session.call(path, message, min(ATTEMPT_S, timeout_s))
+            except CallError as error:
+                left_s = ends_s - time.monotonic()
+                if error.is_final or left_s <= pause_s:
+                    return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)

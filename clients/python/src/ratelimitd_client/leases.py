@@ -1,0 +1,158 @@
+"""Leases: tokens of a hot bucket that a client holds for a moment, to decide checks without a call.
+
+A lease is a hold, so its tokens are charged before they are used, and nodes admit no more than without. What was not
+used is given back when it ends. Only checks of one identity, without a time of their own and without a peek, are
+decided by a lease; those that find none are sent as ever, and tell what a bucket has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeAlias
+
+from ratelimitd_client.async_hold import AsyncHold
+from ratelimitd_client.decision import Decision
+
+MAX_LEASE_MS: Final = 1_000
+
+HOT: Final = 10
+"""Checks of a bucket within the time of a lease from which on it is leased."""
+
+SPARE: Final = 1.5
+"""A lease is for so many times the tokens that were asked for in the time of the last."""
+
+PART: Final = 16
+"""A lease takes at most this part of what a bucket has left, so that a few clients do not starve each other."""
+
+RENEW: Final = 0.25
+"""A lease is renewed when so much of it is left."""
+
+MAX_BUCKETS: Final = 4_096
+"""Buckets whose checks are counted. Beyond it counting begins anew."""
+
+TTL_S: Final = 2
+"""When a lease ends that its client has left behind: the least that outlives :data:`MAX_LEASE_MS` and a late timer."""
+
+Bucket: TypeAlias = tuple[str, str, str]
+"""Identifier, identifier type, endpoint."""
+
+Acquire: TypeAlias = Callable[[Bucket, int], Awaitable[AsyncHold]]
+"""Holds tokens of a bucket."""
+
+
+class _Lease:
+    """Tokens that are held: ``left`` of ``size``."""
+
+    __slots__ = ("decision", "hold", "is_renewed", "left", "low", "size")
+
+    def __init__(self, hold: AsyncHold, size: int) -> None:
+        self.hold = hold
+        self.decision = hold.decision
+        self.size = self.left = size
+        self.low = int(size * RENEW)
+        self.is_renewed = False
+
+
+class Leases:
+    """The leases of one client on one event loop.
+
+    Args:
+        acquire: holds tokens; its hold is not allowed, or holds nothing, where there is no lease.
+        lease_s: how long a lease is used.
+        loop: its timers end leases.
+    """
+
+    def __init__(
+        self, acquire: Acquire, *, lease_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._acquire = acquire
+        self._lease_s = lease_s
+        self._loop = loop
+        self._leases: dict[Bucket, _Lease] = {}
+        self._asked: dict[Bucket, int] = {}
+        """Tokens asked for without a lease since the last timer; -1 of a bucket that is not leased until then."""
+        self._is_counting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, bucket: Bucket, cost: int) -> Decision | None:
+        """Decide a check; ``None`` if it is to be sent."""
+        lease = self._leases.get(bucket)
+        if lease is None:
+            return None
+        left = lease.left - cost
+        if left < 0 or cost < 1 or cost.__class__ is not int:
+            return None  # what is no cost is refused where it is sent
+        lease.left = left
+        if left < lease.low and not lease.is_renewed:
+            lease.is_renewed = True
+            self._start(self._renew(bucket, lease))
+        (allowed, remaining, reset_time, _, *rest) = lease.decision
+        return tuple.__new__(Decision, (allowed, remaining + left, reset_time, 0, *rest))
+
+    def noted(self, bucket: Bucket, cost: int, decision: Decision) -> Decision:
+        """Count a check that was sent, and lease its bucket if it is hot and has enough left; returns the decision."""
+        asked = self._asked
+        count = asked.get(bucket, 0)
+        if count < 0 or bucket in self._leases:
+            return decision
+        if len(asked) >= MAX_BUCKETS:
+            asked.clear()
+        asked[bucket] = count = count + cost
+        if not self._is_counting:
+            self._is_counting = True
+            self._loop.call_later(self._lease_s, self._count_anew)
+        if count >= HOT * cost and decision.limit:
+            size = min(int(count * SPARE), decision.remaining_tokens // PART)
+            asked[bucket] = -1
+            if size >= HOT * cost:
+                self._start(self._begin(bucket, size))
+        return decision
+
+    async def close(self) -> None:
+        """Give back what is left of all leases."""
+        for bucket in list(self._leases):
+            self._end(bucket, self._leases[bucket])
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _count_anew(self) -> None:
+        self._is_counting = False
+        self._asked.clear()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _begin(self, bucket: Bucket, size: int) -> None:
+        hold = await self._acquire(bucket, size)
+        if not hold.is_held:
+            self._asked[bucket] = -1
+            return
+        former = self._leases.get(bucket)
+        lease = self._leases[bucket] = _Lease(hold, size)
+        self._asked.pop(bucket, None)
+        self._loop.call_later(self._lease_s, self._end, bucket, lease)
+        if former is not None:
+            await former.hold.settle(former.size - former.left)
+
+    async def _renew(self, bucket: Bucket, lease: _Lease) -> None:
+        """Follow a lease that is used up early by a larger one."""
+        size = min(int(lease.size * SPARE), lease.decision.remaining_tokens // PART)
+        if size >= HOT:
+            await self._begin(bucket, size)
+
+    def _end(self, bucket: Bucket, lease: _Lease) -> None:
+        if self._leases.get(bucket) is not lease:
+            return  # it was followed by another, and settled then
+        del self._leases[bucket]
+        used = lease.size - lease.left
+        size = min(int(used * SPARE), lease.decision.remaining_tokens // PART)
+        if used >= HOT and size >= HOT and not lease.is_renewed:
+            self._start(self._begin(bucket, size))
+        self._start(self._settle(lease, used))
+
+    @staticmethod
+    async def _settle(lease: _Lease, used: int) -> None:
+        await lease.hold.settle(used)

@@ -1,0 +1,161 @@
+"""``ratelimitd hold``, ``settle`` and ``holds``: tokens that are charged before their cost is known."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Final
+
+import typer
+
+from ratelimitd.cli.check import (
+    AlsoOption,
+    EndpointArgument,
+    IdentifierArgument,
+    TypeArgument,
+    describe,
+    int32,
+    request_of,
+    reset_text,
+    said,
+    verdict,
+)
+from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
+from ratelimitd.cli.options import help_of
+from ratelimitd.cli.output import as_dict
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+HoldArgument = Annotated[
+    str,
+    typer.Argument(metavar="HOLD", help="The text that `hold` printed.", show_default=False),
+]
+TtlOption = Annotated[
+    int,
+    typer.Option("--ttl", callback=int32, metavar="S", help="Seconds until the hold ends."),
+]
+
+DEFAULT_TTL_S: Final = 60
+
+app = typer.Typer(
+    help="List and extend holds in flight.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@asks_node
+def hold(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    endpoint: EndpointArgument,
+    cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to hold.")] = 1,
+    also: AlsoOption = None,
+    ttl: TtlOption = DEFAULT_TTL_S,
+    hold_id: Annotated[
+        str,
+        typer.Option(metavar="ID", help="The same ID again is the same hold.", show_default=False),
+    ] = "",
+) -> None:
+    """Check a request, and hold its tokens until `settle` says what it has cost.
+
+    Prints the hold, which `settle` and `holds extend` take. Exit status: 0 when it was allowed, 3 when denied.
+
+    Example:
+      ratelimitd hold user alice /v1/chat --cost 2000 --ttl 120
+    """
+    check = request_of(identifier_type, identifier, endpoint, cost, also)
+    request = pb.HoldRequest(check=check, ttl_seconds=ttl, hold_id=hold_id)
+    with target.client() as client:
+        held = client.hold(request)
+    if target.output.as_json:
+        target.output.message(held)
+    else:
+        target.output.line(verdict(held.answer, target.output))
+        now_s = time.time()
+        rows = describe(held.answer, now_s)
+        if held.answer.allowed:
+            rows += [("ends", reset_text(held.expire_time, now_s)), ("hold", held.hold)]
+        target.output.pairs(rows)
+    if not held.answer.allowed:
+        raise typer.Exit(EXIT_NO)
+
+
+@asks_node
+def settle(
+    target: Target,
+    *,
+    hold: HoldArgument,
+    actual: Annotated[
+        int,
+        typer.Argument(
+            callback=int32,
+            metavar="ACTUAL",
+            help="Tokens that the request has cost; 0 gives all back.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Charge what a request has cost in place of what was held.
+
+    Once, however often it is sent. Exit status: 0 when it was charged, 3 when the hold is not there any more.
+
+    Example:
+      ratelimitd settle "$HOLD" 1234
+    """
+    with target.client() as client:
+        settled = client.settle(hold, actual)
+    if target.output.as_json:
+        target.output.message(settled)
+    else:
+        target.output.line(f"charged {settled.charged}" if settled.known else _NOT_THERE)
+        for limit in settled.limits:
+            target.output.line(f"  {limit.identifier_type}, {', '.join(said(limit))}")
+    if not settled.known:
+        raise typer.Exit(EXIT_NO)
+
+
+@asks_node
+def extend(target: Target, *, hold: HoldArgument, ttl: TtlOption = DEFAULT_TTL_S) -> None:
+    """Let a hold end so many seconds from now, never sooner than it would.
+
+    Exit status: 0 when it was extended, 3 when the hold is not there any more.
+
+    Example:
+      ratelimitd holds extend "$HOLD" --ttl 600
+    """
+    with target.client() as client:
+        extended = client.extend(hold, ttl)
+    if target.output.as_json:
+        target.output.message(extended)
+    else:
+        ends = f"ends {reset_text(extended.expire_time, time.time())}"
+        target.output.line(ends if extended.known else _NOT_THERE)
+    if not extended.known:
+        raise typer.Exit(EXIT_NO)
+
+
+@asks_node
+def list_holds(target: Target) -> None:
+    """List by limit how many holds in flight the node has made, and what they hold.
+
+    Example:
+      ratelimitd holds list
+    """
+    with target.client() as client:
+        limits = client.holds()
+    if target.output.as_json:
+        target.output.json_list(as_dict(limit) for limit in limits)
+        return
+    rows = [
+        (one.endpoint, one.identifier_type, one.name, str(one.holds), str(one.tokens))
+        for one in limits
+    ]
+    if rows:
+        target.output.table(("ENDPOINT", "TYPE", "LIMIT", "HOLDS", "TOKENS"), rows)
+    else:
+        target.output.line("no holds are in flight")
+
+
+_NOT_THERE: Final = "not known: the hold is not there any more, or no limit was asked for it"
+
+for name, command in {"list": list_holds, "extend": extend}.items():
+    app.command(name, help=help_of(command))(command)

@@ -1,0 +1,196 @@
+"""Views that hold: what is held while an answer is under way, and what it is settled with."""
+
+import asyncio
+import logging
+
+import flask
+import httpx
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from ratelimitd_client import AsyncHold, Decision, Reason
+from ratelimitd_client.middleware import aiohttp as for_aiohttp
+from ratelimitd_client.middleware import flask as for_flask
+from ratelimitd_client.middleware import holds, limited
+from ratelimitd_client.middleware.asgi import RateLimitMiddleware
+from ratelimitd_client.middleware.holds import Held, HeldRequests
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+
+LIMIT = 100
+ESTIMATE = 40
+
+
+async def settled(limiter):
+    """What is left when all requests that have ended are settled."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return left_of(await limiter.check("192.0.2.7", "ip", "/chat", peek=True))
+
+
+def left_of(decision):
+    return decision.remaining_tokens + 1  # a peek answers as if it spent its token
+
+
+@pytest.fixture
+def limiter():
+    limiter = AsyncFakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    return limiter
+
+
+def asgi_app(limiter, settle):
+    app = FastAPI()
+    app.add_middleware(RateLimitMiddleware, limiter)
+    app.state.seen = []
+
+    @app.get("/chat")
+    @limited(hold=ESTIMATE, settle=settle)
+    async def chat(request: Request, words: int = 3):
+        request.state.tokens = 0
+
+        async def stream():
+            for _ in range(words):
+                seen = await limiter.check("192.0.2.7", "ip", "/chat", peek=True)
+                app.state.seen.append(left_of(seen))
+                request.state.tokens += 1
+                yield "word "
+            if words == 0:
+                raise ZeroDivisionError
+
+        return StreamingResponse(stream())
+
+    return app
+
+
+def used(scope):
+    return scope["state"].get("tokens")
+
+
+def caller(app):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("192.0.2.7", 5))
+    return httpx.AsyncClient(transport=transport, base_url="http://example.org")
+
+
+async def test_an_answer_is_settled_with_what_it_has_cost(limiter):
+    app = asgi_app(limiter, used)
+    async with caller(app) as client:
+        answer = await client.get("/chat")
+    assert answer.text == "word word word "
+    assert answer.headers["RateLimit"].startswith(f'"default";r={LIMIT - ESTIMATE}')
+    assert app.state.seen == [LIMIT - ESTIMATE] * 3
+    assert await settled(limiter) == LIMIT - 3
+
+
+async def test_an_answer_that_breaks_off_is_settled_with_what_it_has_cost_until_then(limiter):
+    async with caller(asgi_app(limiter, used)) as client:
+        await client.get("/chat", params={"words": 0})
+    assert await settled(limiter) == LIMIT
+
+
+async def test_without_a_function_what_was_held_stays_charged(limiter):
+    async with caller(asgi_app(limiter, None)) as client:
+        await client.get("/chat")
+    assert await settled(limiter) == LIMIT - ESTIMATE
+
+
+@pytest.mark.parametrize(
+    "settle", [lambda _: 1 / 0, lambda _: -1, lambda _: "3"], ids=["raises", "negative", "text"]
+)
+async def test_a_function_that_fails_leaves_charged_what_was_held(limiter, settle, caplog):
+    async with caller(asgi_app(limiter, settle)) as client:
+        assert (await client.get("/chat")).status_code == 200
+    assert await settled(limiter) == LIMIT - ESTIMATE
+    assert "settled with what was held" in caplog.text
+
+
+async def test_a_request_that_cannot_be_held_is_denied(limiter):
+    async with caller(asgi_app(limiter, used)) as client:
+        await limiter.check("192.0.2.7", "ip", "/chat", cost=LIMIT - ESTIMATE + 1)
+        assert (await client.get("/chat")).status_code == 429
+    assert await settled(limiter) == ESTIMATE - 1
+
+
+async def test_a_limiter_that_is_away_lets_requests_through(limiter, caplog):
+    caplog.set_level(logging.ERROR)
+    limiter.available = False
+    async with caller(asgi_app(limiter, used)) as client:
+        assert (await client.get("/chat")).text == "word word word "
+
+
+async def test_a_stream_of_aiohttp_is_settled_when_its_handler_ends(limiter):
+    tokens = web.RequestKey("tokens", int)
+
+    @limited(hold=ESTIMATE, settle=lambda request: request[tokens])
+    async def chat(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        request[tokens] = 7
+        await response.write(b"words")
+        return response
+
+    app = web.Application()
+    for_aiohttp.setup(app, limiter)
+    app.router.add_get("/chat", chat)
+    limiter.limit("/chat", "ip", LIMIT)
+    async with TestClient(TestServer(app)) as client:
+        assert await (await client.get("/chat")).text() == "words"
+    left = await limiter.check("127.0.0.1", "ip", "/chat", peek=True)
+    assert left_of(left) == LIMIT - 7
+
+
+def test_a_stream_of_flask_is_settled_when_it_is_closed():
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    app = flask.Flask("chat")
+    for_flask.setup(app, limiter)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda request: request.environ["tokens"])
+    def chat():
+        environ = flask.request.environ
+
+        def stream():
+            environ["tokens"] = 5
+            yield "words"
+
+        return flask.Response(stream())
+
+    answer = app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+    assert answer.text == "words"
+    answer.close()
+    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"hold": 1, "cost": 1}, "either cost or hold"),
+        ({"settle": used}, "settle is for a view with hold"),
+        ({"hold": -1}, "hold must be"),
+        ({"hold": 1, "settle": 5}, "settle must be a function"),
+    ],
+)
+def test_a_mark_that_makes_no_sense_is_an_error(arguments, what):
+    with pytest.raises(ValueError, match=what):
+        limited(**arguments)
+
+
+async def test_a_long_request_keeps_its_hold(monkeypatch):
+    extended = asyncio.Event()
+
+    class Hold(AsyncHold):
+        async def extend(self, *_):
+            extended.set()
+            return True
+
+    monkeypatch.setattr(holds, "EXTEND_S", 0.0)
+    hold = Hold(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT))
+    requests = HeldRequests(lambda held, _: held.cost)
+    end = requests.begin("request", Held(hold, 1, None))
+    await extended.wait()
+    end()
+    end()
+    await requests.finish()
