@@ -1,20 +1,20 @@
 """A world of holds: servers that keep them, nodes that make and settle them, callers; a seed decides everything.
 
-The store is :class:`tests.hold_model.HoldStore`, what a node concludes is that of the product; time, the network and
-what goes wrong are made up.
+The store is :class:`tests.shared_hold_model.HoldStore`, what a node concludes is that of the product; time, the network
+and what goes wrong are made up.
 """
 
 import copy
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import (
-    CheckInvalidError,
     HoldEndedError,
     HoldSettledError,
     HoldsFullError,
@@ -36,7 +36,7 @@ from ratelimitd.ledger.shared_holds import (
 )
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.model import Algorithm, Enforcement, Limit
-from tests.hold_model import HoldStore
+from tests.shared_hold_model import HoldStore
 from tests.simulation.world import MS, SECOND, START_US
 
 ANSWER_US = 20 * MS
@@ -44,6 +44,8 @@ LATE_US = 400 * MS
 LONGEST_TTL_US = 6 * SECOND
 OF_RAISED_LIMITS = 5
 """The seeds, modulo 8, of runs in which limits are raised while much is owed."""
+OF_IDLE_BUCKETS = 6
+"""Those in which nothing is charged but holds, so that buckets are full in between."""
 
 
 class Event(NamedTuple):
@@ -87,7 +89,7 @@ class Server(HoldStore):
 
     def state(self) -> Any:
         """All of it, to come back to."""
-        slots = copy.deepcopy(self.slots)
+        slots = {name: dict(slots) for name, slots in self.slots.items()}
         journal = {name: [*events] for name, events in self.journal.items()}
         return dict(self.buckets), slots, dict(self.records), journal
 
@@ -170,9 +172,11 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         raised = [
             replace(one, algorithm=Algorithm.FIXED_WINDOW, burst=0, limit=5) for one in limits
         ]
-        return replace(
-            told, limits=raised, holds=40, checks=60, seconds=4.0, edits=6, changes=(2, 5)
-        )
+        told = replace(told, limits=raised, holds=40, checks=60, seconds=4.0)
+        return replace(told, edits=6, changes=(2, 5))
+    if seed % 8 == OF_IDLE_BUCKETS:
+        idle = [replace(one, algorithm=Algorithm.TOKEN_BUCKET, burst=0, limit=10) for one in limits]
+        return replace(told, limits=idle, holds=40, checks=0, abandons=0.0)
     return replace(
         told,
         loss=pick([0.0, 0.05, 0.3]),
@@ -212,9 +216,7 @@ class Told:
 class World:
     """Time, messages, servers, nodes and callers."""
 
-    def __init__(
-        self, told: Scenario, *, server: type[Server] = Server, node: "type[Node] | None" = None
-    ) -> None:
+    def __init__(self, told: Scenario, *, server: type[Server], node: "type[Node]") -> None:
         self.told = told
         self.random = random.Random(told.seed + 1)
         self.chance = self.random.random
@@ -230,7 +232,7 @@ class World:
             one.offset_us = self.random.randint(-told.skew_us, told.skew_us)
         self.edited: set[int] = set()
         """Limits that were edited."""
-        self.nodes = [(node or Node)(self) for _ in range(told.nodes)]
+        self.nodes = [node(self) for _ in range(told.nodes)]
         self.told_holds: list[Told] = []
         self.checked = 0
         """Tokens of plain checks that were allowed."""
@@ -288,6 +290,10 @@ class World:
         self.after(delay_us, act, *arguments)
 
 
+Parts = list[tuple[Sequence[int], Any]]
+"""Which of the buckets a server was asked about, and its answer."""
+
+
 class Node:
     """What one node does of holds: as ``SharedHolds``, without an event loop."""
 
@@ -319,34 +325,34 @@ class Node:
             calls[server] = HoldCall(
                 hold.number, hold.check_digest, attempt, checks, hold.ttl_us, self.world.told.most
             )
-        parts: list[tuple[Sequence[int], Any]] = []
+        self._ask_all(
+            {server: partial(server.hold, call) for server, call in calls.items()},
+            self.by_server(names),
+            lambda parts: done(self._concluded(hold, names, attempt, parts)),
+        )
 
-        def part_done(places: Sequence[int], reply: Any) -> None:
-            parts.append((places, reply))
-            if len(parts) == len(calls):
-                self._conclude(hold, names, attempt, parts, done)
-
-        for server, call in calls.items():
-            places = self.by_server(names)[server]
-            self._ask(
-                server,
-                lambda server=server, call=call: server.hold(call),
-                lambda reply, places=places: part_done(places, reply),
-                self.retries,
-            )
-
-    def _conclude(
+    def _ask_all(
         self,
-        hold: Hold,
-        names: Sequence[bytes],
-        attempt: bytes,
-        parts: Sequence[tuple[Sequence[int], Any]],
-        done: Callable[[Any], None],
+        asks: "Mapping[Server, Callable[[], Any]]",
+        places: "dict[Server, list[int]]",
+        done: Callable[[Parts], None],
     ) -> None:
+        """Ask several servers at once; ``done`` gets the answers of all."""
+        parts: Parts = []
+
+        def part_done(server: Server, reply: Any) -> None:
+            parts.append((places[server], reply))
+            if len(parts) == len(asks):
+                done(parts)
+
+        for server, do in asks.items():
+            self._ask(server, do, partial(part_done, server), self.retries)
+
+    def _concluded(self, hold: Hold, names: Sequence[bytes], attempt: bytes, parts: Parts) -> Any:
         limits = [limit for _, limit, _ in hold.charges]
         result: Any
         try:
-            result = conclude(limits, hold.cost, parts)
+            result = conclude(limits, hold.cost, self.answers(parts))
         except RateLimitdError as error:
             result = error
         if not isinstance(result, Held) or not result.expire_us:
@@ -355,7 +361,12 @@ class Node:
                     of_part = [names[place] for place in places]
                     call = StepCall(Step.WITHDRAW, hold.number, of_part, attempt=attempt)
                     self._withdraw(self.world.server_of(of_part[0]), call, 3)
-        done(result)
+        return result
+
+    @staticmethod
+    def answers(parts: Parts) -> Parts:
+        """What is gone by."""
+        return parts
 
     @staticmethod
     def is_to_be_withdrawn(reply: HoldReply | RateLimitdError) -> bool:
@@ -368,42 +379,28 @@ class Node:
         self, number: bytes, names: Sequence[bytes], actual: int, done: Callable[[Any], None]
     ) -> None:
         """Settle a hold; ``done`` gets what came of it, or the error."""
-        self._step(Step.SETTLE, number, names, actual, done)
+        self._step(StepCall(Step.SETTLE, number, names, actual, STORE_TIME), done)
 
     def extend(
         self, number: bytes, names: Sequence[bytes], ttl_us: int, done: Callable[[Any], None]
     ) -> None:
         """Let a hold end later."""
-        self._step(Step.EXTEND, number, names, ttl_us, done)
+        self._step(StepCall(Step.EXTEND, number, names, ttl_us), done)
 
-    def _step(
-        self,
-        step: Step,
-        number: bytes,
-        names: Sequence[bytes],
-        amount: int,
-        done: Callable[[Any], None],
-    ) -> None:
-        by_server = self.by_server(names)
-        parts: list[tuple[Sequence[int], Any]] = []
+    def _step(self, step: StepCall, done: Callable[[Any], None]) -> None:
+        by_server = self.by_server(step.names)
+        asks = {
+            server: partial(server.step, step._replace(names=[step.names[one] for one in places]))
+            for server, places in by_server.items()
+        }
 
-        def part_done(places: Sequence[int], reply: StepReply | RateLimitdError) -> None:
-            parts.append((places, reply))
-            if len(parts) < len(by_server):
-                return
+        def all_done(parts: Parts) -> None:
             try:
-                done(conclude_step(len(names), parts, field="hold"))
+                done(conclude_step(len(step.names), parts, field="hold"))
             except RateLimitdError as error:
                 done(error)
 
-        for server, places in by_server.items():
-            call = StepCall(step, number, [names[place] for place in places], amount, STORE_TIME)
-            self._ask(
-                server,
-                lambda server=server, call=call: server.step(call),
-                lambda reply, places=places: part_done(places, reply),
-                self.retries,
-            )
+        self._ask_all(asks, by_server, all_done)
 
     def by_server(self, names: Sequence[bytes]) -> "dict[Server, list[int]]":
         """Which of the buckets each server has."""
@@ -487,27 +484,30 @@ class Callers:
 
     def _answered(self, hold: Told, names: Sequence[bytes], result: Any) -> None:
         world = self.world
-        if isinstance(result, CheckInvalidError):
-            raise result
         if isinstance(result, HoldsFullError):
             return
         if isinstance(result, RateLimitdError):
-            if hold.tries < 4 and self.chance() < 0.7:
-                world.after(int(self.chance() * 30 * MS), self._ask, hold)
-            return
-        if not result.expire_us:
+            assert isinstance(result, StoreUnavailableError)
+            self._perhaps_again(hold, 4, 0.7)
+        elif not result.expire_us:
             hold.denied = True
-            if hold.tries < 3 and self.chance() < 0.3:
-                world.after(int(self.chance() * 30 * MS), self._ask, hold)
-            return
-        if hold.allowed_us:
-            return
-        hold.allowed_us = world.now_us
-        hold.names = [
-            name
-            for name, outcome in zip(names, result.outcomes, strict=True)
-            if outcome is not None and outcome[0]
-        ]
+            self._perhaps_again(hold, 3, 0.3)
+        elif not hold.allowed_us:
+            hold.allowed_us = world.now_us
+            hold.names = [
+                name
+                for name, outcome in zip(names, result.outcomes, strict=True)
+                if outcome is not None and outcome[0]
+            ]
+            self._use(hold)
+
+    def _perhaps_again(self, hold: Told, tries: int, chance: float) -> None:
+        if hold.tries < tries and self.chance() < chance:
+            self.world.after(int(self.chance() * 30 * MS), self._ask, hold)
+
+    def _use(self, hold: Told) -> None:
+        """Extend it, ask for it again, settle it, also with another number, or do none of this."""
+        world = self.world
         if self.chance() < world.told.abandons:
             return
         lasts_us = int(hold.ttl_us * self.chance() * 1.1)
@@ -547,74 +547,87 @@ class Callers:
         self._a_node().settle(hold.number, hold.names, actual, settled)
 
 
-def play(told: Scenario, *, server: type[Server] = Server, node: type[Node] = Node) -> World:
-    """Run a scenario, then let all holds end."""
-    world = World(told, server=server, node=node)
-    source, chance = world.random, world.chance
-    callers = Callers(world)
-    span_us = int(told.seconds * SECOND)
+class Happenings:
+    """Checks, and what goes wrong, each at a time of its own."""
 
-    def some(count: int, act: Callable[[], None]) -> None:
-        for _ in range(count):
-            world.after(int(chance() * span_us), act)
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.random, self.chance = world.random, world.chance
+        self.span_us = int(world.told.seconds * SECOND)
+        self._states: dict[Server, Any] = {}
 
-    def check() -> None:
-        place = source.randrange(len(world.limits))
-        limit, name = world.limits[place], world.names[place]
-        cost = 1 + int(chance() * min(limit.limit, 4))
-        world.server_of(name).decide(StoreCheck(name, limit, STORE_TIME, cost, peek=False))
+    def plan(self) -> None:
+        """Let everything of the scenario happen at some time."""
+        world, told = self.world, self.world.told
+        callers = Callers(world)
+        for count, act in (
+            (told.holds, callers.begin),
+            (told.checks, self.check),
+            (told.late_spends, self.spend_late),
+            (told.resets, self.reset),
+            (told.edits, self.edit),
+            (told.evictions, self.evict),
+            (told.crashes, self.crash),
+            (told.failovers, self.fail_over),
+        ):
+            for _ in range(count):
+                world.after(int(self.chance() * self.span_us), act)
+        if told.failovers:
+            self.remember()
 
-    def spend_late() -> None:
-        place = source.randrange(len(world.limits))
-        limit, name = world.limits[place], world.names[place]
+    def _bucket(self) -> tuple[int, Limit, bytes, Server]:
+        place = self.random.randrange(len(self.world.limits))
+        name = self.world.names[place]
+        return place, self.world.limits[place], name, self.world.server_of(name)
+
+    def check(self) -> None:
+        _, limit, name, server = self._bucket()
+        cost = 1 + int(self.chance() * min(limit.limit, 4))
+        server.decide(StoreCheck(name, limit, STORE_TIME, cost, peek=False))
+
+    def spend_late(self) -> None:
+        _, limit, name, server = self._bucket()
         if limit.algorithm is not Algorithm.CONCURRENCY:
-            at_us = world.now_us - int(chance() * 500 * MS)
-            world.server_of(name).charge_late(name, limit, [(at_us, 1 + int(chance() * 3))])
+            at_us = self.world.now_us - int(self.chance() * 500 * MS)
+            server.charge_late(name, limit, [(at_us, 1 + int(self.chance() * 3))])
 
-    def reset() -> None:
-        place = source.randrange(len(world.limits))
-        world.server_of(world.names[place]).reset(world.names[place], world.limits[place])
+    def reset(self) -> None:
+        _, limit, name, server = self._bucket()
+        server.reset(name, limit)
 
-    def edit() -> None:
-        place = source.randrange(len(world.limits))
-        limit = world.limits[place]
-        changed = max(1, int(limit.limit * source.choice(world.told.changes)))
-        world.limits[place] = replace(limit, limit=changed, revision=limit.revision + 1)
-        world.edited.add(place)
+    def edit(self) -> None:
+        place, limit, _, _ = self._bucket()
+        changed = max(1, int(limit.limit * self.random.choice(self.world.told.changes)))
+        self.world.limits[place] = replace(limit, limit=changed, revision=limit.revision + 1)
+        self.world.edited.add(place)
 
-    def evict() -> None:
-        server = source.choice(world.servers)
-        what = source.choice(["buckets", "slots", "records"])
+    def evict(self) -> None:
+        server = self.random.choice(self.world.servers)
+        what = self.random.choice(["buckets", "slots", "records"])
         keys = [*getattr(server, what)]
         if keys:
-            server.lose(what, source.choice(keys))
+            server.lose(what, self.random.choice(keys))
 
-    states: dict[Server, Any] = {}
+    def crash(self) -> None:
+        self.random.choice(self.world.nodes).crash()
 
-    def remember() -> None:
-        for server in world.servers:
-            states[server] = server.state()
-        world.after(
-            int(chance() * 100 * MS), remember
-        ) if world.now_us < START_US + span_us else None
+    def remember(self) -> None:
+        """Note what replicas know."""
+        for server in self.world.servers:
+            self._states[server] = server.state()
+        if self.world.now_us < START_US + self.span_us:
+            self.world.after(int(self.chance() * 100 * MS), self.remember)
 
-    def fail_over() -> None:
-        server = source.choice(world.servers)
-        if server in states:
-            server.fail_over(states[server])
-            server.offset_us = source.randint(-told.skew_us, told.skew_us)
+    def fail_over(self) -> None:
+        server, skew_us = self.random.choice(self.world.servers), self.world.told.skew_us
+        server.fail_over(self._states[server])
+        server.offset_us = self.random.randint(-skew_us, skew_us)
 
-    some(told.holds, callers.begin)
-    some(told.checks, check)
-    some(told.late_spends, spend_late)
-    some(told.resets, reset)
-    some(told.edits, edit)
-    some(told.evictions, evict)
-    some(told.crashes, lambda: source.choice(world.nodes).crash())
-    if told.failovers:
-        remember()
-        some(told.failovers, fail_over)
+
+def play(told: Scenario, *, server: type[Server] = Server, node: type[Node] | None = None) -> World:
+    """Run a scenario, then let all holds end."""
+    world = World(told, server=server, node=node or Node)
+    Happenings(world).plan()
     world.run()
-    end_us = world.now_us + 2 * LONGEST_TTL_US + 2 * told.skew_us + 61 * SECOND
-    world.run(end_us)
+    world.run(world.now_us + 2 * LONGEST_TTL_US + 2 * told.skew_us + 61 * SECOND)
     return world

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.accounts import ACCOUNTS, Account
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Algorithm, Enforcement, Limit
 from tests import ledger_model
-from tests.hold_model import HoldStore, Kept
+from tests.shared_hold_model import HoldStore, Kept
 from tests.simulation.holds import Event, Server, Told, World
 
 
@@ -65,7 +65,7 @@ def _settled(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _replayed(events: Sequence[Event], actual: Mapping[int, int]) -> SharedState | None:
-    """The bucket after events, had each hold charged what it is settled with when it was made, as far as that is told."""
+    """The bucket after events, had each hold that was settled charged that when it was made."""
     shared: SharedState | None = None
     for place, (kind, _, what, _) in enumerate(events):
         if kind in OF_SLOTS:
@@ -99,17 +99,22 @@ def a_refund_never_mints(world: World) -> str:
             if made is None or shared is None or made.generation != shared.generation:
                 continue
             ruling = ledger_model.ruling_of(shared, rule)
-            latest_us, _ = account.standing(shared.state)
-            for part in range(9):
-                at_us = latest_us + part * rule.window_us // 4
-                lacks = account.used(shared.state, ruling, at_us)
-                least = account.used(made.state, ruling, at_us)
-                if lacks < least:
-                    return f"{limit}: lacks {lacks} and not {least} after {until_then}"
-            if limit.algorithm is Algorithm.TOKEN_BUCKET and shared.state and made.state:
-                if shared.state[1] == made.state[1] and shared.state[0] < made.state[0]:
-                    return f"{limit}: lacks {shared.state} and not {made.state}"
+            problem = _lacks_less(account, ruling, shared.state, made.state)
+            if problem:
+                return f"{limit}: {problem} after {until_then}"
     return ""
+
+
+def _lacks_less(account: Account, rule: Limit, state: Any, least: Any) -> str:
+    latest_us, _ = account.standing(state)
+    for part in range(9):
+        at_us = latest_us + part * rule.window_us // 4
+        if account.used(state, rule, at_us) < account.used(least, rule, at_us):
+            return f"{state!r} lacks less than {least!r}"
+    if rule.algorithm is not Algorithm.TOKEN_BUCKET or None in {state, least}:
+        return ""
+    is_less = state[1] == least[1] and state[0] < least[0]
+    return f"{state} lacks less than {least}" if is_less else ""
 
 
 def no_more_is_spent_than_the_limit_and_what_is_owed(world: World) -> str:
@@ -167,10 +172,10 @@ def a_hold_counts_once_in_each_bucket(world: World) -> str:
 
 
 def no_more_slots_than_there_are(world: World) -> str:
-    """The slots of holds that are neither settled nor over are never more than the limit; and none is denied wrongly."""
+    """The slots of holds that are neither settled nor over are never more than the limit; none is denied wrongly."""
     for place, name in enumerate(world.names):
         if world.limits[place].algorithm is Algorithm.CONCURRENCY:
-            live: dict[bytes, tuple[int, int, int]] = {}
+            live: dict[bytes, tuple[int, int]] = {}
             for event in world.server_of(name).journal.get(name, []):
                 problem = _slots_after(live, event)
                 if problem:
@@ -178,38 +183,37 @@ def no_more_slots_than_there_are(world: World) -> str:
     return ""
 
 
-def _slots_after(live: dict[bytes, tuple[int, int, int]], event: Event) -> str:
-    """Follow the slots of a bucket: of each hold when they end, how many they are, and when they may end at last."""
+def _slots_after(live: dict[bytes, tuple[int, int]], event: Event) -> str:
+    """Follow the slots of a bucket: of each hold when its slot ends, and when it may end at last."""
     kind, now_us, what, _ = event
-    used = sum(slots for end_us, slots, _ in live.values() if end_us > now_us)
-    if kind == "denied":
-        cost, limit = what
-        if used + cost <= limit:
-            return f"{cost} slots are denied, {used} of {limit} are in use"
-    elif kind in {"reset", "lost slots"}:
+    used = sum(end_us > now_us for end_us, _ in live.values())
+    if kind == "denied" and used < what[0]:
+        return f"a slot is denied, {used} of {what[0]} are in use"
+    if kind in {"reset", "lost slots"}:
         live.clear()
     elif kind == "take":
-        number, end_us, slots, rule = what
-        live[number] = end_us, slots, now_us + rule.window_us
-        if used + slots > rule.limit:
-            return f"{used} and {slots} slots of {rule.limit} are in use"
+        number, end_us, rule = what
+        live[number] = end_us, now_us + rule.window_us
+        if used >= rule.limit:
+            return f"one more than {used} slots of {rule.limit} is in use"
+    elif kind == "extend" and what[0] not in live:
+        return f"{what[0]!r} has a slot again"
     elif kind in {"free", "extend", "over"} and what[0] in live:
-        end_us, slots, last_us = live.pop(what[0])
+        end_us, last_us = live.pop(what[0])
         if kind == "over" and end_us > now_us:
-            return f"the slots of {what[0]!r} are freed too early"
+            return f"the slot of {what[0]!r} is freed too early"
         if kind == "extend":
-            live[what[0]] = max(end_us, what[1]), slots, last_us
-    problem = [number for number, (end_us, _, last_us) in live.items() if end_us > last_us]
-    return f"{problem} have slots for longer than a window" if problem else ""
+            live[what[0]] = max(end_us, what[1]), last_us
+    problem = [number for number, (end_us, last_us) in live.items() if end_us > last_us]
+    return f"{problem} have a slot for longer than a window" if problem else ""
 
 
 def in_the_end_nothing_is_held(world: World) -> str:
     """After the longest life of holds, no slot is taken and no hold is remembered."""
     for server in world.servers:
         for name in world.names:
-            used = server.slots_of(name)
-            if used.used or len(used):
-                return f"{used.used} slots of {name!r} are in use"
+            if server.slots_of(name):
+                return f"{len(server.slots_of(name))} slots of {name!r} are in use"
         for number in [*server.records]:
             if server.record(number) is not None:
                 return f"{number!r} is remembered"

@@ -22,7 +22,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.ledger.holds import Held
 from ratelimitd.ledger.shared_state import StoreCheck
-from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Limit, Outcome
+from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Algorithm, Limit, Outcome
 
 ATTEMPT_BYTES: Final = 8
 
@@ -194,5 +194,6 @@ def _without(outcome: Outcome | None, limit: Limit, cost: int) -> Outcome | None
     """Return what an outcome that allowed says without the hold."""
     if outcome is None or not outcome[0]:
         return outcome
-    remaining = min(outcome[1] + cost, limit.capacity)
+    taken = 1 if limit.algorithm is Algorithm.CONCURRENCY else cost
+    remaining = min(outcome[1] + taken, limit.capacity)
     return ALLOWED, remaining, outcome[2], 0, WITHIN_LIMIT, None

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ratelimitd.algorithms import concurrency
-from ratelimitd.algorithms.concurrency import Slots
 from ratelimitd.algorithms.several import MORE_THAN_ANY_LIMIT
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.shared_holds import (
@@ -74,6 +73,10 @@ class Record(NamedTuple):
     kept_until_us: int
     entries: dict[bytes, Entry]
     settled: int | None = None
+
+
+Slots = dict[bytes, int]
+"""The holds of a bucket that are open, by their numbers: when they end, in µs."""
 
 
 @dataclass
@@ -162,9 +165,9 @@ class HoldStore:
         at_us = self.now_us if at_us == STORE_TIME else at_us
         slots = self.slots_of(name)
         if rule.algorithm is Algorithm.CONCURRENCY:
-            outcome = concurrency.decide(slots, rule, self.now_us, cost)
+            outcome = self._of_slots(slots, rule)
             if not outcome[0]:
-                self.noted("denied", name, cost, rule.limit)
+                self.noted("denied", name, rule.limit)
             return _Judged(check, self.now_us, outcome, slots, None)
         stored = self.buckets.get(name)
         kept = self.opened(stored, rule)
@@ -194,7 +197,7 @@ class HoldStore:
         if not one.outcome[0]:
             return _told(one.outcome)
         if one.kept is None:
-            return _there(concurrency.decide(one.slots, one.rule, self.now_us, MORE_THAN_ANY_LIMIT))
+            return _there(one.outcome)
         return has_now(one.kept.shared, one.rule, one.at_us)
 
     def _charge(self, call: HoldCall, one: _Judged, end_us: int) -> Entry:
@@ -203,14 +206,11 @@ class HoldStore:
             self._keep_edit(one)
             return Entry(_told(one.outcome), None)
         self.slots[name] = one.slots
+        one.slots[call.number] = end_us
         if one.kept is None:
-            one.slots.take(call.number, end_us, cost)
-            self.noted("take", name, call.number, end_us, cost, rule)
-            outcome = concurrency.outcome(
-                one.slots, rule, self.now_us, 0, used=one.slots.used, remaining=rule.limit - one.slots.used
-            )  # fmt: skip
+            self.noted("take", name, call.number, end_us, rule)
+            outcome = self._of_slots(one.slots, rule, taken=1)
             return Entry(_told(outcome), Charged(rule, 0, 0, self.now_us, cost, 0, 0))
-        one.slots.take(call.number, end_us, 1)
         shared = one.kept.shared._replace(state=one.outcome[5])
         mark = one.kept.mark or self.now_us
         self.buckets[name] = Kept(shared, mark)
@@ -232,16 +232,16 @@ class HoldStore:
         if call.step is Step.WITHDRAW:
             return self._withdraw(call, record)
         if record.settled is not None:
-            if call.step is Step.SETTLE and record.settled == call.amount:
-                return StepReply(
-                    Stepped.AS_BEFORE, record.end_us, outcomes=self._outcomes(call, record)
-                )
-            return StepReply(Stepped.SETTLED, record.end_us)
+            return self._after_settle(call, record)
         if record.end_us <= self.now_us:
             return StepReply(Stepped.ENDED, record.end_us)
-        if call.step is Step.EXTEND:
-            return self._extend(call, record)
-        return self._settle(call, record)
+        return (self._extend if call.step is Step.EXTEND else self._settle)(call, record)
+
+    def _after_settle(self, call: StepCall, record: Record) -> StepReply:
+        if call.step is Step.SETTLE and record.settled == call.amount:
+            outcomes = self._outcomes(call, record)
+            return StepReply(Stepped.AS_BEFORE, record.end_us, outcomes=outcomes)
+        return StepReply(Stepped.SETTLED, record.end_us)
 
     def _settle(self, call: StepCall, record: Record) -> StepReply:
         given_back = owed = 0
@@ -259,7 +259,7 @@ class HoldStore:
 
     def settle_bucket(self, number: bytes, name: bytes, charged: Charged, actual: int) -> int:
         """Charge ``actual`` in place of what is held; return the tokens charged, negative if given back."""
-        self.slots_of(name).free(number)
+        self.slots_of(name).pop(number, None)
         kept = self.buckets.get(name)
         if charged.rule.algorithm is Algorithm.CONCURRENCY:
             self.noted("free", name, number)
@@ -305,11 +305,8 @@ class HoldStore:
         end_us = max(record.end_us, min(self.now_us + call.amount, record.last_us))
         for name in call.names:
             entry, slots = record.entries.get(name), self.slots_of(name)
-            if entry is None or entry.charged is None:
-                continue
-            if slots.free(call.number):
-                is_slots = entry.charged.rule.algorithm is Algorithm.CONCURRENCY
-                slots.take(call.number, end_us, entry.charged.tokens if is_slots else 1)
+            if entry is not None and entry.charged is not None and call.number in slots:
+                slots[call.number] = end_us
                 self.noted("extend", name, call.number, end_us)
         self.records[call.number] = record._replace(
             end_us=end_us, kept_until_us=self._kept_until(end_us)
@@ -337,8 +334,7 @@ class HoldStore:
             return None
         rule = entry.charged.rule
         if rule.algorithm is Algorithm.CONCURRENCY:
-            slots = self.slots_of(name)
-            return _there(concurrency.decide(slots, rule, self.now_us, MORE_THAN_ANY_LIMIT))
+            return _there(self._of_slots(self.slots_of(name), rule))
         if name not in self.buckets:
             return None
         shared = self.buckets[name].shared
@@ -386,10 +382,14 @@ class HoldStore:
 
     def slots_of(self, name: bytes) -> Slots:
         """The slots of a bucket that are in use now."""
-        slots = self.slots.get(name) or Slots()
-        for number in slots.expire(self.now_us):
+        slots = self.slots.get(name, {})
+        for number in [number for number, end_us in slots.items() if end_us <= self.now_us]:
+            del slots[number]
             self.noted("over", name, number)
         return slots
+
+    def _of_slots(self, slots: Slots, rule: Limit, taken: int = 0) -> Outcome:
+        return concurrency.outcome(sorted(slots.values()), rule, self.now_us, taken=taken)
 
     def _kept_until(self, end_us: int) -> int:
         left_s = max(0, -(-(end_us - self.now_us) // US_PER_S))
