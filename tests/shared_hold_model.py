@@ -10,7 +10,6 @@ from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.shared_holds import (
     GRACE_S,
     MAX_ATTEMPTS,
-    OBSERVES,
     HoldCall,
     HoldReply,
     Made,
@@ -19,7 +18,14 @@ from ratelimitd.ledger.shared_holds import (
     Stepped,
     StepReply,
 )
-from ratelimitd.ledger.shared_state import STORE_TIME, SharedState, StoreCheck, Update, refunded
+from ratelimitd.ledger.shared_state import (
+    OBSERVES,
+    STORE_TIME,
+    SharedState,
+    StoreCheck,
+    Update,
+    refunded,
+)
 from ratelimitd.model import (
     ALLOWED,
     MAX_TIME_US,
@@ -75,6 +81,9 @@ class Record(NamedTuple):
     settled: int | None = None
 
 
+PEEK = 1
+"""The flag of a check that charges nothing."""
+
 Slots = dict[bytes, int]
 """The holds of a bucket that are open, by their numbers: when they end, in µs."""
 
@@ -124,7 +133,7 @@ class HoldStore:
             for one in judged:
                 self._keep_edit(one)
             made = Made.DENIED if is_denied else Made.FULL
-            return HoldReply(made, self.now_us, 0, [self._without(one) for one in judged])
+            return HoldReply(made, 0, [self._without(one) for one in judged])
         last_us = min(
             [self.now_us + one.rule.window_us for one in passing if one.kept is None],
             default=MAX_TIME_US,
@@ -141,15 +150,15 @@ class HoldStore:
             entries,
         )
         outcomes = [entry.outcome for entry in entries.values()]
-        return HoldReply(Made.MADE, self.now_us, end_us, outcomes)
+        return HoldReply(Made.MADE, end_us, outcomes)
 
     def _found(self, call: HoldCall, record: Record) -> HoldReply:
         if record.check_digest != call.check_digest:
-            return HoldReply(Made.OF_ANOTHER_CHECK, self.now_us, 0, [None] * len(call.checks))
+            return HoldReply(Made.OF_ANOTHER_CHECK, 0, ())
         self.records[call.number] = self.joined(record, call.attempt)
         there = [record.entries.get(check.name) for check in call.checks]
         outcomes = [entry and entry.outcome for entry in there]
-        return HoldReply(Made.FOUND, self.now_us, record.end_us, outcomes)
+        return HoldReply(Made.FOUND, record.end_us, outcomes)
 
     @staticmethod
     def joined(record: Record, attempt: bytes) -> Record:
@@ -345,16 +354,28 @@ class HoldStore:
 
     def decide(self, check: StoreCheck) -> Outcome:
         """Decide one check, which takes no slot."""
-        one = self.judge(check)
-        if one.kept is None or check.peek:
-            return _told(one.outcome)
+        return self.decide_all([check])[0]
+
+    def decide_all(self, checks: Sequence[StoreCheck]) -> list[Outcome]:
+        """Decide one check on several buckets: all are charged, or none if one is denied that does not only observe."""
+        judged = [self.judge(check) for check in checks]
+        is_denied = any(not one.outcome[0] and not one.check.peek & OBSERVES for one in judged)
+        for one in judged:
+            self._charge_check(one, is_denied=is_denied)
+        if is_denied:
+            return [self._without(one) for one in judged]
+        return [_told(one.outcome) for one in judged]
+
+    def _charge_check(self, one: _Judged, *, is_denied: bool) -> None:
+        check = one.check
+        if one.kept is None or check.peek & PEEK:
+            return
         self._keep_edit(one)
-        if one.outcome[0]:
+        if one.outcome[0] and not is_denied:
             shared = one.kept.shared._replace(state=one.outcome[5])
             self.buckets[check.name] = Kept(shared, one.kept.mark)
             at_us, _ = ACCOUNTS[one.rule.algorithm].standing(shared.state)
             self.noted("charge", check.name, check.rule, at_us, check.cost)
-        return _told(one.outcome)
 
     def charge_late(self, name: bytes, rule: Limit, runs: Sequence[tuple[int, int]]) -> None:
         """A node settles what it has allowed."""

@@ -23,7 +23,6 @@ from ratelimitd.errors import (
 )
 from ratelimitd.ledger.holds import Held, Hold
 from ratelimitd.ledger.shared_holds import (
-    OBSERVES,
     HoldCall,
     HoldReply,
     Step,
@@ -34,7 +33,7 @@ from ratelimitd.ledger.shared_holds import (
     conclude_step,
     has_part,
 )
-from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
 from ratelimitd.model import Algorithm, Enforcement, Limit
 from tests.shared_hold_model import HoldStore
 from tests.simulation.world import MS, SECOND, START_US

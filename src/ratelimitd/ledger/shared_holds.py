@@ -19,6 +19,7 @@ from ratelimitd.errors import (
     HoldSettledError,
     HoldsFullError,
     RateLimitdError,
+    StoreOverloadedError,
 )
 from ratelimitd.ledger.holds import Held
 from ratelimitd.ledger.shared_state import StoreCheck
@@ -32,14 +33,11 @@ GRACE_S: Final = 60
 MAX_ATTEMPTS: Final = 8
 """Of one hold at the same time; with more of them it cannot be withdrawn, and is held until its end."""
 
-OBSERVES: Final = 4
-"""The flag of a check whose denial denies no other."""
-
 
 class HoldCall(NamedTuple):
     """A hold, or a part of one, to be made in one step of the store.
 
-    ``checks`` are one for each bucket, ``peek`` their flags. ``most`` is how many holds a bucket may have.
+    ``checks`` are one for each bucket. ``most`` is how many holds a bucket may have.
     """
 
     number: bytes
@@ -64,11 +62,10 @@ class HoldReply(NamedTuple):
     """The answer to a call.
 
     ``outcomes`` are those of the checks; of a part that was found, what they were then, ``None`` where it has none.
-    ``expire_us`` is the end of the part, 0 unless it is there, ``now_us`` the store's time.
+    ``expire_us`` is the end of the part, 0 unless it is there.
     """
 
     made: Made
-    now_us: int
     expire_us: int
     outcomes: Sequence[Outcome | None]
 
@@ -177,7 +174,7 @@ def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> Ste
             outcomes[place] = outcome
     known = [reply for reply in replies if reply.stepped is not Stepped.UNKNOWN]
     return StepReply(
-        max(stepped, default=Stepped.UNKNOWN),
+        min([reply.stepped for reply in known], default=Stepped.UNKNOWN),
         min([reply.expire_us for reply in known], default=0),
         sum(reply.given_back for reply in replies),
         sum(reply.owed for reply in replies),
@@ -187,7 +184,9 @@ def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> Ste
 
 def has_part(reply: HoldReply | RateLimitdError) -> bool:
     """Whether a part was made or found, or may have been."""
-    return isinstance(reply, RateLimitdError) or reply.made in {Made.MADE, Made.FOUND}
+    if isinstance(reply, HoldReply):
+        return reply.made in {Made.MADE, Made.FOUND}
+    return not isinstance(reply, StoreOverloadedError)
 
 
 def _without(outcome: Outcome | None, limit: Limit, cost: int) -> Outcome | None:
