@@ -151,6 +151,8 @@ class Cluster:
             timers=loop,
             store_time=self._eventual is None and settings.timestamps != "caller",
             changed=self.buckets.was_changed,
+            max_holds=settings.max_holds,
+            max_per_bucket=settings.max_holds_per_bucket,
         )
         self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0
