@@ -39,6 +39,10 @@ REQUESTS: Final[Mapping[str, Message]] = {
     "UnassignPlan": pb.UnassignPlanRequest(identity=ASSIGNMENT.identity),
     "GetAssignment": pb.GetAssignmentRequest(identity=ASSIGNMENT.identity),
     "ListAssignments": pb.ListAssignmentsRequest(),
+    "Hold": pb.HoldRequest(check=pb.RateLimitRequest(**BUCKET)),
+    "Settle": pb.SettleRequest(hold="none"),
+    "Extend": pb.ExtendRequest(hold="none"),
+    "ListHolds": pb.ListHoldsRequest(),
     "BatchAssignPlans": pb.BatchAssignPlansRequest(assignments=[ASSIGNMENT]),
 }
 """What each method of the contract is asked: what would have an effect, if it were let through."""

@@ -199,3 +199,11 @@ async def test_a_settle_that_no_node_takes_ends_the_lease_all_the_same(monkeypat
         assert leases.take(BUCKET, 1) is not None
         await loop.run_timers()
         assert leases.take(BUCKET, 1) is None
+
+
+async def test_a_lease_that_comes_while_the_client_closes_is_given_back():
+    node = Node()
+    async with leases_of(node) as (leases, _):
+        for _ in range(HOT):
+            leases.noted(BUCKET, 1, decision(node.remaining))
+    assert node.settled == [0]

@@ -5,7 +5,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.model import US_PER_S, IdentifierType, Rule
 from tests.outcomes import NAMED_DECIDE
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs/pictures"
@@ -32,7 +33,7 @@ def answers(algorithm):
         yield "yes" if outcome.allowed else "no"
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_picture_shows_the_answers_of_the_algorithm(algorithm):
     panel = ET.parse(PICTURES / "algorithms.svg").find(f"{SVG}g[@id='{algorithm}']")  # noqa: S314 - ours
     assert [dot.get("class") for dot in panel.iter(f"{SVG}circle")] == list(answers(algorithm))

@@ -31,12 +31,12 @@ def command_of(page, program):
 
 
 @contextlib.asynccontextmanager
-async def running_shop(command, node):
+async def running_shop(command, node, **environ):
     """A client of a shop that asks a node. The server says nothing of errors, and ends when it is told to."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
-        env={**os.environ, "RATELIMITD": node.grpc_address, "TIMEOUT_S": TIMEOUT_S},
+        env={**os.environ, "RATELIMITD": node.grpc_address, "TIMEOUT_S": TIMEOUT_S, **environ},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -8,9 +8,9 @@ import redis
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import decide_all
-from ratelimitd.cluster.redis.codec import JOINED, OBSERVES, bucket_key
+from ratelimitd.cluster.redis.codec import JOINED, bucket_key
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.shared_state import StoreCheck
+from ratelimitd.ledger.shared_state import OBSERVES, StoreCheck
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from tests.servers import Valkey
 from tests.store_scripts import decide, key_of, rule_of

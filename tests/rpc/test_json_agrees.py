@@ -74,6 +74,7 @@ ASSIGNMENTS = st.builds(
     etag=st.sampled_from(["", "", "stale"]),
 )
 
+HELD = "held last"
 REQUESTS = {
     "RateLimiter/CheckRateLimit": CHECKS,
     "RateLimiter/CheckRateLimitBatch": st.builds(
@@ -107,6 +108,20 @@ REQUESTS = {
         ),
     ),
     "RateLimiterHealth/ResetRateLimit": st.builds(pb.ResetRequest, **TARGETS),
+    "RateLimiterHolds/Hold": st.builds(
+        pb.HoldRequest,
+        check=st.builds(pb.RateLimitRequest, **TARGETS, tokens_requested=NUMBERS),
+        hold_id=st.sampled_from(["h1", "h2", "x" * 65]),
+        ttl_seconds=NUMBERS,
+        lease=st.booleans(),
+    ),
+    "RateLimiterHolds/Settle": st.builds(
+        pb.SettleRequest, hold=st.sampled_from(["", "no", HELD]), actual=NUMBERS
+    ),
+    "RateLimiterHolds/Extend": st.builds(
+        pb.ExtendRequest, hold=st.sampled_from(["", "no", HELD]), ttl_seconds=NUMBERS
+    ),
+    "RateLimiterHolds/ListHolds": st.just(pb.ListHoldsRequest()),
     "RateLimiterPlans/AssignPlan": st.builds(pb.AssignPlanRequest, assignment=ASSIGNMENTS),
     "RateLimiterPlans/BatchAssignPlans": st.builds(
         pb.BatchAssignPlansRequest, assignments=st.lists(ASSIGNMENTS, max_size=3)
@@ -148,6 +163,7 @@ class Pair:
         self._runner = runner
         self._open = AsyncExitStack()
         self.ends = set()
+        self._held = {"spoken": "", "posted": ""}
 
     async def start(self):
         options = {"node_id": "node-1", "log_level": "error"}
@@ -168,12 +184,23 @@ class Pair:
 
     async def _check(self, calls):
         for path, message, protocol, camel, prefix in calls:
-            spoken = await self._spoken(prefix + path, message)
-            body = request_body(message, protocol, camel=camel)
+            spoken = await self._spoken(prefix + path, self._settling("spoken", message))
+            body = request_body(self._settling("posted", message), protocol, camel=camel)
             found = answer_class(path)
             posted = await called(self.client, prefix + path, body, protocol, answer_class=found)
+            if isinstance(posted.answer, pb.HoldResponse):
+                self._held = {"spoken": spoken.answer.hold, "posted": posted.answer.hold}
             assert same(posted) == same(spoken), (path, message, protocol)
             self.ends.add((path, spoken.code))
+
+    def _settling(self, side, message):
+        """A message with the hold that this node has made last, in place of its name."""
+        if getattr(message, "hold", "") != HELD:
+            return message
+        return type(message)(
+            **{field.name: value for field, value in message.ListFields()}
+            | {"hold": self._held[side]}
+        )
 
     async def _spoken(self, path, message):
         method = self.channel.unary_unary(path)
@@ -193,6 +220,8 @@ def same(end):
     pages = pb.ListRateLimitsResponse | pb.ListAssignmentsResponse
     if isinstance(end.answer, pages) and end.answer.next_page_token:
         end.answer.next_page_token = "sealed"
+    if isinstance(end.answer, pb.HoldResponse) and end.answer.hold:
+        end.answer.hold = "sealed"
     return end
 
 
@@ -214,6 +243,10 @@ ADA = pb.Identity(identifier_type="user", identifier="ada")
 AN_ASSIGNMENT = pb.Assignment(identity=ADA, plan="pro", expire_time=4_000_000_000, note="caf\u00e9")
 STORY = [
     ("RateLimiterConfig/CreateRateLimit", pb.CreateRateLimitRequest(rate_limit=A_RULE)),
+    ("RateLimiterHolds/Hold", pb.HoldRequest(check=A_CHECK)),
+    ("RateLimiterHolds/ListHolds", pb.ListHoldsRequest()),
+    ("RateLimiterHolds/Extend", pb.ExtendRequest(hold=HELD)),
+    ("RateLimiterHolds/Settle", pb.SettleRequest(hold=HELD, actual=0)),
     *[("RateLimiter/CheckRateLimit", A_CHECK)] * 3,
     ("RateLimiter/CheckRateLimitBatch", pb.BatchRateLimitRequest(requests=[A_CHECK])),
     ("RateLimiterHealth/GetHealthStatus", empty_pb2.Empty()),

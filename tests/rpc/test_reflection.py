@@ -17,6 +17,7 @@ SERVICES = [
     "ratelimiter.v1.RateLimiter",
     "ratelimiter.v1.RateLimiterConfig",
     "ratelimiter.v1.RateLimiterHealth",
+    "ratelimiter.v1.RateLimiterHolds",
     "ratelimiter.v1.RateLimiterPlans",
 ]
 

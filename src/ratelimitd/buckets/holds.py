@@ -188,7 +188,7 @@ class OwnHolds:
         record = _Record(hold.check_digest, end_us, last_us, hold.cost, told)
         self._records[hold.number] = record
         self._schedule(hold.number, record)
-        return Held([*told.values()], end_us)
+        return Held([*told.values()], end_us, is_first=True)
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int

@@ -68,6 +68,12 @@ class Gossip:
         """Tell at once that a bucket is another now."""
         self._bus.publish(name[0], b"D" + name)
 
+    def changed(self, name: bytes) -> None:
+        """Tell that a bucket is another now, once in each interval of the sync."""
+        if name not in self._told:
+            self._told.add(name)
+            self.was_reset(name)
+
     def rules_changed(self, revision: int) -> None:
         """Tell at once that there is a new rule book."""
         self._bus.publish(0, b"R" + _REVISION.pack(revision))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.cluster.pending import Bucket, PendingCheck
@@ -16,7 +16,9 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.several import Part, conclude, denies
 from ratelimitd.ledger.shared_state import SharedState, refund_of
-from ratelimitd.model import Outcome
+from ratelimitd.model import Algorithm, Outcome
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 Outcomes: TypeAlias = Sequence[Outcome | Exception]
 """Of each bucket of a check; an error where nobody could decide."""
@@ -38,7 +40,8 @@ class PartCheck(PendingCheck):
 
     def __init__(self, joint: JointCheck, charge: Charge, *, peek: bool) -> None:
         self.key, self.rule, _ = charge
-        self.now_us, self.cost, self.peek = joint.now_us, joint.cost, peek
+        self.now_us, self.cost = joint.now_us, joint.cost
+        self.peek = peek or self.rule.algorithm is CONCURRENCY  # which holds take, and no check
         self.charged = self.is_counted = self.is_known = False
         self.part = Part(self.rule)
         self._joint = joint

@@ -16,6 +16,7 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy, promised_excess
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, take
+from ratelimitd.cluster.holds import SharedHolds
 from ratelimitd.cluster.membership import BEAT_S, Membership, SharedTime, StatusBoard
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.cluster.shared_buckets import SharedBuckets
@@ -142,6 +143,17 @@ class Cluster:
                 decides_alone=settings.on_breaker_open == "local",
                 breaker_denies=settings.on_breaker_open == "deny",
             )
+        self.holds = SharedHolds(
+            store=store,
+            tags=by_octet,
+            stored_name=stored_name,
+            clock=clock,
+            timers=loop,
+            store_time=self._eventual is None and settings.timestamps != "caller",
+            changed=self.buckets.was_changed,
+            max_holds=settings.max_holds,
+            max_per_bucket=settings.max_holds_per_bucket,
+        )
         self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0
 

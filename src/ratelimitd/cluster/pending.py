@@ -23,6 +23,7 @@ from ratelimitd.model import (
 )
 
 if TYPE_CHECKING:
+    from ratelimitd.cluster.store_servers import StoreServer
     from ratelimitd.cluster.sync import Partition
 
 BEYOND_ANY_LIMIT = INT32_MAX + 1
@@ -79,6 +80,15 @@ class PendingCheck:
         """Raise an unexpected error in the caller."""
         if not self.answer.done():
             self.answer.set_exception(error)
+
+
+def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
+    """Resolve a check that only the store could decide."""
+    if isinstance(outcome, RateLimitdError):
+        server.failed(outcome)
+    else:
+        server.answered()
+    check.resolve(outcome)
 
 
 def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:

@@ -19,17 +19,23 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
-from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
+from ratelimitd.cluster.joint_checks import (
+    CONCURRENCY,
+    JointCheck,
+    Outcomes,
+    PartCheck,
+    errors_that_deny,
+)
 from ratelimitd.cluster.membership import Membership
 from ratelimitd.cluster.packed import numbers_of, unpack
-from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck
+from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, decided
 from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
+from ratelimitd.ledger.shared_state import STORE_TIME, Met, SharedState, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
 if TYPE_CHECKING:
@@ -310,6 +316,12 @@ class SharedBuckets:
             # The message is not repeated, so the bucket would stay stale until it is settled.
             self._doubted.append(bucket.name)
 
+    def was_changed(self, name: bytes, is_low: bool) -> None:  # noqa: FBT001 -- bound by position
+        """A hold has changed a bucket in the store: read it again where it is known."""
+        self.doubt(name)
+        if is_low:
+            self._gossip.changed(name)
+
     def resync(self) -> None:
         """Messages of other nodes may have been lost: drop packed buckets, and read those in use again in steps."""
         self._cache.forget_all_packed()
@@ -359,7 +371,14 @@ class SharedBuckets:
     # Unknown buckets
 
     def _ask_first(self, key: bytes, name: bytes, check: PendingCheck, *, is_counted: bool) -> None:
-        """Send the first check of an unknown bucket to the store; further ones wait for its answer."""
+        """Send the first check of an unknown bucket to the store; further ones wait for its answer.
+
+        A bucket of slots is never known: the store decides each check.
+        """
+        if check.rule.algorithm is CONCURRENCY:
+            asked = StoreCheck(name, check.rule, STORE_TIME, check.cost, peek=True)
+            self._store.decide(asked, partial(decided, check, self._tags[name[0]].server))
+            return
         waiting = self._first_checks.get(key)
         if waiting is not None:
             waiting.append(check)
@@ -418,7 +437,7 @@ class SharedBuckets:
         """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
         name = self._stored_name(key)
         tag, cache = self._tags[name[0]], self._cache
-        if tag.server.is_open:
+        if tag.server.is_open or rule.algorithm is CONCURRENCY:
             return self._known(key, rule, name)
         packed = cache.pop_packed(name)
         if packed is None or name in tag.buckets:
@@ -449,11 +468,12 @@ class SharedBuckets:
         """
         name = name or self._missed.get(key) or self._stored_name(key)
         tag = self._tags[name[0]]
-        bucket = tag.bucket(name)
+        is_of_slots = rule.algorithm is CONCURRENCY
+        bucket = None if is_of_slots else tag.bucket(name)
         if bucket is None:
-            if tag.server.is_open and (not self._decides_alone or tag.is_full):
+            if tag.server.is_open and (not self._decides_alone or is_of_slots or tag.is_full):
                 raise tag.server.open_error()
-            shared = self._cache.take_packed(name)
+            shared = None if is_of_slots else self._cache.take_packed(name)
             if shared is None and not tag.server.is_open:
                 self._miss(key, name)
                 return None

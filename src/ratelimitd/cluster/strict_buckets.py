@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 
 from ratelimitd.algorithms.several import ENFORCE, Charge
 from ratelimitd.cluster.gossip import reset_buckets
-from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
-from ratelimitd.cluster.pending import Bucket
-from ratelimitd.cluster.redis.codec import JOINED, OBSERVES
+from ratelimitd.cluster.joint_checks import (
+    CONCURRENCY,
+    JointCheck,
+    Outcomes,
+    PartCheck,
+    errors_that_deny,
+)
+from ratelimitd.cluster.pending import Bucket, decided
+from ratelimitd.cluster.redis.codec import JOINED
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.accounts import Refund
-from ratelimitd.ledger.shared_state import STORE_TIME, Met, StoreCheck
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, Met, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
 if TYPE_CHECKING:
@@ -147,7 +153,11 @@ class StrictBuckets:
         name = self._stored_name(check.key)
         at_us = self._time_of(check.rule, check.now_us)
         asked = StoreCheck(name, check.rule, at_us, check.cost, check.peek)
-        self._store.first_check(asked, partial(_part_decided, check, self._tags[name[0]].server))
+        server = self._tags[name[0]].server
+        if check.rule.algorithm is CONCURRENCY:
+            self._store.decide(asked, partial(decided, check, server))
+        else:
+            self._store.first_check(asked, partial(_part_decided, check, server))
 
     def was_spent(self, check: PartCheck) -> None:
         """Never called: no view holds tokens."""
@@ -165,6 +175,9 @@ class StrictBuckets:
         tag.touch(bucket)
         tag.flush()
         return True
+
+    def was_changed(self, _name: bytes, _is_low: bool) -> None:  # noqa: FBT001 -- as of the other class
+        """Do nothing: no view goes by what a bucket was."""
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.

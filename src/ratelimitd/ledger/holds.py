@@ -41,11 +41,13 @@ class Held(NamedTuple):
     """What became of a hold.
 
     ``outcomes`` are in the order of the charges; of a hold that was made before, what they were then, ``None`` for a
-    charge that it does not have. ``expire_us`` is its end in µs since the Unix epoch, 0 if it was denied.
+    charge that it does not have. ``expire_us`` is its end in µs since the Unix epoch, 0 if it was denied. ``is_first``:
+    it was made by this call.
     """
 
     outcomes: Sequence[Outcome | None]
     expire_us: int
+    is_first: bool = False
 
 
 class Settled(NamedTuple):

@@ -7,11 +7,14 @@ charged by the store, and that charge is given back if another bucket denies the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from ratelimitd.algorithms.several import ENFORCE, MORE_THAN_ANY_LIMIT
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Limit, Outcome
+from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Algorithm, Limit, Outcome
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 
 class Part:
@@ -71,7 +74,8 @@ class Part:
             _, remaining, reset_time, *_ = self.view.peek(now_us, MORE_THAN_ANY_LIMIT)
         else:
             _, remaining, reset_time, *_ = self.outcome
-            remaining = min(remaining + cost, self.limit.capacity)
+            if self.limit.algorithm is not CONCURRENCY:  # a check takes no slot
+                remaining = min(remaining + cost, self.limit.capacity)
         self.outcome = (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, None)
 
     def _held(self, view: LocalView, outcome: Outcome | None) -> Outcome | None:

@@ -73,6 +73,10 @@ STORE_TIME: Final = -1
 """In the place of a time: the store's own clock at that moment."""
 
 
+OBSERVES: Final = 4
+"""Beside ``peek`` of a check that is one with others: its denial denies no other."""
+
+
 class StoreCheck(NamedTuple):
     """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``.
 

@@ -117,7 +117,7 @@ class Holder:
             if lease:
                 _refuse_lease_of_slots(charges)
             hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
-            outcomes, expire_us = await self._holds.hold(hold)
+            outcomes, expire_us, is_first = await self._holds.hold(hold)
             if not expire_us:
                 _refuse_above_limit(judging, outcomes)
             decision = _decided(limiter, judging, outcomes)
@@ -137,10 +137,10 @@ class Holder:
             )
             if outcome is not None and outcome[0]
         ]
-        if number not in self._open:
+        if is_first:
             self._stats.holds["made"] += 1
             self._stats.hold_tokens["held"] += check.cost
-        self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
+            self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
         return Holding(decision, limits, expire_us)
 
     async def settle(

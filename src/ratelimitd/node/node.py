@@ -230,7 +230,13 @@ class Node:
         table = BucketTable(
             self._settings.cache_entries, self.stats, callers_time=self._callers_time
         )
-        holds = OwnHolds(table, self._keys, self._clock.now_us)
+        holds = OwnHolds(
+            table,
+            self._keys,
+            self._clock.now_us,
+            max_holds=self._settings.max_holds,
+            max_per_bucket=self._settings.max_holds_per_bucket,
+        )
         snapshot = SnapshotLog.open(
             self._settings.state_dir,
             table,

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.redis.codec import JOINED, OBSERVES
+from ratelimitd.cluster.redis.codec import JOINED
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
-from ratelimitd.ledger.shared_state import STORE_TIME
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Enforcement
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, World, name_of

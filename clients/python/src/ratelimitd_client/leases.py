@@ -34,6 +34,8 @@ MAX_BUCKETS: Final = 4_096
 TTL_S: Final = 2
 """When a lease ends that its client has left behind: the least that outlives :data:`MAX_LEASE_MS` and a late timer."""
 
+_new: Final = tuple.__new__
+
 Bucket: TypeAlias = tuple[str, str, str]
 """Identifier, identifier type, endpoint."""
 
@@ -44,11 +46,13 @@ Acquire: TypeAlias = Callable[[Bucket, int], Awaitable[AsyncHold]]
 class _Lease:
     """Tokens that are held: ``left`` of ``size``."""
 
-    __slots__ = ("decision", "hold", "is_renewed", "left", "low", "size")
+    __slots__ = ("beneath", "hold", "is_renewed", "left", "low", "rest", "size")
 
     def __init__(self, hold: AsyncHold, size: int) -> None:
         self.hold = hold
-        self.decision = hold.decision
+        _, self.beneath, reset_time, _, *rest = hold.decision
+        """Tokens that the bucket has left beside the lease."""
+        self.rest = (reset_time, 0, *rest)
         self.size = self.left = size
         self.low = int(size * RENEW)
         self.is_renewed = False
@@ -73,6 +77,7 @@ class Leases:
         self._asked: dict[Bucket, int] = {}
         """Tokens asked for without a lease since the last timer; -1 of a bucket that is not leased until then."""
         self._is_counting = False
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, bucket: Bucket, cost: int) -> Decision | None:
@@ -87,8 +92,8 @@ class Leases:
         if left < lease.low and not lease.is_renewed:
             lease.is_renewed = True
             self._start(self._renew(bucket, lease))
-        (allowed, remaining, reset_time, _, *rest) = lease.decision
-        return tuple.__new__(Decision, (allowed, remaining + left, reset_time, 0, *rest))
+        # Of the answer only what is left changes. Two tuples are joined in half the time that unpacking one takes.
+        return _new(Decision, (True, lease.beneath + left) + lease.rest)  # noqa: RUF005
 
     def noted(self, bucket: Bucket, cost: int, decision: Decision) -> Decision:
         """Count a check that was sent, and lease its bucket if it is hot and has enough left; returns the decision."""
@@ -110,7 +115,8 @@ class Leases:
         return decision
 
     async def close(self) -> None:
-        """Give back what is left of all leases."""
+        """Give back what is left of all leases, and take no more."""
+        self._is_closed = True
         for bucket in list(self._leases):
             self._end(bucket, self._leases[bucket])
         while self._tasks:
@@ -127,6 +133,9 @@ class Leases:
 
     async def _begin(self, bucket: Bucket, size: int) -> None:
         hold = await self._acquire(bucket, size)
+        if self._is_closed:
+            await hold.settle(0)
+            return
         if not hold.is_held:
             self._asked[bucket] = -1
             return
@@ -139,7 +148,7 @@ class Leases:
 
     async def _renew(self, bucket: Bucket, lease: _Lease) -> None:
         """Follow a lease that is used up early by a larger one."""
-        size = min(int(lease.size * SPARE), lease.decision.remaining_tokens // PART)
+        size = min(int(lease.size * SPARE), lease.beneath // PART)
         if size >= HOT:
             await self._begin(bucket, size)
 
@@ -148,8 +157,9 @@ class Leases:
             return  # it was followed by another, and settled then
         del self._leases[bucket]
         used = lease.size - lease.left
-        size = min(int(used * SPARE), lease.decision.remaining_tokens // PART)
-        if used >= HOT and size >= HOT and not lease.is_renewed:
+        size = min(int(used * SPARE), lease.beneath // PART)
+        is_hot = used >= HOT and not (lease.is_renewed or self._is_closed)
+        if is_hot and size >= HOT:
             self._start(self._begin(bucket, size))
         self._start(self._settle(lease, used))
 

@@ -45,7 +45,9 @@ from ratelimitd.model import (
 #     fixed window:    count (8) · count of the window before (8) · latest_us (8)
 #     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
 #
-# Of a bucket of which tokens were given back the format is FORMAT_OF_REFUNDED, and how many (8) follows the head.
+# Of a bucket of which tokens were given back the format is FORMAT_OF_REFUNDED, and how many (8) follows the head. Of
+# one that was charged for holds it is FORMAT_OF_HELD, and a mark (8), which only the store goes by, follows that
+# number. A bucket of slots is no such value but a sorted set.
 
 FORMAT: Final = 1
 """Version of the format; values of others are not buckets."""
@@ -53,11 +55,15 @@ FORMAT: Final = 1
 FORMAT_OF_REFUNDED: Final = 2
 """That of buckets of which tokens were given back."""
 
+FORMAT_OF_HELD: Final = 3
+"""That of buckets that were charged for holds."""
+
 NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
     {
         Algorithm.TOKEN_BUCKET: 1,
         Algorithm.FIXED_WINDOW: 2,
         Algorithm.SLIDING_WINDOW: 3,
+        Algorithm.CONCURRENCY: 4,
     }
 )
 """Number of an algorithm in the store; never changes."""
@@ -65,7 +71,12 @@ NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
 _LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the scripts
 
 _HEAD: Final = Struct("<BBIQI")
-_HEAD_OF_REFUNDED: Final = Struct(f"<{_HEAD.size}sQ")
+_HEADS_OF_MORE: Final = MappingProxyType(
+    {
+        FORMAT_OF_REFUNDED: Struct(f"<{_HEAD.size}sQ"),
+        FORMAT_OF_HELD: Struct(f"<{_HEAD.size}sQQ"),
+    }
+)
 _BURST: Final = Struct("<I")
 _NUMBER_BYTES: Final = 8  # of every number of a state
 _TOKEN_BUCKET: Final = Struct(f"<{_HEAD.size}xQQQ")
@@ -103,10 +114,11 @@ def bucket_of(value: Any, rule: Limit) -> SharedState:
             if state is not None:
                 # To call the class itself takes 0.4 µs longer, and this is done for every bucket of every reply.
                 return tuple.__new__(SharedState, (generation, revision, limit, state, burst, 0))
-        if form == FORMAT_OF_REFUNDED and len(value) >= _HEAD_OF_REFUNDED.size:
-            head, refunded = _HEAD_OF_REFUNDED.unpack_from(value)
-            if refunded <= _LARGEST:
-                plain = bytes((FORMAT,)) + head[1:] + value[_HEAD_OF_REFUNDED.size :]
+        more = _HEADS_OF_MORE.get(form)
+        if more is not None and len(value) >= more.size:
+            head, refunded, *mark = more.unpack_from(value)
+            if max(refunded, *mark, 0) <= _LARGEST:
+                plain = bytes((FORMAT,)) + head[1:] + value[more.size :]
                 return bucket_of(plain, rule)._replace(burst=burst, refunded=refunded)
     message = "the shared state holds something else where a bucket should be"
     raise StoreCorruptError(message)
@@ -147,11 +159,17 @@ def _sliding_window(value: bytes, _rule: Limit) -> BucketState:
     return None
 
 
+def _slots(_value: bytes, _rule: Limit) -> BucketState:
+    """Return ``None``: of slots there is no state, but what a reset answers."""
+    return None
+
+
 _STATES: Final = MappingProxyType(
     {
         Algorithm.TOKEN_BUCKET: _token_bucket,
         Algorithm.FIXED_WINDOW: _fixed_window,
         Algorithm.SLIDING_WINDOW: _sliding_window,
+        Algorithm.CONCURRENCY: _slots,
     }
 )
 
@@ -161,6 +179,7 @@ LIBRARY: Final = (
     "token_bucket.lua",
     "fixed_window.lua",
     "sliding_window.lua",
+    "concurrency.lua",
     "ledger.lua",
 )
 """Common start of all scripts; the server cannot include one script in another."""
@@ -179,10 +198,11 @@ class Script:
         self.sha = sha1(text, usedforsecurity=False).hexdigest().encode()
 
 
-def load(name: str) -> Script:
-    """Load the script ``name`` of the package, with its common start."""
+def load(name: str, *more: str) -> Script:
+    """Load the script ``name`` of the package, with its common start and what it shares with others beyond that."""
     scripts = files("ratelimitd.cluster.redis") / "scripts"
-    parts = [(scripts / part).read_text(encoding="utf-8") for part in (*LIBRARY, f"{name}.lua")]
+    names = (*LIBRARY, *more, f"{name}.lua")
+    parts = [(scripts / part).read_text(encoding="utf-8") for part in names]
     return Script((SHEBANG + "\n".join(parts)).encode())
 
 
@@ -212,6 +232,7 @@ _COUNT: Final = Struct("<I")
 _REFUNDS: Final = 128
 _CHECK: Final = Struct("<BBQIIIIq")
 _ANSWER: Final = Struct("<HIIQ")
+ANSWER_BYTES: Final = _ANSWER.size
 _RULE: Final = Struct("<BQIII")
 
 _GRANTED: Final = 1
@@ -228,10 +249,15 @@ _VERDICTS: Final[Mapping[int, tuple[bool, Reason]]] = {
 
 def bucket_key(key: bytes) -> bytes:
     """Return the store's key of the bucket with stored name ``key`` (:meth:`BucketKeys.stored`)."""
-    return _prefix(key[0]) + key
+    return prefix(key[0]) + key
 
 
-def _prefix(tag: int) -> bytes:
+def holds_key(key: bytes) -> bytes:
+    """Return the store's key of the open holds of a bucket."""
+    return prefix(key[0]) + b"holds:" + key
+
+
+def prefix(tag: int) -> bytes:
     """Return the common start of the keys of one hash tag, which are in one slot and so usable in one script."""
     return b"rl1:{%02x}:" % tag
 
@@ -241,7 +267,7 @@ def _prefix(tag: int) -> bytes:
 
 def settle_request(tag: int, batch: Batch) -> Request:
     """Return keys and arguments of ``SETTLE``; the state of the sender is stored under the hash tag ``tag``."""
-    keys = [_prefix(tag) + b"s:" + batch.sender.encode()]
+    keys = [prefix(tag) + b"s:" + batch.sender.encode()]
     keys += [*map(bucket_key, batch.updates), *map(bucket_key, batch.cold)]
     parts = [_NUMBER.pack(batch.number)]
     parts += [_packed(update) for update in batch.updates.values()]
@@ -352,12 +378,14 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
 JOINED: Final = 2
 """Beside ``peek`` of a check to :data:`DECIDE`: it is one with the next; all are charged, or none if one is denied."""
 
-OBSERVES: Final = 4
-"""Its denial denies no other."""
-
 
 def checks_request(checks: Sequence[StoreCheck]) -> Request:
     """Return keys and arguments of ``DECIDE`` for checks, and of ``FIRST_CHECK`` for checks of different buckets."""
+    return [bucket_key(check[0]) for check in checks], [packed_checks(checks)]
+
+
+def packed_checks(checks: Sequence[StoreCheck]) -> bytes:
+    """Encode checks."""
     arguments = [
         _CHECK.pack(
             NUMBERS[rule.algorithm],
@@ -371,7 +399,7 @@ def checks_request(checks: Sequence[StoreCheck]) -> Request:
         )
         for _, rule, now_us, cost, peek in checks
     ]
-    return [bucket_key(check[0]) for check in checks], [b"".join(arguments)]
+    return b"".join(arguments)
 
 
 def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
@@ -383,8 +411,13 @@ def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
         StoreCorruptError: no reply to these.
     """
     if isinstance(reply, bytes) and len(reply) == len(checks) * _ANSWER.size:
-        return [_outcome(*answer) for answer in _ANSWER.iter_unpack(reply)]
+        return outcomes_of(reply)
     raise StoreCorruptError(_NO_ANSWERS)
+
+
+def outcomes_of(answers: bytes) -> list[Outcome | None]:
+    """Decode whole answers to checks; ``None``: there is none, or what it says cannot be."""
+    return [_outcome(*answer) for answer in _ANSWER.iter_unpack(answers)]
 
 
 def first_checked(
@@ -440,7 +473,7 @@ def reset_request(keys: Sequence[bytes], rules: Sequence[Limit], least: int = 0)
             for rule in rules
         ]
     )
-    return [bucket_key(key) for key in keys], [argument, b"%d" % least]
+    return [*map(bucket_key, keys), *map(holds_key, keys)], [argument, b"%d" % least]
 
 
 def reset_reply(rules: Sequence[Limit], reply: Any) -> list[SharedState]:

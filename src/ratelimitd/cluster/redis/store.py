@@ -31,10 +31,19 @@ from ratelimitd.cluster.redis.codec import (
     state_of,
 )
 from ratelimitd.cluster.redis.connection import tell
+from ratelimitd.cluster.redis.hold_codec import (
+    HOLD,
+    HOLD_STEP,
+    hold_reply,
+    hold_request,
+    step_reply,
+    step_request,
+)
 from ratelimitd.cluster.redis.link import Link
 from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_holds import HoldCall, HoldReply, StepCall, StepReply
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import MAX_TIME_US, Limit, Outcome
 from ratelimitd.tracing import Tracer
@@ -340,6 +349,30 @@ class RedisStore:
     ) -> None:
         self.corrupt_total += replaced(reply)
         _answer(done, partial(settle_reply, batch), reply)
+
+    def hold(
+        self, tag: int, call: HoldCall, done: Callable[[HoldReply | RateLimitdError], None]
+    ) -> None:
+        """Make a hold, or the part of it whose buckets have a hash tag, once however often it is sent.
+
+        Its record is kept with ``tag``.
+        """
+        keys, arguments = hold_request(tag, call)
+        held = partial(_answer, done, partial(self._held, call))
+        self._topology.of_tag(tag).run(HOLD, keys, arguments, held, 1 + len(call.checks))
+
+    def _held(self, call: HoldCall, reply: Any) -> HoldReply:
+        corrupt, held = hold_reply(call, reply)
+        self.corrupt_total += corrupt
+        return held
+
+    def step_hold(
+        self, tag: int, call: StepCall, done: Callable[[StepReply | RateLimitdError], None]
+    ) -> None:
+        """Settle, extend or withdraw a hold whose record is with ``tag``; once, however often it is sent."""
+        keys, arguments = step_request(tag, call)
+        stepped = partial(_answer, done, partial(step_reply, call))
+        self._topology.of_tag(tag).run(HOLD_STEP, keys, arguments, stepped, 1 + len(call.names))
 
     def reset(
         self,

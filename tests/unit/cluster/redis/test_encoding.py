@@ -7,6 +7,7 @@ from ratelimitd.cluster.redis.codec import (
     checks_request,
     decided,
     first_checked,
+    holds_key,
     replaced,
     reset_reply,
     reset_request,
@@ -201,7 +202,7 @@ def test_what_is_no_reply_to_first_checks_is_an_error(reply):
 def test_a_reset_names_each_bucket_with_its_rule():
     keys, [argument, least] = reset_request([ONE, OTHER], [RULE, WINDOW], 7)
     assert least == b"7"
-    assert keys == [bucket_key(ONE), bucket_key(OTHER)]
+    assert keys == [*map(bucket_key, (ONE, OTHER)), *map(holds_key, (ONE, OTHER))]
     assert argument == pack("<BQIIIBQIII", 1, 3, 10, 20, 60, 2, 4, 11, 0, 61)
     assert reset_reply([RULE, WINDOW], [FULL, COUNTED]) == [
         SharedState(0, 3, 10, None),

@@ -4,7 +4,15 @@ import pytest
 
 from ratelimitd.cluster.redis.codec import LIBRARY, SHEBANG, Script, load
 
-SCRIPTS = ("settle", "decide", "first_check", "reset")
+SCRIPTS = {
+    "settle": (),
+    "decide": (),
+    "first_check": (),
+    "reset": (),
+    "hold": ("holds.lua",),
+    "hold_step": ("holds.lua",),
+}
+"""What each shares with others beyond the library."""
 
 
 def test_a_script_knows_the_digest_by_which_a_server_finds_it():
@@ -15,11 +23,11 @@ def test_a_script_knows_the_digest_by_which_a_server_finds_it():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loaded_script_is_whole_and_always_the_same(name):
-    script = load(name)
+    script = load(name, *SCRIPTS[name])
     assert script.text.startswith(SHEBANG.encode())
-    for part in (*LIBRARY, f"{name}.lua"):
+    for part in (*LIBRARY, *SCRIPTS[name], f"{name}.lua"):
         assert (files("ratelimitd.cluster.redis") / "scripts" / part).read_bytes() in script.text
-    assert script.sha == load(name).sha
+    assert script.sha == load(name, *SCRIPTS[name]).sha
 
 
 def test_the_scripts_differ():

@@ -6,6 +6,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.observe.node_status import HeldLimit
 from ratelimitd.web.pages.overview_view import BAD, GOOD, WARN, headings_of, summary_of, view_of
 from ratelimitd.web.pages.rendering import NONE
 from tests.unit.observe.test_live import status_of
@@ -218,4 +219,4 @@ def test_whether_the_others_are_known_is_told(known):
 
 def test_holds_in_flight_are_told_by_limit():
     held = HeldLimit("/v1/chat", "api_key", "minute", 12, 6_000)
-    assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6,000")]
+    assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6\u202f000")]

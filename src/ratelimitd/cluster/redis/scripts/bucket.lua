@@ -1,4 +1,4 @@
--- What the scripts have in common: how a bucket lies in the store, and exact arithmetic. The three algorithms follow,
+-- What the scripts have in common: how a bucket lies in the store, and exact arithmetic. The algorithms follow,
 -- one file each; then the script itself. Python joins the files (../script.py), for the server knows no `require`.
 --
 -- A value is this head, and after it what the algorithm keeps; of a full bucket it is the head alone:
@@ -6,7 +6,9 @@
 --     format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)          little-endian, unsigned
 --
 -- What an algorithm keeps is in numbers of 8 bytes. A token bucket whose limit has a burst ends with that (4 bytes).
--- Of a bucket of which tokens were given back, the format is another one, and how many these were (8) follows the head.
+-- Of a bucket of which tokens were given back, the format is another one, and how many these were (8) follows the head;
+-- of one that was charged for a hold it is a third, and a mark (8) follows that number: when it first was, in µs of the
+-- store. No other bucket of the name has this mark, and an edit that lowers the limit or forgives something ends it.
 --
 -- An algorithm is a table of functions. The state of a bucket is three values `x, y, at_us` that only its algorithm
 -- knows; `at_us` is the latest time and nil of a full bucket. No table is made for a state: that would cost more than
@@ -20,7 +22,7 @@ local pack, unpack = struct.pack, struct.unpack
 local floor, ceil = math.floor, math.ceil
 local sub = string.sub
 
-local FORMAT, FORMAT_OF_REFUNDED = 1, 2
+local FORMAT, FORMAT_OF_REFUNDED, FORMAT_OF_HELD = 1, 2, 3
 local HEAD = '<BBI4I8I4'
 local HEAD_BYTES = 18
 local BURST = '<I4'

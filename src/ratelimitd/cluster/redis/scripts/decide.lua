@@ -11,6 +11,8 @@
 --
 -- Of a value that is no bucket the reason is 0, and it is replaced by a bucket that begins anew, unless it was a peek:
 -- that says once that something was lost, and does not leave the caller without a limit.
+--
+-- A check on slots takes none: those are for holds.
 
 local CHECK = '<BBI8I4I4I4I4i8'
 local ANSWER = '<BBI4I4I8'
@@ -34,7 +36,7 @@ local function conclude()
       x, y, at_us = part.x_after, part.y_after, part.after_us
     end
     if not part.is_peek and (part.is_written or (part.allowed and not is_denied)) then
-      local value = written(algorithm, part.generation, part.revision, limit, burst, x, y, at_us, part.refunded)
+      local value = written(algorithm, part.generation, part.revision, limit, burst, x, y, at_us, part.refunded, part.mark)
       call('SET', part.key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
     end
   end
@@ -52,9 +54,14 @@ for index = 1, #KEYS do
   end
   now_us = time_of_check(now_us)
 
-  local generation, x, y, at_us, is_corrupt, is_edited, refunded
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
-    opened(algorithm, value_at(key), -1, revision, limit, burst, window_us)
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded, mark
+  if kind == CONCURRENCY then
+    x, is_corrupt = algorithm.opened(key, time_of_check(-1))
+    y, flags = key, flags + (flags % 2 == 0 and 1 or 0)
+  else
+    generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded, mark =
+      opened(algorithm, value_at(key), -1, revision, limit, burst, window_us)
+  end
   local answer, allowed = NO_BUCKET, false
   local x_before, y_before, before_us = x, y, at_us
   if not is_corrupt then
@@ -74,6 +81,7 @@ for index = 1, #KEYS do
       limit = limit,
       burst = burst,
       refunded = refunded,
+      mark = mark,
       x = x_before,
       y = y_before,
       at_us = before_us,
@@ -87,7 +95,7 @@ for index = 1, #KEYS do
     }
     is_denied = is_denied or not (allowed or is_corrupt or flags >= 4)
   elseif (allowed or is_corrupt or is_edited) and flags == 0 then
-    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
+    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded, mark)
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
   end
   answers[index] = answer

@@ -31,8 +31,8 @@ for index = 1, #KEYS do
   end
 
   local value = value_at(key)
-  local generation, x, y, at_us, is_corrupt, is_edited, refunded
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded, mark
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded, mark =
     opened(algorithm, value, -1, revision, limit, burst, window_us)
   if is_corrupt then
     corrupt = corrupt + 1
@@ -44,7 +44,7 @@ for index = 1, #KEYS do
   end
   local is_stored = peek == 0 and (allowed or is_corrupt or is_edited)
   if is_stored or is_corrupt or not value then
-    value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
+    value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded, mark)
   end
   if is_stored then
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))

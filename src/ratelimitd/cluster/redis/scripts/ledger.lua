@@ -5,20 +5,25 @@ local function make_algorithm(kind)
     return make_token_bucket()
   elseif kind == FIXED_WINDOW then
     return make_fixed_window()
+  elseif kind == CONCURRENCY then
+    return make_concurrency()
   end
   return make_sliding_window()
 end
 
--- What a value says: generation, revision, limit, burst, x, y, at_us, refunded; nil when it is no bucket of this
+-- What a value says: generation, revision, limit, burst, x, y, at_us, refunded, mark; nil when it is no bucket of this
 -- algorithm.
 local function stored(algorithm, value, window_us)
   if type(value) ~= 'string' or #value < HEAD_BYTES then
     return nil
   end
-  local refunded = 0
-  if string.byte(value) == FORMAT_OF_REFUNDED and #value >= HEAD_BYTES + 8 then
+  local refunded, mark, more = 0, 0, string.byte(value)
+  if more == FORMAT_OF_REFUNDED and #value >= HEAD_BYTES + 8 then
     refunded = unpack('<I8', value, HEAD_BYTES + 1)
     value = string.char(FORMAT) .. sub(value, 2, HEAD_BYTES) .. sub(value, HEAD_BYTES + 9)
+  elseif more == FORMAT_OF_HELD and #value >= HEAD_BYTES + 16 then
+    refunded, mark = unpack('<I8I8', value, HEAD_BYTES + 1)
+    value = string.char(FORMAT) .. sub(value, 2, HEAD_BYTES) .. sub(value, HEAD_BYTES + 17)
   end
   local format, kind, generation, revision, limit, x, y, at_us
   local burst = 0
@@ -34,16 +39,16 @@ local function stored(algorithm, value, window_us)
   if format ~= FORMAT or kind ~= algorithm.kind or limit < 1 or limit > INT32_MAX or revision > LARGEST then
     return nil
   end
-  if burst > INT32_MAX or refunded > LARGEST then
+  if burst > INT32_MAX or refunded > LARGEST or mark > LARGEST then
     return nil
   end
   if generation > INT32_MAX then -- a node could not name it: -1 stands for none
     return nil
   end
-  return generation, revision, limit, burst, x, y, at_us, refunded
+  return generation, revision, limit, burst, x, y, at_us, refunded, mark
 end
 
-local function written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
+local function written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded, mark)
   local value
   if at_us then
     value = algorithm.write(generation, revision, limit, x, y, at_us)
@@ -52,6 +57,10 @@ local function written(algorithm, generation, revision, limit, burst, x, y, at_u
   end
   if burst > 0 then
     value = value .. pack(BURST, burst)
+  end
+  if mark > 0 then
+    local head = string.char(FORMAT_OF_HELD) .. sub(value, 2, HEAD_BYTES)
+    return head .. pack('<I8I8', refunded, mark) .. sub(value, HEAD_BYTES + 1)
   end
   if refunded == 0 then
     return value
@@ -62,27 +71,31 @@ end
 
 -- A bucket as a node finds it that is at `revision` with `limit` and `burst`, and charged `generation`, or -1. A bucket
 -- that is not there, or no bucket, or of an older generation begins anew; an edit of limit or burst caps what is owed.
--- The last three values tell whether there was something that is no bucket, whether there was such an edit, and how many
--- tokens were given back.
+-- The last four values tell whether there was something that is no bucket, whether there was such an edit, how many
+-- tokens were given back, and the mark.
 local function opened(algorithm, value, generation, revision, limit, burst, window_us)
-  local its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded
+  local its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded, mark
   if value then
-    its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded = stored(algorithm, value, window_us)
+    its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded, mark = stored(algorithm, value, window_us)
   end
   local corrupt = value and not its_generation
   if not its_generation or generation > its_generation then
     if generation < 0 then -- equivalent: 0 is set to 0
       generation = 0
     end
-    return generation, revision, limit, burst, nil, nil, nil, corrupt, false, 0
+    return generation, revision, limit, burst, nil, nil, nil, corrupt, false, 0, 0
   end
   -- At the same revision the limit differs when an assignment to a plan has ended.
   if revision >= its_revision then
     local edited = limit ~= its_limit or burst ~= its_burst
     if edited then
+      local its_x, its_y = x, y
       x, y, at_us = algorithm.capped(x, y, at_us, capacity_of(limit, burst))
+      if limit < its_limit or x ~= its_x or y ~= its_y then
+        mark = 0
+      end
     end
-    return its_generation, revision, limit, burst, x, y, at_us, corrupt, edited, refunded
+    return its_generation, revision, limit, burst, x, y, at_us, corrupt, edited, refunded, mark
   end
-  return its_generation, its_revision, its_limit, its_burst, x, y, at_us, corrupt, false, refunded
+  return its_generation, its_revision, its_limit, its_burst, x, y, at_us, corrupt, false, refunded, mark
 end

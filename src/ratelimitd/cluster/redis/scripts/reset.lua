@@ -1,6 +1,6 @@
 -- Makes buckets full, each at its next generation: the twin of `reset` in ledger/shared_state.py.
 --
--- KEYS     the buckets
+-- KEYS     the buckets, then of each the open holds, which do not count any more; the slots of such a bucket are free
 -- ARGV[1]  of each: algorithm (1) · revision (8) · limit (4) · burst (4) · window in s (4)
 -- ARGV[2]  the least generation of any
 --
@@ -10,13 +10,19 @@ local RULE = '<BI8I4I4I4'
 
 local least = tonumber(ARGV[2])
 local values, place = {}, 1
-for index, key in ipairs(KEYS) do
+for index = 1, #KEYS / 2 do
+  local key = KEYS[index]
   local kind, revision, limit, burst, window_s
   kind, revision, limit, burst, window_s, place = unpack(RULE, ARGV[1], place)
   local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
-  local generation = stored(algorithm, value_at(key), window_us) or 0
+  local generation = kind ~= CONCURRENCY and stored(algorithm, value_at(key), window_us) or 0
   local next_generation = math.max(generation + 1, least)
-  values[index] = written(algorithm, next_generation, revision, limit, burst, nil, nil, nil, 0)
-  call('SET', key, values[index], 'EX', ttl_of(algorithm, window_us, limit, burst))
+  values[index] = written(algorithm, next_generation, revision, limit, burst, nil, nil, nil, 0, 0)
+  if kind == CONCURRENCY then
+    call('EXPIRE', key, 0)
+  else
+    call('SET', key, values[index], 'EX', ttl_of(algorithm, window_us, limit, burst))
+  end
+  call('EXPIRE', KEYS[#KEYS / 2 + index], 0)
 end
 return values

@@ -92,7 +92,7 @@ for index = 2, #KEYS do
   if repeated and value and stored(algorithm, value, window_us) then
     reply[index + 1] = value
   else
-    local its_generation, its_revision, its_limit, its_burst, x, y, at_us, is_corrupt, _, refunded =
+    local its_generation, its_revision, its_limit, its_burst, x, y, at_us, is_corrupt, _, refunded, mark =
       opened(algorithm, value, generation, revision, limit, burst, window_us)
     if is_corrupt then
       corrupt = corrupt + 1
@@ -137,7 +137,7 @@ for index = 2, #KEYS do
       end
     end
 
-    local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded)
+    local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded, mark)
     -- A full bucket that was never reset is what a missing one is taken for.
     if not repeated and new ~= value and (value or at_us or its_generation > 0) then
       call('SET', key, new, 'EX', ttl_of(algorithm, window_us, its_limit, its_burst, at_us))

@@ -1,0 +1,346 @@
+"""Holds on buckets that nodes share: always decided by the shared state, never by a node's view. See ADR 0055.
+
+One script call makes a hold on all its buckets; in a Cluster there is a call for each hash tag, all at the same time.
+What they come to is in :mod:`ratelimitd.ledger.shared_holds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from ratelimitd.algorithms.several import ENFORCE
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.store_servers import StoreServer
+from ratelimitd.cluster.sync import Partition
+from ratelimitd.errors import (
+    HoldsFullError,
+    RateLimitdError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
+from ratelimitd.ledger.holds import Held, Hold, Settled
+from ratelimitd.ledger.shared_holds import (
+    ATTEMPT_BYTES,
+    HoldCall,
+    Step,
+    StepCall,
+    Stepped,
+    StepReply,
+    conclude,
+    conclude_step,
+    has_part,
+)
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
+from ratelimitd.model import Algorithm, Limit
+
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.store import RedisStore
+
+MAX_HOLDS: Final = 100_000
+"""Holds in flight that one node has made."""
+
+MAX_HOLDS_PER_BUCKET: Final = 10_000
+
+RETRIES: Final = 1
+"""How often a call is sent again that was not answered: whatever is done is done once."""
+
+WITHDRAW_TRIES: Final = 3
+WITHDRAW_PAUSE_S: Final = 0.1
+
+MAX_WITHDRAWALS: Final = 1_000
+"""Under way; beyond it what was charged for a hold that is not made stays charged."""
+
+MIN_ENDS: Final = 1_000
+
+
+class _Part(NamedTuple):
+    """The buckets of a hold that are in one call: where its record is kept, and which of the buckets they are."""
+
+    tag: int
+    places: Sequence[int]
+
+
+_Done: TypeAlias = Callable[[Any], None]
+_Answers: TypeAlias = list[tuple[Sequence[int], Any]]
+
+
+class SharedHolds:
+    """Makes, settles and extends holds on shared buckets.
+
+    ``tags`` are the partitions by hash tag, ``stored_name`` returns the name in the store of a key. ``store_time``:
+    buckets are charged at the store's time and not at that of the hold. ``changed`` is told of each bucket that a hold
+    or a settle has changed, and whether less than half of its capacity is left.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: RedisStore,
+        tags: Sequence[Partition],
+        stored_name: Callable[[bytes], bytes],
+        clock: Clock,
+        timers: asyncio.AbstractEventLoop,
+        store_time: bool,
+        changed: Callable[[bytes, bool], None],
+        max_holds: int = MAX_HOLDS,
+        max_per_bucket: int = MAX_HOLDS_PER_BUCKET,
+    ) -> None:
+        self._store = store
+        self._tags = tags
+        self._stored_name = stored_name
+        self._timers = timers
+        self._store_time = store_time
+        self._changed = changed
+        self._max_per_bucket = max_per_bucket
+        self._open = _Open(clock, max_holds)
+        self._withdrawals = 0
+        self._new_future = asyncio.get_running_loop().create_future
+
+    async def hold(self, hold: Hold) -> Held:
+        """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""
+        self._open.require_room(hold.number)
+        names = [self._stored_name(key) for key, _, _ in hold.charges]
+        parts = self._parts(hold.number, names)
+        attempt = secrets.token_bytes(ATTEMPT_BYTES)
+        checks = [
+            StoreCheck(
+                name,
+                limit,
+                self._time_of(limit, hold.now_us),
+                hold.cost,
+                0 if limit.enforcement is ENFORCE else OBSERVES,
+            )
+            for name, (_, limit, _) in zip(names, hold.charges, strict=True)
+        ]
+        calls = [
+            HoldCall(
+                hold.number,
+                hold.check_digest,
+                attempt,
+                [checks[place] for place in part.places],
+                hold.ttl_us,
+                self._max_per_bucket,
+            )
+            for part in parts
+        ]
+        asks = [
+            partial(self._store.hold, part.tag, call)
+            for part, call in zip(parts, calls, strict=True)
+        ]
+        answered = self._ask_all(parts, names, asks)
+        withdraw = partial(self._withdraw_all, hold.number, attempt, parts, names)
+        try:
+            # What is charged must not be forgotten when the caller leaves.
+            answers = await asyncio.shield(answered)
+        except asyncio.CancelledError:
+            answered.add_done_callback(lambda made: withdraw(made.result()))
+            raise
+        limits = [limit for _, limit, _ in hold.charges]
+        try:
+            held = conclude(limits, hold.cost, answers)
+        except Exception:
+            withdraw(answers)
+            raise
+        if not held.expire_us:
+            withdraw(answers)
+            return held
+        self._open.add(hold.number, hold.ttl_us)
+        for name, limit, outcome in zip(names, limits, held.outcomes, strict=True):
+            if outcome is not None and outcome[0] and limit.algorithm is not CONCURRENCY:
+                self._changed(name, 2 * outcome[1] < limit.capacity)
+        return held
+
+    async def settle(
+        self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
+    ) -> Settled:
+        """Charge what a hold has cost; see :class:`ratelimitd.ledger.holds.Holds`."""
+        at_us = STORE_TIME if self._store_time else now_us
+        reply = await self._step(StepCall(Step.SETTLE, number, names, actual, at_us), "actual")
+        self._open.remove(number)
+        for name in names if reply.given_back or reply.owed else ():
+            self._changed(name, reply.owed > 0)
+        known = reply.stepped is not Stepped.UNKNOWN
+        return Settled(known, reply.stepped is Stepped.DONE, reply.outcomes if known else ())
+
+    async def extend(
+        self, number: bytes, names: Sequence[bytes], ttl_us: int, now_us: int
+    ) -> int | None:
+        """Let a hold end later; see :class:`ratelimitd.ledger.holds.Holds`."""
+        reply = await self._step(StepCall(Step.EXTEND, number, names, ttl_us, now_us), "hold")
+        if reply.stepped is Stepped.UNKNOWN:
+            return None
+        self._open.extend(number, ttl_us)
+        return reply.expire_us
+
+    async def _step(self, call: StepCall, field: str) -> StepReply:
+        parts = self._parts(call.number, call.names)
+        asks = [
+            partial(
+                self._store.step_hold,
+                part.tag,
+                call._replace(names=[call.names[place] for place in part.places]),
+            )
+            for part in parts
+        ]
+        answers = await self._ask_all(parts, call.names, asks)
+        return conclude_step(len(call.names), answers, field=field)
+
+    def _time_of(self, limit: Limit, now_us: int) -> int:
+        """Return the time at which a bucket is charged; the node has chosen a calendar window by its own."""
+        return STORE_TIME if self._store_time and limit.calendar is None else now_us
+
+    def _parts(self, number: bytes, names: Sequence[bytes]) -> Sequence[_Part]:
+        """Return the calls that a hold takes.
+
+        With one server the record lies by the number: settles may name fewer buckets than the hold did, and any first.
+
+        Raises:
+            BreakerOpenError: a server is not asked now.
+        """
+        by_tag: dict[int, list[int]] = {}
+        for place, name in enumerate(names):
+            server = self._server_of(name)
+            if server.is_open:
+                raise server.open_error()
+            tag = number[0] if self._store.decides_together else name[0]
+            by_tag.setdefault(tag, []).append(place)
+        return [_Part(tag, places) for tag, places in by_tag.items()]
+
+    def _server_of(self, name: bytes) -> StoreServer:
+        return self._tags[name[0]].server
+
+    def _ask_all(
+        self,
+        parts: Sequence[_Part],
+        names: Sequence[bytes],
+        asks: Sequence[Callable[[_Done], None]],
+    ) -> asyncio.Future[_Answers]:
+        """Ask for all parts at once, again where there is no answer; returns the answers of all."""
+        all_there: asyncio.Future[_Answers] = self._new_future()
+        answers: _Answers = []
+
+        def answered(places: Sequence[int], reply: Any) -> None:
+            answers.append((places, reply))
+            if len(answers) == len(parts) and not all_there.done():
+                all_there.set_result(answers)
+
+        if not parts:
+            all_there.set_result(answers)
+        for part, ask in zip(parts, asks, strict=True):
+            server = self._server_of(names[part.places[0]])
+            self._ask(server, ask, partial(answered, part.places), RETRIES)
+        return all_there
+
+    def _ask(
+        self, server: StoreServer, ask: Callable[[_Done], None], done: _Done, retries: int
+    ) -> None:
+        def answered(reply: Any) -> None:
+            if not isinstance(reply, RateLimitdError):
+                server.answered()
+                done(reply)
+                return
+            server.failed(reply)
+            if retries and _may_be_repeated(reply) and not server.is_open:
+                self._ask(server, ask, done, retries - 1)
+            else:
+                done(reply)
+
+        ask(answered)
+
+    def _withdraw_all(  # noqa: PLR0917 -- bound by position
+        self,
+        number: bytes,
+        attempt: bytes,
+        parts: Sequence[_Part],
+        names: Sequence[bytes],
+        answers: _Answers,
+    ) -> None:
+        """Give back what was charged for an attempt that has not made its hold, as far as servers are reached."""
+        tags = {tuple(part.places): part.tag for part in parts}
+        for places, reply in answers:
+            of_part = [names[place] for place in places]
+            is_reached = not self._server_of(of_part[0]).is_open
+            if has_part(reply) and is_reached and self._withdrawals < MAX_WITHDRAWALS:
+                call = StepCall(Step.WITHDRAW, number, of_part, attempt=attempt)
+                self._withdrawals += 1
+                self._withdraw(tags[tuple(places)], call, WITHDRAW_TRIES - 1)
+
+    def _withdraw(self, tag: int, call: StepCall, tries: int) -> None:
+        def answered(reply: StepReply | RateLimitdError) -> None:
+            # Says nothing about the server: no caller waits for it.
+            is_lost = isinstance(reply, RateLimitdError)
+            if is_lost and tries and not self._server_of(call.names[0]).is_open:
+                pause_s = WITHDRAW_PAUSE_S * (WITHDRAW_TRIES - tries)
+                self._timers.call_later(pause_s, self._withdraw, tag, call, tries - 1)
+                return
+            self._withdrawals -= 1
+            for name in call.names if isinstance(reply, StepReply) and reply.given_back else ():
+                self._changed(name, False)  # noqa: FBT003 -- the second of two
+
+        self._store.step_hold(tag, call, answered)
+
+
+CONCURRENCY: Final = Algorithm.CONCURRENCY
+
+
+def _may_be_repeated(error: RateLimitdError) -> bool:
+    return isinstance(error, StoreUnavailableError) and not isinstance(
+        error, StoreMisconfiguredError
+    )
+
+
+class _Open:
+    """Holds that this node has made, until they are settled here or end by its clock: an upper bound of those open."""
+
+    def __init__(self, clock: Clock, most: int) -> None:
+        self._clock = clock
+        self._most = most
+        self._end_of: dict[bytes, int] = {}
+        self._ends: list[tuple[int, bytes]] = []
+
+    def require_room(self, number: bytes) -> None:
+        """Check that one more may be made.
+
+        Raises:
+            HoldsFullError: there are as many as there may be.
+        """
+        self._forget_ended()
+        if len(self._end_of) >= self._most and number not in self._end_of:
+            message = f"the node has {self._most} holds in flight, as many as it may have"
+            raise HoldsFullError(message)
+
+    def add(self, number: bytes, ttl_us: int) -> None:
+        """Note a hold that was made, or met again."""
+        end_us = self._clock.monotonic_us() + ttl_us
+        if number not in self._end_of:
+            heappush(self._ends, (end_us, number))
+            self._end_of[number] = end_us
+
+    def extend(self, number: bytes, ttl_us: int) -> None:
+        """Note that a hold ends later, if it was made here."""
+        if number in self._end_of:
+            end_us = self._clock.monotonic_us() + ttl_us
+            self._end_of[number] = max(self._end_of[number], end_us)
+
+    def remove(self, number: bytes) -> None:
+        """Note that a hold was settled."""
+        self._end_of.pop(number, None)
+
+    def _forget_ended(self) -> None:
+        now_us, ends = self._clock.monotonic_us(), self._ends
+        while ends and ends[0][0] <= now_us:
+            _, number = heappop(ends)
+            end_us = self._end_of.get(number, 0)
+            if end_us > now_us:  # it was extended
+                heappush(ends, (end_us, number))
+            else:
+                self._end_of.pop(number, None)
+        if len(ends) > 2 * len(self._end_of) + MIN_ENDS:
+            # Most are of holds that were settled.
+            self._ends = [(end_us, number) for number, end_us in self._end_of.items()]
+            heapify(self._ends)

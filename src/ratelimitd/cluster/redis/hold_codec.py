@@ -1,0 +1,97 @@
+"""Encodes the arguments of the scripts of holds, and decodes their replies. Pure.
+
+As of :mod:`ratelimitd.cluster.redis.codec`: whatever comes from the store is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any, Final
+
+from ratelimitd.cluster.redis.codec import (
+    ANSWER_BYTES,
+    Request,
+    bucket_key,
+    holds_key,
+    load,
+    outcomes_of,
+    packed_checks,
+    prefix,
+)
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.shared_holds import HoldCall, HoldReply, Made, StepCall, Stepped, StepReply
+from ratelimitd.model import MAX_TIME_US
+
+HOLD: Final = load("hold", "holds.lua")
+"""Makes one hold, or a part of one, once however often it is sent."""
+
+HOLD_STEP: Final = load("hold_step", "holds.lua")
+"""Settles one hold, extends or withdraws it."""
+
+_HOLD: Final = Struct("<8s8sQI")
+_MADE: Final = Struct("<BQI")
+_STEP: Final = Struct("<BQq8s")
+_STEPPED: Final = Struct("<BQQQ")
+
+_MADE_BY: Final = {int(one): one for one in Made}
+_STEPPED_BY: Final = {int(one): one for one in Stepped}
+
+
+def _keys(tag: int, number: bytes, names: Sequence[bytes]) -> list[bytes]:
+    """Return the key of the record, which lies under ``tag``, and of each bucket its own and that of its open holds."""
+    keys = [prefix(tag) + b"hold:" + number]
+    for name in names:
+        keys += (bucket_key(name), holds_key(name))
+    return keys
+
+
+def hold_request(tag: int, call: HoldCall) -> Request:
+    """Return keys and arguments of ``HOLD``."""
+    names = [check.name for check in call.checks]
+    head = _HOLD.pack(call.check_digest, call.attempt, call.ttl_us, call.most)
+    return _keys(tag, call.number, names), [head + packed_checks(call.checks)]
+
+
+def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
+    """Return how many values were no buckets, and what became of a hold.
+
+    Raises:
+        StoreCorruptError: no reply to this.
+    """
+    if isinstance(reply, bytes) and len(reply) >= _MADE.size:
+        made, expire_us, corrupt = _MADE.unpack_from(reply)
+        outcomes = _outcomes(reply[_MADE.size :], len(call.checks))
+        kind = _MADE_BY.get(made)
+        is_whole = outcomes is not None or kind is Made.OF_ANOTHER_CHECK
+        is_sound = expire_us <= MAX_TIME_US and corrupt <= 2 * len(call.checks)
+        if kind is not None and is_whole and is_sound:
+            return corrupt, HoldReply(kind, expire_us, outcomes or ())
+    message = "the shared state answered a hold with something else"
+    raise StoreCorruptError(message)
+
+
+def step_request(tag: int, call: StepCall) -> Request:
+    """Return keys and arguments of ``HOLD_STEP``."""
+    argument = _STEP.pack(call.step, call.amount, call.at_us, call.attempt)
+    return _keys(tag, call.number, call.names), [argument]
+
+
+def step_reply(call: StepCall, reply: Any) -> StepReply:
+    """Decode what became of a step.
+
+    Raises:
+        StoreCorruptError: no reply to this.
+    """
+    if isinstance(reply, bytes) and len(reply) >= _STEPPED.size:
+        stepped, expire_us, given_back, owed = _STEPPED.unpack_from(reply)
+        kind, answers = _STEPPED_BY.get(stepped), reply[_STEPPED.size :]
+        outcomes = _outcomes(answers, len(call.names)) if answers else ()
+        if kind is not None and outcomes is not None and expire_us <= MAX_TIME_US:
+            return StepReply(kind, expire_us, given_back, owed, outcomes)
+    message = "the shared state answered a step of a hold with something else"
+    raise StoreCorruptError(message)
+
+
+def _outcomes(answers: bytes, count: int) -> Sequence[Any] | None:
+    return outcomes_of(answers) if len(answers) == count * ANSWER_BYTES else None

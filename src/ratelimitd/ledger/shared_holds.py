@@ -1,0 +1,200 @@
+"""Holds on buckets that nodes share: what the store is asked and answers, and what a hold in several parts comes to.
+
+Pure. The store keeps a record of each hold beside its buckets: in a Cluster one in each hash tag, of the buckets there.
+A part is charged, or found as it was charged before, and the hold is made if all are. Else what was charged is
+withdrawn: each attempt has a name of its own, and a part is given back when all attempts that met it have withdrawn.
+So no attempt takes away what another has told its caller.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+from ratelimitd.errors import (
+    CheckInvalidError,
+    FieldViolation,
+    HoldEndedError,
+    HoldSettledError,
+    HoldsFullError,
+    RateLimitdError,
+    StoreOverloadedError,
+)
+from ratelimitd.ledger.holds import Held
+from ratelimitd.ledger.shared_state import StoreCheck
+from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Algorithm, Limit, Outcome
+
+ATTEMPT_BYTES: Final = 8
+
+GRACE_S: Final = 60
+"""How long the record of a hold is kept after its end, to tell one that ended from one that there is not."""
+
+MAX_ATTEMPTS: Final = 8
+"""Of one hold at the same time; with more of them it cannot be withdrawn, and is held until its end."""
+
+
+class HoldCall(NamedTuple):
+    """A hold, or a part of one, to be made in one step of the store.
+
+    ``checks`` are one for each bucket. ``most`` is how many holds a bucket may have.
+    """
+
+    number: bytes
+    check_digest: bytes
+    attempt: bytes
+    checks: Sequence[StoreCheck]
+    ttl_us: int
+    most: int
+
+
+class Made(enum.IntEnum):
+    """What became of a call; the numbers are those of the script."""
+
+    MADE = 1
+    FOUND = 2
+    DENIED = 3
+    OF_ANOTHER_CHECK = 4
+    FULL = 5
+
+
+class HoldReply(NamedTuple):
+    """The answer to a call.
+
+    ``outcomes`` are those of the checks; of a part that was found, what they were then, ``None`` where it has none.
+    ``expire_us`` is the end of the part, 0 unless it is there.
+    """
+
+    made: Made
+    expire_us: int
+    outcomes: Sequence[Outcome | None]
+
+
+class Step(enum.IntEnum):
+    """What is to be done with a hold; the numbers are those of the script."""
+
+    SETTLE = 1
+    EXTEND = 2
+    WITHDRAW = 3
+
+
+class StepCall(NamedTuple):
+    """A step of a hold on the buckets of ``names``.
+
+    ``amount``: the tokens of a settle, the µs of an extension. ``attempt``: which is withdrawn. ``at_us``: at what time
+    the outcomes say what a bucket has, ``STORE_TIME`` for the store's own.
+    """
+
+    step: Step
+    number: bytes
+    names: Sequence[bytes]
+    amount: int = 0
+    at_us: int = 0
+    attempt: bytes = bytes(ATTEMPT_BYTES)
+
+
+class Stepped(enum.IntEnum):
+    """What became of a step; the numbers are those of the script."""
+
+    UNKNOWN = 0
+    DONE = 1
+    AS_BEFORE = 2
+    SETTLED = 3
+    ENDED = 4
+
+
+class StepReply(NamedTuple):
+    """The answer to a step: the end of the part, what was given back and charged, and what the buckets have after."""
+
+    stepped: Stepped
+    expire_us: int = 0
+    given_back: int = 0
+    owed: int = 0
+    outcomes: Sequence[Outcome | None] = ()
+
+
+Part: TypeAlias = tuple[Sequence[int], HoldReply | RateLimitdError]
+"""Which of the charges of a hold a call was for, and its answer."""
+
+PartOfStep: TypeAlias = tuple[Sequence[int], StepReply | RateLimitdError]
+"""Which of the names of a step a call was for, and its answer."""
+
+
+def conclude(limits: Sequence[Limit], cost: int, parts: Sequence[Part]) -> Held:
+    """Return what a hold of ``cost`` tokens on ``limits`` comes to. Unless it is made, its parts are to be withdrawn.
+
+    A denial is the answer whatever else there is: it denies no less if it is asked again.
+
+    Raises:
+        CheckInvalidError: the number is that of a hold of another check.
+        HoldsFullError: a bucket has as many holds as it may have.
+        RateLimitdError: a part could not be made, or it is not known whether it was.
+    """
+    replies = [reply for _, reply in parts if isinstance(reply, HoldReply)]
+    made = {reply.made for reply in replies}
+    if Made.OF_ANOTHER_CHECK in made:
+        raise CheckInvalidError(FieldViolation("hold_id", "is of another check"))
+    is_denied = Made.DENIED in made
+    if not is_denied and Made.FULL in made:
+        message = "a bucket has as many holds as it may have"
+        raise HoldsFullError(message)
+    outcomes: list[Outcome | None] = [None] * len(limits)
+    for places, reply in parts:
+        if isinstance(reply, RateLimitdError):
+            if not is_denied:
+                raise reply
+            continue
+        for place, outcome in zip(places, reply.outcomes, strict=True):
+            if is_denied and reply.made is Made.MADE:
+                outcomes[place] = _without(outcome, limits[place], cost)
+            else:
+                outcomes[place] = outcome
+    if is_denied:
+        return Held(outcomes, 0)
+    return Held(outcomes, min(reply.expire_us for reply in replies), is_first=made == {Made.MADE})
+
+
+def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> StepReply:
+    """Return what a step on ``count`` buckets comes to. ``field`` is what a settled hold refuses.
+
+    Raises:
+        HoldEndedError: the time of a part was over.
+        HoldSettledError: a part was settled otherwise.
+        RateLimitdError: it is not known of a part whether it was done.
+    """
+    replies = [reply for _, reply in parts if isinstance(reply, StepReply)]
+    stepped = {reply.stepped for reply in replies}
+    if Stepped.ENDED in stepped:
+        raise HoldEndedError
+    if Stepped.SETTLED in stepped:
+        raise HoldSettledError(field)
+    outcomes: list[Outcome | None] = [None] * count
+    for places, reply in parts:
+        if isinstance(reply, RateLimitdError):
+            raise reply
+        for place, outcome in zip(places, reply.outcomes, strict=False):
+            outcomes[place] = outcome
+    known = [reply for reply in replies if reply.stepped is not Stepped.UNKNOWN]
+    return StepReply(
+        min([reply.stepped for reply in known], default=Stepped.UNKNOWN),
+        min([reply.expire_us for reply in known], default=0),
+        sum(reply.given_back for reply in replies),
+        sum(reply.owed for reply in replies),
+        outcomes,
+    )
+
+
+def has_part(reply: HoldReply | RateLimitdError) -> bool:
+    """Whether a part was made or found, or may have been."""
+    if isinstance(reply, HoldReply):
+        return reply.made in {Made.MADE, Made.FOUND}
+    return not isinstance(reply, StoreOverloadedError)
+
+
+def _without(outcome: Outcome | None, limit: Limit, cost: int) -> Outcome | None:
+    """Return what an outcome that allowed says without the hold."""
+    if outcome is None or not outcome[0]:
+        return outcome
+    taken = 1 if limit.algorithm is Algorithm.CONCURRENCY else cost
+    remaining = min(outcome[1] + taken, limit.capacity)
+    return ALLOWED, remaining, outcome[2], 0, WITHIN_LIMIT, None

@@ -1,0 +1,248 @@
+"""Holds of both clients, against a real node and against what is none; leases against a real node."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import get_args
+
+import grpc
+import pytest
+
+from ratelimitd import testing
+from ratelimitd_client import (
+    AsyncHold,
+    AsyncRateLimiterClient,
+    NodeClient,
+    RateLimiterClient,
+    Reason,
+)
+from ratelimitd_client.fail_open import CallError
+from ratelimitd_client.sessions import Transport
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.client.conftest import NOON_US
+from tests.fake_node import fake_node
+from tests.servers import free_port
+
+PATIENT_S = 30.0
+WHO = ("user", "/five")
+
+
+@pytest.fixture
+def client(real_node):
+    with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+        yield client
+
+
+@pytest.fixture(params=get_args(Transport))
+async def async_client(request, real_node):
+    options = {"timeout_s": PATIENT_S, "transport": request.param}
+    async with AsyncRateLimiterClient(real_node.grpc_address, **options) as client:
+        client.name = f"holds {request.param}"
+        yield client
+
+
+def left_of(decision):
+    return decision.remaining_tokens + decision.allowed  # a peek answers as if it spent one
+
+
+def test_a_hold_is_settled_on_leaving(client):
+    with client.hold("held", *WHO, cost=4) as hold:
+        assert hold.allowed
+        assert hold.is_held
+        assert left_of(client.check("held", *WHO, peek=True)) == 1
+        hold.actual = 1
+    assert left_of(client.check("held", *WHO, peek=True)) == 4
+    with client.hold("held", *WHO, cost=2):
+        pass
+    assert left_of(client.check("held", *WHO, peek=True)) == 2
+
+
+async def test_a_hold_of_asyncio_is_settled_on_leaving(async_client):
+    name = async_client.name
+    async with await async_client.hold(name, *WHO, cost=4) as hold:
+        hold.actual = 1
+    assert left_of(await async_client.check(name, *WHO, peek=True)) == 4
+    denied = await async_client.hold(name, *WHO, cost=5)
+    assert (denied.allowed, denied.decision.reason) == (False, Reason.LIMIT_EXCEEDED)
+    assert not await denied.settle(1)
+    assert not await denied.extend()
+
+
+async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
+    name = f"{async_client.name} once"
+    hold = await async_client.hold(name, *WHO, cost=3, ttl_s=5)
+    ends = hold.expire_time
+    assert await hold.extend(100)
+    assert hold.expire_time == ends + 95
+    assert await hold.settle(2)
+    assert await hold.settle(2)
+    assert not await hold.settle(3)
+    assert not await hold.extend()
+    assert left_of(await async_client.check(name, *WHO, peek=True)) == 3
+
+
+async def test_the_same_id_is_the_same_hold(async_client):
+    name = f"{async_client.name} same"
+    holds = [await async_client.hold(name, *WHO, cost=3, hold_id=name[:60]) for _ in range(3)]
+    assert [hold.allowed for hold in holds] == [True] * 3
+    assert await holds[2].settle(0)
+    assert left_of(await async_client.check(name, *WHO, peek=True)) == 5
+
+
+async def test_more_than_the_limit_is_refused_and_not_let_through(async_client):
+    hold = await async_client.hold("much", *WHO, cost=6)
+    assert (hold.allowed, hold.decision.reason) == (False, Reason.INVALID_REQUEST)
+    assert "check.tokens_requested" in hold.decision.error
+
+
+async def test_without_a_rule_nothing_is_held(async_client):
+    hold = await async_client.hold("free", "user", "/nothing")
+    assert hold.allowed
+    assert not hold.is_held
+    assert not await hold.settle(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"ttl_s": 0}, ValueError),
+        ({"ttl_s": 3_601}, ValueError),
+        ({"ttl_s": 1.5}, TypeError),
+        ({"hold_id": "x" * 65}, ValueError),
+        ({"hold_id": "\n"}, ValueError),
+        ({"hold_id": 5}, TypeError),
+        ({"cost": 0}, ValueError),
+    ],
+    ids=map(str, range(7)),
+)
+async def test_what_no_node_would_take_is_an_error_and_not_sent(arguments, error):
+    fakes = FakeRateLimiter(), AsyncFakeRateLimiter()
+    with fake_node() as node, RateLimiterClient(node.address) as client:
+        for limiter in (client, fakes[0]):
+            with pytest.raises(error):
+                limiter.hold("u", *WHO, **arguments)
+        async with AsyncRateLimiterClient(node.address) as other:
+            for limiter in (other, fakes[1]):
+                with pytest.raises(error):
+                    await limiter.hold("u", *WHO, **arguments)
+        assert not node.seen
+
+
+async def test_a_service_that_is_away_lets_holds_through_and_opens_the_breaker():
+    async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}") as client:
+        holds = [await client.hold("u", *WHO) for _ in range(7)]
+        assert {hold.allowed for hold in holds} == {True}
+        assert [hold.decision.reason for hold in holds[:5]] == [Reason.NO_ANSWER] * 5
+        assert holds[6].decision.reason is Reason.NOT_ASKED
+        async with holds[6] as hold:
+            hold.actual = 5
+    with RateLimiterClient(f"127.0.0.1:{free_port()}") as client:
+        assert client.hold("u", *WHO).decision.reason is Reason.NO_ANSWER
+
+
+async def test_an_answer_that_means_nothing_lets_the_request_through(real_node):
+    with fake_node() as node:
+        node.answer = pb.RateLimitResponse()
+        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            hold = await client.hold("u", *WHO)
+            assert hold.allowed
+            assert not hold.is_held
+
+
+class Failing:
+    """What settles fail at, a few times."""
+
+    def __init__(self, *codes):
+        self.codes, self.calls = list(codes), 0
+
+    async def call(self, *_):
+        self.calls += 1
+        if self.codes:
+            raise CallError(self.codes.pop(0))
+        return pb.SettleResponse(known=True).SerializeToString()
+
+
+async def test_a_settle_is_tried_again_unless_another_try_would_end_alike(real_node):
+    decision = (await AsyncFakeRateLimiter().hold("u", *WHO)).decision
+    for codes, done, calls in (
+        ([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED], True, 3),
+        ([grpc.StatusCode.FAILED_PRECONDITION], False, 1),
+        ([grpc.StatusCode.UNAVAILABLE] * 99, False, None),
+    ):
+        session = Failing(*codes)
+        hold = AsyncHold(decision, hold="text", session=session)
+        assert await hold.settle(1, timeout_s=0.2) is done
+        assert calls is None or session.calls == calls
+
+
+async def test_the_fakes_settle_as_nodes_do():
+    sync, other = FakeRateLimiter(), AsyncFakeRateLimiter()
+    for fake in (sync, other):
+        fake.limit("/five", "user", 5)
+    with sync.hold("u", *WHO, cost=4) as hold:
+        hold.actual = 1
+    assert left_of(sync.check("u", *WHO, peek=True)) == 4
+    hold = await other.hold("u", *WHO, cost=4)
+    assert await hold.extend(30)
+    assert await hold.settle(0)
+    assert not await hold.settle(1)
+    assert left_of(await other.check("u", *WHO, peek=True)) == 5
+    assert not await (await other.hold("u", "user", "/free")).settle(1)
+
+
+@asynccontextmanager
+async def leasing(limit, clients):
+    """So many clients with leases, and a node with a limit of a minute on its own clock, which stands still."""
+    async with testing.running_node(clock=testing.ManualClock(NOON_US), log_level="error") as node:
+        rule = pb.RateLimit(
+            endpoint="/hot", identifier_type="user", limit=limit, window_seconds=60,
+            algorithm="token_bucket",
+        )  # fmt: skip
+        create = NodeClient(node.grpc_address, timeout_s=PATIENT_S)
+        await asyncio.to_thread(create.create_rule, rule)
+        create.close()
+        options = {"timeout_s": PATIENT_S, "lease_ms": 20}
+        made = [AsyncRateLimiterClient(node.grpc_address, **options) for _ in range(clients)]
+        try:
+            yield node, made
+        finally:
+            for client in made:
+                await client.close()
+
+
+async def test_eight_clients_with_leases_use_the_whole_limit_and_no_more():
+    limit = 20_000
+    async with leasing(limit, 8) as (node, clients):
+
+        async def spend(client):
+            allowed = denied = 0
+            while denied < 50:
+                decision = await client.check("u", "user", "/hot")
+                assert not decision.fail_open
+                allowed += decision.allowed
+                denied += not decision.allowed
+            return allowed
+
+        total = sum(await asyncio.gather(*map(spend, clients)))
+        asked = node.stats.allowed_total + node.stats.blocked_total
+        assert 0.97 * limit <= total <= limit
+        assert asked < 0.8 * total
+        assert node.stats.holds["made"] > 8
+
+
+async def test_a_client_that_closes_gives_back_what_its_leases_hold():
+    async with leasing(100_000, 1) as (node, [client]):
+        checks = 0
+        while not node.stats.holds["made"] or checks < 100:
+            assert (await client.check("u", "user", "/hot")).allowed
+            checks += 1
+        await client.close()
+        async with AsyncRateLimiterClient(node.grpc_address, timeout_s=PATIENT_S) as other:
+            left = left_of(await other.check("u", "user", "/hot", peek=True))
+        assert left == 100_000 - checks
+
+
+async def test_lease_ms_has_bounds():
+    for lease_ms in (-1, 1_001):
+        with pytest.raises(ValueError, match="lease_ms"):
+            AsyncRateLimiterClient("127.0.0.1:1", lease_ms=lease_ms)

@@ -1,0 +1,266 @@
+"""The use case of holds: what is answered, what is counted, what is in flight, and what fails open."""
+
+import pytest
+
+from ratelimitd.buckets.holds import OwnHolds
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import (
+    BreakerOpenError,
+    CheckInvalidError,
+    HoldEndedError,
+    HoldSettledError,
+    HoldsFullError,
+    StoreUnavailableError,
+)
+from ratelimitd.ledger.holds import Held, Settled
+from ratelimitd.limiter.holder import MIN_ENDS, Holder
+from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.model import (
+    ALLOWED,
+    US_PER_S,
+    WITHIN_LIMIT,
+    Algorithm,
+    Check,
+    Enforcement,
+    Limit,
+    Reason,
+    Rule,
+)
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.testing import ManualClock
+
+NOW_S = 1_700_006_400
+RULE = Rule("r1", "/a", "user", limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+SEVERAL = Rule(
+    "r2", "/b", "user", limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET,
+    more=(
+        Limit(limit=5, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW, name="five"),
+        Limit(
+            limit=2, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW, name="two",
+            enforcement=Enforcement.OBSERVE,
+        ),
+    ),
+)  # fmt: skip
+SLOTS = Rule("r3", "/c", "user", limit=2, window_seconds=30, algorithm=Algorithm.CONCURRENCY)
+RULES = (RULE, SEVERAL, SLOTS)
+
+
+class Scene:
+    """A holder on a node's own buckets, or on what a test gives."""
+
+    def __init__(self, holds=None, *, rules=RULES, **bounds):
+        self.clock, self.stats = ManualClock(), CheckStats()
+        keys = BucketKeys(b"k" * 32)
+        table = BucketTable(100, self.stats)
+        self.limiter = Limiter(
+            buckets=table, clock=self.clock, stats=self.stats, timestamps="bounded", keys=keys
+        )
+        if rules is not None:
+            self.limiter.replace_book(RuleBook.of(rules, 1))
+        holds = holds or OwnHolds(table, keys, self.clock.now_us, **bounds)
+        self.holder = Holder(self.limiter, holds, keys=keys, clock=self.clock, stats=self.stats)
+        self.numbers = iter(range(1, 1_000_000))
+
+    async def hold(self, endpoint="/a", cost=4, *, ttl_s=60, number=None, lease=False, **fields):
+        self.number = number or next(self.numbers).to_bytes(16, "big")
+        check = Check(b"u", "user", endpoint, cost, **fields)
+        digest = str(cost).encode()
+        self.held = await self.holder.hold(
+            check, self.number, digest, ttl_s * US_PER_S, lease=lease
+        )
+        self.cost = cost
+        return self.held
+
+    async def settle(self, actual):
+        return await self.holder.settle(self.number, self.held.limits, self.cost, actual)
+
+    async def extend(self, ttl_s):
+        return await self.holder.extend(self.number, self.held.limits, ttl_s * US_PER_S)
+
+    def in_flight(self):
+        return [(one.rule.id, one.name, *one[2:]) for one in self.holder.in_flight()]
+
+
+class Failing:
+    """Keeps nothing, and fails as told."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def hold(self, _):
+        raise self.error
+
+
+async def test_a_hold_is_answered_as_a_check_and_in_flight_until_it_is_settled():
+    scene = Scene()
+    held = await scene.hold()
+    assert (held.decision.allowed, held.decision.remaining) == (True, 6)
+    assert held.expire_us == (NOW_S + 60) * US_PER_S
+    assert scene.in_flight() == [("r1", "default", 1, 4)]
+    settled = await scene.settle(1)
+    assert settled.known
+    [status] = settled.limits
+    assert (status.remaining, status.rule.id, status.limit.limit) == (9, "r1", 10)
+    assert scene.in_flight() == []
+    assert scene.stats.holds == {"made": 1, "settled": 1, "expired": 0, "refused": 0}
+    assert scene.stats.hold_tokens == {"held": 4, "refunded": 3, "debt": 0}
+
+
+async def test_what_is_repeated_counts_once():
+    scene = Scene()
+    for _ in range(3):
+        await scene.hold(number=b"n" * 16)
+    for _ in range(3):
+        await scene.settle(6)
+    await scene.hold(number=b"n" * 16)
+    assert scene.stats.holds == {"made": 1, "settled": 1, "expired": 0, "refused": 0}
+    assert scene.stats.hold_tokens == {"held": 4, "refunded": 0, "debt": 2}
+    assert (scene.in_flight(), scene.stats.holds_open) == ([], 0)
+    with pytest.raises(HoldSettledError):
+        await scene.settle(5)
+    with pytest.raises(CheckInvalidError, match="hold_id"):
+        await scene.hold(cost=5, number=b"n" * 16)
+
+
+async def test_of_several_limits_those_are_held_that_pass():
+    scene = Scene()
+    held = await scene.hold("/b", 3)
+    assert held.decision.allowed
+    assert [one.name for one in held.limits] == ["default", "five"]
+    assert sorted(scene.in_flight()) == [("r2", "default", 1, 3), ("r2", "five", 1, 3)]
+    denied = await scene.hold("/b", 3)
+    assert (denied.decision.allowed, denied.limits, denied.expire_us) == (False, (), 0)
+    assert len(scene.in_flight()) == 2
+
+
+@pytest.mark.parametrize(("endpoint", "cost", "most"), [("/a", 11, 10), ("/b", 6, 5)])
+async def test_a_cost_above_an_enforced_limit_is_refused(endpoint, cost, most):
+    with pytest.raises(CheckInvalidError, match=f"tokens_requested: is above the limit of {most}"):
+        await Scene().hold(endpoint, cost)
+
+
+async def test_what_no_limit_judges_holds_nothing():
+    scene = Scene()
+    held = await scene.hold("/none")
+    assert (held.decision.reason, held.limits, held.expire_us) == (Reason.NO_RULE, (), 0)
+    assert scene.in_flight() == []
+
+
+async def test_without_rules_a_hold_fails_open():
+    held = await Scene(rules=None).hold()
+    assert held.decision.reason is Reason.FAIL_OPEN_ERROR
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreUnavailableError("away"), Reason.FAIL_OPEN_ERROR),
+        (BreakerOpenError(5), Reason.FAIL_OPEN_BREAKER),
+        (ZeroDivisionError(), Reason.FAIL_OPEN_ERROR),
+    ],
+    ids=["away", "open", "defect"],
+)
+async def test_a_store_that_fails_lets_the_request_through(error, reason):
+    scene = Scene(Failing(error))
+    held = await scene.hold()
+    assert (held.decision.allowed, held.decision.reason, held.limits) == (True, reason, ())
+
+
+async def test_what_is_full_is_refused_and_counted():
+    scene = Scene(max_holds=1)
+    await scene.hold(cost=1)
+    with pytest.raises(HoldsFullError, match="1 holds in flight"):
+        await scene.hold(cost=1)
+    assert scene.stats.holds["refused"] == 1
+
+
+async def test_slots_are_held_and_not_leased():
+    scene = Scene()
+    held = await scene.hold("/c", 500)
+    assert held.expire_us == (NOW_S + 30) * US_PER_S
+    with pytest.raises(CheckInvalidError, match="lease"):
+        await scene.hold("/c", lease=True)
+    assert (await scene.hold("/a", lease=True)).decision.allowed
+
+
+async def test_a_hold_ends_when_its_time_comes_unless_it_is_extended():
+    scene = Scene()
+    await scene.hold(cost=1, ttl_s=10)
+    scene.clock.advance(seconds=5)
+    await scene.hold(cost=2, ttl_s=10)
+    assert await scene.extend(100) == (NOW_S + 105) * US_PER_S
+    scene.clock.advance(seconds=20)
+    assert scene.in_flight() == [("r1", "default", 1, 2)]
+    assert scene.stats.holds["expired"] == 1
+    scene.clock.advance(seconds=100)
+    assert scene.in_flight() == []
+    assert scene.stats.holds["expired"] == 2
+    with pytest.raises(HoldEndedError):
+        await scene.settle(0)
+    with pytest.raises(HoldEndedError):
+        await scene.extend(5)
+
+
+async def test_what_is_not_known_is_said_so():
+    scene = Scene()
+    await scene.hold()
+    scene.number = b"?" * 16
+    assert not (await scene.settle(1)).known
+    assert await scene.extend(5) is None
+    assert scene.stats.holds["settled"] == 0
+
+
+async def test_rules_that_are_gone_are_left_out():
+    scene = Scene()
+    await scene.hold("/b", 2)
+    scene.limiter.replace_book(RuleBook.of((RULE,), 2))
+    assert scene.in_flight() == []
+    settled = await scene.settle(1)
+    assert (settled.known, settled.limits) == (True, [])
+    await scene.hold("/a", 2)
+    renamed = Rule(
+        "r1", "/a", "user", limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW,
+        name="other",
+    )  # fmt: skip
+    scene.limiter.replace_book(RuleBook.of((renamed,), 2))
+    assert (await scene.settle(1)).limits == []
+
+
+class Elsewhere:
+    """A hold that knows one of the limits, as after an edit; and says nothing of a bucket."""
+
+    async def hold(self, hold):
+        told = (ALLOWED, 1, 0, 0, WITHIN_LIMIT, None)
+        outcomes = [told, *[None] * (len(hold.charges) - 1)] if self.known else [None]
+        return Held(outcomes, hold.now_us + hold.ttl_us)
+
+    async def settle(self, *_):
+        return Settled(known=True, is_first=True, outcomes=[None])
+
+
+async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
+    holds = Elsewhere()
+    holds.known = True
+    scene = Scene(holds)
+    held = await scene.hold("/b", 1)
+    assert [one.name for one in held.limits] == ["default"]
+    assert (await scene.settle(1)).limits == []
+    holds.known = False
+    held = await scene.hold("/a", 1)
+    assert (held.decision.allowed, held.limits) == (True, [])
+
+
+async def test_settled_holds_leave_nothing_behind():
+    scene = Scene()
+    for _ in range(3 * MIN_ENDS):
+        await scene.hold(cost=1, ttl_s=3_600)
+        await scene.settle(0)
+    assert scene.stats.holds == {
+        "made": 3 * MIN_ENDS, "settled": 3 * MIN_ENDS, "expired": 0, "refused": 0,
+    }  # fmt: skip
+    assert scene.stats.holds_open == 0
+    scene.clock.advance(seconds=3_600)
+    assert scene.in_flight() == []
+    assert scene.stats.holds["expired"] == 0
