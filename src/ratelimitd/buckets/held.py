@@ -19,7 +19,7 @@ from ratelimitd.buckets.snapshot_format import State, Value, is_log, pack, unpac
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.holds import NUMBER_BYTES
 from ratelimitd.ledger.replay import NEVER, Change, Replay, both, changed
-from ratelimitd.model import Algorithm, Limit, Outcome
+from ratelimitd.model import US_PER_S, Algorithm, Limit, Outcome
 
 Dump: TypeAlias = Mapping[str, Any]
 
@@ -164,8 +164,9 @@ class LevelBucket(HeldBucket):
         return self._replay is None and self._level <= self.limit.capacity * _unit(self.limit)
 
     def is_over(self, now_us: int) -> bool:
-        """Return whether all is refilled."""
-        return self._level <= _refilled(self.limit, self._latest_us, now_us)
+        """Return whether all is refilled, and would be, too, under another limit."""
+        is_full = self._level <= _refilled(self.limit, self._latest_us, now_us)
+        return is_full and self._latest_us + self.limit.full_after_s * US_PER_S <= now_us
 
     def dump(self) -> Dump:
         """Return the level, and what becomes of it from each hold on."""

@@ -154,10 +154,8 @@ class OwnHolds:
 
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""
-        now_us = self._now_us()
-        self._expire(now_us)
+        record = self._known(hold.number)
         names = [self._keys.stored(key) for key, _, _ in hold.charges]
-        record = self._records.get(hold.number)
         if record is not None:
             if record.digest != hold.check_digest:
                 raise CheckInvalidError(FieldViolation("hold_id", "is that of another check"))
@@ -177,10 +175,11 @@ class OwnHolds:
             for _, (_, limit, _), _ in passing
             if limit.algorithm is Algorithm.CONCURRENCY
         ]
+        now_us = self._now_us()
         last_us = min([now_us + life_us for life_us in lives_us], default=MAX_TIME_US)
         end_us = min(now_us + hold.ttl_us, last_us)
         for name, charge, outcome in passing:
-            bucket = self._buckets.get(name) or self._take(name, charge)
+            bucket = self._buckets[name] if name in self._buckets else self._take(name, charge)
             bucket.charge(charge, hold.now_us, hold.cost, outcome[5], number=hold.number)
             if isinstance(bucket, SlotsBucket):
                 bucket.take(hold.number, end_us)
@@ -346,9 +345,15 @@ class OwnHolds:
         now_us = self._now_us()
         self._expire(now_us)
         record = self._records.get(number)
-        if record is not None and record.actual is None and record.end_us <= now_us:
+        if record is None or record.end_us > now_us:
+            return record
+        # Steps are bounded, so that it may not have been its turn.
+        if record.actual is None:
             self._end(number, record)
-        return record
+        if record.end_us + GRACE_US > now_us:
+            return record
+        self._forget(number)
+        return None
 
     def _end(self, number: bytes, record: _Record) -> None:
         record.actual = _ENDED
@@ -361,9 +366,9 @@ class OwnHolds:
             bucket.settle(number, record.more)
             self._was_left(bucket)
         self._over[number] = None
-        self._schedule(number, record)
         if len(self._over) > self._max_holds:
             self._forget(next(iter(self._over)))
+        self._schedule(number, record)
         return buckets
 
     def _schedule(self, number: bytes, record: _Record) -> None:

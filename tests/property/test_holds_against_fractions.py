@@ -1,0 +1,316 @@
+"""Holds on a node's own buckets give, whatever happens between a hold and its settle, what exact fractions give."""
+
+import asyncio
+import os
+import random
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets import held
+from ratelimitd.buckets.holds import OwnHolds
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import CheckInvalidError, HoldEndedError, HoldSettledError
+from ratelimitd.ledger.holds import Hold
+from ratelimitd.ledger.replay import Replay
+from ratelimitd.model import US_PER_S, Algorithm, Enforcement, Limit
+from ratelimitd.testing import ManualClock
+from tests.own_hold_model import HoldModel
+
+SECRET = b"k" * 32
+KEYS = BucketKeys(SECRET)
+STEPS = 40
+NUMBERS = [bytes([number]) * 16 for number in range(12)]
+ERRORS = (CheckInvalidError, HoldEndedError, HoldSettledError)
+
+
+class World:
+    """A node's buckets and holds, and what they are by their definition."""
+
+    def __init__(self, rng, met, directory):
+        self.rng, self.met, self.directory = rng, met, directory
+        self.clock, self.model = ManualClock(), HoldModel()
+        # A bucket is dropped when it is full under its limit: one with a burst may then not be so under the next one.
+        self.drops = directory is not None or rng.random() < 0.3
+        self.limits = {bytes([place]): self.random_limit() for place in range(rng.randint(1, 4))}
+        self.snapshot = None
+        self.start()
+
+    def start(self):
+        self.table = BucketTable(1_000, CheckStats())
+        self.holds = OwnHolds(self.table, KEYS, self.clock.now_us)
+        if self.directory is not None:
+            self.snapshot = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)
+
+    def random_limit(self):
+        rng = self.rng
+        algorithm = rng.choice(list(Algorithm))
+        window_seconds = rng.choice([1, 5, 7, 60])
+        number = rng.choice([1, 3, 10, 100])
+        limit = Limit(limit=number, window_seconds=window_seconds, algorithm=algorithm)
+        if rng.random() < 0.2:
+            limit = replace(limit, enforcement=Enforcement.OBSERVE)
+        return self.with_burst(limit)
+
+    def with_burst(self, limit):
+        if limit.algorithm is not Algorithm.TOKEN_BUCKET or self.drops or self.rng.random() < 0.6:
+            return replace(limit, burst=0)
+        return replace(limit, burst=self.rng.choice([1, 2, limit.limit, 3 * limit.limit]))
+
+    # What happens.
+
+    def step(self):
+        often = {
+            self.check: 30,
+            self.hold: 25,
+            self.settle: 25,
+            self.wait: 15,
+            self.extend: 5,
+            self.edit: 3,
+            self.reset: 2,
+            self.sweep: 5 if self.drops else 0,
+            self.restart: 2 if self.snapshot is not None else 0,
+        }
+        [one] = self.rng.choices(list(often), list(often.values()))
+        self.what = one.__name__
+        return one()
+
+    def wait(self):
+        rng = self.rng
+        self.clock.advance(us=rng.choice([1, 1_000, 10**6, rng.randrange(10**6), rng.randrange(9 * 10**6)]))
+        if rng.random() < 0.02:
+            self.clock.advance(seconds=rng.choice([60, 61, 100]))
+
+    def now(self):
+        """The time that a check is charged at, and the same in seconds: callers lag."""
+        lag_us = self.rng.choice([0, 0, 0, 1, self.rng.randrange(3 * 10**6)])
+        now_us = self.clock.now_us() - lag_us
+        return now_us, Fraction(now_us, US_PER_S)
+
+    @property
+    def clock_s(self):
+        return Fraction(self.clock.now_us(), US_PER_S)
+
+    def charges(self):
+        keys = self.rng.sample(list(self.limits), self.rng.randint(1, len(self.limits)))
+        return [(key, self.limits[key]) for key in keys]
+
+    def cost(self, charges):
+        most = min(limit.capacity for _, limit in charges)
+        return self.rng.choice([1, 1, self.rng.randint(1, most), most, most + 1])
+
+    def check(self):
+        charges = self.charges()
+        cost, (now_us, now) = self.cost(charges), self.now()
+        expected = self.model.check(charges, cost, now, self.clock_s)
+        if len(charges) == 1 and self.rng.random() < 0.7:
+            [(key, limit)] = charges
+            got = [self.table.apply(key, limit, DECIDE[limit.algorithm], now_us, cost)]
+        else:
+            got = self.table.apply_all(bound(charges), now_us, cost)
+        self.compare(got, expected, charges)
+
+    def hold(self):
+        charges, number = self.charges(), self.rng.choice(NUMBERS)
+        cost, (now_us, now) = self.cost(charges), self.now()
+        ttl = self.rng.choice([1, 3, 10, 60])
+        known = self.model.held.get(number)
+        digest = b"a" * 8 if known is None else self.rng.choice([known.digest] * 3 + [b"b" * 8])
+        hold = Hold(number, digest, bound(charges), now_us, cost, ttl * US_PER_S)
+        expected = outcome_of(
+            lambda: self.model.hold(number, digest, charges, cost, ttl, now, self.clock_s)
+        )
+        got = outcome_of(lambda: at_once(self.holds.hold(hold)))
+        if isinstance(expected, type):
+            assert got is expected
+            self.met["hold of another check"] += 1
+            return
+        answers, end = expected
+        self.compare(got.outcomes, answers, charges)
+        assert got.expire_us == end * US_PER_S
+        is_known = self.model.held.get(number) is known is not None
+        self.met["repeated hold" if is_known else "hold" if end else "denied hold"] += 1
+        self.met["hold on slots"] += bool(end) and any(
+            limit.algorithm is Algorithm.CONCURRENCY for _, limit in charges
+        )
+
+    def settle(self):
+        number = self.rng.choice([*self.model.held] or NUMBERS)
+        known = self.model.held.get(number)
+        cost = known.cost if known else 1
+        actual = self.rng.choice([0, cost, self.rng.randint(0, cost), cost + 1, 3 * cost])
+        if known is not None and known.actual is not None and self.rng.random() < 0.7:
+            actual = known.actual
+        names = [KEYS.stored(name) for name in known.told] if known else []
+        expected = outcome_of(lambda: self.model.settle(number, actual, self.clock_s))
+        now_us = self.clock.now_us()
+        got = outcome_of(lambda: at_once(self.holds.settle(number, names, actual, now_us)))
+        if isinstance(expected, type):
+            assert got is expected
+            self.met[expected.__name__] += 1
+            return
+        assert (got.known, got.is_first) == expected
+        if got.is_first:
+            self.met["settle of less" if actual < cost else "settle of more"] += actual != cost
+            for name, outcome in zip(known.told, got.outcomes, strict=True):
+                # What it is told by is the limit that it was last charged under.
+                if name in known.charged and outcome is not None and name not in self.edited():
+                    there = self.model.there(name, self.limits[name], self.clock_s, self.clock_s)
+                    assert named(outcome) == there
+                    self.met["told of a settle"] += 1
+        self.met["repeated settle"] += got.known and not got.is_first
+
+    def edited(self):
+        """Names of buckets whose limit was edited since they were charged."""
+        return {
+            name
+            for name, bucket in self.model.buckets.items()
+            if bucket.charges and bucket.charges[-1].limit != self.limits[name]
+        } | {name for name, limit in self.limits.items() if limit.algorithm is Algorithm.CONCURRENCY}
+
+    def extend(self):
+        number, ttl = self.rng.choice([*self.model.held] or NUMBERS), self.rng.choice([1, 5, 60])
+        expected = outcome_of(lambda: self.model.extend(number, ttl, self.clock_s))
+        now_us = self.clock.now_us()
+        got = outcome_of(lambda: at_once(self.holds.extend(number, [], ttl * US_PER_S, now_us)))
+        if isinstance(expected, Fraction):
+            assert got == expected * US_PER_S
+            self.met["extend"] += 1
+        else:
+            assert got is expected
+
+    def edit(self):
+        key, limit = self.rng.choice(list(self.limits.items()))
+        number = self.rng.choice([1, 2, limit.limit, self.rng.randint(1, 2 * limit.limit)])
+        self.limits[key] = self.with_burst(replace(limit, limit=number))
+        self.met["edit"] += any(bucket.holds() for bucket in self.model.buckets.values())
+
+    def reset(self):
+        key = self.rng.choice(list(self.limits))
+        value = self.table.remove(key)
+        self.met["reset with holds"] += isinstance(value, held.HeldBucket) and len(value) > 0
+        if value is not None and self.rng.random() < 0.3:
+            self.table.put_back(key, value)
+            self.met["failed reset"] += 1
+            return
+        self.model.reset(key)
+        if self.snapshot is not None:
+            asyncio.run(self.snapshot.reset([key]))
+
+    def sweep(self):
+        self.table.sweep(self.clock.now_us(), 4)
+
+    def restart(self):
+        asyncio.run(self.snapshot.drain())
+        self.start()
+        self.met["restart with holds"] += self.holds.in_flight > 0
+
+    # What is to be seen.
+
+    def look(self):
+        """Every bucket says what it is by its definition."""
+        now_us = self.clock.now_us()
+        for key, limit in self.limits.items():
+            for cost in (1, limit.capacity):
+                charge = (key, limit, DECIDE[limit.algorithm])
+                got = self.table.peek(*charge, now_us, cost)
+                expected = self.model.judge(key, limit, cost, self.clock_s, self.clock_s)
+                self.compare([got], [expected], [(key, limit)])
+            bucket = self.model.buckets.get(key)
+            if bucket is not None and bucket.charges:
+                self.met["debt"] += bucket.spent(self.clock_s, limit) > limit.capacity
+        # As many are in flight as are by their definition, but for those that ended just now.
+        open_holds = sum(one.actual is None and one.end > self.clock_s for one in self.model.held.values())
+        assert open_holds <= self.holds.in_flight
+
+    def compare(self, got, expected, charges):
+        for one, answer, (_, limit) in zip(got, expected, charges, strict=True):
+            assert (one and comparable(named(one), limit)) == (answer and comparable(answer, limit)), (
+                self.what, limit, one, answer
+            )  # fmt: skip
+
+
+def named(outcome):
+    return (*outcome[:4], outcome[4].name)
+
+
+def comparable(answer, limit):
+    """What is known of an answer.
+
+    A check that takes the last token of a log may be told to wait for a run of which all was given back. If no slot is
+    in use, the limit is as it was at the time of the check or at that of the node.
+    """
+    if limit.algorithm is Algorithm.CONCURRENCY and answer[1] == limit.limit:
+        return (*answer[:2], 0, *answer[3:])
+    if limit.algorithm is Algorithm.SLIDING_WINDOW and answer[0] and answer[3]:
+        return (*answer[:3], 1, answer[4])
+    return answer
+
+
+def bound(charges):
+    return [(key, limit, DECIDE[limit.algorithm]) for key, limit in charges]
+
+
+def outcome_of(call):
+    try:
+        return call()
+    except ERRORS as error:
+        return type(error)
+
+
+def at_once(coroutine):
+    """Run what never waits on a node's own buckets."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError
+
+
+def live(seed, met, directory=None):
+    world = World(random.Random(seed), met, directory)
+    for _ in range(STEPS):
+        world.step()
+        world.look()
+    if world.snapshot is not None:
+        world.restart()
+        world.look()
+        asyncio.run(world.snapshot.drain())
+
+
+CASES = {
+    "hold", "denied hold", "repeated hold", "hold of another check", "hold on slots", "settle of less",
+    "settle of more", "repeated settle", "told of a settle", "HoldEndedError", "HoldSettledError", "extend", "edit",
+    "reset with holds", "failed reset", "debt",
+}  # fmt: skip
+
+
+@pytest.fixture
+def _fast_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _fd: None)
+
+
+@pytest.mark.slice
+def test_sequences_of_holds_checks_and_edits_are_as_they_are_by_their_definition():
+    met = Counter()
+    for seed in range(1_500):
+        live(seed, met)
+    assert {case for case in CASES if met[case] < 20} == set(), met
+
+
+@pytest.mark.slice
+@pytest.mark.usefixtures("_fast_disk")
+def test_so_they_are_over_restarts(tmp_path):
+    met = Counter()
+    for seed in range(10_000, 10_150):
+        (tmp_path / str(seed)).mkdir()
+        live(seed, met, tmp_path / str(seed))
+    assert met["restart with holds"] > 50
