@@ -279,6 +279,19 @@ async def test_a_server_whose_breaker_is_open_is_not_asked(scene):
     assert not scene.store.requests
 
 
+async def test_who_settles_nothing_knows_nothing(scene):
+    assert await scene.settle(0) == (False, False, ())
+
+
+async def test_a_caller_that_leaves_its_settle_has_settled_all_the_same(scene):
+    await scene.hold(b"a", cost=600)
+    task = asyncio.ensure_future(scene.holds.settle(NUMBER, [name_of(b"a")], 0, 0))
+    await asyncio.sleep(0)
+    task.cancel()
+    scene.timers.run(MS)
+    assert scene.spent(b"a") == 0
+
+
 # A Cluster
 
 
