@@ -54,7 +54,7 @@ class Callers:
                 await asyncio.sleep(0.02)
 
     async def _hold(self, random):
-        hold_id = f"{next(self._numbers)}"
+        hold_id = f"{self._check.endpoint}/{next(self._numbers)}"
         request = pb.HoldRequest(check=self._check, hold_id=hold_id, ttl_seconds=TTL_S)
         return await self._tried(lambda node: node.hold(request, timeout_s=TIMEOUT_S), random)
 
