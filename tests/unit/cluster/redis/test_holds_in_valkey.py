@@ -93,6 +93,13 @@ async def test_a_bucket_lives_at_least_as_long_as_a_hold_that_is_extended(valkey
     assert valkey.ask("TTL", bucket_key(A)) >= 3_595
 
 
+async def test_a_call_that_is_repeated_is_answered_as_at_first(scene):
+    held = await scene.hold(A, S)
+    assert await scene.hold(A, S) == held
+    assert await scene.hold(A, S, attempt=b"attempt2") == held._replace(made=Made.FOUND)
+    assert (await scene.left(A), await scene.left(S)) == (3, 1)
+
+
 async def test_a_denied_hold_leaves_nothing(valkey, scene):
     await scene.hold(A, S)
     keys = {key: valkey.ask("DUMP", key) for key in valkey.ask("KEYS", "*")}
@@ -138,7 +145,7 @@ async def test_what_else_lies_at_a_key_is_replaced_and_harms_no_other(valkey, sc
     held = await scene.hold(A, S)
     assert (held.made, [one[:2] for one in held.outcomes]) == (Made.MADE, [(True, 4), (True, 1)])
     assert scene.store.corrupt_total == (key not in {RECORD, holds_key(S)})
-    assert (await scene.hold(A, S)).made is Made.FOUND
+    assert (await scene.hold(A, S, attempt=b"attempt2")).made is Made.FOUND
     settled = await scene.settle(2, A, S)
     assert [one[:2] for one in settled.outcomes] == [(True, 8), (True, 2)]
 
@@ -179,7 +186,8 @@ async def test_a_set_that_lacks_what_it_counts_denies_until_it_is_forgotten(valk
 async def test_scripts_that_the_server_forgot_are_loaded_again(valkey, scene):
     await scene.hold(A, S)
     valkey.ask("SCRIPT", "FLUSH")
-    assert (await scene.hold(A, S)).made is Made.FOUND
+    assert (await scene.hold(A, S)).made is Made.MADE
+    assert await scene.left(A) == 3
     valkey.ask("SCRIPT", "FLUSH")
     assert (await scene.settle(0, A, S)).given_back == 6
 
