@@ -1,4 +1,4 @@
-"""Holds on a node's own buckets by their definition, in exact fractions: every charge is replayed with what it has cost.
+"""Holds on a node's own buckets by their definition, in exact fractions: charges are replayed with what they cost.
 
 Slow and obvious: the oracle of the tests. Times are in seconds.
 """
@@ -147,7 +147,7 @@ class HoldModel:
     def ends(self, name, clock):
         return sorted(end for end in self.slots.get(name, {}).values() if end > clock)
 
-    def judge(self, name, limit, cost, now, clock):
+    def judge(self, name, limit, cost, now, clock):  # noqa: PLR0917
         if limit.algorithm is not Algorithm.CONCURRENCY:
             return self.bucket(name).answer(now, limit, cost)
         free = limit.limit - len(self.ends(name, clock))
@@ -193,7 +193,7 @@ class HoldModel:
                     self.bucket(name).charge(now, limit, cost)
         return answers
 
-    def hold(self, number, digest, charges, cost, ttl, now, clock):
+    def hold(self, number, digest, charges, cost, ttl, now, clock):  # noqa: PLR0917
         self.forget(clock)
         known = self.held.get(number)
         if known is not None:

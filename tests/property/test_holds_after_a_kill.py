@@ -1,12 +1,11 @@
 """Whenever a node is killed, what is on its disk charges each hold to each bucket once, and gives it back once.
 
 Checks, holds, settles and resets go on while the buckets are written. Again and again the state directory is copied as
-a kill would leave it, and restored. Then callers repeat all settles, as they do when an answer does not come, and each
-bucket has to hold what it held at some time since the last complete pass, but with the settled amounts of all holds that
-the node still knows.
+a kill would leave it, and restored. Then callers repeat all settles, as they do when an answer does not come. Each
+bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that the
+node still knows.
 """
 
-import asyncio
 import os
 import random
 import shutil
@@ -40,7 +39,7 @@ LIMITS = {
 
 
 class World:
-    """A node on its state directory, and what its buckets have held: versions of (tokens, number of the hold if any)."""
+    """A node on its state directory, and what its buckets have held: versions of (tokens, number of the hold)."""
 
     def __init__(self, directory, rng):
         self.directory, self.rng, self.met = directory / "state", rng, Counter()
@@ -232,3 +231,33 @@ async def test_no_kill_charges_or_gives_back_twice(tmp_path):
 async def test_no_kill_in_many_lives_charges_or_gives_back_twice(tmp_path):
     met = await run(tmp_path, range(100, 300), 150)
     assert min(met[case] for case in CASES) > 100, met
+
+
+def settled_anywhere(bucket, number, more):
+    """Settles on a bucket that has been without the hold since it was written."""
+    if number in bucket.numbers():
+        bucket._replay.remove(number, more)
+        bucket._replay = bucket._replay or None
+    bucket._level = max(0, bucket._level + more)
+
+
+def left_as_they_were(holds, bucket):
+    """Takes a bucket as it was written, whatever has become of its holds."""
+    holds._was_left(bucket)
+
+
+TWINS = {
+    "settles where there is no hold": (held.LevelBucket, "settle", settled_anywhere),
+    "no settle is caught up": (OwnHolds, "_catch_up", left_as_they_were),
+    "nothing is written of what was given back": (OwnHolds, "given_back", lambda _: []),
+    "what changes is forgotten": (OwnHolds, "change_all", lambda _: None),
+}
+
+
+@pytest.mark.slice
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.usefixtures("_small_steps")
+async def test_what_is_wrong_is_found(twin, tmp_path, monkeypatch):
+    monkeypatch.setattr(*TWINS[twin])
+    with pytest.raises(AssertionError):
+        await run(tmp_path, range(60), 60)

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from ratelimitd.algorithms import DECIDE
+from ratelimitd.algorithms import DECIDE, concurrency, sliding_window
 from ratelimitd.buckets import held
 from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
@@ -18,6 +19,7 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, HoldEndedError, HoldSettledError
 from ratelimitd.ledger.holds import Hold
+from ratelimitd.ledger.replay import NEVER
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement, Limit
 from ratelimitd.testing import ManualClock
 from tests.own_hold_model import HoldModel
@@ -304,17 +306,77 @@ def _fast_disk(monkeypatch):
 
 @pytest.mark.slice
 def test_sequences_of_holds_checks_and_edits_are_as_they_are_by_their_definition():
-    met = Counter()
-    for seed in range(1_500):
-        live(seed, met)
+    met = live_all(range(2_000))
     assert {case for case in CASES if met[case] < 20} == set(), met
 
 
 @pytest.mark.slice
 @pytest.mark.usefixtures("_fast_disk")
 def test_so_they_are_over_restarts(tmp_path):
+    assert live_over_restarts(tmp_path, range(10_000, 10_150)) > 50
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("_fast_disk")
+def test_200_000_sequences_are_as_they_are_by_their_definition(tmp_path):
+    sequences = int(os.environ.get("SIMULATION_SEEDS", "200000"))
+    met = live_all(range(100_000, 100_000 + sequences))
+    live_over_restarts(tmp_path, range(100_000, 100_000 + sequences // 40))
+    assert min(met[case] for case in CASES) >= sequences // 100, met
+
+
+def live_all(seeds):
     met = Counter()
-    for seed in range(10_000, 10_150):
-        (tmp_path / str(seed)).mkdir()
-        live(seed, met, tmp_path / str(seed))
-    assert met["restart with holds"] > 50
+    for seed in seeds:
+        live(seed, met)
+    return met
+
+
+def live_over_restarts(tmp_path, seeds):
+    met = Counter()
+    for seed in seeds:
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        live(seed, met, directory)
+        shutil.rmtree(directory)
+    return met["restart with holds"]
+
+
+def settled_by_what_is_lacking_now(bucket, number, more):
+    """Gives back what has been refilled since, too."""
+    if number in bucket.numbers():
+        bucket._replay.remove(number, 0)
+        bucket._level = max(0, bucket._level + more * held._unit(bucket.limit))
+        bucket._replay = bucket._replay or None
+
+
+def settled_for_the_latest(bucket, number, more):
+    """Takes tokens out of the log that came after the hold."""
+    at_us = bucket._at_us.pop(number, None)
+    if at_us is not None and more < 0:
+        bucket._log, _ = sliding_window.removed(bucket._log, 2**62, -more)
+    elif at_us is not None and more > 0:
+        bucket._log = sliding_window.entered(bucket._log, bucket.limit, [(at_us, more)])
+
+
+TWINS = {
+    "a level without its past": (held.LevelBucket, "settle", settled_by_what_is_lacking_now),
+    "the latest of a log": (held.LogBucket, "settle", settled_for_the_latest),
+    "an edit caps nothing that is replayed": (held.LevelBucket, "_most", lambda _, __: NEVER),
+    "slots of the time of a check": (held.SlotsBucket, "_decide", staticmethod(concurrency.decide)),
+    "a slot that is not freed": (held.SlotsBucket, "settle", lambda *_: None),
+    "a bucket in debt is given back": (
+        held.LevelBucket,
+        "fits_table",
+        property(lambda one: not len(one)),
+    ),
+}
+
+
+@pytest.mark.slice
+@pytest.mark.parametrize("twin", TWINS)
+def test_what_is_wrong_is_found(twin, monkeypatch):
+    monkeypatch.setattr(*TWINS[twin])
+    with pytest.raises(AssertionError):
+        live_all(range(2_000))
