@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
@@ -19,7 +18,6 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, HoldEndedError, HoldSettledError
 from ratelimitd.ledger.holds import Hold
-from ratelimitd.ledger.replay import Replay
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement, Limit
 from ratelimitd.testing import ManualClock
 from tests.own_hold_model import HoldModel
