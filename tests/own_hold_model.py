@@ -152,7 +152,9 @@ class HoldModel:
             return self.bucket(name).answer(now, limit, cost)
         free = limit.limit - len(self.ends(name, clock))
         told = self.told_of_slots(name, limit, clock)
-        return (True, *told[1:], "WITHIN_LIMIT") if free > 0 else (False, *told[1:], "LIMIT_EXCEEDED")
+        return (
+            (True, *told[1:], "WITHIN_LIMIT") if free > 0 else (False, *told[1:], "LIMIT_EXCEEDED")
+        )
 
     def told_of_slots(self, name, limit, clock):
         ends = self.ends(name, clock)
@@ -259,6 +261,4 @@ class HoldModel:
         self.slots.pop(name, None)
 
     def forget(self, clock):
-        self.held = {
-            number: hold for number, hold in self.held.items() if hold.end + GRACE > clock
-        }
+        self.held = {number: hold for number, hold in self.held.items() if hold.end + GRACE > clock}

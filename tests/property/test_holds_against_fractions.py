@@ -82,7 +82,9 @@ class World:
 
     def wait(self):
         rng = self.rng
-        self.clock.advance(us=rng.choice([1, 1_000, 10**6, rng.randrange(10**6), rng.randrange(9 * 10**6)]))
+        self.clock.advance(
+            us=rng.choice([1, 1_000, 10**6, rng.randrange(10**6), rng.randrange(9 * 10**6)])
+        )
         if rng.random() < 0.02:
             self.clock.advance(seconds=rng.choice([60, 61, 100]))
 
@@ -171,7 +173,9 @@ class World:
             name
             for name, bucket in self.model.buckets.items()
             if bucket.charges and bucket.charges[-1].limit != self.limits[name]
-        } | {name for name, limit in self.limits.items() if limit.algorithm is Algorithm.CONCURRENCY}
+        } | {
+            name for name, limit in self.limits.items() if limit.algorithm is Algorithm.CONCURRENCY
+        }
 
     def extend(self):
         number, ttl = self.rng.choice([*self.model.held] or NUMBERS), self.rng.choice([1, 5, 60])
@@ -225,7 +229,9 @@ class World:
             if bucket is not None and bucket.charges:
                 self.met["debt"] += bucket.spent(self.clock_s, limit) > limit.capacity
         # As many are in flight as are by their definition, but for those that ended just now.
-        open_holds = sum(one.actual is None and one.end > self.clock_s for one in self.model.held.values())
+        open_holds = sum(
+            one.actual is None and one.end > self.clock_s for one in self.model.held.values()
+        )
         assert open_holds <= self.holds.in_flight
 
     def compare(self, got, expected, charges):

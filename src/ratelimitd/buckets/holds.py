@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ratelimitd.algorithms.several import Charge, passes
 from ratelimitd.buckets import snapshot_format
@@ -30,8 +30,11 @@ from ratelimitd.errors import (
 from ratelimitd.ledger.holds import MAX_TTL_S, Held, Hold, Settled
 from ratelimitd.model import MAX_TIME_US, US_PER_S, Algorithm, Outcome, Reason
 
-Told = Mapping[bytes, Outcome]
+Told: TypeAlias = Mapping[bytes, Outcome]
 """What was said of buckets, by their stored names."""
+
+Change: TypeAlias = tuple[bytes, bytes, bytes]
+"""A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
 
 MAX_HOLDS: Final = 100_000
 """Holds in flight on one node; and as many that are over, to answer repeated calls."""
@@ -141,6 +144,7 @@ class OwnHolds:
         """Numbers of the holds to be ended or forgotten, by tick; ``_ticks`` are those ticks, a heap."""
         self._ticks: list[int] = []
         self._changed: dict[tuple[bytes, bytes], None] = {}
+        self._given_back: dict[bytes, None] = {}
         table.apart = self
 
     def __len__(self) -> int:
@@ -272,26 +276,39 @@ class OwnHolds:
         """The number of changed holds and buckets."""
         return len(self._changed)
 
-    def changes(self, most: int) -> list[tuple[bytes, bytes, bytes]]:
-        """Return up to ``most`` changed holds and buckets as (kind, number or name, value), at least one if any."""
+    def changes(self, most: int) -> list[Change]:
+        """Return up to ``most`` changed holds and buckets, at least one if any."""
         taken, holds = [], 0
         for kind, name in [*islice(self._changed, most)]:
-            del self._changed[kind, name]
-            bucket = self._buckets[name] if kind == _BUCKET else None
-            dump = self._records[name].dump() if bucket is None else bucket.dump()
-            taken.append((kind, name, json.dumps(dump, separators=(",", ":")).encode()))
-            holds += len(bucket) if bucket is not None else 0
+            taken.append(self._taken(kind, name))
+            holds += len(self._buckets[name]) if kind == _BUCKET else 0
             if (
                 holds >= HOLDS_PER_STEP
             ):  # equivalent: how much is written in a step is not to be seen
                 break
         return taken
 
-    def change_again(self, changes: Iterable[tuple[bytes, bytes, bytes]]) -> None:
+    def changes_of(self, keys: Iterable[bytes]) -> list[Change]:
+        """Return which of the buckets of these keys are kept apart, and have changed."""
+        changed = [(_BUCKET, self._keys.stored(key)) for key in keys]
+        return [self._taken(*one) for one in changed if one in self._changed]
+
+    def _taken(self, kind: bytes, name: bytes) -> Change:
+        del self._changed[kind, name]
+        dump = self._buckets[name].dump() if kind == _BUCKET else self._records[name].dump()
+        return kind, name, json.dumps(dump, separators=(",", ":")).encode()
+
+    def change_again(self, changes: Iterable[Change]) -> None:
         """Let :meth:`changes` return these once more: they could not be written."""
         for kind, name, _ in changes:
             if name in (self._buckets if kind == _BUCKET else self._records):
                 self._changed[kind, name] = None
+
+    def given_back(self) -> list[bytes]:
+        """Return the keys of the buckets that went back to the table since the last call."""
+        keys = [*self._given_back]
+        self._given_back.clear()
+        return keys
 
     def change_all(self) -> None:
         """Let :meth:`changes` return everything."""
@@ -450,6 +467,7 @@ class OwnHolds:
         state = bucket.state()
         if bucket.key is not None and state is not None:
             self._table.take_back(bucket.key, state, bucket.limit)
+            self._given_back[bucket.key] = None
 
     def _drop(self, name: bytes) -> HeldBucket | None:
         self._changed.pop((_BUCKET, name), None)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets.holds import Change, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import Restored, base_path, log_path, restore, set_aside
 from ratelimitd.buckets.snapshot_format import Value
@@ -157,6 +158,8 @@ class SnapshotLog:
         Awaits ``pace(step, steps)`` before each step, or yields to the loop without one.
         """
         pace = pace or _yield
+        if self._table.apart is not None:
+            self._table.apart.given_back()  # all shards are visited from now on
         try:
             if self._base_is_due():
                 await self._write_base(pace)
@@ -213,15 +216,28 @@ class SnapshotLog:
         To the log alone: a bucket has to come after what the log says of it from before it was apart.
         """
         holds = self._table.apart
-        left = holds.unwritten if holds is not None else 0
+        if holds is None:
+            return
         # Those that change meanwhile are for the next pass: they may be as many as are written.
-        while holds is not None and left > 0 and (changes := holds.changes(STEP_HOLDS)):
+        left = holds.unwritten
+        while left > 0 and (changes := holds.changes(STEP_HOLDS)):
             left -= len(changes)
-            try:
-                await self._append(snapshot_format.encode_holds(changes))
-            except OSError:
-                holds.change_again(changes)
-                raise
+            await self._append_changes(holds, changes)
+        # These may have been apart when their shards were visited, and in the table just now.
+        keys = holds.given_back()
+        for start in range(0, len(keys), STEP_HOLDS):
+            some = keys[start : start + STEP_HOLDS]
+            values = snapshot_format.encode_values(self._live(some))
+            await self._append_changes(holds, holds.changes_of(some), values)
+
+    async def _append_changes(
+        self, holds: OwnHolds, changes: Sequence[Change], values: bytes = b""
+    ) -> None:
+        try:
+            await self._append(values + snapshot_format.encode_holds(changes))
+        except OSError:
+            holds.change_again(changes)
+            raise
 
     def _live(self, keys: list[bytes]) -> Iterator[tuple[bytes, Value]]:
         """Yield (stored key, value) of ``keys`` as of now; skip buckets that have been reset."""

@@ -8,8 +8,7 @@ another ``add``: what comes of it is exactly what would have come of it then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 Change: TypeAlias = tuple[int, int, int]
@@ -18,9 +17,10 @@ Change: TypeAlias = tuple[int, int, int]
 NEVER: Final = 1 << 120
 """Above any level: 10,000 holds of 2^31 tokens of 2^51 units are below 2^96."""
 
-# equivalent: how many holds share a sum is not to be seen
-BLOCK: Final = 32
-"""Holds whose changes have a common sum: a settle adds up one block anew, and then the blocks."""
+NOTHING: Final[Change] = (0, 0, NEVER)
+
+# equivalent: how often the tree is made anew is not to be seen
+LEAST_SIZE: Final = 16
 
 
 def changed(level: int, change: Change) -> int:
@@ -44,104 +44,101 @@ def both(first: Change, second: Change) -> Change:
     return first[0] + add, low, min(max(high, least), most)
 
 
-class _Block:
-    """Up to ``BLOCK`` holds that follow one another, and the sum of their changes, ``None`` if it is out of date."""
-
-    __slots__ = ("changes", "numbers", "total")
-
-    def __init__(self) -> None:
-        self.numbers: list[bytes] = []
-        self.changes: list[Change] = []
-        self.total: Change | None = None
-
-
 class Replay:
-    """Holds by their time, each with the change of its charge and all changes after it, until the next hold."""
+    """Holds by their time, each with the change of its charge and all changes after it, until the next hold.
 
-    __slots__ = ("_block_of", "_blocks", "before")
+    Their changes are the leaves of a tree whose nodes are the changes of their leaves one after another: a settle takes
+    the logarithm of their number, and a check that is charged one step, for the change of the latest hold is apart.
+    """
 
-    def __init__(self, before: int) -> None:
-        self.before = before
+    __slots__ = ("_before", "_count", "_latest", "_leaf_of", "_nodes", "_size")
+
+    def __init__(
+        self, before: int, numbers: Sequence[bytes] = (), changes: Sequence[Change] = ()
+    ) -> None:
+        self._before = before
         """The level before the oldest hold."""
-        self._blocks: list[_Block] = []
-        self._block_of: dict[bytes, _Block] = {}
+        self._latest: Change
+        self._make(numbers, changes)
 
     def __len__(self) -> int:
         """Return the number of holds."""
-        return len(self._block_of)
+        return len(self._leaf_of)
 
     def __contains__(self, number: bytes) -> bool:
         """Return whether the hold of this number is among them."""
-        return number in self._block_of
+        return number in self._leaf_of
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the numbers of the holds, by their time."""
-        return chain.from_iterable([block.numbers for block in self._blocks])
+    @property
+    def numbers(self) -> list[bytes]:
+        """The numbers of the holds, by their time."""
+        return [*self._leaf_of]
 
-    def changes(self) -> Iterator[Change]:
-        """Iterate over the changes from each hold on."""
-        return chain.from_iterable([block.changes for block in self._blocks])
+    def parts(self) -> tuple[int, list[bytes], list[Change]]:
+        """Return what it can be made of anew: the level before the oldest hold, the holds, and their changes."""
+        self._compact()
+        leaves = self._nodes[self._size : self._size + self._count - 1]
+        return self._before, self.numbers, [*leaves, self._latest]
 
     def add(self, number: bytes, change: Change) -> None:
         """Add a hold that has made this change."""
-        if not self._blocks or len(self._blocks[-1].numbers) >= BLOCK:
-            self._blocks.append(_Block())
-        block = self._blocks[-1]
-        block.numbers.append(number)
-        block.changes.append(change)
-        block.total = None
-        self._block_of[number] = block
+        if self._count == self._size:
+            self._compact()
+        if self._count:
+            self._set(self._count - 1, self._latest)
+        self._leaf_of[number] = self._count
+        self._latest = change
+        self._count += 1
 
     def then(self, change: Change) -> None:
-        """Add a change to those after the latest hold; there is one."""
-        block = self._blocks[-1]
-        block.changes[-1] = both(block.changes[-1], change)
-        block.total = None
+        """Add a change to those after the latest hold."""
+        self._latest = both(self._latest, change)
 
     def remove(self, number: bytes, more: int) -> None:
         """Let a hold have added ``more`` to the level, for good: it is no hold any more."""
-        block = self._block_of.pop(number)
-        place = block.numbers.index(number)
-        del block.numbers[place]
-        add, least, most = block.changes.pop(place)
-        change = add + more, least, most
-        block.total = None
-        if place:
-            block.changes[place - 1] = both(block.changes[place - 1], change)
-        elif block is self._blocks[0]:
-            self.before = changed(self.before, change)
-        else:
-            before = self._blocks[self._blocks.index(block) - 1]
-            before.changes[-1] = both(before.changes[-1], change)
-            before.total = None
-        if len(block.numbers) <= BLOCK // 4:
-            self._join(self._blocks.index(block))
+        leaf = self._leaf_of.pop(number)
+        if leaf == self._count - 1:
+            add, least, most = self._latest
+            self._latest = add + more, least, most
+        elif more:
+            add, least, most = self._nodes[self._size + leaf]
+            self._set(leaf, (add + more, least, most))
 
     def level(self) -> int:
         """Return the level now."""
-        level = self.before
-        for block in self._blocks:
-            if block.total is None:
-                block.total = _total(block.changes)
-            level = changed(level, block.total)
-        return level
+        return changed(changed(self._before, self._nodes[1]), self._latest)
 
-    def _join(self, place: int) -> None:
-        """Put a small block into the one before it, if it fits, so that there are few."""
-        block = self._blocks[place]
-        if not block.numbers:
-            del self._blocks[place]
-        elif place and len(self._blocks[place - 1].numbers) <= BLOCK // 2:
-            before = self._blocks[place - 1]
-            before.numbers += block.numbers
-            before.changes += block.changes
-            before.total = None
-            self._block_of |= dict.fromkeys(block.numbers, before)
-            del self._blocks[place]
+    def _set(self, leaf: int, change: Change) -> None:
+        nodes, place = self._nodes, self._size + leaf
+        nodes[place] = change
+        while place > 1:
+            place >>= 1
+            nodes[place] = both(nodes[2 * place], nodes[2 * place + 1])
 
+    def _compact(self) -> None:
+        """Join the changes of what is no hold any more to those before."""
+        leaves = self._nodes[self._size : self._size + self._count]
+        leaves[-1:] = [self._latest]
+        kept = {*self._leaf_of.values()}
+        joined: list[Change] = []
+        for leaf, change in enumerate(leaves):
+            if leaf in kept:
+                joined.append(change)
+            elif joined:
+                joined[-1] = both(joined[-1], change)
+            else:
+                self._before = changed(self._before, change)
+        self._make(self.numbers, joined)
 
-def _total(changes: Iterable[Change]) -> Change:
-    total = (0, 0, NEVER)
-    for change in changes:
-        total = both(total, change)
-    return total
+    def _make(self, numbers: Sequence[bytes], changes: Sequence[Change]) -> None:
+        size = LEAST_SIZE
+        while size < 2 * len(changes):
+            size *= 2
+        self._size, self._count = size, len(changes)
+        self._leaf_of = {number: leaf for leaf, number in enumerate(numbers)}
+        self._latest = changes[-1] if changes else NOTHING
+        self._nodes = (
+            [NOTHING] * size + [*changes[:-1]] + [NOTHING] * (size - len(changes) + bool(changes))
+        )
+        for place in range(size - 1, 0, -1):
+            self._nodes[place] = both(self._nodes[2 * place], self._nodes[2 * place + 1])

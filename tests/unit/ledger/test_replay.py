@@ -1,0 +1,103 @@
+"""What a level would be if holds had been charged other amounts, against a list of everything that has happened."""
+
+from random import Random
+
+import pytest
+
+from ratelimitd.ledger.replay import LEAST_SIZE, NEVER, Replay, both, changed
+
+
+class Everything:
+    """The level by all that has happened: each change in its turn, each hold with what it is charged now."""
+
+    def __init__(self, before):
+        self.before, self.events = before, []
+
+    def hold(self, number, change):
+        self.events.append([number, change])
+
+    def then(self, change):
+        self.events.append([None, change])
+
+    def settle(self, number, more):
+        [event] = [event for event in self.events if event[0] == number]
+        add, least, most = event[1]
+        event[1] = add + more, least, most
+
+    def level(self):
+        level = self.before
+        for _, (add, least, most) in self.events:
+            level = min(max(level + add, least), most)
+        return level
+
+
+def change_of(random):
+    """A charge, a refill or an edit."""
+    return random.choice(
+        (
+            (random.randrange(50), 0, NEVER),
+            (-random.randrange(80), 0, NEVER),
+            (0, 0, random.randrange(100, 400)),
+            (-random.randrange(30), random.randrange(5), random.randrange(5, 300)),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_another_amount_is_charged_as_of_its_time(seed):
+    random = Random(seed)
+    before = random.randrange(100)
+    replay, everything, held = Replay(before), Everything(before), {}
+    for step in range(300):
+        kind = random.random()
+        if kind < 0.45 or not held:
+            number, amount = step.to_bytes(16, "big"), random.randrange(1, 50)
+            held[number] = amount
+            for one in (replay.add, everything.hold):
+                one(number, (amount, 0, NEVER))
+        elif kind < 0.75:
+            change = change_of(random)
+            replay.then(change)
+            everything.then(change)
+        elif kind < 0.95:
+            number = random.choice([*held])
+            more = random.choice((-held.pop(number), 0, random.randrange(100)))
+            replay.remove(number, more)
+            everything.settle(number, more)
+        else:
+            replay = Replay(*replay.parts())
+        assert replay.level() == everything.level()
+        assert replay.numbers == [*held]
+        assert len(replay) == len(held)
+        if not held:
+            replay, everything = Replay(before), Everything(before)
+
+
+def test_holds_that_are_settled_leave_nothing_behind():
+    replay = Replay(0)
+    replay.add(b"first", (1, 0, NEVER))
+    for step in range(20 * LEAST_SIZE):
+        number = step.to_bytes(16, "big")
+        replay.add(number, (3, 0, NEVER))
+        replay.remove(number, -2)
+    assert b"first" in replay
+    assert replay.level() == 1 + 20 * LEAST_SIZE
+    _, numbers, [change] = replay.parts()
+    assert (numbers, change[0]) == ([b"first"], 1 + 20 * LEAST_SIZE)
+
+
+def test_when_the_last_hold_is_settled_the_level_stays():
+    replay = Replay(5)
+    for number in (b"a", b"b"):
+        replay.add(number, (2, 0, NEVER))
+        replay.then((-1, 0, NEVER))
+    for number in (b"a", b"b"):
+        replay.remove(number, 0)
+    assert replay.level() == 7
+    assert replay.parts() == (7, [], [(0, 0, NEVER)])
+
+
+def test_two_changes_are_as_one():
+    for level in range(0, 60, 7):
+        first, second = (10, 3, 40), (-25, 2, 30)
+        assert changed(level, both(first, second)) == changed(changed(level, first), second)
