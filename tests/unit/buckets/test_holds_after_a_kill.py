@@ -2,8 +2,8 @@
 
 Checks, holds, settles and resets go on while the buckets are written. Again and again the state directory is copied as
 a kill would leave it, and restored. Then callers repeat all settles, as they do when an answer does not come. Each
-bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that the
-node still knows.
+bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that
+the node still knows.
 """
 
 import os
