@@ -7,8 +7,10 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
 from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets.held import bucket_of
 from ratelimitd.buckets.holds import HOLDS_PER_STEP, STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import HoldsFullError
@@ -170,3 +172,32 @@ async def test_a_slot_that_no_hold_owns_any_more_is_over():
     other.holds.restore(changes)
     assert other.check(b"s", SLOTS)[1] == 3
     assert len(other.holds) == 0
+
+
+async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
+    scene = Scene(max_holds=2)
+    await scene.hold(1)
+    await scene.settle(1, 25)
+    scene.clock.advance(seconds=400)
+    await scene.hold(2)
+    for number, key in ((3, b"b"), (4, b"c")):
+        await scene.hold(number, key)
+        await scene.settle(number, 25, key)
+    await scene.settle(2, 0)
+    assert scene.check()[1] == 9
+
+
+def test_slots_are_over_when_none_is_in_use():
+    assert bucket_of(b"n" * 16, SLOTS, None, lambda: 0).is_over(0)
+
+
+async def test_what_could_not_be_written_is_written_later(tmp_path):
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    await log.write_pass()
+    await scene.hold(1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    await log.drain()
+    assert log.errors_total
+    assert scene.holds.unwritten
