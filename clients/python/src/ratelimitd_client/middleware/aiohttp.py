@@ -48,11 +48,7 @@ def setup(
     @web.middleware
     async def rate_limit(request: web.Request, handler: Handler) -> web.StreamResponse:
         info = _info_of(request)
-        if policy.holds(info):
-            held = await policy.hold_async(limiter, request, info)
-            decision = None if held is None else held.hold.decision
-        else:
-            held, decision = None, await policy.decide_async(limiter, request, info)
+        decision, held = await policy.admit_async(limiter, request, info)
         if decision is None:
             return await handler(request)
         if not decision.allowed:

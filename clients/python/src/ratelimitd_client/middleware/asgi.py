@@ -85,11 +85,7 @@ class RateLimitMiddleware:
             await self._held.finish()
             return
         info = _info_of(scope, self._find(scope))
-        if self._policy.holds(info):
-            held = await self._policy.hold_async(self._limiter, scope, info)
-            decision = None if held is None else held.hold.decision
-        else:
-            held, decision = None, await self._policy.decide_async(self._limiter, scope, info)
+        decision, held = await self._policy.admit_async(self._limiter, scope, info)
         if decision is None:
             await self._app(scope, receive, send)
             return

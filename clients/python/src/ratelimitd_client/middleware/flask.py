@@ -50,14 +50,11 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             view=None if endpoint is None else marked_part(current_app.view_functions[endpoint]),
         )
         flask_request: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
-        if policy.holds(info):
-            held = policy.hold(limiter, flask_request, info)
-            decision = None if held is None else held.hold.decision
-            request.environ[HELD] = held
-        else:
-            decision = policy.decide(limiter, flask_request, info)
+        decision, held = policy.admit(limiter, flask_request, info)
         if decision is None:
             return
+        if held is not None:
+            request.environ[HELD] = held
         # Not on flask.g, which all requests share in a test with its own application context.
         request.environ[DECISION] = decision
         if not decision.allowed:

@@ -12,7 +12,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final, Generic, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeAlias
 
 from ratelimitd_client import AsyncRateLimiter, RateLimiter
 from ratelimitd_client.check import MAX_COST, NOBODY
@@ -47,22 +47,31 @@ class Charge(NamedTuple):
     """What a request is counted under and what it spends.
 
     ``identifier_type`` is the one that its view prefers; ``identities`` returns who else the request is counted for.
+    ``holds``: the cost is held while the request lasts, and settled with what ``settle`` returns.
     """
 
     endpoint: str
     cost: int
     identifier_type: str | None
     identities: Callable[[Any], object] | None = None
+    holds: bool = False
     settle: Callable[[Any], object] | None = None
 
 
 class _Asked(NamedTuple):
-    """What the limiter is asked for a request: its arguments, and what settles it."""
+    """What the limiter is asked for a request: its arguments, whether to hold, and what settles it."""
 
     who: tuple[str, str, str]
     cost: int
     also: Mapping[str, str]
+    holds: bool
     settle: Callable[[Any], object] | None
+
+
+Admission: TypeAlias = tuple[Decision | None, Held | None]
+"""The decision on a request, ``None`` if it is let through unchecked; and its hold, if it has one."""
+
+NOT_CHECKED: Final[Admission] = (None, None)
 
 
 class Answer(NamedTuple):
@@ -98,31 +107,28 @@ class Policy(Generic[R]):
         self._throttle = LogThrottle(SystemClock() if clock is None else clock)
 
     def decide(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Decision | None:
-        """Return the decision on a request; ``None`` lets it through unchecked.
+        """Return the decision on a request, which holds nothing; ``None`` lets it through unchecked.
 
         Raises:
             Exception: raised by a user's function, if ``on_error`` is ``"raise"``.
         """
+        return self.admit(limiter, request, info, may_hold=False)[0]
+
+    def admit(
+        self, limiter: RateLimiter, request: R, info: RequestInfo, *, may_hold: bool = True
+    ) -> Admission:
+        """As :meth:`decide`, and the hold of a request whose view holds, if it may."""
         asked = self._asked(request, info)
         if asked is None:
-            return None
+            return NOT_CHECKED
         try:
-            return limiter.check(*asked.who, cost=asked.cost, also=asked.also)
+            if not (asked.holds and may_hold):
+                return limiter.check(*asked.who, cost=asked.cost, also=asked.also), None
+            hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             self.warn(LIMITER_FAILED, error)
-            return None
-
-    def hold(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Held | None:
-        """As :meth:`decide`, for a view that holds."""
-        asked = self._asked(request, info)
-        if asked is None:
-            return None
-        try:
-            hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.warn(LIMITER_FAILED, error)
-            return None
-        return Held(hold, asked.cost, asked.settle)
+            return NOT_CHECKED
+        return hold.decision, Held(hold, asked.cost, asked.settle)
 
     def _asked(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -143,28 +149,23 @@ class Policy(Generic[R]):
         self, limiter: AsyncRateLimiter, request: R, info: RequestInfo
     ) -> Decision | None:
         """As :meth:`decide`, for asyncio: ``identify`` may be a coroutine function."""
-        asked = await self._asked_async(request, info)
-        if asked is None:
-            return None
-        try:
-            return await limiter.check(*asked.who, cost=asked.cost, also=asked.also)
-        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
-            self.warn(LIMITER_FAILED, error)
-            return None
+        return (await self.admit_async(limiter, request, info, may_hold=False))[0]
 
-    async def hold_async(
-        self, limiter: AsyncRateLimiter, request: R, info: RequestInfo
-    ) -> Held | None:
-        """As :meth:`hold`, for asyncio."""
+    async def admit_async(
+        self, limiter: AsyncRateLimiter, request: R, info: RequestInfo, *, may_hold: bool = True
+    ) -> Admission:
+        """As :meth:`admit`, for asyncio."""
         asked = await self._asked_async(request, info)
         if asked is None:
-            return None
+            return NOT_CHECKED
         try:
+            if not (asked.holds and may_hold):
+                return await limiter.check(*asked.who, cost=asked.cost, also=asked.also), None
             hold = await limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - as above
             self.warn(LIMITER_FAILED, error)
-            return None
-        return Held(hold, asked.cost, asked.settle)
+            return NOT_CHECKED
+        return hold.decision, Held(hold, asked.cost, asked.settle)
 
     async def _asked_async(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -194,12 +195,7 @@ class Policy(Generic[R]):
             self.warn(NO_IDENTITY)
             return None
         who = identity.identifier, identity.identifier_type, charge.endpoint
-        return _Asked(who, charge.cost, also, charge.settle)
-
-    @staticmethod
-    def holds(info: RequestInfo) -> bool:
-        """Return whether the view of a request holds."""
-        return mark_of(info.view, info.method).hold is not None
+        return _Asked(who, charge.cost, also, charge.holds, charge.settle)
 
     def actual(self, held: Held, request: R) -> int:
         """Return what a request has cost that was held; what it held if its function does not say."""
@@ -236,12 +232,13 @@ class Policy(Generic[R]):
             endpoint = options.unmatched
             if endpoint is None or endpoint in self._exempt:
                 return None
-        asked = mark.cost if mark.hold is None else mark.hold
+        holds = mark.hold is not None
+        asked = mark.hold if holds else mark.cost
         cost = _cost(options.cost if asked is None else asked, request)
         identities = options.identities if mark.identities is None else mark.identities
         if not cost:
             return None
-        return Charge(endpoint, cost, mark.identifier_type, identities, mark.settle)
+        return Charge(endpoint, cost, mark.identifier_type, identities, holds, mark.settle)
 
     def identity(self, given: object, info: RequestInfo, preferred: str | None) -> Identity | None:
         """Return who a request is counted for: the first identity of the preferred type, else the first.
