@@ -108,7 +108,7 @@ class Leases:
             self._is_counting = True
             self._loop.call_later(self._lease_s, self._count_anew)
         if count >= HOT * cost and decision.limit:
-            size = min(int(count * SPARE), decision.remaining_tokens // PART)
+            size = _size(count, decision.remaining_tokens)
             asked[bucket] = -1
             if size >= HOT * cost:
                 self._start(self._begin(bucket, size))
@@ -148,7 +148,7 @@ class Leases:
 
     async def _renew(self, bucket: Bucket, lease: _Lease) -> None:
         """Follow a lease that is used up early by a larger one."""
-        size = min(int(lease.size * SPARE), lease.beneath // PART)
+        size = _size(lease.size, lease.beneath)
         if size >= HOT:
             await self._begin(bucket, size)
 
@@ -157,7 +157,7 @@ class Leases:
             return  # it was followed by another, and settled then
         del self._leases[bucket]
         used = lease.size - lease.left
-        size = min(int(used * SPARE), lease.beneath // PART)
+        size = _size(used, lease.beneath)
         is_hot = used >= HOT and not (lease.is_renewed or self._is_closed)
         if is_hot and size >= HOT:
             self._start(self._begin(bucket, size))
@@ -166,3 +166,8 @@ class Leases:
     @staticmethod
     async def _settle(lease: _Lease, used: int) -> None:
         await lease.hold.settle(used)
+
+
+def _size(asked: int, left: int) -> int:
+    """Return the tokens to lease of a bucket that has ``left``, after ``asked`` in the time of the last lease."""
+    return min(int(asked * SPARE), left // PART)
