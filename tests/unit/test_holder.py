@@ -14,8 +14,8 @@ from ratelimitd.errors import (
     HoldsFullError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Held, Settled
-from ratelimitd.limiter.holder import MIN_ENDS, Holder
+from ratelimitd.ledger.holds import MIN_ENDS, Held, Settled
+from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     ALLOWED,

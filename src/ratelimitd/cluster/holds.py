@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ratelimitd.algorithms.several import ENFORCE
@@ -23,7 +22,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Held, Hold, Settled
+from ratelimitd.ledger.holds import Held, Hold, OpenHolds, Settled
 from ratelimitd.ledger.shared_holds import (
     ATTEMPT_BYTES,
     HoldCall,
@@ -54,8 +53,6 @@ WITHDRAW_PAUSE_S: Final = 0.1
 
 MAX_WITHDRAWALS: Final = 1_000
 """Under way; beyond it what was charged for a hold that is not made stays charged."""
-
-MIN_ENDS: Final = 1_000
 
 
 class _Part(NamedTuple):
@@ -97,13 +94,15 @@ class SharedHolds:
         self._store_time = store_time
         self._changed = changed
         self._max_per_bucket = max_per_bucket
-        self._open = _Open(clock, max_holds)
+        self._now_us = clock.monotonic_us
+        self._max_holds = max_holds
+        self._open: OpenHolds[None] = OpenHolds()
         self._withdrawals = 0
         self._new_future = asyncio.get_running_loop().create_future
 
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""
-        self._open.require_room(hold.number)
+        self._require_room(hold.number)
         names = [self._stored_name(key) for key, _, _ in hold.charges]
         parts = self._parts(hold.number, names)
         attempt = secrets.token_bytes(ATTEMPT_BYTES)
@@ -149,7 +148,7 @@ class SharedHolds:
         if not held.expire_us:
             withdraw(answers)
             return held
-        self._open.add(hold.number, hold.ttl_us)
+        self._open.add(hold.number, self._now_us() + hold.ttl_us, None)
         for name, limit, outcome in zip(names, limits, held.outcomes, strict=True):
             if outcome is not None and outcome[0] and limit.algorithm is not CONCURRENCY:
                 self._changed(name, 2 * outcome[1] < limit.capacity)
@@ -161,7 +160,7 @@ class SharedHolds:
         """Charge what a hold has cost; see :class:`ratelimitd.ledger.holds.Holds`."""
         at_us = STORE_TIME if self._store_time else now_us
         reply = await self._step(StepCall(Step.SETTLE, number, names, actual, at_us), "actual")
-        self._open.remove(number)
+        self._open.pop(number)
         for name in names if reply.given_back or reply.owed else ():
             self._changed(name, reply.owed > 0)
         known = reply.stepped is not Stepped.UNKNOWN
@@ -174,7 +173,7 @@ class SharedHolds:
         reply = await self._step(StepCall(Step.EXTEND, number, names, ttl_us, now_us), "hold")
         if reply.stepped is Stepped.UNKNOWN:
             return None
-        self._open.extend(number, ttl_us)
+        self._open.extend(number, self._now_us() + ttl_us)
         return reply.expire_us
 
     async def _step(self, call: StepCall, field: str) -> StepReply:
@@ -189,6 +188,17 @@ class SharedHolds:
         ]
         answers = await self._ask_all(parts, call.names, asks)
         return conclude_step(len(call.names), answers, field=field)
+
+    def _require_room(self, number: bytes) -> None:
+        """Check that one more may be made; those open by this node's clock are an upper bound of those there are.
+
+        Raises:
+            HoldsFullError: there are as many as there may be.
+        """
+        self._open.pop_ended(self._now_us())
+        if len(self._open) >= self._max_holds and number not in self._open:
+            message = f"the node has {self._max_holds} holds in flight, as many as it may have"
+            raise HoldsFullError(message)
 
     def _time_of(self, limit: Limit, now_us: int) -> int:
         """Return the time at which a bucket is charged; the node has chosen a calendar window by its own."""
@@ -292,55 +302,3 @@ def _may_be_repeated(error: RateLimitdError) -> bool:
     return isinstance(error, StoreUnavailableError) and not isinstance(
         error, StoreMisconfiguredError
     )
-
-
-class _Open:
-    """Holds that this node has made, until they are settled here or end by its clock: an upper bound of those open."""
-
-    def __init__(self, clock: Clock, most: int) -> None:
-        self._clock = clock
-        self._most = most
-        self._end_of: dict[bytes, int] = {}
-        self._ends: list[tuple[int, bytes]] = []
-
-    def require_room(self, number: bytes) -> None:
-        """Check that one more may be made.
-
-        Raises:
-            HoldsFullError: there are as many as there may be.
-        """
-        self._forget_ended()
-        if len(self._end_of) >= self._most and number not in self._end_of:
-            message = f"the node has {self._most} holds in flight, as many as it may have"
-            raise HoldsFullError(message)
-
-    def add(self, number: bytes, ttl_us: int) -> None:
-        """Note a hold that was made, or met again."""
-        end_us = self._clock.monotonic_us() + ttl_us
-        if number not in self._end_of:
-            heappush(self._ends, (end_us, number))
-            self._end_of[number] = end_us
-
-    def extend(self, number: bytes, ttl_us: int) -> None:
-        """Note that a hold ends later, if it was made here."""
-        if number in self._end_of:
-            end_us = self._clock.monotonic_us() + ttl_us
-            self._end_of[number] = max(self._end_of[number], end_us)
-
-    def remove(self, number: bytes) -> None:
-        """Note that a hold was settled."""
-        self._end_of.pop(number, None)
-
-    def _forget_ended(self) -> None:
-        now_us, ends = self._clock.monotonic_us(), self._ends
-        while ends and ends[0][0] <= now_us:
-            _, number = heappop(ends)
-            end_us = self._end_of.get(number, 0)
-            if end_us > now_us:  # it was extended
-                heappush(ends, (end_us, number))
-            else:
-                self._end_of.pop(number, None)
-        if len(ends) > 2 * len(self._end_of) + MIN_ENDS:
-            # Most are of holds that were settled.
-            self._ends = [(end_us, number) for number, end_us in self._end_of.items()]
-            heapify(self._ends)

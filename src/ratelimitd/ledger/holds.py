@@ -8,7 +8,8 @@ that nothing separates a charge from the hold that may give it back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from heapq import heapify, heappop, heappush
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.model import Outcome
@@ -20,6 +21,11 @@ CHECK_DIGEST_BYTES: Final = 8
 
 MAX_TTL_S: Final = 3_600
 DEFAULT_TTL_S: Final = 60
+
+MIN_ENDS: Final = 1_000
+"""Ends of settled holds that are kept until their time comes."""
+
+T = TypeVar("T")
 
 
 class Hold(NamedTuple):
@@ -103,3 +109,56 @@ class Holds(Protocol):
             HoldEndedError: its time is over.
             HoldSettledError: it was settled.
         """
+
+
+class OpenHolds(Generic[T]):
+    """Holds that a node has made, and what it notes of each, until they are settled there or end by its clock."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, tuple[int, T]] = {}
+        """Number → end in µs, and what is noted."""
+        self._ends: list[tuple[int, bytes]] = []
+
+    def __len__(self) -> int:
+        """Return the number of holds, those included that have ended and were not popped."""
+        return len(self._open)
+
+    def __contains__(self, number: bytes) -> bool:
+        """Return whether the hold of this number is open."""
+        return number in self._open
+
+    def add(self, number: bytes, end_us: int, noted: T) -> None:
+        """Note a hold that was made, unless it is open."""
+        if number not in self._open:
+            heappush(self._ends, (end_us, number))
+            self._open[number] = end_us, noted
+
+    def extend(self, number: bytes, end_us: int) -> None:
+        """Let a hold end later, if it is open."""
+        if number in self._open:
+            former_us, noted = self._open[number]
+            self._open[number] = max(former_us, end_us), noted
+
+    def pop(self, number: bytes) -> T | None:
+        """Forget a hold that was settled; returns what was noted of it, if it was open."""
+        end = self._open.pop(number, None)
+        return None if end is None else end[1]
+
+    def pop_ended(self, now_us: int) -> list[T]:
+        """Forget the holds that have ended; returns what was noted of them."""
+        ended, ends = [], self._ends
+        while ends and ends[0][0] <= now_us:
+            _, number = heappop(ends)
+            if number not in self._open:
+                continue
+            end_us, noted = self._open[number]
+            if end_us > now_us:  # it was extended
+                heappush(ends, (end_us, number))
+            else:
+                del self._open[number]
+                ended.append(noted)
+        if len(ends) > 2 * len(self._open) + MIN_ENDS:
+            # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
+            self._ends = [(end_us, number) for number, (end_us, _) in self._open.items()]
+            heapify(self._ends)
+        return ended

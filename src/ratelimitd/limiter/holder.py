@@ -6,7 +6,6 @@ A hold is judged as a check is, and answered as one, fail-open answers included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from ratelimitd.algorithms.several import Charge
@@ -19,7 +18,7 @@ from ratelimitd.errors import (
     HoldsFullError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Hold, Holds
+from ratelimitd.ledger.holds import Hold, Holds, OpenHolds
 from ratelimitd.limiter.limiter import Judging, Limiter
 from ratelimitd.limiter.scopes import charges_of
 from ratelimitd.model import (
@@ -38,10 +37,6 @@ NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased"
 """Its field is the hold's own."""
 
 NOT_HELD: Final = StoreUnavailableError("the hold is known, and none of its limits")
-
-
-MIN_ENDS: Final = 1_000
-"""Ends of settled holds that are kept until their time comes."""
 
 
 class HeldLimit(NamedTuple):
@@ -68,12 +63,11 @@ class SettledHold(NamedTuple):
     limits: Sequence[LimitStatus] = ()
 
 
-class _Open(NamedTuple):
-    """A hold that was made here; it is in flight until ``expire_us``."""
+class _InFlight(NamedTuple):
+    """What a hold that was made here holds: rule id and name of its limits, and their tokens."""
 
     limits: Sequence[tuple[str, str]]
     tokens: int
-    expire_us: int
 
 
 class Holder:
@@ -93,10 +87,9 @@ class Holder:
         self._holds = holds
         self._keys = keys
         self._clock = clock
-        self._open: dict[bytes, _Open] = {}
+        self._open: OpenHolds[_InFlight] = OpenHolds()
         self._counts: dict[tuple[str, str], list[int]] = {}
         """Rule id and name of a limit → holds in flight, and their tokens."""
-        self._ends: list[tuple[int, bytes]] = []
 
     async def hold(
         self, check: Check, number: bytes, check_digest: bytes, ttl_us: int, *, lease: bool
@@ -140,7 +133,11 @@ class Holder:
         if is_first:
             self._stats.holds["made"] += 1
             self._stats.hold_tokens["held"] += check.cost
-            self._note(number, _Open([one[1:3] for one in limits], check.cost, expire_us))
+            self._forget_ended()
+            self._forget(number)  # its former, which has ended by the store's clock only
+            held = _InFlight([one[1:3] for one in limits], check.cost)
+            self._open.add(number, expire_us, held)
+            self._count(held, 1)
         return Holding(decision, limits, expire_us)
 
     async def settle(
@@ -168,9 +165,8 @@ class Holder:
         """
         names = [one.bucket for one in limits]
         expire_us = await self._holds.extend(number, names, ttl_us, self._clock.now_us())
-        held = self._open.get(number)
-        if held is not None and expire_us is not None:
-            self._note(number, held._replace(expire_us=expire_us))
+        if expire_us is not None:
+            self._open.extend(number, expire_us)
         return expire_us
 
     def in_flight(self) -> Sequence[InFlight]:
@@ -184,19 +180,12 @@ class Holder:
                 found.append(InFlight(rule, name, holds, tokens))
         return found
 
-    def _note(self, number: bytes, held: _Open) -> None:
-        self._forget_ended()
-        if number not in self._open:
-            heappush(self._ends, (held.expire_us, number))
-            self._count(held, 1)
-        self._open[number] = held
-
     def _forget(self, number: bytes) -> None:
-        held = self._open.pop(number, None)
+        held = self._open.pop(number)
         if held is not None:
             self._count(held, -1)
 
-    def _count(self, held: _Open, holds: int) -> None:
+    def _count(self, held: _InFlight, holds: int) -> None:
         self._stats.holds_open += holds
         for limit in held.limits:
             count = self._counts.setdefault(limit, [0, 0])
@@ -206,21 +195,9 @@ class Holder:
                 del self._counts[limit]
 
     def _forget_ended(self) -> None:
-        now_us, ends = self._clock.now_us(), self._ends
-        while ends and ends[0][0] <= now_us:
-            _, number = heappop(ends)
-            held = self._open.get(number)
-            if held is None:
-                continue
-            if held.expire_us > now_us:  # it was extended
-                heappush(ends, (held.expire_us, number))
-            else:
-                self._forget(number)
-                self._stats.holds["expired"] += 1
-        if len(ends) > 2 * len(self._open) + MIN_ENDS:
-            # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
-            self._ends = [(held.expire_us, number) for number, held in self._open.items()]
-            heapify(self._ends)
+        for held in self._open.pop_ended(self._clock.now_us()):
+            self._count(held, -1)
+            self._stats.holds["expired"] += 1
 
     def _statuses(
         self, limits: Sequence[HeldLimit], outcomes: Sequence[Outcome | None]

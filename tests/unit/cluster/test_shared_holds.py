@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.cluster.holds import MIN_ENDS, SharedHolds
+from ratelimitd.cluster.holds import SharedHolds
 from ratelimitd.errors import (
     BreakerOpenError,
     CheckInvalidError,
@@ -18,7 +18,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Hold
+from ratelimitd.ledger.holds import MIN_ENDS, Hold
 from ratelimitd.ledger.shared_holds import Step
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Algorithm, Calendar, Enforcement, Period
