@@ -16,8 +16,8 @@ A file is a header, then chunks with a checksum each; all integers are little-en
     S   states in one integer each:   stored key (16) · value (26)
     L   logs:                         stored key (16) · length (4) · value
     R   resets:                       stored key (16)
-    H   holds:                        number (16) · length (4) · JSON, nothing of one that is forgotten
-    B   buckets kept apart for them:  stored key (16) · length (4) · JSON, nothing of one that is apart no more
+    H   holds:                        number (16) · length (4) · JSON
+    B   buckets kept apart for them:  stored key (16) · length (4) · JSON
 
 The order of the chunks is the order of events. Everything after the first invalid chunk is ignored, as a killed writer
 leaves it. The checksum covers kind and length, so that zeros, which some file systems leave after a power failure, are
