@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ratelimitd.algorithms import concurrency
 from ratelimitd.algorithms.several import MORE_THAN_ANY_LIMIT
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
+from ratelimitd.ledger.holds import GRACE_S
 from ratelimitd.ledger.shared_holds import (
-    GRACE_S,
     MAX_ATTEMPTS,
     HoldCall,
     HoldReply,

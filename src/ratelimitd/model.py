@@ -140,6 +140,7 @@ class Match(enum.IntEnum):
 WITHIN_LIMIT: Final = Reason.WITHIN_LIMIT
 LIMIT_EXCEEDED: Final = Reason.LIMIT_EXCEEDED
 COST_EXCEEDS_LIMIT: Final = Reason.COST_EXCEEDS_LIMIT
+CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from ratelimitd.buckets.snapshot_format import State, Value, is_log, pack, unpac
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.holds import NUMBER_BYTES
 from ratelimitd.ledger.replay import NEVER, Change, Replay, both, changed
-from ratelimitd.model import US_PER_S, Algorithm, Limit, Outcome
+from ratelimitd.model import CONCURRENCY, US_PER_S, Algorithm, Limit, Outcome
 
 Dump: TypeAlias = Mapping[str, Any]
 
@@ -339,7 +339,7 @@ def bucket_of(
     name: bytes, limit: Limit, state: State | None, now_us: Callable[[], int]
 ) -> HeldBucket:
     """Return the bucket of a state that the table has held under ``limit``, without holds."""
-    if limit.algorithm is Algorithm.CONCURRENCY:
+    if limit.algorithm is CONCURRENCY:
         return SlotsBucket(name, limit, now_us)
     if limit.algorithm is Algorithm.SLIDING_WINDOW:
         return LogBucket(name, limit, cast("bytes | None", state))
@@ -365,7 +365,7 @@ def load(  # noqa: PLR0917 -- what a dump does not say
         limit=number, window_seconds=window_seconds, algorithm=Algorithm(algorithm), burst=burst
     )
     numbers = _numbers(values["holds"])
-    if limit.algorithm is Algorithm.CONCURRENCY:
+    if limit.algorithm is CONCURRENCY:
         slots = SlotsBucket(name, limit, now_us)
         for number in numbers:
             if number in ends_us:

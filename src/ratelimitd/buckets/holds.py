@@ -27,8 +27,16 @@ from ratelimitd.errors import (
     HoldSettledError,
     HoldsFullError,
 )
-from ratelimitd.ledger.holds import MAX_TTL_S, Held, Hold, Settled
-from ratelimitd.model import MAX_TIME_US, US_PER_S, Algorithm, Outcome, Reason
+from ratelimitd.ledger.holds import (
+    GRACE_S,
+    MAX_HOLDS,
+    MAX_HOLDS_PER_BUCKET,
+    MAX_TTL_S,
+    Held,
+    Hold,
+    Settled,
+)
+from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Outcome, Reason
 
 Told: TypeAlias = Mapping[bytes, Outcome]
 """What was said of buckets, by their stored names."""
@@ -36,13 +44,7 @@ Told: TypeAlias = Mapping[bytes, Outcome]
 Change: TypeAlias = tuple[bytes, bytes, bytes]
 """A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
 
-MAX_HOLDS: Final = 100_000
-"""Holds in flight on one node; and as many that are over, to answer repeated calls."""
-
-MAX_HOLDS_PER_BUCKET: Final = 10_000
-
-GRACE_US: Final = 60 * US_PER_S
-"""How long a hold is remembered after its end, to tell late settles why they do nothing."""
+_GRACE_US: Final = GRACE_S * US_PER_S
 
 # equivalent: ends are compared with the time wherever they matter
 _TICK_BITS: Final = 17
@@ -139,7 +141,7 @@ class OwnHolds:
         """Names of buckets in debt, and of those without a key, that have no holds."""
         self._records: dict[bytes, _Record] = {}
         self._over: dict[bytes, None] = {}
-        """Numbers of the holds that are not in flight, in the order in which they came to be so."""
+        """Numbers of the holds not in flight, in the order in which they came to be so; at most ``max_holds``."""
         self._due: dict[int, dict[bytes, None]] = {}
         """Numbers of the holds to be ended or forgotten, by tick; ``_ticks`` are those ticks, a heap."""
         self._ticks: list[int] = []
@@ -175,9 +177,7 @@ class OwnHolds:
         ]
         self._require_room([name for name, _, _ in passing])
         lives_us = [
-            limit.window_us
-            for _, (_, limit, _), _ in passing
-            if limit.algorithm is Algorithm.CONCURRENCY
+            limit.window_us for _, (_, limit, _), _ in passing if limit.algorithm is CONCURRENCY
         ]
         now_us = self._now_us()
         last_us = min([now_us + life_us for life_us in lives_us], default=MAX_TIME_US)
@@ -336,7 +336,7 @@ class OwnHolds:
             record = _Record.load(json.loads(value), now_us + MAX_TTL_S * US_PER_S)
         except (ValueError, TypeError, AttributeError):
             return
-        if record.end_us + GRACE_US > now_us:
+        if record.end_us + _GRACE_US > now_us:
             self._records[number] = record
             if record.actual is not None:
                 self._over[number] = None
@@ -367,7 +367,7 @@ class OwnHolds:
         # Steps are bounded, so that it may not have been its turn.
         if record.actual is None:
             self._end(number, record)
-        if record.end_us + GRACE_US > now_us:
+        if record.end_us + _GRACE_US > now_us:
             return record
         self._forget(number)
         return None
@@ -392,7 +392,7 @@ class OwnHolds:
         """Note that a hold has changed, and when it is to be ended or forgotten."""
         self._changed[_HOLD, number] = None
         self._unschedule(number, record)
-        due_us = record.end_us if record.actual is None else record.end_us + GRACE_US
+        due_us = record.end_us if record.actual is None else record.end_us + _GRACE_US
         record.tick = (due_us >> _TICK_BITS) + 1
         if record.tick not in self._due:
             self._due[record.tick] = {}

@@ -38,12 +38,10 @@ from ratelimitd.buckets.snapshot_format import (
     with_tick,
 )
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import US_PER_S, Algorithm, Limit, Outcome
+from ratelimitd.model import CONCURRENCY, US_PER_S, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.buckets.holds import OwnHolds
-
-CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 SHARD_ENTRIES: Final = 600
 

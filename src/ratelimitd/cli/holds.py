@@ -22,6 +22,7 @@ from ratelimitd.cli.check import (
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import as_dict
+from ratelimitd.ledger.holds import DEFAULT_TTL_S
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 HoldArgument = Annotated[
@@ -32,8 +33,6 @@ TtlOption = Annotated[
     int,
     typer.Option("--ttl", callback=int32, metavar="S", help="Seconds until the hold ends."),
 ]
-
-DEFAULT_TTL_S: Final = 60
 
 app = typer.Typer(
     help="List and extend holds in flight.", no_args_is_help=True, rich_markup_mode=None

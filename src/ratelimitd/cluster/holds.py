@@ -22,7 +22,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Held, Hold, OpenHolds, Settled
+from ratelimitd.ledger.holds import MAX_HOLDS, MAX_HOLDS_PER_BUCKET, Held, Hold, OpenHolds, Settled
 from ratelimitd.ledger.shared_holds import (
     ATTEMPT_BYTES,
     HoldCall,
@@ -35,15 +35,10 @@ from ratelimitd.ledger.shared_holds import (
     has_part,
 )
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
-from ratelimitd.model import Algorithm, Limit
+from ratelimitd.model import CONCURRENCY, Limit
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
-
-MAX_HOLDS: Final = 100_000
-"""Holds in flight that one node has made."""
-
-MAX_HOLDS_PER_BUCKET: Final = 10_000
 
 RETRIES: Final = 1
 """How often a call is sent again that was not answered: whatever is done is done once."""
@@ -293,9 +288,6 @@ class SharedHolds:
                 self._changed(name, False)  # noqa: FBT003 -- the second of two
 
         self._store.step_hold(tag, call, answered)
-
-
-CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 
 def _may_be_repeated(error: RateLimitdError) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.cluster.pending import Bucket, PendingCheck
@@ -16,9 +16,7 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.several import Part, conclude, denies
 from ratelimitd.ledger.shared_state import SharedState, refund_of
-from ratelimitd.model import Algorithm, Outcome
-
-CONCURRENCY: Final = Algorithm.CONCURRENCY
+from ratelimitd.model import CONCURRENCY, Outcome
 
 Outcomes: TypeAlias = Sequence[Outcome | Exception]
 """Of each bucket of a check; an error where nobody could decide."""

@@ -20,7 +20,6 @@ from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
 from ratelimitd.cluster.joint_checks import (
-    CONCURRENCY,
     JointCheck,
     Outcomes,
     PartCheck,
@@ -36,7 +35,7 @@ from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
 from ratelimitd.ledger.shared_state import STORE_TIME, Met, SharedState, StoreCheck
-from ratelimitd.model import Limit, Outcome
+from ratelimitd.model import CONCURRENCY, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ratelimitd.algorithms.several import ENFORCE, Charge
 from ratelimitd.cluster.gossip import reset_buckets
 from ratelimitd.cluster.joint_checks import (
-    CONCURRENCY,
     JointCheck,
     Outcomes,
     PartCheck,
@@ -27,7 +26,7 @@ from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, Met, StoreCheck
-from ratelimitd.model import Limit, Outcome
+from ratelimitd.model import CONCURRENCY, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore

@@ -22,6 +22,14 @@ CHECK_DIGEST_BYTES: Final = 8
 MAX_TTL_S: Final = 3_600
 DEFAULT_TTL_S: Final = 60
 
+GRACE_S: Final = 60
+"""How long a hold is remembered after its end, to tell late settles why they do nothing."""
+
+MAX_HOLDS: Final = 100_000
+"""Holds in flight that one node has made."""
+
+MAX_HOLDS_PER_BUCKET: Final = 10_000
+
 MIN_ENDS: Final = 1_000
 """Ends of settled holds that are kept until their time comes."""
 

@@ -7,14 +7,11 @@ charged by the store, and that charge is given back if another bucket denies the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from ratelimitd.algorithms.several import ENFORCE, MORE_THAN_ANY_LIMIT
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Algorithm, Limit, Outcome
-
-CONCURRENCY: Final = Algorithm.CONCURRENCY
+from ratelimitd.model import ALLOWED, CONCURRENCY, WITHIN_LIMIT, Limit, Outcome
 
 
 class Part:

@@ -23,12 +23,9 @@ from ratelimitd.errors import (
 )
 from ratelimitd.ledger.holds import Held
 from ratelimitd.ledger.shared_state import StoreCheck
-from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Algorithm, Limit, Outcome
+from ratelimitd.model import ALLOWED, CONCURRENCY, WITHIN_LIMIT, Limit, Outcome
 
 ATTEMPT_BYTES: Final = 8
-
-GRACE_S: Final = 60
-"""How long the record of a hold is kept after its end, to tell one that ended from one that there is not."""
 
 MAX_ATTEMPTS: Final = 8
 """Of one hold at the same time; with more of them it cannot be withdrawn, and is held until its end."""
@@ -198,6 +195,6 @@ def _without(outcome: Outcome | None, limit: Limit, cost: int) -> Outcome | None
     """Return what an outcome that allowed says without the hold."""
     if outcome is None or not outcome[0]:
         return outcome
-    taken = 1 if limit.algorithm is Algorithm.CONCURRENCY else cost
+    taken = 1 if limit.algorithm is CONCURRENCY else cost
     remaining = min(outcome[1] + taken, limit.capacity)
     return ALLOWED, remaining, outcome[2], 0, WITHIN_LIMIT, None

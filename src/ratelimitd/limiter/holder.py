@@ -22,16 +22,14 @@ from ratelimitd.ledger.holds import Hold, Holds, OpenHolds
 from ratelimitd.limiter.limiter import Judging, Limiter
 from ratelimitd.limiter.scopes import charges_of
 from ratelimitd.model import (
+    CONCURRENCY,
     COST_EXCEEDS_LIMIT,
-    Algorithm,
     Check,
     Decision,
     InFlight,
     LimitStatus,
     Outcome,
 )
-
-CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
 """Its field is the hold's own."""
