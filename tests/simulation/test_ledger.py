@@ -4,7 +4,6 @@ A seed decides a run to the last bit: ``violations(play(scenario(seed)))`` plays
 """
 
 import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain
 
@@ -17,6 +16,7 @@ from tests.simulation.demands import violations
 from tests.simulation.node import Node
 from tests.simulation.play import play
 from tests.simulation.scenario import draining_scenario, late_scenario, scenario
+from tests.simulation.seeds import chunks, found, found_in_processes
 from tests.simulation.twins import TWINS
 
 SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
@@ -26,56 +26,45 @@ TWIN_SEEDS = 200
 calm_scenario = partial(scenario, calm=True)
 
 
-def chunks(seeds, chunk=CHUNK):
-    """First seeds of the chunks; the first chunk is a slice."""
-    first, *others = range(0, seeds, chunk)
-    return [pytest.param(first, marks=pytest.mark.slice), *others]
+def problems(seed, scenario=scenario, **parts):
+    """What does not hold in the run of a seed."""
+    return violations(play(scenario(seed), **parts))
 
 
-def found(seeds, scenario=scenario, **parts):
-    """What does not hold, by seed."""
-    for seed in seeds:
-        problems = violations(play(scenario(seed), **parts))
-        if problems:
-            yield seed, problems
-
-
-def found_in_chunk(first, chunk=1_000):
-    return list(found(range(first, first + chunk)))
-
-
-@pytest.mark.parametrize("first", chunks(SEEDS))
+@pytest.mark.parametrize("first", chunks(SEEDS, CHUNK))
 def test_whatever_goes_wrong_one_limit_is_held(first):
-    assert dict(found(range(first, first + CHUNK))) == {}
+    assert dict(found(range(first, first + CHUNK), problems)) == {}
 
 
-@pytest.mark.parametrize("first", chunks(CALM_SEEDS))
+@pytest.mark.parametrize("first", chunks(CALM_SEEDS, CHUNK))
 def test_where_nothing_goes_wrong_it_is_held_more_closely(first):
-    assert dict(found(range(first, first + CHUNK), calm_scenario)) == {}
+    assert dict(found(range(first, first + CHUNK), problems, scenario=calm_scenario)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(LATE_SEEDS, 5))
 def test_however_late_things_are_the_excess_does_not_grow(first):
-    assert dict(found(range(first, first + 5), late_scenario)) == {}
+    assert dict(found(range(first, first + 5), problems, scenario=late_scenario)) == {}
 
 
 @pytest.mark.parametrize("view", [LocalView, TightView])
 @pytest.mark.parametrize("first", chunks(100, 20))
 def test_callers_who_know_the_shares_stay_within_the_bound(first, view):
-    assert dict(found(range(first, first + 20), draining_scenario, view=view)) == {}
+    assert (
+        dict(found(range(first, first + 20), problems, scenario=draining_scenario, view=view)) == {}
+    )
 
 
-@pytest.mark.parametrize("first", chunks(400))
+@pytest.mark.parametrize("first", chunks(400, CHUNK))
 def test_tight_shares_hold_it_whatever_goes_wrong(first):
-    assert dict(found(range(first, first + CHUNK), view=TightView)) == {}
+    assert dict(found(range(first, first + CHUNK), problems, view=TightView)) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_ledger_is_caught(name):
     twin = TWINS[name]
-    faulty = found(range(TWIN_SEEDS), **twin)
+    faulty = found(range(TWIN_SEEDS), problems, **twin)
     others = [
-        found(range(TWIN_SEEDS // 4), scenario, **twin)
+        found(range(TWIN_SEEDS // 4), problems, scenario=scenario, **twin)
         for scenario in (calm_scenario, late_scenario, draining_scenario)
     ]
     assert next(chain(faulty, *others), None) is not None
@@ -147,6 +136,4 @@ def test_runs_are_what_they_are_meant_to_be():
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3_600)
 def test_one_limit_is_held_over_very_many_seeds():
-    firsts = range(SEEDS, LONG_SEEDS, 1_000)
-    with ProcessPoolExecutor() as pool:
-        assert dict(chain.from_iterable(pool.map(found_in_chunk, firsts))) == {}
+    assert found_in_processes(range(SEEDS, LONG_SEEDS, 1_000), problems) == {}

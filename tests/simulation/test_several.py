@@ -4,11 +4,12 @@ A seed decides a run to the last bit: ``several_violations(play_several(several(
 """
 
 import os
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
 
+from tests.simulation.seeds import chunks, found, found_in_processes
 from tests.simulation.several_runs import play_several, several, several_violations
 from tests.simulation.several_twins import TWINS
 
@@ -17,44 +18,28 @@ LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10000"))
 TWIN_SEEDS = 200
 
 
-def chunks(seeds, chunk=CHUNK):
-    """First seeds of the chunks; the first chunk is a slice."""
-    first, *others = range(0, seeds, chunk)
-    return [pytest.param(first, marks=pytest.mark.slice), *others]
+def problems(seed, *, calm=False, patch=nullcontext, **parts):
+    """What does not hold in the run of a seed."""
+    with patch():
+        played = play_several(several(seed, calm=calm), **parts)
+    return several_violations(played)
 
 
-def found(seeds, *, calm=False, patch=None, **parts):
-    """What does not hold, by seed."""
-    for seed in seeds:
-        if patch is None:
-            played = play_several(several(seed, calm=calm), **parts)
-        else:
-            with patch():
-                played = play_several(several(seed, calm=calm), **parts)
-        problems = several_violations(played)
-        if problems:
-            yield seed, problems
-
-
-def found_in_chunk(first, chunk=500):
-    return list(found(range(first, first + chunk)))
-
-
-@pytest.mark.parametrize("first", chunks(SEEDS))
+@pytest.mark.parametrize("first", chunks(SEEDS, CHUNK))
 def test_whatever_goes_wrong_all_are_charged_or_none(first):
-    assert dict(found(range(first, first + CHUNK))) == {}
+    assert dict(found(range(first, first + CHUNK), problems)) == {}
 
 
-@pytest.mark.parametrize("first", chunks(CALM_SEEDS))
+@pytest.mark.parametrize("first", chunks(CALM_SEEDS, CHUNK))
 def test_where_nothing_goes_wrong_nothing_is_lost_to_a_denied_check(first):
-    assert dict(found(range(first, first + CHUNK), calm=True)) == {}
+    assert dict(found(range(first, first + CHUNK), problems, calm=True)) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_way_is_caught(name):
     parts, patch = TWINS[name]
-    faulty = found(range(TWIN_SEEDS), patch=patch, **parts)
-    calm = found(range(TWIN_SEEDS // 4), calm=True, patch=patch, **parts)
+    faulty = found(range(TWIN_SEEDS), problems, patch=patch, **parts)
+    calm = found(range(TWIN_SEEDS // 4), problems, calm=True, patch=patch, **parts)
     assert next(chain(calm, faulty), None) is not None
 
 
@@ -87,6 +72,4 @@ def test_runs_are_what_they_are_meant_to_be():
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3_600)
 def test_all_are_charged_or_none_over_very_many_seeds():
-    firsts = range(SEEDS, LONG_SEEDS, 500)
-    with ProcessPoolExecutor() as pool:
-        assert dict(chain.from_iterable(pool.map(found_in_chunk, firsts))) == {}
+    assert found_in_processes(range(SEEDS, LONG_SEEDS, 500), problems) == {}

@@ -1,0 +1,31 @@
+"""Runs of many seeds: in chunks, one after another or in all processes."""
+
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain
+
+import pytest
+
+
+def chunks(seeds, chunk):
+    """First seeds of the chunks; the first chunk is a slice."""
+    first, *others = range(0, seeds, chunk)
+    return [pytest.param(first, marks=pytest.mark.slice), *others]
+
+
+def found(seeds, problems_of, **parts):
+    """What does not hold, by seed; ``problems_of`` plays one."""
+    for seed in seeds:
+        if problems := problems_of(seed, **parts):
+            yield seed, problems
+
+
+def found_in_processes(firsts, problems_of):
+    """What does not hold in the chunks of these first seeds, which follow one another."""
+    with ProcessPoolExecutor() as pool:
+        in_chunks = pool.map(partial(_found_in_chunk, problems_of, firsts.step), firsts)
+        return dict(chain.from_iterable(in_chunks))
+
+
+def _found_in_chunk(problems_of, chunk, first):
+    return list(found(range(first, first + chunk), problems_of))
