@@ -57,6 +57,9 @@ PREDECESSOR_S: Final = 5.0
 
 LOOK_S: Final = 0.02
 
+LEFT_BYTES: Final = 1 << 16
+"""Read at a time of what a killed store wrote last."""
+
 _READY: Final = b"+OK\r\n+PONG\r\n"
 
 _LOG_PREFIX: Final = re.compile(r"^\d+:\S+ (?:\(\d+\)|\d+ \w+ \d+ [\d:.]+ \S) ")
@@ -256,6 +259,9 @@ class StoreProcess(ChildProcess):
                     _log.info("the private Valkey: %s", text)
         except ValueError:  # a line without end
             self.kill()
+            # What is left in the pipe is read: else the reader stops it, and the end of the process is never told.
+            while await self._process.stdout.read(LEFT_BYTES):
+                pass
         if await self._process.wait() < 0:
             self._reason = ""  # what it wrote last is not why it was killed
 

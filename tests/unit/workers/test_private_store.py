@@ -158,8 +158,21 @@ async def test_one_that_never_answers_is_killed(store, tmp_path, monkeypatch):
     await process.ended()
 
 
+WRITES_WHEN_KILLED = """\
+import os, time
+parent = os.getpid()
+if not os.fork():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    os.write(1, b"x" * 1_000_000)
+    os._exit(0)
+while True:
+    print("x" * 60_000, end="")
+"""
+
+
 async def test_a_line_without_end_is_no_log_of_ours(store, tmp_path):
-    endless = script(tmp_path, "while True: print('x' * 60_000, end='')\n")
+    endless = script(tmp_path, WRITES_WHEN_KILLED)
     process = await dataclasses.replace(store, program=endless).start(lambda _report: None)
     assert await process.ended() == -signal.SIGKILL
 
