@@ -239,9 +239,11 @@ class HoldsService:
         return urlsafe_b64encode(self._seal(body, principal) + body).decode().rstrip("=")
 
     def _seal(self, body: bytes, principal: str) -> bytes:
-        seal = blake2b(body, digest_size=SEAL_BYTES, key=self._keys.secret, person=_SEAL_PERSON)
-        seal.update(principal.encode())
-        return seal.digest()
+        # Of the principal its digest, which has one length: else what ends the body might begin a name.
+        whose = self._digest(SEAL_BYTES, _SEAL_PERSON, principal)
+        return blake2b(
+            whose + body, digest_size=SEAL_BYTES, key=self._keys.secret, person=_SEAL_PERSON
+        ).digest()
 
     def _opened(self, hold: bytes, principal: str) -> Ticket | None:
         """Return what a hold says; ``None`` if this is none that was made for this principal."""

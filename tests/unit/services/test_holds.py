@@ -1,0 +1,62 @@
+"""The texts of holds: whose they are."""
+
+import asyncio
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+
+import pytest
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.limiter.holder import HeldLimit, Holding, SettledHold
+from ratelimitd.model import Decision, Reason
+from ratelimitd.services.convert import CONTRACT_IDENTITIES
+from ratelimitd.services.holds import HoldsService
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+LIMIT = HeldLimit(b"b" * 16, "rule", "default", "pro")
+CHECK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+
+
+class Holder:
+    """Holds whatever is asked for."""
+
+    async def hold(self, *_, lease):
+        assert not lease
+        return Holding(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT), [LIMIT], 10**15)
+
+    async def settle(self, *_):
+        return SettledHold(known=True)
+
+
+def service_of(name):
+    return HoldsService(
+        Holder(),
+        BucketKeys(b"k" * 32),
+        lambda _call: name,
+        stats=CheckStats(),
+        identities=CONTRACT_IDENTITIES,
+        now_s=lambda: 0.0,
+    )
+
+
+def settle(name, sealed):
+    hold = urlsafe_b64encode(sealed).decode().rstrip("=")
+    request = pb.SettleRequest(hold=hold, actual=1).SerializeToString()
+    answer = asyncio.run(service_of(name).settle(request, None))
+    return pb.SettleResponse.FromString(answer).known
+
+
+@pytest.mark.parametrize(
+    ("maker", "other", "ending"),
+    [("xa.example", "a.example", b"x"), ("b.example", "prob.example", None)],
+)
+def test_what_ends_a_hold_is_no_part_of_a_name(maker, other, ending):
+    request = pb.HoldRequest(check=CHECK).SerializeToString()
+    hold = pb.HoldResponse.FromString(asyncio.run(service_of(maker).hold(request, None))).hold
+    sealed = urlsafe_b64decode(hold + "=" * (-len(hold) % 4))
+    assert settle(maker, sealed)
+    altered = sealed + ending if ending else sealed.removesuffix(b"pro")
+    assert altered != sealed
+    with pytest.raises(InvalidInputError, match="hold"):
+        settle(other, altered)
