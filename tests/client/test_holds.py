@@ -11,6 +11,7 @@ from ratelimitd import testing
 from ratelimitd_client import (
     AsyncHold,
     AsyncRateLimiterClient,
+    Hold,
     NodeClient,
     RateLimiterClient,
     Reason,
@@ -173,6 +174,32 @@ async def test_a_settle_is_tried_again_unless_another_try_would_end_alike(real_n
         hold = AsyncHold(decision, hold="text", session=session)
         assert await hold.settle(1, timeout_s=0.2) is done
         assert calls is None or session.calls == calls
+
+
+class Garbled:
+    """What answers with what is no message."""
+
+    def call(self, *_):
+        return b"\xff"
+
+
+class AsyncGarbled:
+    """As :class:`Garbled`."""
+
+    async def call(self, *_):
+        return b"\xff"
+
+
+async def test_an_answer_that_means_nothing_is_no_error_of_the_application():
+    decision = FakeRateLimiter().hold("u", *WHO).decision
+    with Hold(decision, hold="text", expire_time=9, session=Garbled()) as hold:
+        assert not hold.extend()
+    async with AsyncHold(decision, hold="text", expire_time=9, session=AsyncGarbled()) as other:
+        assert not await other.extend()
+    assert (hold.expire_time, other.expire_time) == (9, 9)
+    with pytest.raises(KeyError):  # its own
+        async with AsyncHold(decision, hold="text", session=AsyncGarbled()):
+            raise KeyError
 
 
 async def test_the_fakes_settle_as_nodes_do():

@@ -10,10 +10,10 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from ratelimitd_client.check import batch_of
 from ratelimitd_client.clock import Clock
@@ -46,6 +46,16 @@ JITTER_US: Final = 125_000
 """Upper bound of the random addition to the pause, which spreads the probes of many clients."""
 
 _LOG: Final = logging.getLogger("ratelimitd_client")
+
+M = TypeVar("M", bound=Message)
+
+
+def read(kind: type[M], answer: bytes | None) -> M:
+    """Return the message of an answer; an empty one if there is none, or it is no message of the contract."""
+    try:
+        return kind.FromString(answer or b"")
+    except DecodeError:
+        return kind()
 
 
 class CallError(Exception):
@@ -98,10 +108,7 @@ class FailOpen:
 
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
-        try:
-            message = pb.HoldResponse.FromString(answer or b"")
-        except DecodeError:
-            message = pb.HoldResponse()
+        message = read(pb.HoldResponse, answer)
         if not (message.hold or message.answer.reason):
             return self._let_through(GARBLED, 1)[0], pb.HoldResponse()
         self.breaker.succeeded()

@@ -8,7 +8,7 @@ from typing import Final, Protocol, Self
 
 from ratelimitd_client.check import MAX_COST, MAX_TTL_S, require_number
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.fail_open import EXTEND, SETTLE, CallError
+from ratelimitd_client.fail_open import EXTEND, SETTLE, CallError, read
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TTL_S: Final = 60
@@ -80,7 +80,7 @@ class Hold:
         require_number("actual", actual, 0, MAX_COST)
         request = pb.SettleRequest(hold=self._hold, actual=actual)
         answer = self._tried(SETTLE, request, timeout_s)
-        return answer is not None and pb.SettleResponse.FromString(answer).known
+        return read(pb.SettleResponse, answer).known
 
     def extend(self, ttl_s: int = DEFAULT_TTL_S, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
         """Let the hold end ``ttl_s`` seconds from now, 1 to 3,600, never sooner; returns whether it is still there.
@@ -91,9 +91,7 @@ class Hold:
         require_number("ttl_s", ttl_s, 1, MAX_TTL_S)
         request = pb.ExtendRequest(hold=self._hold, ttl_seconds=ttl_s)
         answer = self._tried(EXTEND, request, timeout_s)
-        if answer is None:
-            return False
-        extended = pb.ExtendResponse.FromString(answer)
+        extended = read(pb.ExtendResponse, answer)
         self.expire_time = extended.expire_time or self.expire_time
         return extended.known
 
