@@ -1,5 +1,7 @@
 """The use case of holds: what is answered, what is counted, what is in flight, and what fails open."""
 
+from dataclasses import replace
+
 import pytest
 
 from ratelimitd.buckets.holds import OwnHolds
@@ -14,7 +16,7 @@ from ratelimitd.errors import (
     HoldsFullError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import MIN_ENDS, Held, Settled
+from ratelimitd.ledger.holds import MIN_ENDS, STEP, Held, Settled
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
@@ -264,3 +266,13 @@ async def test_settled_holds_leave_nothing_behind():
     scene.clock.advance(seconds=3_600)
     assert scene.in_flight() == []
     assert scene.stats.holds["expired"] == 0
+
+
+async def test_holds_that_end_at_once_are_forgotten_step_by_step():
+    scene = Scene(rules=(replace(RULE, limit=10 * STEP),))
+    for _ in range(STEP + 2):
+        await scene.hold(cost=1, ttl_s=5)
+    scene.clock.advance(seconds=5)
+    assert scene.in_flight() == [("r1", "default", 2, 2)]
+    assert scene.in_flight() == []
+    assert (scene.stats.holds["expired"], scene.stats.holds_open) == (STEP + 2, 0)

@@ -168,7 +168,10 @@ class Holder:
         return expire_us
 
     def in_flight(self) -> Sequence[InFlight]:
-        """Return what the holds made here hold, by limit; those settled elsewhere count until their end."""
+        """Return what the holds made here hold, by limit; those settled elsewhere count until their end.
+
+        Of very many that ended since the last call, some still count.
+        """
         self._forget_ended()
         book = self._limiter.book
         found = []

@@ -18,7 +18,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import MIN_ENDS, Hold
+from ratelimitd.ledger.holds import MIN_ENDS, STEP, Hold
 from ratelimitd.ledger.shared_holds import Step
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Algorithm, Calendar, Enforcement, Period
@@ -409,6 +409,15 @@ async def test_a_node_has_so_many_holds_in_flight_and_no_more():
     assert (await scene.hold(b"a", number=numbers[0], ttl_s=10)).expire_us
     await scene.settle(1, b"a", number=numbers[0])
     assert (await scene.hold(b"a", number=numbers[2], ttl_s=10)).expire_us
+
+
+async def test_a_full_node_has_room_when_its_holds_have_ended_at_once():
+    scene = Scene(max_holds=STEP + 1)
+    for one in range(STEP + 1):
+        await scene.hold(b"a", number=one.to_bytes(16, "big"), ttl_s=10)
+    scene.timers.run(11 * SECOND)
+    for one in range(STEP + 1):
+        await scene.hold(b"a", number=(STEP + 1 + one).to_bytes(16, "big"))
 
 
 async def test_a_hold_that_is_over_counts_no_more_and_one_that_is_extended_does():
