@@ -2,8 +2,8 @@
 
 Checks, holds, settles and resets go on while the buckets are written. Again and again the state directory is copied as
 a kill would leave it, and restored. Then callers repeat all settles, as they do when an answer does not come. Each
-bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that the
-node still knows.
+bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that
+the node still knows.
 """
 
 import os
@@ -199,7 +199,8 @@ def _small_steps(monkeypatch):
     monkeypatch.setattr(table, "RESTORED_SHARDS", 2)
     monkeypatch.setattr(snapshot, "STEP_BUCKETS", 1)
     monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
-    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 20_000)
+    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 3_000)
+    monkeypatch.setattr(snapshot, "LOG_PER_BASE", 1)
 
 
 async def run(directory, seeds, steps):

@@ -86,6 +86,8 @@ class Replay:
         """Add a hold that has made this change."""
         if not self._blocks or len(self._blocks[-1].numbers) >= BLOCK:
             self._blocks.append(_Block())
+            if len(self._blocks) > 1:  # equivalent: else a later settle adds up all blocks at once
+                self._blocks[-2].total = _total(self._blocks[-2].changes)
         block = self._blocks[-1]
         block.numbers.append(number)
         block.changes.append(change)
