@@ -58,21 +58,23 @@ class _Block:
 class Replay:
     """Holds by their time, each with the change of its charge and all changes after it, until the next hold."""
 
-    __slots__ = ("_block_of", "_blocks", "before")
+    __slots__ = ("_block_of", "_blocks", "_count", "before")
 
     def __init__(self, before: int) -> None:
         self.before = before
         """The level before the oldest hold."""
-        self._blocks: list[_Block] = []
-        self._block_of: dict[bytes, _Block] = {}
+        self._count = 0
+        self._blocks = [_Block()]
+        self._block_of: dict[bytes, _Block] | None = None
+        """``None`` as long as there is one block: most buckets have a hold or two."""
 
     def __len__(self) -> int:
         """Return the number of holds."""
-        return len(self._block_of)
+        return self._count
 
     def __contains__(self, number: bytes) -> bool:
         """Return whether the hold of this number is among them."""
-        return number in self._block_of
+        return number in (self._blocks[0].numbers if self._block_of is None else self._block_of)
 
     def __iter__(self) -> Iterator[bytes]:
         """Iterate over the numbers of the holds, by their time."""
@@ -84,15 +86,21 @@ class Replay:
 
     def add(self, number: bytes, change: Change) -> None:
         """Add a hold that has made this change."""
-        if not self._blocks or len(self._blocks[-1].numbers) >= BLOCK:
-            self._blocks.append(_Block())
-            if len(self._blocks) > 1:  # equivalent: else a later settle adds up all blocks at once
-                self._blocks[-2].total = _total(self._blocks[-2].changes)
         block = self._blocks[-1]
+        if len(block.numbers) >= BLOCK:
+            block.total = _total(
+                block.changes
+            )  # equivalent: else a later settle adds up all blocks at once
+            if self._block_of is None:
+                self._block_of = dict.fromkeys(block.numbers, block)
+            block = _Block()
+            self._blocks.append(block)
         block.numbers.append(number)
         block.changes.append(change)
         block.total = None
-        self._block_of[number] = block
+        self._count += 1
+        if self._block_of is not None:
+            self._block_of[number] = block
 
     def then(self, change: Change) -> None:
         """Add a change to those after the latest hold; there is one."""
@@ -102,7 +110,8 @@ class Replay:
 
     def remove(self, number: bytes, more: int) -> None:
         """Let a hold have added ``more`` to the level, for good: it is no hold any more."""
-        block = self._block_of.pop(number)
+        block = self._blocks[0] if self._block_of is None else self._block_of.pop(number)
+        self._count -= 1
         place = block.numbers.index(number)
         del block.numbers[place]
         add, least, most = block.changes.pop(place)
@@ -116,7 +125,7 @@ class Replay:
             before = self._blocks[self._blocks.index(block) - 1]
             before.changes[-1] = both(before.changes[-1], change)
             before.total = None
-        if len(block.numbers) <= BLOCK // 4:
+        if len(block.numbers) <= BLOCK // 4 and len(self._blocks) > 1:
             self._join(self._blocks.index(block))
 
     def level(self) -> int:
@@ -129,17 +138,17 @@ class Replay:
         return level
 
     def _join(self, place: int) -> None:
-        """Put a small block into the one before it, if it fits, so that there are few."""
-        block = self._blocks[place]
-        if not block.numbers:
-            del self._blocks[place]
-        elif place and len(self._blocks[place - 1].numbers) <= BLOCK // 2:
-            before = self._blocks[place - 1]
-            before.numbers += block.numbers
-            before.changes += block.changes
-            before.total = None
+        """Put a small block into the one before it, if it fits, so that there are few, and none is empty."""
+        block, before = self._blocks[place], self._blocks[place - 1]
+        # equivalent: whether two blocks become one is not to be seen, but that none is empty
+        if block.numbers and (not place or len(before.numbers) > BLOCK // 2):
+            return
+        before.numbers += block.numbers
+        before.changes += block.changes
+        before.total = None
+        if self._block_of is not None:
             self._block_of |= dict.fromkeys(block.numbers, before)
-            del self._blocks[place]
+        del self._blocks[place]
 
 
 def _total(changes: Iterable[Change]) -> Change:
