@@ -30,8 +30,8 @@ from ratelimitd.errors import (
 from ratelimitd.ledger.holds import MAX_TTL_S, Held, Hold, Settled
 from ratelimitd.model import MAX_TIME_US, US_PER_S, Algorithm, Outcome, Reason
 
-Told: TypeAlias = tuple[tuple[bytes, Outcome], ...]
-"""What was said of buckets, each with its stored name. Pairs are skipped by the cyclic garbage collector."""
+Told: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
+"""What was said of buckets, each with its stored name: bytes and numbers, which the garbage collector skips."""
 
 Change: TypeAlias = tuple[bytes, bytes, bytes]
 """A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
@@ -89,7 +89,7 @@ class _Record:
 
     def dump(self) -> Sequence[Any]:
         """Return what :meth:`load` makes it of, for JSON."""
-        told = {name.hex(): one[:5] for name, one in self.told}
+        told = {name.hex(): one for name, one in self.told}
         return [self.digest.hex(), self.end_us, self.last_us, self.cost, told, self.actual]
 
     @classmethod
@@ -105,7 +105,7 @@ class _Record:
             min(end_us, latest_us),
             int(last_us),
             int(cost),
-            tuple([(bytes.fromhex(name), _outcome(*one)) for name, one in told.items()]),
+            _told([(bytes.fromhex(name), _outcome(*one)) for name, one in told.items()]),
             actual if actual is None else int(actual),
         )
 
@@ -160,10 +160,11 @@ class OwnHolds:
         if record is not None:
             if record.digest != hold.check_digest:
                 raise CheckInvalidError(FieldViolation("hold_id", "is that of another check"))
-            known = dict(record.told)
-            return Held([known.get(name) for name in names], record.end_us)
+            return Held(_outcomes(record.told, names), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
-        told = {name: _told(one) for name, one in zip(names, outcomes, strict=True)}
+        told: dict[bytes, Outcome] = {
+            name: (*one[:5], None) for name, one in zip(names, outcomes, strict=True)
+        }
         if not passes([limit for _, limit, _ in hold.charges], outcomes):
             return Held([*told.values()], 0)
         passing = [
@@ -187,7 +188,7 @@ class OwnHolds:
                 bucket.take(hold.number, end_us)
                 told[name] = bucket.held()
             self._changed[_BUCKET, name] = None
-        record = _Record(hold.check_digest, end_us, last_us, hold.cost, tuple(told.items()))
+        record = _Record(hold.check_digest, end_us, last_us, hold.cost, _told(told.items()))
         self._records[hold.number] = record
         self._schedule(hold.number, record)
         return Held([*told.values()], end_us, is_first=True)
@@ -205,11 +206,10 @@ class OwnHolds:
         if is_first:
             record.actual = actual
             buckets = self._leave(number, record)
-            record.settled = tuple([(bucket.name, bucket.told(now_us)) for bucket in buckets])
+            record.settled = _told([(bucket.name, bucket.told(now_us)) for bucket in buckets])
         elif record.actual != actual:
             raise HoldSettledError
-        told = dict(record.settled)
-        return Settled(known=True, is_first=is_first, outcomes=[told.get(name) for name in names])
+        return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, names))
 
     async def extend(
         self, number: bytes, _names: Sequence[bytes], ttl_us: int, _now_us: int
@@ -469,11 +469,16 @@ class OwnHolds:
         return self._buckets.pop(name, None)
 
 
-def _told(outcome: Outcome) -> Outcome:
-    return (*outcome[:5], None)
+def _told(outcomes: Iterable[tuple[bytes, Outcome]]) -> Told:
+    return tuple([(name, (*one[:4], int(one[4]))) for name, one in outcomes])
 
 
-def _outcome(  # noqa: PLR0917 -- as in the file
-    allowed: object, remaining: Any, reset_time: Any, retry_after: Any, reason: Any
+def _outcomes(told: Told, names: Iterable[bytes]) -> list[Outcome | None]:
+    known = dict(told)
+    return [_outcome(*known[name]) if name in known else None for name in names]
+
+
+def _outcome(  # noqa: PLR0917 -- as it was told
+    allowed: int, remaining: int, reset_time: int, retry_after: int, reason: int
 ) -> Outcome:
     return (bool(allowed), int(remaining), int(reset_time), int(retry_after), Reason(reason), None)
