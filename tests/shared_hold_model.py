@@ -158,7 +158,8 @@ class HoldStore:
         self.records[call.number] = self.joined(record, call.attempt)
         there = [record.entries.get(check.name) for check in call.checks]
         outcomes = [entry and entry.outcome for entry in there]
-        return HoldReply(Made.FOUND, record.end_us, outcomes)
+        made = Made.MADE if record.attempts == (call.attempt,) else Made.FOUND
+        return HoldReply(made, record.end_us, outcomes)
 
     @staticmethod
     def joined(record: Record, attempt: bytes) -> Record:

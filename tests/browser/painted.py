@@ -20,7 +20,7 @@ from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
-from ratelimitd.observe.node_status import HeldLimit, NodeStatus
+from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
@@ -76,7 +76,7 @@ class PaintedLive:
                 DeniedIdentifier(str(number), kind, masked, 4_000 / 2.6**number)
                 for number, (kind, masked) in enumerate(IDENTIFIERS)
             ],
-            holds=[HeldLimit("/v1/chat", "api_key", "streams", 17, 8_500)],
+            holds=(),
         )
 
 

@@ -242,6 +242,18 @@ async def test_a_client_that_closes_gives_back_what_its_leases_hold():
         assert left == 100_000 - checks
 
 
+async def test_a_reset_is_felt_when_the_lease_ends():
+    async with leasing(100_000, 1) as (node, [client]):
+        while not node.stats.holds["made"]:
+            await client.check("u", "user", "/hot")
+        async with AsyncRateLimiterClient(node.grpc_address, timeout_s=PATIENT_S) as other:
+            await other.admin.reset("u", "user", "/hot")
+            await client.close()
+            left = left_of(await other.check("u", "user", "/hot", peek=True))
+    # What the lease held is gone with the bucket; what was asked for since the reset is charged.
+    assert 100_000 - 200 <= left <= 100_000
+
+
 async def test_lease_ms_has_bounds():
     for lease_ms in (-1, 1_001):
         with pytest.raises(ValueError, match="lease_ms"):

@@ -204,7 +204,7 @@ DIAGONAL = (
 ALL = [
     Cell(nodes, algorithm, limit, load, burst)
     for nodes, algorithm, limit, load, burst in itertools.product(
-        (1, 3, 5), Algorithm, (10, 1_000, 100_000), (0.9, 1.5, 4.0), (False, True)
+        (1, 3, 5), (BUCKET, SLIDING, FIXED), (10, 1_000, 100_000), (0.9, 1.5, 4.0), (False, True)
     )
 ]
 
@@ -238,7 +238,7 @@ def test_tight_nodes_allow_a_tenth_more_at_most(cell, nodes):
 
 STRICT = [
     Cell(3, algorithm, 1_000, 4.0, burst)
-    for algorithm, burst in zip(Algorithm, (False, True, False), strict=True)
+    for algorithm, burst in zip((BUCKET, SLIDING, FIXED), (False, True, False), strict=True)
 ]
 
 

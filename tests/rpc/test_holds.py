@@ -149,6 +149,20 @@ async def test_slots_are_taken_by_holds_and_free_when_these_are_settled_or_end(n
     assert code == PRECONDITION
 
 
+async def test_a_stream_of_an_hour_keeps_its_slot_and_a_caller_who_dies_gives_it_back(node):
+    await node.rule(limit=2, window_seconds=3_600, algorithm="concurrency")
+    stream, died = await hold(node), await hold(node)
+    for minute in range(1, 120):
+        node.clock.advance(seconds=30)
+        await node.holds.Extend(pb.ExtendRequest(hold=stream.hold))
+        taken = (await node.checks.CheckRateLimit(check_of(1))).remaining_tokens
+        assert taken == (0 if minute == 1 else 1)
+    assert (await settle(node, stream, 5)).known
+    code, _ = await refusal(settle(node, died, 5))
+    assert code == PRECONDITION
+    assert (await node.checks.CheckRateLimit(check_of(1))).remaining_tokens == 2
+
+
 async def test_several_limits_are_held_and_settled_as_one(node):
     limits = [
         pb.Limit(name="minute", limit=10, window_seconds=60, algorithm="token_bucket"),

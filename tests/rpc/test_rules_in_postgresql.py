@@ -159,7 +159,7 @@ async def test_a_database_of_somebody_else_ends_the_start(serve, postgres):
 NO_GUARDS = (
     *(
         f"ALTER TABLE rules DROP CONSTRAINT rules_{name}"
-        for name in ("limit", "endpoint_length", "window_seconds")
+        for name in ("limit", "endpoint_length", "algorithm", "window_seconds")
     ),
     *(
         f'ALTER TABLE rules ALTER "{name}" DROP NOT NULL'

@@ -52,6 +52,7 @@ class Served:
         admin = grpc.intercept_channel(self.channel, _AsAdmin(self.admin_token))
         self.checks = stubs.RateLimiterStub(self.channel)
         self.rules = stubs.RateLimiterConfigStub(admin)
+        self.holds = stubs.RateLimiterHoldsStub(self.channel)
         self.plans = stubs.RateLimiterPlansStub(admin)
         self.node = stubs.RateLimiterHealthStub(admin)
 

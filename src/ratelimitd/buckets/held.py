@@ -113,7 +113,7 @@ class LevelBucket(HeldBucket):
 
     def numbers(self) -> list[bytes]:
         """Return the numbers of the holds in flight, by their time."""
-        return [*self._replay] if self._replay is not None else []
+        return self._replay.numbers if self._replay is not None else []
 
     def judged(self, limit: Limit, decide: Decide) -> Bucket:
         """Return the state; an overdrawn one is judged by its account, at once."""
@@ -172,19 +172,22 @@ class LevelBucket(HeldBucket):
         """Return the level, and what becomes of it from each hold on."""
         values = self._dumped([self._level, self._latest_us])
         if self._replay is not None:
-            values["before"] = self._replay.before
-            adds, leasts, mosts = zip(*self._replay.changes(), strict=True)
+            values["before"], _, changes = self._replay.parts()
+            adds, leasts, mosts = zip(*changes, strict=True)
             values["changes"] = [adds, leasts, [most if most < _FAR else None for most in mosts]]
         return values
 
     def load_holds(self, numbers: list[bytes], values: Dump) -> None:
         """Take the holds of a dump."""
         if numbers:
-            self._replay = Replay(int(values["before"]))
-            for number, add, least, most in zip(numbers, *values["changes"], strict=True):
-                self._replay.add(
-                    number, (int(add), int(least), NEVER if most is None else int(most))
-                )
+            changes = [
+                (int(add), int(least), NEVER if most is None else int(most))
+                for add, least, most in zip(*values["changes"], strict=True)
+            ]
+            if len(changes) != len(numbers):
+                message = "not one change of each hold"
+                raise ValueError(message)
+            self._replay = Replay(int(values["before"]), numbers, changes)
 
     def _most(self, limit: Limit) -> int:
         """Return the most that is owed under ``limit``: an edit caps it, as it does in the table."""
@@ -373,7 +376,7 @@ def load(  # noqa: PLR0917 -- what a dump does not say
             raise ValueError(message)
         bucket = LogBucket(name, limit, cast("bytes", unpack(in_time(value))))
     else:
-        level, latest_us = map(int, values["state"])
+        level, latest_us = values["state"]
         value = pack((max(0, level), min(max(0, latest_us), MAX_TIME_US)), limit, 0)
         bucket = LevelBucket(name, limit, cast("tuple[int, ...]", unpack(in_time(value))))
     bucket.load_holds(numbers, values)

@@ -18,7 +18,7 @@ from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.held import HeldBucket, SlotsBucket, bucket_of, load
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import in_time
-from ratelimitd.buckets.snapshot_format import Value, unpack
+from ratelimitd.buckets.snapshot_format import MAX_PAYLOAD_BYTES, Value, unpack
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.errors import (
     CheckInvalidError,
@@ -273,7 +273,7 @@ class OwnHolds:
         """The number of changed holds and buckets."""
         return len(self._changed)
 
-    def changes(self, most: int, most_bytes: int) -> list[Change]:
+    def changes(self, most: int, most_bytes: int = MAX_PAYLOAD_BYTES) -> list[Change]:
         """Return up to ``most`` changed holds and buckets, and about so many bytes, but one at least if any."""
         taken, taken_bytes = [], 0
         for kind, name in [*islice(self._changed, most)]:

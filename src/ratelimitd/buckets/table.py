@@ -16,7 +16,7 @@ Keys are ``bytes`` and values ``int`` or ``bytes``, so the cyclic garbage collec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import ENFORCE, Bucket, Charge, decide_all
@@ -261,10 +261,10 @@ class BucketTable:
     def put_back(self, key: bytes, value: Value | HeldBucket) -> None:
         """Undo a :meth:`remove`, and drop what was spent since: a failed reset must not help fast callers."""
         self.remove(key)
-        if not isinstance(value, HeldBucket):
-            self._add(key, with_tick(value, self._tick))
-        elif self.apart is not None:
+        if self.apart is not None and isinstance(value, HeldBucket):
             self.apart.put_back(value)
+        else:
+            self._add(key, with_tick(cast("Value", value), self._tick))
 
     def value(self, key: bytes) -> Value | None:
         """Return the value of ``key`` if this process used the bucket, else ``None``."""

@@ -8,7 +8,7 @@ another ``add``: what comes of it is exactly what would have come of it then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Final, TypeAlias
 
@@ -56,17 +56,26 @@ class _Block:
 
 
 class Replay:
-    """Holds by their time, each with the change of its charge and all changes after it, until the next hold."""
+    """Holds by their time, each with the change of its charge and all changes after it, until the next hold.
 
-    __slots__ = ("_block_of", "_blocks", "_count", "before")
+    They are in blocks, each with the sum of its changes: no step goes over all holds, and a settle goes over one block
+    and then over the sums. A tree would settle one of 10,000 holds in 10 µs instead of 50, but has to be made anew now
+    and then, which takes tens of milliseconds, and takes twice the memory of a bucket with one hold.
+    """
 
-    def __init__(self, before: int) -> None:
-        self.before = before
+    __slots__ = ("_before", "_block_of", "_blocks", "_count")
+
+    def __init__(
+        self, before: int, numbers: Iterable[bytes] = (), changes: Iterable[Change] = ()
+    ) -> None:
+        self._before = before
         """The level before the oldest hold."""
         self._count = 0
         self._blocks = [_Block()]
         self._block_of: dict[bytes, _Block] | None = None
         """``None`` as long as there is one block: most buckets have a hold or two."""
+        for number, change in zip(numbers, changes, strict=True):
+            self.add(number, change)
 
     def __len__(self) -> int:
         """Return the number of holds."""
@@ -76,21 +85,22 @@ class Replay:
         """Return whether the hold of this number is among them."""
         return number in (self._blocks[0].numbers if self._block_of is None else self._block_of)
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the numbers of the holds, by their time."""
-        return chain.from_iterable([block.numbers for block in self._blocks])
+    @property
+    def numbers(self) -> list[bytes]:
+        """The numbers of the holds, by their time."""
+        return [*chain.from_iterable([block.numbers for block in self._blocks])]
 
-    def changes(self) -> Iterator[Change]:
-        """Iterate over the changes from each hold on."""
-        return chain.from_iterable([block.changes for block in self._blocks])
+    def parts(self) -> tuple[int, list[bytes], list[Change]]:
+        """Return what it can be made of anew: the level before the oldest hold, the holds, and their changes."""
+        changes = [*chain.from_iterable([block.changes for block in self._blocks])]
+        return self._before, self.numbers, changes
 
     def add(self, number: bytes, change: Change) -> None:
         """Add a hold that has made this change."""
         block = self._blocks[-1]
         if len(block.numbers) >= BLOCK:
-            block.total = _total(
-                block.changes
-            )  # equivalent: else a later settle adds up all blocks at once
+            # equivalent: else a settle would add up all blocks at once
+            block.total = _total(block.changes)
             if self._block_of is None:
                 self._block_of = dict.fromkeys(block.numbers, block)
             block = _Block()
@@ -120,7 +130,7 @@ class Replay:
         if place:
             block.changes[place - 1] = both(block.changes[place - 1], change)
         elif block is self._blocks[0]:
-            self.before = changed(self.before, change)
+            self._before = changed(self._before, change)
         else:
             before = self._blocks[self._blocks.index(block) - 1]
             before.changes[-1] = both(before.changes[-1], change)
@@ -130,7 +140,7 @@ class Replay:
 
     def level(self) -> int:
         """Return the level now."""
-        level = self.before
+        level = self._before
         for block in self._blocks:
             if block.total is None:
                 block.total = _total(block.changes)

@@ -49,7 +49,10 @@ class HoldCall(NamedTuple):
 
 
 class Made(enum.IntEnum):
-    """What became of a call; the numbers are those of the script."""
+    """What became of a call; the numbers are those of the script.
+
+    ``FOUND``: another attempt has made it, or may have. A call that is repeated is answered as at first.
+    """
 
     MADE = 1
     FOUND = 2

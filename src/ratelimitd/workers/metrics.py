@@ -23,6 +23,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_active_buckets": sum,
     "rate_limiter_calls_in_progress": sum,
     "rate_limiter_connections": sum,
+    "rate_limiter_holds_open": sum,
     "rate_limiter_http2_streams": sum,
     "rate_limiter_memory_usage_bytes": sum,
     "rate_limiter_tasks": sum,

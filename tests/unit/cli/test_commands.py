@@ -151,7 +151,7 @@ def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
     assert run().out.split() == ["user", "ip", "api_key"]
     monkeypatch.setenv("COMP_WORDS", "ratelimitd rules create /x user --algorithm ")
     monkeypatch.setenv("COMP_CWORD", "6")
-    assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window"]
+    assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window", "concurrency"]
 
 
 def test_the_former_prefix_of_variables_is_taken_with_a_warning_and_the_present_one_wins(

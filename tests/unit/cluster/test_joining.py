@@ -55,7 +55,7 @@ class Member:
         flags = {"REDIS_URL": url, "REDIS_TIMEOUT_MS": "1000", **settings}
         self.clock, self.stats, self.feed = SystemClock(), CheckStats(), Feed()
         self.shared_time, self.restarts = SharedTime(), {}
-        keys = BucketKeys(secret.encode())
+        self.keys = keys = BucketKeys(secret.encode())
         self.cluster = open_cluster(
             Settings.load({}, flags),
             keys=keys,

@@ -1,6 +1,7 @@
 """A node's part in a cluster without a server: time is set by hand, and a test says what becomes of each request."""
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.testing import ManualClock
 from ratelimitd_wire.breaker import Breaker
 from tests.ledger_model import Ledger, reset, settle
+from tests.shared_hold_model import HoldStore
 
 MS = 1_000
 SECOND = 1_000_000
@@ -56,24 +58,24 @@ class ManualTimers:
     """Timers of a clock that is set by hand."""
 
     def __init__(self, clock):
-        self._clock, self._agenda, self.set_total = clock, [], 0
+        self.clock, self._agenda, self.set_total = clock, [], 0
 
     def call_soon(self, callback, *arguments):
         self.call_later(0, callback, *arguments)
 
     def call_later(self, delay, callback, *arguments):
         self.set_total += 1
-        due_us = self._clock.monotonic_us() + round(delay * SECOND)
+        due_us = self.clock.monotonic_us() + round(delay * SECOND)
         heapq.heappush(self._agenda, (due_us, self.set_total, partial(callback, *arguments)))
 
     def run(self, us=0):
         """Let time pass, and whatever is due in it come."""
-        until_us = self._clock.monotonic_us() + us
+        until_us = self.clock.monotonic_us() + us
         while self._agenda and self._agenda[0][0] <= until_us:
             due_us, _, act = heapq.heappop(self._agenda)
-            self._clock.advance(us=due_us - self._clock.monotonic_us())
+            self.clock.advance(us=due_us - self.clock.monotonic_us())
             act()
-        self._clock.advance(us=until_us - self._clock.monotonic_us())
+        self.clock.advance(us=until_us - self.clock.monotonic_us())
 
 
 @dataclass
@@ -118,6 +120,8 @@ class FakeStore:
         self.time_us, self.fingerprint, self.members = 1_700_006_400 * SECOND, "", ()
         self._timers = timers
         self._ledgers = {}
+        self.holds = defaultdict(HoldStore)
+        """What keeps holds, by hash tag; one for all where one server decides together."""
         self.disconnected = set()
 
     def server_of(self, tag):
@@ -138,8 +142,23 @@ class FakeStore:
         ledger.buckets = self.ledger.buckets
         self._take("settle", batch, partial(ledger.apply, batch), done)
 
+    def keeper(self, tag):
+        """What keeps the holds whose record is with a hash tag."""
+        keeper = self.holds[0 if self.decides_together else tag]
+        keeper.now_us = self.time_us + self._timers.clock.monotonic_us()
+        return keeper
+
+    def hold(self, tag, call, done):
+        self._take("hold", call, lambda: self.keeper(tag).hold(call), done)
+
+    def step_hold(self, tag, call, done):
+        self._take("step", call, lambda: self.keeper(tag).step(call), done)
+
     def decide(self, check, done):
         name, rule, now_us, cost, peek = check
+        if rule.algorithm is Algorithm.CONCURRENCY:
+            self._take("decide", check, lambda: self.keeper(name[0]).decide(check), done)
+            return
 
         def decided():
             shared = self.ledger.buckets.get(name)

@@ -100,7 +100,8 @@ def test_a_violation_says_what_is_wrong(field, value, description):
 def test_an_unsupported_algorithm_is_refused_with_the_supported_ones(algorithm):
     found = violations(dataclasses.replace(DRAFT, algorithm=algorithm))
     assert found == {
-        "rate_limit.algorithm": "unsupported algorithm: use one of token_bucket, sliding_window, fixed_window"
+        "rate_limit.algorithm": "unsupported algorithm: use one of token_bucket, sliding_window, fixed_window,"
+        " concurrency"
     }
 
 

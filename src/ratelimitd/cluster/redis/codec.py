@@ -179,7 +179,6 @@ LIBRARY: Final = (
     "token_bucket.lua",
     "fixed_window.lua",
     "sliding_window.lua",
-    "concurrency.lua",
     "ledger.lua",
 )
 """Common start of all scripts; the server cannot include one script in another."""
@@ -209,13 +208,13 @@ def load(name: str, *more: str) -> Script:
 SETTLE: Final = load("settle")
 """Applies one batch of one sender, exactly once."""
 
-DECIDE: Final = load("decide")
+DECIDE: Final = load("decide", "concurrency.lua")
 """Decides checks in order."""
 
 FIRST_CHECK: Final = load("first_check")
 """Decides one check of each of several buckets, and returns their states."""
 
-RESET: Final = load("reset")
+RESET: Final = load("reset", "concurrency.lua")
 """Makes buckets full."""
 
 Request = tuple[list[bytes], list[bytes]]

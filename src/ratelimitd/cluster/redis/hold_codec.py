@@ -23,10 +23,12 @@ from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.shared_holds import HoldCall, HoldReply, Made, StepCall, Stepped, StepReply
 from ratelimitd.model import MAX_TIME_US
 
-HOLD: Final = load("hold", "holds.lua")
+_MORE: Final = ("concurrency.lua", "holds.lua")
+
+HOLD: Final = load("hold", *_MORE)
 """Makes one hold, or a part of one, once however often it is sent."""
 
-HOLD_STEP: Final = load("hold_step", "holds.lua")
+HOLD_STEP: Final = load("hold_step", *_MORE)
 """Settles one hold, extends or withdraws it."""
 
 _HOLD: Final = Struct("<8s8sQI")

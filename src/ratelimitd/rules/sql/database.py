@@ -116,6 +116,10 @@ rules = sa.Table(
     sa.CheckConstraint("length(endpoint) BETWEEN 1 AND 255", name="rules_endpoint_length"),
     sa.CheckConstraint('"limit" BETWEEN 1 AND 2147483647', name="rules_limit"),
     sa.CheckConstraint("window_seconds BETWEEN 1 AND 2147483647", name="rules_window_seconds"),
+    sa.CheckConstraint(
+        "algorithm IN ('token_bucket', 'sliding_window', 'fixed_window', 'concurrency')",
+        name="rules_algorithm",
+    ),
     sa.Index("rules_revision", "revision"),
 )
 """``revision`` is the store's at the rule's last change; times are UTC."""

@@ -9,7 +9,7 @@ import pytest
 from ratelimitd.cli.client_options import CliError, Target, UsageError
 from ratelimitd.cli.conformance.cases import Place, cases, own_rules
 from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
-from ratelimitd.model import Algorithm
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -44,7 +44,7 @@ async def test_in_real_time_the_cases_that_can_be_are_as_expected():
     async with running_node(clock=clock, http_listen="") as node:
         results = await asyncio.to_thread(run_in_real_time, node.grpc_address, SetTime(clock))
     judged = [result for result in results if not result.not_judged]
-    assert {result.case.algorithm for result in judged} == {*Algorithm}
+    assert {result.case.algorithm for result in judged} == {*ACCOUNTS}
     assert [(str(result.case), result.checks) for result in judged if not result.ok] == []
     assert all(result.checks for result in judged)
     assert {result.not_judged for result in results} == {

@@ -127,11 +127,24 @@ WRONG = {
     "half a count of refunds": (LOG, head(LOG, form=2) + b"1234567"),
     "too many refunds": (FIXED_WINDOW, head(FIXED_WINDOW, form=2) + cells(BEYOND, 5, 0, 9)),
     "refunds of no window": (FIXED_WINDOW, head(FIXED_WINDOW, form=2) + cells(5, 0, 9)),
+    "half a mark": (FIXED_WINDOW, head(FIXED_WINDOW, form=3) + cells(5) + b"1234567"),
+    "too late a mark": (FIXED_WINDOW, head(FIXED_WINDOW, form=3) + cells(0, BEYOND, 5, 0, 9)),
+    "slots with more than a head": (SLOTS, head(SLOTS) + cells(5, 0, 9)),
     "too high a sum": (LOG, head(LOG) + cells(0, 7, BEYOND)),
     "too high a sum at the end": (LOG, head(LOG) + cells(0, 7, 1, 9, BEYOND)),
     "a log whose sums end below their start": (LOG, head(LOG) + cells(3, 7, 4, 9, 2)),
     "a sum of 64 bits": (LOG, head(LOG) + cells(2**63, 7, 1)),
 }
+
+
+def test_a_bucket_that_was_charged_for_a_hold_is_read_without_its_mark():
+    value = head(FIXED_WINDOW, form=3) + cells(7, 1_700_000_000_000_000, 5, 0, 9)
+    plain = head(FIXED_WINDOW) + cells(5, 0, 9)
+    assert state_of(value, FIXED_WINDOW) == state_of(plain, FIXED_WINDOW)._replace(refunded=7)
+
+
+def test_slots_have_no_state():
+    assert state_of(head(SLOTS), SLOTS).state is None
 
 
 @pytest.mark.parametrize(("rule", "value"), WRONG.values(), ids=WRONG)

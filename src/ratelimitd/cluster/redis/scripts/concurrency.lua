@@ -3,7 +3,7 @@
 -- The bucket is a sorted set: the number of each open hold by its end in µs. Before them is '', whose score is minus
 -- how many they are, so that nothing that is judged looks at all of them.
 --
--- x is how many slots are in use, y the key.
+-- x is how many slots are in use, y the key. Only scripts that need it load this: each function costs a call some time.
 
 local CONCURRENCY = 4
 

@@ -49,7 +49,7 @@ for index = 1, #KEYS do
   kind, flags, revision, limit, burst, window_s, cost, now_us, place = unpack(CHECK, text, place)
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
   if not algorithm then
-    algorithm = make_algorithm(kind)
+    algorithm = kind == CONCURRENCY and make_concurrency() or make_algorithm(kind)
     algorithms[kind] = algorithm
   end
   now_us = time_of_check(now_us)

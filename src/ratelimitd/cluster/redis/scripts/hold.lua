@@ -31,6 +31,8 @@ if record then
   if record.digest ~= digest then
     return reply(OF_ANOTHER_CHECK, 0)
   end
+  -- Of a call that is only repeated the answer is the first one's.
+  local found = record.attempts == attempt and MADE or FOUND
   if #record.attempts > 0 and not place_of_attempt(record, attempt) then
     -- Too many to be known can no more be withdrawn.
     record.attempts = #record.attempts < MAX_ATTEMPTS * ATTEMPT_BYTES and record.attempts .. attempt or ''
@@ -42,7 +44,7 @@ if record then
         and sub(record.entries, entry + NUMBER_BYTES, entry + NUMBER_BYTES + #NO_BUCKET - 1)
       or NO_BUCKET
   end
-  return reply(FOUND, record.end_us)
+  return reply(found, record.end_us)
 end
 
 local parts, tokens = {}, 0

@@ -27,7 +27,7 @@ local algorithms = {}
 local function algorithm_of(kind)
   local algorithm = algorithms[kind]
   if not algorithm then
-    algorithm = make_algorithm(kind)
+    algorithm = kind == CONCURRENCY and make_concurrency() or make_algorithm(kind)
     algorithms[kind] = algorithm
   end
   return algorithm

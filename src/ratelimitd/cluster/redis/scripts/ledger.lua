@@ -5,8 +5,6 @@ local function make_algorithm(kind)
     return make_token_bucket()
   elseif kind == FIXED_WINDOW then
     return make_fixed_window()
-  elseif kind == CONCURRENCY then
-    return make_concurrency()
   end
   return make_sliding_window()
 end

@@ -14,7 +14,8 @@ for index = 1, #KEYS / 2 do
   local key = KEYS[index]
   local kind, revision, limit, burst, window_s
   kind, revision, limit, burst, window_s, place = unpack(RULE, ARGV[1], place)
-  local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
+  local algorithm = kind == CONCURRENCY and make_concurrency() or make_algorithm(kind)
+  local window_us = window_s * US_PER_S
   local generation = kind ~= CONCURRENCY and stored(algorithm, value_at(key), window_us) or 0
   local next_generation = math.max(generation + 1, least)
   values[index] = written(algorithm, next_generation, revision, limit, burst, nil, nil, nil, 0, 0)

@@ -1,4 +1,4 @@
-"""A rule's algorithm may be ``concurrency``: which ones there are is known to the validation alone."""
+"""A rule's algorithm may be ``concurrency``."""
 
 from alembic import op
 
@@ -11,3 +11,7 @@ depends_on = None
 def upgrade() -> None:
     with op.batch_alter_table("rules") as table:
         table.drop_constraint("rules_algorithm", type_="check")
+        table.create_check_constraint(
+            "rules_algorithm",
+            "algorithm IN ('token_bucket', 'sliding_window', 'fixed_window', 'concurrency')",
+        )

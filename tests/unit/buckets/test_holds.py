@@ -1,0 +1,206 @@
+"""Holds on a node's own buckets: bounds, what is forgotten, and what is no hold in a file."""
+
+import json
+from functools import partial
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE, token_bucket
+from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets.held import bucket_of
+from ratelimitd.buckets.holds import STEP, OwnHolds
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import HoldsFullError
+from ratelimitd.ledger.holds import Hold
+from ratelimitd.model import US_PER_S, Algorithm, Limit
+from ratelimitd.testing import ManualClock
+
+HOLD, BUCKET = snapshot_format.HOLDS, snapshot_format.APART
+TOKENS = Limit(limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
+SLOTS = Limit(limit=3, window_seconds=600, algorithm=Algorithm.CONCURRENCY)
+
+
+class Scene:
+    def __init__(self, **bounds):
+        self.clock, self.keys = ManualClock(), BucketKeys(b"k" * 32)
+        self.table = BucketTable(100, CheckStats())
+        self.holds = OwnHolds(self.table, self.keys, self.clock.now_us, **bounds)
+
+    async def hold(self, number, key=b"a", limit=TOKENS, *, cost=1, ttl_s=60):
+        charges = [(key, limit, DECIDE[limit.algorithm])]
+        number = number.to_bytes(16, "big")
+        now_us = self.clock.now_us()
+        return await self.holds.hold(
+            Hold(number, b"digest", charges, now_us, cost, ttl_s * US_PER_S)
+        )
+
+    async def settle(self, number, actual, key=b"a"):
+        names, now_us = [self.keys.stored(key)], self.clock.now_us()
+        return await self.holds.settle(number.to_bytes(16, "big"), names, actual, now_us)
+
+    def check(self, key=b"a", limit=TOKENS, cost=1, decide=None):
+        decide = decide or DECIDE[limit.algorithm]
+        return self.table.apply(key, limit, decide, self.clock.now_us(), cost)
+
+
+async def test_a_bucket_and_a_node_have_as_many_holds_as_they_may():
+    scene = Scene(max_holds=3, max_per_bucket=2)
+    await scene.hold(1)
+    await scene.hold(2)
+    with pytest.raises(HoldsFullError, match="2 holds in flight for one identity"):
+        await scene.hold(3)
+    await scene.hold(3, b"b")
+    with pytest.raises(HoldsFullError, match="the node has 3 holds"):
+        await scene.hold(4, b"c")
+    await scene.settle(1, 1)
+    await scene.hold(4, b"c")
+
+
+async def test_of_holds_that_are_over_as_many_are_remembered_as_may_be_in_flight():
+    scene = Scene(max_holds=2)
+    for number in range(1, 5):
+        await scene.hold(number)
+        await scene.settle(number, 1)
+    assert [(await scene.settle(number, 1)).known for number in range(1, 5)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+async def test_debts_are_kept_within_a_bound_and_dropped_when_they_are_paid():
+    scene = Scene(max_holds=2)
+    for number in range(1, 5):
+        key = bytes((number,))
+        await scene.hold(number, key)
+        await scene.settle(number, 25, key)
+    assert len(scene.holds) == 2
+    scene.table.sweep(scene.clock.now_us(), 1)
+    assert len(scene.holds) == 2
+    scene.clock.advance(seconds=400)
+    scene.table.sweep(scene.clock.now_us(), 1)
+    assert len(scene.holds) == 0
+
+
+async def test_many_holds_end_step_by_step():
+    scene = Scene()
+    for number in range(1, STEP + 50):
+        await scene.hold(number, str(number).encode())
+    scene.clock.advance(seconds=70)
+    scene.table.sweep(scene.clock.now_us(), 1)
+    assert scene.holds.in_flight == 49
+    scene.table.sweep(scene.clock.now_us(), 1)
+    assert scene.holds.in_flight == 0
+
+
+async def test_a_check_that_proceeds_later_is_charged_beside_a_hold():
+    scene = Scene()
+    await scene.hold(1, cost=8)
+    ahead = partial(token_bucket.decide_ahead, ahead_us=30 * US_PER_S)
+    assert scene.check(cost=7, decide=ahead)[0]
+    await scene.settle(1, 0)
+    scene.clock.advance(seconds=30)
+    assert scene.check(cost=3)[0]
+    assert not scene.check(cost=1)[0]
+
+
+async def test_changes_are_returned_again_that_could_not_be_written():
+    scene = Scene()
+    await scene.hold(1)
+    await scene.hold(2, b"s", SLOTS)
+    changes = scene.holds.changes(100)
+    assert {(kind, name) for kind, name, _ in changes} == {
+        (HOLD, (1).to_bytes(16, "big")),
+        (HOLD, (2).to_bytes(16, "big")),
+        (BUCKET, scene.keys.stored(b"a")),
+        (BUCKET, scene.keys.stored(b"s")),
+    }
+    assert scene.holds.changes(100) == []
+    gone = (BUCKET, b"gone", b"")
+    scene.holds.change_again([*changes, gone])
+    assert len(scene.holds.changes(100)) == 4
+
+
+async def test_large_buckets_are_written_in_steps():
+    scene = Scene()
+    for number in range(1, 40):
+        await scene.hold(number, bytes((number % 4,)), TOKENS)
+    while scene.holds.unwritten:
+        changes = scene.holds.changes(100, 600)
+        assert changes
+        assert sum(len(value) for _, _, value in changes[:-1]) < 600
+
+
+async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
+    scene = Scene()
+    await scene.hold(1, cost=4)
+    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    [bucket] = [json.loads(value) for (kind, _), value in changes.items() if kind == BUCKET]
+    names = iter(bytes((number,)) * 16 for number in range(1, 100))
+    bad = [b"", b"{", b"[]", b"5", json.dumps(bucket | {"state": "00"}).encode()]
+    bad += [json.dumps(bucket | {"changes": [[1, 1], [0, 0], [None, None]]}).encode()]
+    bad += [json.dumps({"limit": bucket["limit"]}).encode(), b"[" * 100_000]
+    bad += [json.dumps(bucket | {"state": state}).encode() for state in ([1], [1, "x"], 5)]
+    bad += [
+        json.dumps(bucket | {"limit": limit}).encode()
+        for limit in ([0, 60, "token_bucket", 9], [10, 2**31, "token_bucket", 0], [1, 1, "none", 0])
+    ]
+    bad += [json.dumps(bucket | {"limit": [10, 60, "sliding_window", 0], "state": "00"}).encode()]
+    broken = {(kind, next(names)): value for kind in (HOLD, BUCKET) for value in bad}
+    other = Scene()
+    other.holds.restore(broken | changes)
+    assert (other.holds.in_flight, len(other.holds)) == (1, 1)
+    assert other.check()[1] == 5
+    assert (await other.settle(1, 0)).known
+
+
+async def test_what_ended_long_ago_is_not_restored():
+    scene = Scene()
+    await scene.hold(1, ttl_s=5)
+    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    other = Scene()
+    other.clock.advance(seconds=1_000)
+    other.holds.restore(changes)
+    assert other.holds.in_flight == 0
+
+
+async def test_a_slot_that_no_hold_owns_any_more_is_over():
+    scene = Scene()
+    await scene.hold(1, b"s", SLOTS)
+    changes = {
+        (kind, name): value for kind, name, value in scene.holds.changes(100) if kind == BUCKET
+    }
+    other = Scene()
+    other.holds.restore(changes)
+    assert other.check(b"s", SLOTS)[1] == 3
+    assert len(other.holds) == 0
+
+
+async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
+    scene = Scene(max_holds=2)
+    await scene.hold(1)
+    await scene.settle(1, 25)
+    scene.clock.advance(seconds=400)
+    await scene.hold(2)
+    for number, key in ((3, b"b"), (4, b"c")):
+        await scene.hold(number, key)
+        await scene.settle(number, 25, key)
+    await scene.settle(2, 0)
+    assert scene.check()[1] == 9
+
+
+def test_slots_are_over_when_none_is_in_use():
+    assert bucket_of(b"n" * 16, SLOTS, None, lambda: 0).is_over(0)
+
+
+async def test_what_could_not_be_written_is_written_later(tmp_path):
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    await log.write_pass()
+    await scene.hold(1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    await log.drain()
+    assert log.errors_total
+    assert scene.holds.unwritten

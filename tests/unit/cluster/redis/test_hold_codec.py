@@ -1,0 +1,102 @@
+"""The bytes of holds, on their way to the store and back."""
+
+from struct import pack
+
+import pytest
+
+from ratelimitd.cluster.redis.hold_codec import hold_reply, hold_request, step_reply, step_request
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.shared_holds import HoldCall, Made, Step, StepCall, Stepped
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
+from ratelimitd.model import ALLOWED, MAX_TIME_US, WITHIN_LIMIT, Algorithm
+from tests.store_scripts import TAG, key_of, rule_of
+
+NUMBER = b"a number of 16 B"
+ONE, OTHER = key_of(1), key_of(2)
+WINDOW, SLOTS = rule_of(Algorithm.FIXED_WINDOW), rule_of(Algorithm.CONCURRENCY, 7)
+CALL = HoldCall(
+    NUMBER,
+    b"digest01",
+    b"attempt1",
+    [StoreCheck(ONE, WINDOW, 5, 3, 0), StoreCheck(OTHER, SLOTS, STORE_TIME, 3, OBSERVES)],
+    60_000_000,
+    9,
+)
+STEP = StepCall(Step.SETTLE, NUMBER, [ONE, OTHER], 2, STORE_TIME)
+ANSWER = pack("<BBIIQ", 1, 1, 6, 0, 99)
+NONE = bytes(18)
+LEFT = (ALLOWED, 6, 99, 0, WITHIN_LIMIT, None)
+
+
+def test_a_hold_names_its_record_and_each_bucket_with_its_open_holds():
+    keys, [argument] = hold_request(0x12, CALL)
+    assert keys == [
+        b"rl1:{12}:hold:" + NUMBER,
+        b"rl1:{a7}:" + ONE,
+        b"rl1:{a7}:holds:" + ONE,
+        b"rl1:{a7}:" + OTHER,
+        b"rl1:{a7}:holds:" + OTHER,
+    ]
+    head = pack("<8s8sQI", b"digest01", b"attempt1", 60_000_000, 9)
+    window = pack("<BBQIIIIq", 2, 0, 1, 10, 0, 60, 3, 5)
+    assert argument == head + window + pack("<BBQIIIIq", 4, 4, 1, 7, 0, 60, 3, -1)
+
+
+def test_a_step_names_the_same_keys():
+    keys, [argument] = step_request(TAG, STEP._replace(attempt=b"attempt1"))
+    assert keys == [b"rl1:{a7}:hold:" + NUMBER, *hold_request(TAG, CALL)[0][1:]]
+    assert argument == pack("<BQq8s", 1, 2, -1, b"attempt1")
+
+
+@pytest.mark.parametrize("made", Made)
+def test_what_became_of_a_hold_is_read(made):
+    corrupt, held = hold_reply(CALL, pack("<BQI", made, 500, 2) + ANSWER + NONE)
+    assert (corrupt, held) == (2, (made, 500, [LEFT, None]))
+
+
+def test_the_hold_of_another_check_says_nothing_of_its_buckets():
+    assert hold_reply(CALL, pack("<BQI", 4, 0, 0)) == (0, (Made.OF_ANOTHER_CHECK, 0, ()))
+
+
+@pytest.mark.parametrize("stepped", Stepped)
+def test_what_became_of_a_step_is_read(stepped):
+    reply = step_reply(STEP, pack("<BQQQ", stepped, 500, 2, 3) + ANSWER + NONE)
+    assert reply == (stepped, 500, 2, 3, [LEFT, None])
+    assert step_reply(STEP, pack("<BQQQ", stepped, 500, 2, 3)).outcomes == ()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        7,
+        [],
+        b"",
+        pack("<BQI", 1, 500, 0)[:-1],
+        pack("<BQI", 1, 500, 0) + ANSWER,
+        pack("<BQI", 1, 500, 0) + ANSWER * 3,
+        pack("<BQI", 1, 500, 5) + ANSWER * 2,
+        pack("<BQI", 0, 500, 0) + ANSWER * 2,
+        pack("<BQI", 6, 500, 0) + ANSWER * 2,
+        pack("<BQI", 1, MAX_TIME_US + 1, 0) + ANSWER * 2,
+    ],
+)
+def test_what_is_no_reply_to_a_hold_is_an_error(reply):
+    with pytest.raises(StoreCorruptError, match="answered a hold with something else"):
+        hold_reply(CALL, reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        [],
+        pack("<BQQQ", 1, 500, 0, 0)[:-1],
+        pack("<BQQQ", 1, 500, 0, 0) + ANSWER,
+        pack("<BQQQ", 5, 500, 0, 0),
+        pack("<BQQQ", 1, MAX_TIME_US + 1, 0, 0),
+    ],
+)
+def test_what_is_no_reply_to_a_step_is_an_error(reply):
+    with pytest.raises(StoreCorruptError, match="answered a step of a hold with something else"):
+        step_reply(STEP, reply)

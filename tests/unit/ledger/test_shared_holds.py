@@ -1,0 +1,126 @@
+"""What a hold in several parts comes to."""
+
+import pytest
+
+from ratelimitd.errors import (
+    CheckInvalidError,
+    HoldEndedError,
+    HoldSettledError,
+    HoldsFullError,
+    StoreOverloadedError,
+    StoreUnavailableError,
+)
+from ratelimitd.ledger.shared_holds import (
+    HoldReply,
+    Made,
+    Stepped,
+    StepReply,
+    conclude,
+    conclude_step,
+    has_part,
+)
+from ratelimitd.model import ALLOWED, DENIED, LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm
+from tests.store_scripts import rule_of
+
+WINDOW = rule_of(Algorithm.FIXED_WINDOW, 10)
+SLOTS = rule_of(Algorithm.CONCURRENCY, 10)
+LEFT_3 = (ALLOWED, 3, 100, 0, WITHIN_LIMIT, None)
+LEFT_9 = (ALLOWED, 9, 100, 7, WITHIN_LIMIT, None)
+NONE_LEFT = (DENIED, 0, 100, 9, LIMIT_EXCEEDED, None)
+AWAY = StoreUnavailableError("no answer")
+
+MADE = HoldReply(Made.MADE, 500, [LEFT_3])
+FOUND = HoldReply(Made.FOUND, 400, [LEFT_9])
+REFUSED = HoldReply(Made.DENIED, 0, [NONE_LEFT])
+FULL = HoldReply(Made.FULL, 0, [LEFT_3])
+OTHER = HoldReply(Made.OF_ANOTHER_CHECK, 0, ())
+
+
+def test_a_hold_is_made_if_all_parts_are_and_ends_with_the_first():
+    held = conclude([WINDOW, SLOTS], 2, [([1], FOUND), ([0], MADE)])
+    assert held == ([LEFT_3, LEFT_9], 400, False)
+    assert conclude([WINDOW], 2, [([0], MADE)]).is_first
+
+
+def test_a_denied_hold_says_what_buckets_have_without_it():
+    parts = [([2], REFUSED), ([0], MADE), ([1], MADE)]
+    held = conclude([WINDOW, SLOTS, WINDOW], 2, parts)
+    without = [(ALLOWED, left, 100, 0, WITHIN_LIMIT, None) for left in (5, 4)]
+    assert held[:2] == ([*without, NONE_LEFT], 0)
+
+
+def test_no_bucket_has_more_than_its_capacity_without_a_hold():
+    parts = [([0], HoldReply(Made.MADE, 500, [LEFT_9])), ([1], REFUSED)]
+    assert conclude([WINDOW, WINDOW], 5, parts).outcomes[0][1] == 10
+
+
+def test_in_a_denied_hold_a_limit_that_only_observes_stays_a_denial():
+    parts = [([0], HoldReply(Made.MADE, 500, [NONE_LEFT])), ([1], REFUSED)]
+    assert conclude([WINDOW, WINDOW], 5, parts).outcomes[0] == NONE_LEFT
+
+
+def test_what_was_found_stays_as_it_was_told():
+    assert conclude([WINDOW, WINDOW], 5, [([0], FOUND), ([1], REFUSED)]).outcomes[0] == LEFT_9
+
+
+def test_a_denial_is_the_answer_whatever_else_there_is():
+    for other in (FULL, AWAY):
+        held = conclude([WINDOW, WINDOW], 2, [([0], other), ([1], REFUSED)])
+        assert (held.outcomes[1], held.expire_us) == (NONE_LEFT, 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [(OTHER, CheckInvalidError), (FULL, HoldsFullError), (AWAY, StoreUnavailableError)],
+)
+def test_a_hold_of_which_a_part_is_not_made_is_an_error(reply, error):
+    with pytest.raises(error):
+        conclude([WINDOW, WINDOW], 2, [([0], MADE), ([1], reply)])
+
+
+def test_the_hold_of_another_check_names_the_field():
+    with pytest.raises(CheckInvalidError) as caught:
+        conclude([WINDOW], 2, [([0], OTHER)])
+    assert [one.field for one in caught.value.violations] == ["hold_id"]
+
+
+def test_parts_that_may_be_there_are_known():
+    assert [has_part(reply) for reply in (MADE, FOUND, AWAY)] == [True] * 3
+    not_asked = StoreOverloadedError("too much")
+    assert [has_part(reply) for reply in (REFUSED, FULL, OTHER, not_asked)] == [False] * 4
+
+
+DONE = StepReply(Stepped.DONE, 500, 2, 0, [LEFT_3])
+AGAIN = StepReply(Stepped.AS_BEFORE, 400, 0, 0, [LEFT_9])
+
+
+def test_a_step_is_done_if_one_part_did_it_now():
+    reply = conclude_step(2, [([1], AGAIN), ([0], DONE)], field="actual")
+    assert reply == (Stepped.DONE, 400, 2, 0, [LEFT_3, LEFT_9])
+    assert conclude_step(1, [([0], AGAIN)], field="actual").stepped is Stepped.AS_BEFORE
+
+
+def test_a_hold_of_which_a_part_is_lost_is_known():
+    unknown = StepReply(Stepped.UNKNOWN)
+    reply = conclude_step(2, [([0], unknown), ([1], DONE)], field="actual")
+    assert reply == (Stepped.DONE, 500, 2, 0, [None, LEFT_3])
+    assert conclude_step(1, [([0], unknown)], field="actual") == (Stepped.UNKNOWN, 0, 0, 0, [None])
+    assert conclude_step(0, [], field="actual").stepped is Stepped.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (StepReply(Stepped.ENDED), HoldEndedError),
+        (StepReply(Stepped.SETTLED), HoldSettledError),
+        (AWAY, StoreUnavailableError),
+    ],
+)
+def test_a_step_that_a_part_refuses_is_an_error(reply, error):
+    with pytest.raises(error):
+        conclude_step(2, [([0], DONE), ([1], reply)], field="actual")
+
+
+def test_what_is_known_counts_more_than_what_is_not():
+    with pytest.raises(HoldSettledError, match=r"^hold:"):
+        conclude_step(2, [([0], AWAY), ([1], StepReply(Stepped.SETTLED))], field="hold")
