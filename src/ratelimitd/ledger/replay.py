@@ -135,8 +135,8 @@ class Replay:
             before = self._blocks[self._blocks.index(block) - 1]
             before.changes[-1] = both(before.changes[-1], change)
             before.total = None
-        if len(block.numbers) <= BLOCK // 4 and len(self._blocks) > 1:
-            self._join(self._blocks.index(block))
+        if self._block_of and len(block.numbers) <= BLOCK // 4:
+            self._join(self._blocks.index(block), self._block_of)
 
     def level(self) -> int:
         """Return the level now."""
@@ -147,7 +147,7 @@ class Replay:
             level = changed(level, block.total)
         return level
 
-    def _join(self, place: int) -> None:
+    def _join(self, place: int, block_of: dict[bytes, _Block]) -> None:
         """Put a small block into the one before it, if it fits, so that there are few, and none is empty."""
         block, before = self._blocks[place], self._blocks[place - 1]
         # equivalent: whether two blocks become one is not to be seen, but that none is empty
@@ -156,8 +156,7 @@ class Replay:
         before.numbers += block.numbers
         before.changes += block.changes
         before.total = None
-        if self._block_of is not None:
-            self._block_of |= dict.fromkeys(block.numbers, before)
+        block_of |= dict.fromkeys(block.numbers, before)
         del self._blocks[place]
 
 

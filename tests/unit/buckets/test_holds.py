@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
-from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets import snapshot, snapshot_format
 from ratelimitd.buckets.held import bucket_of
 from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
@@ -204,3 +204,36 @@ async def test_what_could_not_be_written_is_written_later(tmp_path):
     await log.drain()
     assert log.errors_total
     assert scene.holds.unwritten
+
+
+async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 1_000)
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    for number in range(1, 50):
+        await scene.hold(number, str(number).encode())
+    for _ in range(4):
+        await log.write_pass()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "buckets-00000002.base", "buckets-00000002.log",
+    ]  # fmt: skip
+    await log.drain()
+
+
+async def test_a_pass_ends_though_holds_are_made_while_it_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
+    scene, numbers = Scene(), iter(range(1, 1_000))
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    append = log._append
+
+    async def busy_append(data, *, durable=False):
+        await scene.hold(number := next(numbers), str(number).encode())
+        await append(data, durable=durable)
+
+    monkeypatch.setattr(log, "_append", busy_append)
+    await scene.hold(number := next(numbers), str(number).encode())
+    await log.write_pass()
+    assert next(numbers) < 10
+    await log.drain()

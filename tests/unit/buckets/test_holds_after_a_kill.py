@@ -219,7 +219,6 @@ CASES = {"kill while it is written", "kill between two steps", "reset with holds
          "hold is lost", "clean stop"}  # fmt: skip
 
 
-@pytest.mark.slice
 @pytest.mark.usefixtures("_small_steps")
 async def test_no_kill_charges_or_gives_back_twice(tmp_path):
     met = await run(tmp_path, range(6), 60)
@@ -255,7 +254,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slice
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.usefixtures("_small_steps")
 async def test_what_is_wrong_is_found(twin, tmp_path, monkeypatch):
