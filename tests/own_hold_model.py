@@ -261,4 +261,7 @@ class HoldModel:
         self.slots.pop(name, None)
 
     def forget(self, clock):
-        self.held = {number: hold for number, hold in self.held.items() if hold.end + GRACE > clock}
+        for number in [one for one, hold in self.held.items() if hold.end + GRACE <= clock]:
+            hold = self.held.pop(number)
+            for name in hold.charged:
+                self.bucket(name).settle(number, hold.cost)  # its number may be that of another

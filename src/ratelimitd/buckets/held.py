@@ -19,7 +19,15 @@ from ratelimitd.buckets.snapshot_format import State, Value, is_log, pack, unpac
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.holds import NUMBER_BYTES
 from ratelimitd.ledger.replay import NEVER, Change, Replay, both, changed
-from ratelimitd.model import CONCURRENCY, US_PER_S, Algorithm, Limit, Outcome
+from ratelimitd.model import (
+    CONCURRENCY,
+    INT32_MAX,
+    MAX_TIME_US,
+    US_PER_S,
+    Algorithm,
+    Limit,
+    Outcome,
+)
 
 Dump: TypeAlias = Mapping[str, Any]
 
@@ -360,10 +368,7 @@ def load(  # noqa: PLR0917 -- what a dump does not say
     Raises:
         ValueError, KeyError, TypeError: it is none.
     """
-    number, window_seconds, algorithm, burst = values["limit"]
-    limit = Limit(
-        limit=number, window_seconds=window_seconds, algorithm=Algorithm(algorithm), burst=burst
-    )
+    limit = _limit(*values["limit"])
     numbers = _numbers(values["holds"])
     if limit.algorithm is CONCURRENCY:
         slots = SlotsBucket(name, limit, now_us)
@@ -371,19 +376,31 @@ def load(  # noqa: PLR0917 -- what a dump does not say
             if number in ends_us:
                 slots.take(number, ends_us[number])
         return slots
-    state = values["state"]
-    value = pack(bytes.fromhex(state) if isinstance(state, str) else state, limit, 0)
-    if isinstance(value, bytes) and not is_log(value):
-        message = "no log"
-        raise ValueError(message)
-    known = unpack(in_time(value))
-    bucket: LevelBucket | LogBucket = (
-        LogBucket(name, limit, known)
-        if isinstance(known, bytes)
-        else LevelBucket(name, limit, known)
-    )
+    bucket: LevelBucket | LogBucket
+    if limit.algorithm is Algorithm.SLIDING_WINDOW:
+        value = pack(bytes.fromhex(values["state"]), limit, 0)
+        if not is_log(cast("bytes", value)):
+            message = "no log"
+            raise ValueError(message)
+        bucket = LogBucket(name, limit, cast("bytes", unpack(in_time(value))))
+    else:
+        level, latest_us = values["state"]
+        value = pack((max(0, level), min(max(0, latest_us), MAX_TIME_US)), limit, 0)
+        bucket = LevelBucket(name, limit, cast("tuple[int, ...]", unpack(in_time(value))))
     bucket.load_holds(numbers, values)
     return bucket
+
+
+def _limit(limit: int, window_seconds: int, algorithm: str, burst: int) -> Limit:
+    if not (0 < limit <= INT32_MAX and 0 < window_seconds <= INT32_MAX and 0 <= burst <= INT32_MAX):
+        message = "no limit"
+        raise ValueError(message)
+    return Limit(
+        limit=int(limit),
+        window_seconds=int(window_seconds),
+        algorithm=Algorithm(algorithm),
+        burst=int(burst),
+    )
 
 
 def _numbers(text: str) -> list[bytes]:

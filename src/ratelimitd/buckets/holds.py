@@ -18,7 +18,7 @@ from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.held import HeldBucket, SlotsBucket, bucket_of, load
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import in_time
-from ratelimitd.buckets.snapshot_format import Value, unpack
+from ratelimitd.buckets.snapshot_format import MAX_PAYLOAD_BYTES, Value, unpack
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.errors import (
     CheckInvalidError,
@@ -38,8 +38,8 @@ from ratelimitd.ledger.holds import (
 )
 from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Outcome, Reason
 
-Told: TypeAlias = Mapping[bytes, Outcome]
-"""What was said of buckets, by their stored names."""
+Told: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
+"""What was said of buckets, each with its stored name: bytes and numbers, which the garbage collector skips."""
 
 Change: TypeAlias = tuple[bytes, bytes, bytes]
 """A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
@@ -52,9 +52,6 @@ _TICK_BITS: Final = 17
 
 STEP: Final = 100
 """Holds that are ended or forgotten, and buckets without holds that are looked at, in one step: about 1 ms."""
-
-HOLDS_PER_STEP: Final = 500
-"""Holds of the buckets that are written in one step, unless one bucket has more."""
 
 _ENDED: Final = -1
 _HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
@@ -84,7 +81,7 @@ class _Record:
         self.cost = cost
         self.told = told
         self.actual = actual
-        self.settled: Told = {}
+        self.settled: Told = ()
         self.tick = 0
 
     @property
@@ -94,7 +91,7 @@ class _Record:
 
     def dump(self) -> Sequence[Any]:
         """Return what :meth:`load` makes it of, for JSON."""
-        told = {name.hex(): one[:5] for name, one in self.told.items()}
+        told = {name.hex(): one for name, one in self.told}
         return [self.digest.hex(), self.end_us, self.last_us, self.cost, told, self.actual]
 
     @classmethod
@@ -110,7 +107,7 @@ class _Record:
             min(end_us, latest_us),
             int(last_us),
             int(cost),
-            {bytes.fromhex(name): _outcome(*one) for name, one in told.items()},
+            _told([(bytes.fromhex(name), _outcome(*one)) for name, one in told.items()]),
             actual if actual is None else int(actual),
         )
 
@@ -165,9 +162,11 @@ class OwnHolds:
         if record is not None:
             if record.digest != hold.check_digest:
                 raise CheckInvalidError(FieldViolation("hold_id", "is that of another check"))
-            return Held([record.told.get(name) for name in names], record.end_us)
+            return Held(_outcomes(record.told, names), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
-        told = {name: _told(one) for name, one in zip(names, outcomes, strict=True)}
+        told: dict[bytes, Outcome] = {
+            name: (*one[:5], None) for name, one in zip(names, outcomes, strict=True)
+        }
         if not passes([limit for _, limit, _ in hold.charges], outcomes):
             return Held([*told.values()], 0)
         passing = [
@@ -189,7 +188,7 @@ class OwnHolds:
                 bucket.take(hold.number, end_us)
                 told[name] = bucket.held()
             self._changed[_BUCKET, name] = None
-        record = _Record(hold.check_digest, end_us, last_us, hold.cost, told)
+        record = _Record(hold.check_digest, end_us, last_us, hold.cost, _told(told.items()))
         self._records[hold.number] = record
         self._schedule(hold.number, record)
         return Held([*told.values()], end_us, is_first=True)
@@ -207,12 +206,10 @@ class OwnHolds:
         if is_first:
             record.actual = actual
             buckets = self._leave(number, record)
-            record.settled = {bucket.name: bucket.told(now_us) for bucket in buckets}
+            record.settled = _told([(bucket.name, bucket.told(now_us)) for bucket in buckets])
         elif record.actual != actual:
             raise HoldSettledError
-        return Settled(
-            known=True, is_first=is_first, outcomes=[record.settled.get(name) for name in names]
-        )
+        return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, names))
 
     async def extend(
         self, number: bytes, _names: Sequence[bytes], ttl_us: int, _now_us: int
@@ -225,7 +222,7 @@ class OwnHolds:
             raise HoldEndedError if record.actual == _ENDED else HoldSettledError("hold")
         end_us = max(record.end_us, min(self._now_us() + ttl_us, record.last_us))
         record.end_us = end_us
-        for name in record.told:
+        for name, _ in record.told:
             bucket = self._buckets.get(name)
             if isinstance(bucket, SlotsBucket):
                 bucket.extend(number, end_us)
@@ -276,15 +273,13 @@ class OwnHolds:
         """The number of changed holds and buckets."""
         return len(self._changed)
 
-    def changes(self, most: int) -> list[Change]:
-        """Return up to ``most`` changed holds and buckets, at least one if any."""
-        taken, holds = [], 0
+    def changes(self, most: int, most_bytes: int = MAX_PAYLOAD_BYTES) -> list[Change]:
+        """Return up to ``most`` changed holds and buckets, and about so many bytes, but one at least if any."""
+        taken, taken_bytes = [], 0
         for kind, name in [*islice(self._changed, most)]:
             taken.append(self._taken(kind, name))
-            holds += len(self._buckets[name]) if kind == _BUCKET else 0
-            if (
-                holds >= HOLDS_PER_STEP
-            ):  # equivalent: how much is written in a step is not to be seen
+            taken_bytes += len(taken[-1][2])
+            if taken_bytes >= most_bytes:
                 break
         return taken
 
@@ -326,7 +321,7 @@ class OwnHolds:
             if kind == _BUCKET:
                 try:
                     bucket = load(name, json.loads(value), ends_us, self._now_us, self._in_time)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue
                 self._buckets[name] = bucket
                 self._catch_up(bucket)
@@ -334,7 +329,7 @@ class OwnHolds:
     def _restore_hold(self, number: bytes, value: bytes, now_us: int) -> None:
         try:
             record = _Record.load(json.loads(value), now_us + MAX_TTL_S * US_PER_S)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return
         if record.end_us + _GRACE_US > now_us:
             self._records[number] = record
@@ -378,7 +373,7 @@ class OwnHolds:
 
     def _leave(self, number: bytes, record: _Record) -> list[HeldBucket]:
         """Let a hold that has ended or is settled be in flight no more; returns the buckets that it is charged to."""
-        buckets = [self._buckets[name] for name in record.told if name in self._buckets]
+        buckets = [self._buckets[name] for name, _ in record.told if name in self._buckets]
         for bucket in buckets:
             bucket.settle(number, record.more)
             self._was_left(bucket)
@@ -474,11 +469,16 @@ class OwnHolds:
         return self._buckets.pop(name, None)
 
 
-def _told(outcome: Outcome) -> Outcome:
-    return (*outcome[:5], None)
+def _told(outcomes: Iterable[tuple[bytes, Outcome]]) -> Told:
+    return tuple([(name, (*one[:4], int(one[4]))) for name, one in outcomes])
 
 
-def _outcome(  # noqa: PLR0917 -- as in the file
-    allowed: object, remaining: Any, reset_time: Any, retry_after: Any, reason: Any
+def _outcomes(told: Told, names: Iterable[bytes]) -> list[Outcome | None]:
+    known = dict(told)
+    return [_outcome(*known[name]) if name in known else None for name in names]
+
+
+def _outcome(  # noqa: PLR0917 -- as it was told
+    allowed: int, remaining: int, reset_time: int, retry_after: int, reason: int
 ) -> Outcome:
     return (bool(allowed), int(remaining), int(reset_time), int(retry_after), Reason(reason), None)

@@ -220,7 +220,7 @@ class SnapshotLog:
             return
         # Those that change meanwhile are for the next pass: they may be as many as are written.
         left = holds.unwritten
-        while left > 0 and (changes := holds.changes(STEP_HOLDS)):
+        while left > 0 and (changes := holds.changes(STEP_HOLDS, STEP_BYTES)):
             left -= len(changes)
             await self._append_changes(holds, changes)
         # These may have been apart when their shards were visited, and in the table just now.
@@ -286,7 +286,8 @@ class SnapshotLog:
             raise
         # Not in a `finally`: a cancelled pass may leave a thread that still writes.
         base.close()
-        self._base_bytes = base.size
+        # Holds and their buckets are in the log alone, and no base makes that shorter.
+        self._base_bytes = base.size + (self._log.size if self._table.apart else 0)
         await asyncio.to_thread(self._remove_outdated)
         self._no_base_before_us = 0
 

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
-from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets import snapshot, snapshot_format
 from ratelimitd.buckets.held import bucket_of
-from ratelimitd.buckets.holds import HOLDS_PER_STEP, STEP, OwnHolds
+from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
@@ -123,16 +123,13 @@ async def test_changes_are_returned_again_that_could_not_be_written():
 
 
 async def test_large_buckets_are_written_in_steps():
-    scene = Scene(max_per_bucket=10_000)
-    big = Limit(limit=10_000, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
-    for number in range(1, HOLDS_PER_STEP + 10):
-        await scene.hold(number, b"a", big)
-    scene.holds.changes(100_000)
-    await scene.hold(5_000, b"a", big)
-    await scene.hold(5_001, b"b", big)
-    first = scene.holds.changes(100)
-    assert first
-    assert scene.holds.changes(100)
+    scene = Scene()
+    for number in range(1, 40):
+        await scene.hold(number, bytes((number % 4,)), TOKENS)
+    while scene.holds.unwritten:
+        changes = scene.holds.changes(100, 600)
+        assert changes
+        assert sum(len(value) for _, _, value in changes[:-1]) < 600
 
 
 async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
@@ -143,7 +140,13 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
     names = iter(bytes((number,)) * 16 for number in range(1, 100))
     bad = [b"", b"{", b"[]", b"5", json.dumps(bucket | {"state": "00"}).encode()]
     bad += [json.dumps(bucket | {"changes": [[1, 1], [0, 0], [None, None]]}).encode()]
-    bad += [json.dumps({"limit": bucket["limit"]}).encode()]
+    bad += [json.dumps({"limit": bucket["limit"]}).encode(), b"[" * 100_000]
+    bad += [json.dumps(bucket | {"state": state}).encode() for state in ([1], [1, "x"], 5)]
+    bad += [
+        json.dumps(bucket | {"limit": limit}).encode()
+        for limit in ([0, 60, "token_bucket", 9], [10, 2**31, "token_bucket", 0], [1, 1, "none", 0])
+    ]
+    bad += [json.dumps(bucket | {"limit": [10, 60, "sliding_window", 0], "state": "00"}).encode()]
     broken = {(kind, next(names)): value for kind in (HOLD, BUCKET) for value in bad}
     other = Scene()
     other.holds.restore(broken | changes)
@@ -201,3 +204,36 @@ async def test_what_could_not_be_written_is_written_later(tmp_path):
     await log.drain()
     assert log.errors_total
     assert scene.holds.unwritten
+
+
+async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 1_000)
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    for number in range(1, 50):
+        await scene.hold(number, str(number).encode())
+    for _ in range(4):
+        await log.write_pass()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "buckets-00000002.base", "buckets-00000002.log",
+    ]  # fmt: skip
+    await log.drain()
+
+
+async def test_a_pass_ends_though_holds_are_made_while_it_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
+    scene, numbers = Scene(), iter(range(1, 1_000))
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    append = log._append
+
+    async def busy_append(data, *, durable=False):
+        await scene.hold(number := next(numbers), str(number).encode())
+        await append(data, durable=durable)
+
+    monkeypatch.setattr(log, "_append", busy_append)
+    await scene.hold(number := next(numbers), str(number).encode())
+    await log.write_pass()
+    assert next(numbers) < 10
+    await log.drain()

@@ -199,7 +199,8 @@ def _small_steps(monkeypatch):
     monkeypatch.setattr(table, "RESTORED_SHARDS", 2)
     monkeypatch.setattr(snapshot, "STEP_BUCKETS", 1)
     monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
-    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 20_000)
+    monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 3_000)
+    monkeypatch.setattr(snapshot, "LOG_PER_BASE", 1)
 
 
 async def run(directory, seeds, steps):
@@ -218,7 +219,6 @@ CASES = {"kill while it is written", "kill between two steps", "reset with holds
          "hold is lost", "clean stop"}  # fmt: skip
 
 
-@pytest.mark.slice
 @pytest.mark.usefixtures("_small_steps")
 async def test_no_kill_charges_or_gives_back_twice(tmp_path):
     met = await run(tmp_path, range(6), 60)
@@ -254,7 +254,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slice
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.usefixtures("_small_steps")
 async def test_what_is_wrong_is_found(twin, tmp_path, monkeypatch):

@@ -304,13 +304,13 @@ def _fast_disk(monkeypatch):
     monkeypatch.setattr(os, "fdatasync", lambda _fd: None)
 
 
-@pytest.mark.slice
-def test_sequences_of_holds_checks_and_edits_are_as_they_are_by_their_definition():
-    met = live_all(range(2_000))
-    assert {case for case in CASES if met[case] < 20} == set(), met
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("first", range(0, 2_000, 500))
+def test_sequences_of_holds_checks_and_edits_are_as_they_are_by_their_definition(first):
+    met = live_all(range(first, first + 500))
+    assert {case for case in CASES if met[case] < 5} == set(), met
 
 
-@pytest.mark.slice
 @pytest.mark.usefixtures("_fast_disk")
 def test_so_they_are_over_restarts(tmp_path):
     assert live_over_restarts(tmp_path, range(10_000, 10_150)) > 50
@@ -374,7 +374,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slice
 @pytest.mark.parametrize("twin", TWINS)
 def test_what_is_wrong_is_found(twin, monkeypatch):
     monkeypatch.setattr(*TWINS[twin])

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from ratelimitd.ledger.replay import LEAST_SIZE, NEVER, Replay, both, changed
+from ratelimitd.ledger import replay as module
+from ratelimitd.ledger.replay import BLOCK, NEVER, Replay, both, changed
 
 
 class Everything:
@@ -44,8 +45,9 @@ def change_of(random):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_another_amount_is_charged_as_of_its_time(seed):
+def test_another_amount_is_charged_as_of_its_time(seed, monkeypatch):
     random = Random(seed)
+    monkeypatch.setattr(module, "BLOCK", random.choice([1, 2, 4, 8, BLOCK]))
     before = random.randrange(100)
     replay, everything, held = Replay(before), Everything(before), {}
     for step in range(300):
@@ -76,14 +78,14 @@ def test_another_amount_is_charged_as_of_its_time(seed):
 def test_holds_that_are_settled_leave_nothing_behind():
     replay = Replay(0)
     replay.add(b"first", (1, 0, NEVER))
-    for step in range(20 * LEAST_SIZE):
+    for step in range(20 * BLOCK):
         number = step.to_bytes(16, "big")
         replay.add(number, (3, 0, NEVER))
         replay.remove(number, -2)
     assert b"first" in replay
-    assert replay.level() == 1 + 20 * LEAST_SIZE
+    assert replay.level() == 1 + 20 * BLOCK
     _, numbers, [change] = replay.parts()
-    assert (numbers, change[0]) == ([b"first"], 1 + 20 * LEAST_SIZE)
+    assert (numbers, change[0]) == ([b"first"], 1 + 20 * BLOCK)
 
 
 def test_when_the_last_hold_is_settled_the_level_stays():
@@ -94,10 +96,37 @@ def test_when_the_last_hold_is_settled_the_level_stays():
     for number in (b"a", b"b"):
         replay.remove(number, 0)
     assert replay.level() == 7
-    assert replay.parts() == (7, [], [(0, 0, NEVER)])
+    assert replay.parts() == (7, [], [])
 
 
 def test_two_changes_are_as_one():
     for level in range(0, 60, 7):
         first, second = (10, 3, 40), (-25, 2, 30)
         assert changed(level, both(first, second)) == changed(changed(level, first), second)
+
+
+def test_what_was_refilled_since_is_not_given_back():
+    replay = Replay(0)
+    replay.add(b"a", (10, 0, NEVER))
+    replay.then((-7, 0, NEVER))
+    assert replay.level() == 3
+    replay.remove(b"a", -6)
+    assert replay.level() == 0
+
+
+def test_what_a_full_bucket_would_not_have_been_refilled_is_not_missing():
+    replay = Replay(0)
+    replay.add(b"a", (10, 0, NEVER))
+    replay.then((-7, 0, NEVER))
+    replay.then((5, 0, NEVER))
+    replay.remove(b"a", -10)
+    assert replay.level() == 5
+
+
+def test_what_an_edit_has_cut_off_is_not_given_back():
+    for amount, left in ((20, 8), (10, 6)):
+        replay = Replay(0)
+        replay.add(b"a", (amount, 0, NEVER))
+        replay.then((0, 0, 8))
+        replay.remove(b"a", -4)
+        assert replay.level() == left
