@@ -23,7 +23,7 @@ from ratelimitd.limiter.scopes import (
     Unjudged,
     limits_in,
 )
-from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
+from ratelimitd.model import INT32_MAX, Check, Decision, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
@@ -56,9 +56,6 @@ _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Longest start of an answer, fields 1 to 5."""
 
 _KEPT_VARINTS: Final = len(KEPT)
-
-_MANY: Final = 1 << 21
-"""Remaining tokens that take more than three bytes."""
 
 _RESET_BYTES: Final = 1 + 5
 """Tag and reset time, from 1978 to 3058."""
@@ -300,7 +297,7 @@ class BulkChecks:
         for place, (allowed, remaining, reset_time, _, _, _) in enumerate(outcomes):
             starts, within, _, _ = parts[place]
             reset = resets.get(reset_time)
-            if reset and allowed and 0 < remaining < _MANY:
+            if reset and allowed and remaining:
                 # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
                 left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
                 entries.append(starts[len(left)] + left + reset + within)
@@ -421,7 +418,7 @@ def _parts(scope: Scope) -> _Parts:
     within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + end
     start = head + _STATUS_ALLOWED + _STATUS_REMAINING
     fixed = len(start) + _RESET_BYTES + len(within)
-    starts = [_LIMITS + varint(fixed + size) + start for size in range(len(varint(_MANY)))]
+    starts = [_LIMITS + varint(fixed + size) + start for size in range(len(varint(INT32_MAX)) + 1)]
     return starts, within, _rule_part(scope), (head, numbers, end)
 
 
