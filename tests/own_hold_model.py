@@ -197,7 +197,7 @@ class HoldModel:
         self.forget(clock)
         known = self.held.get(number)
         if known is not None:
-            if known.digest != digest:
+            if known.digest != digest or known.actual is not None or known.end <= clock:
                 raise CheckInvalidError
             return [known.told.get(name) for name, _ in charges], known.end
         denied, answers = self.judge_all(charges, cost, now, clock)

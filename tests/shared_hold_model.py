@@ -155,6 +155,8 @@ class HoldStore:
     def _found(self, call: HoldCall, record: Record) -> HoldReply:
         if record.check_digest != call.check_digest:
             return HoldReply(Made.OF_ANOTHER_CHECK, 0, ())
+        if record.settled is not None or record.end_us <= self.now_us:
+            return HoldReply(Made.OVER, 0, ())
         self.records[call.number] = self.joined(record, call.attempt)
         there = [record.entries.get(check.name) for check in call.checks]
         outcomes = [entry and entry.outcome for entry in there]

@@ -201,11 +201,11 @@ async def test_a_failover_between_a_hold_and_its_settle_mints_nothing(tmp_path):
             )
             old.kill()
             await asyncio.to_thread(servers.wait_for_failover, old)
+            repeated = await again(lambda: one.hold(buckets, 50, number=number))
+            assert repeated == (number, held._replace(is_first=False))
             settled = await again(lambda: two.settle(number, buckets, 20))
             assert settled.is_first
             assert [outcome[1] for outcome in settled.outcomes] == [80, 80, 80, 3]
-            repeated = await again(lambda: one.hold(buckets, 50, number=number))
-            assert repeated == (number, held._replace(is_first=False))
             assert (await one.settle(number, buckets, 20)).is_first is False
             assert await one.left(buckets) == [80, 80, 80, 3]
 

@@ -103,6 +103,20 @@ async def test_the_same_id_is_the_same_hold_of_the_same_check(node):
     assert await left(node) == LIMIT - 2
 
 
+async def test_the_id_of_a_hold_that_is_over_is_refused(node):
+    await node.rule(limit=LIMIT, window_seconds=3_600)
+    for seconds in (0, 5):
+        hold_id = str(uuid.uuid4())
+        held = await hold(node, hold_id=hold_id, ttl=5)
+        if seconds:
+            node.clock.advance(seconds=seconds)
+        else:
+            assert (await settle(node, held, 0)).known
+        code, details = await refusal(hold(node, hold_id=hold_id))
+        assert (code, details.split(":")[0]) == (INVALID, "hold_id")
+    assert await left(node) == LIMIT - 4
+
+
 async def test_a_hold_that_is_not_settled_stays_charged_and_ends(node):
     await node.rule(limit=LIMIT, window_seconds=3_600)
     held = await hold(node, ttl=5)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import (
+    CheckInvalidError,
     HoldEndedError,
     HoldSettledError,
     HoldsFullError,
@@ -483,7 +484,7 @@ class Callers:
 
     def _answered(self, hold: Told, names: Sequence[bytes], result: Any) -> None:
         world = self.world
-        if isinstance(result, HoldsFullError):
+        if isinstance(result, HoldsFullError | CheckInvalidError):  # or it is over by now
             return
         if isinstance(result, RateLimitdError):
             assert isinstance(result, StoreUnavailableError)

@@ -116,7 +116,8 @@ async def test_what_is_repeated_counts_once():
         await scene.hold(number=b"n" * 16)
     for _ in range(3):
         await scene.settle(6)
-    await scene.hold(number=b"n" * 16)
+    with pytest.raises(CheckInvalidError, match="hold_id"):
+        await scene.hold(number=b"n" * 16)
     assert scene.stats.holds == {"made": 1, "settled": 1, "expired": 0, "refused": 0}
     assert scene.stats.hold_tokens == {"held": 4, "refunded": 0, "debt": 2}
     assert (scene.in_flight(), scene.stats.holds_open) == ([], 0)

@@ -22,7 +22,6 @@ from ratelimitd.buckets.snapshot_format import MAX_PAYLOAD_BYTES, Value, unpack
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.errors import (
     CheckInvalidError,
-    FieldViolation,
     HoldEndedError,
     HoldSettledError,
     HoldsFullError,
@@ -32,6 +31,8 @@ from ratelimitd.ledger.holds import (
     MAX_HOLDS,
     MAX_HOLDS_PER_BUCKET,
     MAX_TTL_S,
+    OF_ANOTHER_CHECK,
+    OF_WHAT_IS_OVER,
     Held,
     Hold,
     Settled,
@@ -161,7 +162,9 @@ class OwnHolds:
         names = [self._keys.stored(key) for key, _, _ in hold.charges]
         if record is not None:
             if record.digest != hold.check_digest:
-                raise CheckInvalidError(FieldViolation("hold_id", "is that of another check"))
+                raise CheckInvalidError(OF_ANOTHER_CHECK)
+            if record.actual is not None:
+                raise CheckInvalidError(OF_WHAT_IS_OVER)
             return Held(_outcomes(record.told, names), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
         told: dict[bytes, Outcome] = {

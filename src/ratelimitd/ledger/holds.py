@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.algorithms.several import Charge
+from ratelimitd.errors import FieldViolation
 from ratelimitd.model import Outcome
 
 NUMBER_BYTES: Final = 16
@@ -35,6 +36,11 @@ MIN_ENDS: Final = 1_000
 
 STEP: Final = 1_000
 """Ends that are looked at in one call: about 1 ms, where 100,000 at once took 150."""
+
+OF_ANOTHER_CHECK: Final = FieldViolation("hold_id", "is that of another check")
+OF_WHAT_IS_OVER: Final = FieldViolation(
+    "hold_id", "is that of a hold that was settled or has ended; each request takes its own"
+)
 
 T = TypeVar("T")
 
@@ -90,10 +96,11 @@ class Holds(Protocol):
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold, or, if an enforced limit denies it, nothing.
 
-        A hold that there is already is returned as it was made.
+        A hold that is in flight already is returned as it was made.
 
         Raises:
-            CheckInvalidError: the number is that of a hold of another check; names ``hold_id``.
+            CheckInvalidError: the number is that of a hold of another check, or of one that was settled or has ended:
+                it would be allowed and charge nothing. Names ``hold_id``.
             HoldsFullError: a bucket, or the node, has as many holds as it may have. Nothing was charged.
         """
 

@@ -14,14 +14,13 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.errors import (
     CheckInvalidError,
-    FieldViolation,
     HoldEndedError,
     HoldSettledError,
     HoldsFullError,
     RateLimitdError,
     StoreOverloadedError,
 )
-from ratelimitd.ledger.holds import Held
+from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, OF_WHAT_IS_OVER, Held
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.model import ALLOWED, CONCURRENCY, WITHIN_LIMIT, Limit, Outcome
 
@@ -56,6 +55,7 @@ class Made(enum.IntEnum):
     DENIED = 3
     OF_ANOTHER_CHECK = 4
     FULL = 5
+    OVER = 6
 
 
 class HoldReply(NamedTuple):
@@ -126,14 +126,16 @@ def conclude(limits: Sequence[Limit], cost: int, parts: Sequence[Part]) -> Held:
     A denial is the answer whatever else there is: it denies no less if it is asked again.
 
     Raises:
-        CheckInvalidError: the number is that of a hold of another check.
+        CheckInvalidError: the number is that of a hold of another check, or of one that is over.
         HoldsFullError: a bucket has as many holds as it may have.
         RateLimitdError: a part could not be made, or it is not known whether it was.
     """
     replies = [reply for _, reply in parts if isinstance(reply, HoldReply)]
     made = {reply.made for reply in replies}
     if Made.OF_ANOTHER_CHECK in made:
-        raise CheckInvalidError(FieldViolation("hold_id", "is of another check"))
+        raise CheckInvalidError(OF_ANOTHER_CHECK)
+    if Made.OVER in made:
+        raise CheckInvalidError(OF_WHAT_IS_OVER)
     is_denied = Made.DENIED in made
     if not is_denied and Made.FULL in made:
         message = "a bucket has as many holds as it may have"

@@ -166,8 +166,11 @@ async def test_a_hold_that_there_is_not_is_unknown(scene):
 
 async def test_a_repeated_hold_is_answered_as_it_was(scene):
     held = await scene.hold(b"a", cost=600)
-    await scene.settle(0, b"a")
     assert await scene.hold(b"a", cost=600) == held._replace(is_first=False)
+    assert scene.spent(b"a") == 600
+    await scene.settle(0, b"a")
+    with pytest.raises(CheckInvalidError, match="was settled"):
+        await scene.hold(b"a", cost=600)
     assert scene.spent(b"a") == 0
 
 

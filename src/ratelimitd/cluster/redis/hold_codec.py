@@ -65,7 +65,7 @@ def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
         made, expire_us, corrupt = _MADE.unpack_from(reply)
         outcomes = _outcomes(reply[_MADE.size :], len(call.checks))
         kind = _MADE_BY.get(made)
-        is_whole = outcomes is not None or kind is Made.OF_ANOTHER_CHECK
+        is_whole = outcomes is not None or kind in {Made.OF_ANOTHER_CHECK, Made.OVER}
         is_sound = expire_us <= MAX_TIME_US and corrupt <= 2 * len(call.checks)
         if kind is not None and is_whole and is_sound:
             return corrupt, HoldReply(kind, expire_us, outcomes or ())

@@ -54,8 +54,9 @@ def test_what_became_of_a_hold_is_read(made):
     assert (corrupt, held) == (2, (made, 500, [LEFT, None]))
 
 
-def test_the_hold_of_another_check_says_nothing_of_its_buckets():
-    assert hold_reply(CALL, pack("<BQI", 4, 0, 0)) == (0, (Made.OF_ANOTHER_CHECK, 0, ()))
+@pytest.mark.parametrize("made", [Made.OF_ANOTHER_CHECK, Made.OVER])
+def test_a_hold_that_is_refused_for_its_id_says_nothing_of_its_buckets(made):
+    assert hold_reply(CALL, pack("<BQI", made, 0, 0)) == (0, (made, 0, ()))
 
 
 @pytest.mark.parametrize("stepped", Stepped)
@@ -77,7 +78,7 @@ def test_what_became_of_a_step_is_read(stepped):
         pack("<BQI", 1, 500, 0) + ANSWER * 3,
         pack("<BQI", 1, 500, 5) + ANSWER * 2,
         pack("<BQI", 0, 500, 0) + ANSWER * 2,
-        pack("<BQI", 6, 500, 0) + ANSWER * 2,
+        pack("<BQI", 7, 500, 0) + ANSWER * 2,
         pack("<BQI", 1, MAX_TIME_US + 1, 0) + ANSWER * 2,
     ],
 )

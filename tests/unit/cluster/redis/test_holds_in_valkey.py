@@ -100,6 +100,13 @@ async def test_a_call_that_is_repeated_is_answered_as_at_first(scene):
     assert (await scene.left(A), await scene.left(S)) == (3, 1)
 
 
+async def test_a_hold_that_is_settled_is_not_made_again(scene):
+    await scene.hold(A, S)
+    await scene.settle(0, A, S)
+    assert await scene.hold(A, S) == (Made.OVER, 0, ())
+    assert (await scene.left(A), await scene.left(S)) == (9, 2)
+
+
 async def test_a_denied_hold_leaves_nothing(valkey, scene):
     await scene.hold(A, S)
     keys = {key: valkey.ask("DUMP", key) for key in valkey.ask("KEYS", "*")}

@@ -16,7 +16,7 @@
 local HEAD_OF_CALL = '<c8c8I8I4'
 local CHECK = '<BBI8I4I4I4I4i8'
 local REPLY = '<BI8I4'
-local MADE, FOUND, DENIED, OF_ANOTHER_CHECK, FULL = 1, 2, 3, 4, 5
+local MADE, FOUND, DENIED, OF_ANOTHER_CHECK, FULL, OVER = 1, 2, 3, 4, 5, 6
 
 local text = ARGV[1]
 local digest, attempt, ttl_us, most, place = unpack(HEAD_OF_CALL, text)
@@ -30,6 +30,9 @@ local record = record_of(value_at(KEYS[1]))
 if record then
   if record.digest ~= digest then
     return reply(OF_ANOTHER_CHECK, 0)
+  end
+  if record.is_settled or record.end_us <= now_us then
+    return reply(OVER, 0)
   end
   -- Of a call that is only repeated the answer is the first one's.
   local found = record.attempts == attempt and MADE or FOUND
