@@ -295,8 +295,8 @@ def live(seed, met, directory=None):
 
 CASES = {
     "hold", "denied hold", "repeated hold", "hold of another check", "hold that is over", "hold on slots",
-    "settle of less", "settle of more", "repeated settle", "told of a settle", "HoldEndedError", "HoldSettledError", "extend", "edit",
-    "reset with holds", "failed reset", "debt",
+    "settle of less", "settle of more", "repeated settle", "told of a settle", "HoldEndedError", "HoldSettledError",
+    "extend", "edit", "reset with holds", "failed reset", "debt",
 }  # fmt: skip
 
 
