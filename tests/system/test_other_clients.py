@@ -198,6 +198,7 @@ def test_buf_finds_every_service_by_reflection(asking):
         "ratelimiter.v1.RateLimiter",
         "ratelimiter.v1.RateLimiterConfig",
         "ratelimiter.v1.RateLimiterHealth",
+        "ratelimiter.v1.RateLimiterHolds",
         "ratelimiter.v1.RateLimiterPlans",
     ]
 

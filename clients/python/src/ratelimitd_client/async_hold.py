@@ -53,7 +53,7 @@ class AsyncHold:
         session: AsyncCaller | None = None,
     ) -> None:
         self.decision = decision
-        self.expire_time = expire_time
+        self.expire_time: int = expire_time
         self.actual: int | None = None
         self._cost = cost
         self._hold = hold
