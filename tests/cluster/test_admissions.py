@@ -6,11 +6,12 @@ import random
 import pytest
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import Algorithm, IdentifierType, Reason, Rule
 from tests.cluster.admissions import Asked, Log, entitled, excess, tokens
 
 WALL_S = 1_700_000_000.0
-ALGORITHMS = list(Algorithm)
+ALGORITHMS = [*ACCOUNTS]
 BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW
 
 

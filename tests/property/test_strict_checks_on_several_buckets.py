@@ -9,6 +9,7 @@ import redis
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import decide_all
 from ratelimitd.cluster.redis.codec import JOINED, OBSERVES, bucket_key
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from tests.servers import Valkey
@@ -48,7 +49,7 @@ def test_a_trace_is_that_of_the_algorithms(store, seed):
     chance = Random(seed)
     rules = [
         replace(
-            rule_of(chance.choice([*Algorithm]), chance.randint(3, 9), 2),
+            rule_of(chance.choice([*ACCOUNTS]), chance.randint(3, 9), 2),
             enforcement=chance.choice([Enforcement.ENFORCE] * 3 + [Enforcement.OBSERVE]),
         )
         for _ in range(4)

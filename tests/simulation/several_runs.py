@@ -10,11 +10,11 @@ from ratelimitd.algorithms.several import decide_all
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.shared_state import SharedState, StoreCheck, Update, standing
-from ratelimitd.model import Algorithm, Enforcement, Rule
+from ratelimitd.model import Enforcement, Rule
 from tests.ledger_model import settle
 from tests.simulation import demands
 from tests.simulation.play import KEY, OTHERS, Played, let_things_happen, rest
-from tests.simulation.scenario import Scenario, scenario
+from tests.simulation.scenario import OF_TOKENS, Scenario, scenario
 from tests.simulation.several import USERS, Journal, Machine, PartNode, Shard
 from tests.simulation.world import MS, SECOND, START_US, Network
 
@@ -59,7 +59,7 @@ def several(seed: int, *, calm: bool = False) -> Several:
         limit = max(1, round(base.limit * pick([0.5, 1, 1, 3])))
         told = replace(
             base,
-            algorithm=pick([*Algorithm]),
+            algorithm=pick(OF_TOKENS),
             limit=limit,
             window_seconds=pick([1, base.window_seconds]),
         )

@@ -10,6 +10,7 @@ from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
 from ratelimitd.cluster.redis.codec import settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply
 from ratelimitd.ledger.shared_state import SharedState, Update
@@ -363,7 +364,7 @@ def values(algorithm):
         yield head + generation + revision + limit + b"".join(state[: source.choice([0, 3, 3, 3])])
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
     rule = rule_of(algorithm, 10, 60, revision=3)
     update = Batch("node", 7, 0, {ONE: Update(rule, 0, ((100, 2),))})
@@ -390,7 +391,7 @@ def test_packed_states_are_compared_by_what_orders_them():
         assert unpack(pack(other)) == other
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_full_bucket_is_spent_from_as_the_algorithm_does(algorithm):
     rule, decide = rule_of(algorithm, 10, 60), DECIDE[algorithm]
     assert cold.spend(None, rule, decide, 100, 1, 2, LocalView.share_of) == decide(

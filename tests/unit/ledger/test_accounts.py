@@ -40,7 +40,7 @@ def known_to(decide, outcome):
     return (*others, state[:2] if decide is DECIDE[Algorithm.FIXED_WINDOW] and state else state)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 @given(checks=st.lists(st.tuples(st.integers(0, 3 * S), st.integers(1, 4)), max_size=30))
 def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, checks):
     of, state, charged, now_us = rule_of(algorithm), None, None, NOW

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.ledger.accounts import Refund
+from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView, TightView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -361,7 +361,7 @@ def test_a_view_is_clean_while_there_is_nothing_to_settle():
     assert own.is_clean
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_what_is_left_of_the_base_is_worked_out_anew_when_it_has_grown(algorithm):
     rule = replace(RULE, algorithm=algorithm)
     base = LocalView(rule, None)
@@ -406,7 +406,7 @@ def test_a_cost_above_the_limit_is_denied_rightly():
     assert own.false_positives == 0
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(algorithm):
     rule = replace(RULE, algorithm=algorithm)
 

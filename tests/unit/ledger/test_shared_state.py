@@ -86,7 +86,7 @@ def test_spends_under_an_older_rule_fill_the_new_limit_at_most():
     assert after(stored(6, rule=LOWER), (NOW, 9)).shared == stored(6, rule=LOWER)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_so_they_do_with_every_algorithm(algorithm):
     lower = replace(LOWER, algorithm=algorithm)
     account = ACCOUNTS[algorithm]
@@ -144,7 +144,7 @@ def test_a_reset_has_a_generation_that_a_loss_does_not_repeat():
     assert generation_at(NOW) == 0  # a clock that is years behind
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
     rule = replace(RULE, algorithm=algorithm)
     assert [
@@ -160,7 +160,7 @@ def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
 LOWER_BY_HALF = replace(RULE, limit=RULE.limit // 2, revision=RULE.revision + 1)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
     before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
@@ -171,7 +171,7 @@ def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(
     assert overdrawn_by_edit(after, after, lower) == 0
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_what_has_long_come_free_explains_nothing(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
     before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
@@ -182,7 +182,7 @@ def test_what_has_long_come_free_explains_nothing(algorithm):
     assert overdrawn_by_edit(before, after, lower) == 0
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_bucket_with_plenty_is_not_overdrawn_and_keeps_half_from_then_on(algorithm):
     rule, random, found = replace(RULE, algorithm=algorithm), Random(7), 0
     for _ in range(500):
@@ -198,7 +198,7 @@ def test_a_bucket_with_plenty_is_not_overdrawn_and_keeps_half_from_then_on(algor
     assert found > 50
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_bucket_has_plenty_while_half_of_either_limit_is_left(algorithm):
     rule = replace(RULE, algorithm=algorithm)
     spent = [settle(None, Update(rule, 0, ((NOW, n),) if n else ())).shared for n in (0, 5, 6)]

@@ -21,7 +21,7 @@ def spends(algorithm, *runs):
     return made
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_nothing_is_spent_at_first(algorithm):
     nothing = spends(algorithm)
     assert (nothing.tokens, len(nothing), nothing.runs()) == (0, 0, ())
@@ -42,7 +42,7 @@ def test_spends_that_the_algorithm_does_not_tell_apart_are_one(algorithm, runs):
     assert several.latest_us == NOW + 10 * S
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_spend_that_comes_late_is_taken_for_one_of_the_latest_time(algorithm):
     assert spends(algorithm, (NOW + S, 1), (NOW, 2)).runs() == ((NOW + S, 3),)
 

@@ -13,7 +13,7 @@ from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from tests.outcomes import runs_of
 from tests.store_scripts import rule_of
 
-TOKEN_BUCKET, LOG, FIXED_WINDOW = map(rule_of, Algorithm)
+TOKEN_BUCKET, LOG, FIXED_WINDOW, SLOTS = map(rule_of, Algorithm)
 WINDOW_US = TOKEN_BUCKET.window_us
 
 
