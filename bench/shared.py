@@ -48,8 +48,8 @@ PEOPLE = 1_000_000
 """Identities of which number n is asked for as n to the power of -1 (Zipf)."""
 NODES = 3
 MET = 9_000_000
-"""Checks that each of the nodes has had before: at the rate that is measured, about 30,000 a second of each, those of
-CACHE_TTL_S. Of so many some 800,000 identities are known, and one check in thirty meets a node that does not know it."""
+"""Checks that each of the nodes has had before: those of CACHE_TTL_S at the rate that is measured, 30,000 a second of
+each. Of so many some 740,000 identities are known, and one check in thirty meets a node that does not know it."""
 WARM_TURNS = 1_000
 """Turns before those that are counted, so that what is in use is as it is later."""
 OPEN_RATE, OPEN_S = 10_000, 5.0
