@@ -204,7 +204,7 @@ class Node:
             spends[waiting.key] for spends in (self.cold, self.sent_cold) if waiting.key in spends
         ]
         spent, account = unsettled[0], ACCOUNTS[self.rule.algorithm]
-        used = account.used(spent.base.state, spent.rule, waiting.at_us)
+        used = account.used(spent.base.state, spent.rule, spent.at_us)
         share = self.make_view.share_of(spent.rule, spent.rule.capacity - used)
         if len(unsettled) > 1 or spent.cost * self.members >= share:
             self.world.books.cold_beyond_share = True
