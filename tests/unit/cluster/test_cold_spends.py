@@ -1,13 +1,14 @@
 """Spends of buckets that are known and not in use: as if each had a view, without one."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.cache import IDLE_US
 from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
-from ratelimitd.cluster.redis.codec import settle_reply, settle_request
+from ratelimitd.cluster.redis.codec import NUMBERS, settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import ACCOUNTS
@@ -460,6 +461,41 @@ def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
     found = [(read(spend, value), read(update, value)) for value in values(algorithm)]
     assert [one for one, other in found if one != other] == []
     assert len({one for one, _ in found}) > 10
+
+
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
+def test_a_state_is_read_beside_another_as_it_is_alone(algorithm):
+    """Also one that begins as the other does, and one of another algorithm or limit."""
+    rules = [rule_of(algorithm, 10, 60, revision=3), *[rule_of(one, 10, 1) for one in ACCOUNTS]]
+    chance, sound = random.Random(7), []
+    for value in values(algorithm):
+        number = chance.randrange(len(rules))
+        spends = {ONE: ColdSpend(rules[number], pack(NEVER), 100, 2)}
+        with suppress(StoreCorruptError):
+            packed = settle_reply(Batch("node", 7, 0, {}, spends), [b"", 0, value]).cold[ONE]
+            sound.append((rules[number], value, packed))
+    assert len(sound) > 5
+    for _ in range(300):
+        some = chance.choices(sound, k=9)
+        spends = {
+            key_of(number): ColdSpend(rule, pack(NEVER), 100, 2)
+            for number, (rule, _, _) in enumerate(some)
+        }
+        values_of = [value for _, value, _ in some]
+        reply = settle_reply(Batch("node", 7, 0, {}, spends), [b"", 0, *values_of])
+        assert [*reply.cold.values()] == [packed for _, _, packed in some]
+
+
+@pytest.mark.parametrize("algorithm", SPENT)
+def test_so_is_one_whose_numbers_are_none_of_a_bucket(algorithm):
+    rule = rule_of(algorithm, 10, 60)
+    keys = [key_of(1), key_of(2)]
+    batch = Batch("node", 7, 0, {}, {key: ColdSpend(rule, pack(NEVER), 100, 2) for key in keys})
+    head = b"\1" + bytes([NUMBERS[algorithm]]) + bytes(12) + (10).to_bytes(4, "little")
+    for numbers in ((2**60, 0, 5), (1, 2**60, 5), (1, 0, 2**60)):
+        broken = b"".join([number.to_bytes(8, "little") for number in numbers])
+        with pytest.raises(StoreCorruptError):
+            settle_reply(batch, [b"", 0, head + bytes(24), head + broken])
 
 
 def test_packed_states_are_compared_by_what_orders_them():
