@@ -102,8 +102,8 @@ def updates_of(batch: Batch) -> dict[bytes, Update]:
     return {
         **batch.updates,
         **{
-            key: Update(rule, generation_of(base), ((at_us, cost),))
-            for key, (rule, base, at_us, cost) in batch.cold.items()
+            key: Update(spent.rule, generation_of(spent.base), spent.runs())
+            for key, spent in batch.cold.items()
         },
     }
 

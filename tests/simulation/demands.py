@@ -317,6 +317,12 @@ def _frees(played: Played, reset_s: float) -> str:
     return "" if allowed >= capacity / 2 else f"{allowed} of {capacity} after a reset"
 
 
+def what_has_no_view_is_within_its_share(played: Played) -> str:
+    """Of a bucket without a view there is one unsettled spend, and it is less than the node's share."""
+    beyond = played.world.books.cold_beyond_share
+    return "more was spent without a view than a share" if beyond else ""
+
+
 DEMANDS: dict[str, Callable[[Played], str]] = {
     "nothing is left": nothing_is_left,
     "no spend is lost or doubled": no_spend_is_lost_or_doubled,
@@ -329,4 +335,5 @@ DEMANDS: dict[str, Callable[[Played], str]] = {
     "nobody is locked out": nobody_is_locked_out,
     "an edit locks nobody out": an_edit_locks_nobody_out,
     "a reset frees": a_reset_frees,
+    "what has no view is within its share": what_has_no_view_is_within_its_share,
 }

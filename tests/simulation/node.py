@@ -6,6 +6,7 @@ from typing import ClassVar, cast
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger import cold
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply, Sender
 from ratelimitd.ledger.shared_state import Met, Settled, SharedState, Update
@@ -70,6 +71,8 @@ class Node:
     packs: bool = False
     """Idle buckets are packed at once, as they are soon where there are many."""
     cold_spends: int = 0
+    cold_adds: int = 0
+    """Checks that were added to such a spend."""
     warmed: int = 0
     """Of those, made views before they were settled."""
 
@@ -123,6 +126,7 @@ class Node:
         view, waiting = self.views.get(key), Waiting(key, cost, self._time_of_caller())
         if view is None:
             if self._spend_cold(waiting):
+                self._note_cold(waiting)
                 return
             view = self._known(key)
         if view is not None:
@@ -168,8 +172,10 @@ class Node:
             self._answer(one, allowed=True, alone=True, unchecked=True)
 
     def _spend_cold(self, waiting: Waiting) -> bool:
-        """Charge a packed bucket without a view, if that may be."""
+        """Charge a packed bucket without a view, or one that has such a spend, if that may be."""
         key, rule, base = waiting.key, self.rule, self.packed.get(waiting.key)
+        if key in self.cold and not self.is_cut_off:
+            return self._add_cold(waiting)
         if base is None or key in self.pending or self.is_cut_off:
             return False
         if isinstance(base.state, bytes) or base.limit != rule.limit or base.burst or rule.burst:
@@ -192,6 +198,38 @@ class Node:
         self._answer(waiting, outcome[0])
         return True
 
+    def _note_cold(self, waiting: Waiting) -> None:
+        """Whatever is decided without a view is one spend of its bucket, and less than this node's share."""
+        unsettled = [
+            spends[waiting.key] for spends in (self.cold, self.sent_cold) if waiting.key in spends
+        ]
+        spent, account = unsettled[0], ACCOUNTS[self.rule.algorithm]
+        used = account.used(spent.base.state, spent.rule, spent.at_us)
+        share = self.make_view.share_of(spent.rule, spent.rule.capacity - used)
+        if len(unsettled) > 1 or spent.cost * self.members >= share:
+            self.world.books.cold_beyond_share = True
+
+    def _add_cold(self, waiting: Waiting) -> bool:
+        """Charge one more check to the spend of a cold bucket, which no batch contains."""
+        spent, rule = self.cold[waiting.key], self.rule
+        if spent.rule is not rule:
+            return False
+        added = cold.add(
+            spent,
+            spent.base.state,
+            DECIDE[rule.algorithm],
+            waiting.at_us,
+            self.members,
+            waiting.cost,
+            self.make_view.share_of,
+        )
+        if added is None:
+            return False
+        outcome, self.cold[waiting.key] = added
+        self.cold_adds += 1
+        self._answer(waiting, outcome[0])
+        return True
+
     def _warm(self, key: bytes) -> LocalView | None:
         """The view of a bucket with a cold spend."""
         in_flight = key not in self.cold
@@ -206,7 +244,7 @@ class Node:
 
     def _view_of(self, spent: ColdSpend, *, in_flight: bool) -> LocalView:
         view = self.make_view(cast("Rule", spent.rule), spent.base)
-        view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        view.resume(spent, in_flight=in_flight)
         return view
 
     def _known(self, key: bytes) -> LocalView | None:
@@ -356,8 +394,7 @@ class Node:
         self.asked = {key: self.asking.pop(key, []) for key, _ in taken}
         for key in list(self.cold)[: MAX_UPDATES - len(taken)]:
             self.sent_cold[key] = spent = self.cold.pop(key)
-            run = (spent.at_us, spent.cost)
-            updates.append((key, Update(spent.rule, spent.base.generation, (run,))))
+            updates.append((key, Update(spent.rule, spent.base.generation, spent.runs())))
         batch = self.sender.freeze(updates, self.now_us)
         self._transmit(batch, self.incarnation)
         if any(self.asked.values()):

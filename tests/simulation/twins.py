@@ -386,6 +386,43 @@ class WarmsWithoutTheSpend(Node):
         return view
 
 
+class AddsBesideTheSpend(Node):
+    """Takes the second check of a cold bucket for its first."""
+
+    def _add_cold(self, waiting):
+        spent = self.cold[waiting.key]
+        is_added = super()._add_cold(waiting)
+        if is_added:
+            added = self.cold[waiting.key]
+            self.cold[waiting.key] = added._replace(cost=added.cost - spent.cost, refilled=0)
+        return is_added
+
+
+class AddsToWhatIsInFlight(Node):
+    """Adds a check to a spend that was sent, as if that were frozen later."""
+
+    def _spend_cold(self, waiting):
+        key = waiting.key
+        if key not in self.sent_cold:
+            return super()._spend_cold(waiting)
+        self.cold[key] = self.sent_cold[key]
+        is_added = self._add_cold(waiting)
+        spent = self.cold.pop(key)
+        if is_added:
+            self.sent_cold[key] = spent
+        return is_added
+
+
+class AddsBeyondTheShare(Node):
+    """Adds checks to a cold spend as if nothing were unsettled."""
+
+    def _add_cold(self, waiting):
+        members, self.members = self.members, 0
+        is_added = super()._add_cold(waiting)
+        self.members = members
+        return is_added
+
+
 class SpendsAgainWhatIsInFlight(Node):
     """Takes a cold bucket for settled as soon as its spend is sent."""
 
@@ -432,6 +469,9 @@ TWINS = MappingProxyType(
         "forgets what it evicts": {"node": ForgetsWhatItEvicts},
         "never reads again": {"node": NeverReadsAgain},
         "warms without the spend": {"node": WarmsWithoutTheSpend},
+        "adds beside the spend": {"node": AddsBesideTheSpend},
+        "adds to what is in flight": {"node": AddsToWhatIsInFlight},
+        "adds beyond the share": {"node": AddsBeyondTheShare},
         "spends again what is in flight": {"node": SpendsAgainWhatIsInFlight},
     }
 )

@@ -79,6 +79,8 @@ class Books:
     charges: dict[bytes, list[Charge]] = field(default_factory=lambda: defaultdict(list))
     admissions: dict[bytes, list[Admission]] = field(default_factory=lambda: defaultdict(list))
     paid_twice: bool = False
+    cold_beyond_share: bool = False
+    """A bucket without a view had more unsettled than a view leaves unsettled."""
     longest_batch_us: int = 0
     most_held: float = 0.0
     """The sum of 1/N over the nodes, each by the N it believed in; 1 while all were right."""

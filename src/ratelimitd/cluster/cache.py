@@ -9,6 +9,7 @@ the end of its period leaves. Work is done in small steps: a few buckets at a ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import Final
 
@@ -60,9 +61,10 @@ class BucketCache:
 
     def get(self, key: bytes) -> Bucket | None:
         """The bucket of ``key``, if it is in use."""
-        bucket = self.young.get(key)
-        if bucket is not None:
-            return bucket
+        return self.young.get(key) or self.get_old(key)
+
+    def get_old(self, key: bytes) -> Bucket | None:
+        """The bucket of ``key``, if it is in use and not among the young; now it is."""
         bucket = self._old.pop(key, None) or self._unsettled.pop(key, None)
         if bucket is not None:
             self.young[key] = bucket
@@ -73,11 +75,13 @@ class BucketCache:
         packed = self.pop_packed(name)
         return None if packed is None else unpack(packed)
 
-    def end_cold(self, name: bytes, packed: Packed) -> None:
-        """Take a bucket back whose cold spend is settled."""
-        self.cold -= 1
-        self._packed_young[name[0]][name] = packed
-        self._packed_count += 1
+    def end_cold(self, packed: Mapping[bytes, Packed]) -> None:
+        """Take buckets back whose cold spends are settled."""
+        young = self._packed_young
+        for name, state in packed.items():
+            young[name[0]][name] = state
+        self.cold -= len(packed)
+        self._packed_count += len(packed)
 
     def pop_packed(self, name: bytes) -> Packed | None:
         """Remove and return the last known state of a packed bucket, as it is."""

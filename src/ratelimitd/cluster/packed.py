@@ -22,7 +22,7 @@ _LATEST_MASK: Final = (1 << 53) - 1
 _LIMIT_MASK: Final = (1 << 31) - 1
 _GENERATION_MASK: Final = (1 << 31) - 1
 _REVISION_MASK: Final = (1 << 63) - 1
-_SAME_MASK: Final = (1 << _SPENT_SHIFT - _LIMIT_SHIFT) - 1
+_HEAD_MASK: Final = (1 << _SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
 
 
 def pack(shared: SharedState) -> Packed:
@@ -48,21 +48,17 @@ def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
 
 def is_of(packed: int, base: int) -> bool:
     """Whether two packed states have the same generation, revision and limit."""
-    return not (packed ^ base) >> _LIMIT_SHIFT & _SAME_MASK
+    return not (packed ^ base) & _HEAD_MASK
 
 
-def pack_pair(  # noqa: PLR0917 -- called for every bucket of a reply
-    generation: int, revision: int, limit: int, spent: int, latest_us: int
-) -> int:
-    """Pack a state that is (spent, latest_us)."""
-    return (
-        spent << _SPENT_SHIFT
-        | generation << _GENERATION_SHIFT
-        | revision << _REVISION_SHIFT
-        | limit << _LIMIT_SHIFT
-        | latest_us << _LATEST_SHIFT
-        | 1
-    )
+def head_of(packed: int) -> int:
+    """Return the generation, revision and limit of a packed state, where they are in it."""
+    return packed & _HEAD_MASK
+
+
+def pack_beside(head: int, spent: int, latest_us: int) -> int:
+    """Pack a state that is (spent, latest_us), with a head from :func:`head_of`."""
+    return spent << _SPENT_SHIFT | latest_us << _LATEST_SHIFT | head | 1
 
 
 def spent_of(packed: int) -> int:

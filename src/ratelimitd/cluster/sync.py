@@ -9,7 +9,7 @@ acknowledged, and then the views of its buckets go on from the state that it lef
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -143,7 +143,7 @@ class Partition:
 
     def _with_view(self, name: bytes, spent: ColdSpend, *, in_flight: bool) -> Bucket:
         bucket = Bucket(b"", name, self, spent.rule, unpack(spent.base))
-        bucket.view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        bucket.view.resume(spent, in_flight=in_flight)
         return bucket
 
     def ask(self, bucket: Bucket, check: PendingCheck) -> None:
@@ -281,8 +281,8 @@ class Partition:
 
     def _acknowledged(self, reply: Reply) -> None:
         self.first_word()
-        for name, spent in self._end_cold():
-            self._settled_cold(name, spent, reply.cold[name])
+        if self._sent_cold:
+            self._settled_cold(reply.cold)
         for bucket in self._end_batch(reply):
             settled = reply.settled.get(bucket.name)
             if settled is None:  # it was cold when the batch was sent
@@ -296,23 +296,34 @@ class Partition:
             self.let_go(bucket)
         self._go_on()
 
-    def _settled_cold(self, name: bytes, spent: ColdSpend, packed: Packed) -> None:
-        rule, base, _, cost = spent
-        if isinstance(packed, tuple) or not is_of(packed, base) or spent_of(packed) > plenty(rule):
-            bucket = self._with_view(name, spent, in_flight=True)
-            before = bucket.view.base
-            bucket.view.acknowledge(unpack(packed))
-            self._node.settled(bucket, cost, before)
-            if bucket.view.base is before:  # the reply is of an older state
-                packed = base
-        self._node.cache.end_cold(name, packed)
+    def _settled_cold(self, states: Mapping[bytes, Packed]) -> None:
+        settled, rule, most = {}, None, 0
+        for name, spent in self._end_cold():
+            packed, base = states[name], spent[1]
+            if spent[0] is not rule:
+                rule = spent[0]
+                most = plenty(rule)
+            # Called once for each: without calls that are not needed.
+            is_usual = type(packed) is int and is_of(packed, base) and spent_of(packed) <= most
+            settled[name] = packed if is_usual else self._accounted(name, spent, packed)
+        self._node.cache.end_cold(settled)
+
+    def _accounted(self, name: bytes, spent: ColdSpend, packed: Packed) -> Packed:
+        """Account for the state after a cold spend by the view of it; return the state that is known from then on."""
+        bucket = self._with_view(name, spent, in_flight=True)
+        before = bucket.view.base
+        bucket.view.acknowledge(unpack(packed))
+        self._node.settled(bucket, spent.cost, before)
+        is_older = bucket.view.base is before
+        return spent.base if is_older else packed
 
     def _drop(self, batch: Batch) -> None:
         """Give a batch up: it was never sent, or it is unknown whether it was applied."""
         self._asked.forget_taken()
-        for name, spent in self._end_cold():
-            self._node.lost(spent.cost)
-            self._node.cache.end_cold(name, spent.base)
+        lost = dict(self._end_cold())
+        if lost:
+            self._node.lost(sum([spent.cost for spent in lost.values()]))
+            self._node.cache.end_cold({name: spent.base for name, spent in lost.items()})
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._node.lost(bucket.view.abandon())
             self.let_go(bucket)

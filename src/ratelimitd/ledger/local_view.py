@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund
-from ratelimitd.ledger.protocol import Spends
+from ratelimitd.ledger.protocol import ColdSpend, Spends
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.model import COST_EXCEEDS_LIMIT, Limit, Outcome
 
@@ -224,9 +224,10 @@ class LocalView:
 
     # Settling
 
-    def resume(self, at_us: int, tokens: int, *, in_flight: bool) -> None:
-        """Add a spend that was made without this view."""
-        (self.in_flight if in_flight else self.unsent).add(at_us, tokens)
+    def resume(self, spent: ColdSpend, *, in_flight: bool) -> None:
+        """Add a spend that was made without this view, which has none yet."""
+        spends = self.in_flight if in_flight else self.unsent
+        spends.resume(spent.at_us, spent.cost, spent.refilled)
         self._recompute()
 
     def freeze(self) -> Update:

@@ -89,14 +89,12 @@ class Spends:
         if not self._rate:
             return (*self._earlier, (self.latest_us, self.tokens - self._earlier_tokens))
         refilled = self.tokens * self._window_us - self._missing
-        if refilled <= 0:
-            return ((self.latest_us, self.tokens),)
-        # So many earlier, and so much earlier, that a full bucket is refilled by just that before the rest.
-        earlier = -(-refilled // self._window_us)
-        return (
-            (self.latest_us - refilled // self._rate, earlier),
-            (self.latest_us, self.tokens - earlier),
-        )
+        return _two_runs(self.latest_us, self.tokens, refilled, self._window_us, self._rate)
+
+    def resume(self, at_us: int, tokens: int, refilled: int) -> None:
+        """Add spends of which a full bucket had refilled so much before the last of them; there must be none yet."""
+        self.add(at_us, tokens)
+        self._missing -= refilled
 
     def remove_latest(self, tokens: int) -> int:
         """Take back the latest spends, up to so many tokens; return how many that were."""
@@ -157,6 +155,17 @@ class Spends:
         ]
 
 
+def _two_runs(  # noqa: PLR0917 -- called for every bucket of a batch
+    latest_us: int, tokens: int, refilled: int, window_us: int, rate: int
+) -> Sequence[Run]:
+    """Spends of a token bucket of which so many units were refilled in between if it had been full at first."""
+    if refilled <= 0:
+        return ((latest_us, tokens),)
+    # So many earlier, and so much earlier, that a full bucket is refilled by just that before the rest.
+    earlier = -(-refilled // window_us)
+    return ((latest_us - refilled // rate, earlier), (latest_us, tokens - earlier))
+
+
 MAX_UPDATES: Final = 100
 """Of one batch, as the specification has it."""
 
@@ -166,12 +175,28 @@ LEAST_INTERVAL_US: Final = 10_000
 
 
 class ColdSpend(NamedTuple):
-    """The spend of a bucket without a view: its rule, the packed state before it, its time in µs, and its tokens."""
+    """The spend of a bucket without a view, of one check or several.
+
+    Attributes:
+        rule: the limit that it was charged under.
+        base: the packed state before it.
+        at_us: the time of its latest check, in µs.
+        cost: its tokens.
+        refilled: the units of a token bucket that its checks have found refilled, if it was full at the first.
+        checks: how many there were.
+    """
 
     rule: Limit
     base: Any
     at_us: int
     cost: int
+    refilled: int = 0
+    checks: int = 1
+
+    def runs(self) -> Sequence[Run]:
+        """What to charge for it, in ascending order."""
+        rule = self.rule
+        return _two_runs(self.at_us, self.cost, self.refilled, rule.window_us, rule.limit)
 
 
 _NO_COLD: Final[Mapping[bytes, Any]] = MappingProxyType({})

@@ -1,13 +1,14 @@
 """Spends of buckets that are known and not in use: as if each had a view, without one."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.cache import IDLE_US
 from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
-from ratelimitd.cluster.redis.codec import settle_reply, settle_request
+from ratelimitd.cluster.redis.codec import NUMBERS, settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import ACCOUNTS
@@ -49,10 +50,43 @@ async def test_a_spend_is_settled_without_a_view(world):
 async def test_before_it_is_settled_the_next_check_knows_of_it(world):
     world.at_once(cost=2)
     assert world.at_once(cost=3)[:2] == (True, LIMIT - 6)
-    assert (views(world), len(world.cache)) == ([name_of(b"a")], 1)
+    assert (views(world), len(world.cache)) == ([], 1)
     world.settle()
     assert world.store.spent(b"a") == 6
     assert world.at_once()[:2] == (True, LIMIT - 7)
+
+
+async def test_one_that_is_asked_for_often_has_a_view(world):
+    for number in range(cold.MOST_CHECKS):
+        assert world.at_once()[:2] == (True, LIMIT - 2 - number)
+    assert views(world) == []
+    assert world.at_once()[:2] == (True, LIMIT - 2 - cold.MOST_CHECKS)
+    assert views(world) == [name_of(b"a")]
+    world.settle()
+    assert world.store.spent(b"a") == cold.MOST_CHECKS + 2
+
+
+async def test_so_has_one_that_is_spent_from_in_another_window(world):
+    world.at_once(cost=2)
+    world.clock.advance(us=RULE.window_us)
+    assert world.at_once(cost=3)[:2] == (True, LIMIT - 3)
+    assert views(world) == [name_of(b"a")]
+
+
+async def test_so_has_one_whose_rule_is_another(world):
+    world.at_once(cost=2)
+    assert world.at_once(rule=limited(LIMIT, revision=9))[:2] == (True, LIMIT - 4)
+    assert views(world) == [name_of(b"a")]
+
+
+async def test_so_has_one_with_as_much_unsettled_as_has_to_be_settled_at_once():
+    world = World(members=10)
+    world.check()
+    for _ in range(2):
+        assert world.at_once(cost=LIMIT // 50)[0]
+    assert views(world) == []
+    world.at_once(cost=LIMIT // 50)
+    assert views(world) == [name_of(b"a")]
 
 
 async def test_so_does_one_while_its_batch_is_under_way(world):
@@ -335,6 +369,43 @@ async def test_checks_are_answered_and_charged_as_with_views(seed, monkeypatch):
         assert play() == found
 
 
+SPENT = [Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW]
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("algorithm", SPENT)
+def test_checks_that_are_added_are_decided_and_charged_as_one_by_one(algorithm, seed):
+    chance, rule, now_us = random.Random(seed), rule_of(algorithm, 1_000, 60), 10**9
+    decide, account, share_of = DECIDE[algorithm], ACCOUNTS[algorithm], LocalView.share_of
+    token = rule.window_us if algorithm is Algorithm.TOKEN_BUCKET else 1
+    base = state = chance.choice((None, (0, now_us - 1), (chance.randint(1, 200) * token, now_us)))
+    spent = None
+    for _ in range(cold.MOST_CHECKS):
+        now_us += chance.choice((-1, 0, 1, 1_000, SECOND))
+        cost = chance.randint(1, 9)
+        expected = decide(state, rule, now_us, cost)
+        if spent is None:
+            outcome = cold.spend(state, rule, decide, now_us, 1, cost, share_of)
+            spent = ColdSpend(rule, base, outcome[5][1], cost)
+        else:
+            outcome, spent = cold.add(spent, base, decide, now_us, 1, cost, share_of)
+        assert outcome == expected
+        state = expected[5]
+    view = LocalView(rule, SharedState(0, 1, rule.limit, base))
+    view.resume(spent, in_flight=False)
+    assert view.unsent.runs() == spent.runs()
+    charged = account.charged(base, rule, spent.runs())
+    # To the microsecond of refill by which the earlier of two runs is too early or too late.
+    assert charged[1] == state[1]
+    assert 0 <= charged[0] - state[0] <= (rule.limit if token > 1 else 0)
+
+
+def test_a_log_takes_one_check_alone():
+    rule, decide = rule_of(Algorithm.SLIDING_WINDOW, 10, 60), DECIDE[Algorithm.SLIDING_WINDOW]
+    spent = ColdSpend(rule, NEVER, 100, 1)
+    assert cold.add(spent, None, decide, 200, 1, 1, LocalView.share_of) is None
+
+
 # How it goes to the store and back
 
 ONE = key_of(1)
@@ -346,6 +417,16 @@ def test_a_spend_is_written_like_the_update_of_a_view(algorithm):
     rule, base = rule_of(algorithm, 10, 60, revision=3), SharedState(5, 2, 10, (7, 100))
     update = Batch("node", 7, 0, {ONE: Update(rule, 5, ((100, 2),))})
     spend = Batch("node", 7, 0, {}, {ONE: ColdSpend(rule, pack(base), 100, 2)})
+    assert settle_request(TAG, spend) == settle_request(TAG, update)
+
+
+def test_so_is_one_of_several_checks_between_which_the_bucket_was_refilled():
+    rule, base = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3), SharedState(5, 2, 10)
+    runs = ((4 * SECOND, 1), (10 * SECOND, 2))
+    update = Batch("node", 7, 0, {ONE: Update(rule, 5, runs)})
+    several = ColdSpend(rule, pack(base), 10 * SECOND, 3, 60 * SECOND, 2)
+    assert several.runs() == runs
+    spend = Batch("node", 7, 0, {}, {ONE: several})
     assert settle_request(TAG, spend) == settle_request(TAG, update)
 
 
@@ -380,6 +461,41 @@ def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
     found = [(read(spend, value), read(update, value)) for value in values(algorithm)]
     assert [one for one, other in found if one != other] == []
     assert len({one for one, _ in found}) > 10
+
+
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
+def test_a_state_is_read_beside_another_as_it_is_alone(algorithm):
+    """Also one that begins as the other does, and one of another algorithm or limit."""
+    rules = [rule_of(algorithm, 10, 60, revision=3), *[rule_of(one, 10, 1) for one in ACCOUNTS]]
+    chance, sound = random.Random(7), []
+    for value in values(algorithm):
+        number = chance.randrange(len(rules))
+        spends = {ONE: ColdSpend(rules[number], pack(NEVER), 100, 2)}
+        with suppress(StoreCorruptError):
+            packed = settle_reply(Batch("node", 7, 0, {}, spends), [b"", 0, value]).cold[ONE]
+            sound.append((rules[number], value, packed))
+    assert len(sound) > 5
+    for _ in range(300):
+        some = chance.choices(sound, k=9)
+        spends = {
+            key_of(number): ColdSpend(rule, pack(NEVER), 100, 2)
+            for number, (rule, _, _) in enumerate(some)
+        }
+        values_of = [value for _, value, _ in some]
+        reply = settle_reply(Batch("node", 7, 0, {}, spends), [b"", 0, *values_of])
+        assert [*reply.cold.values()] == [packed for _, _, packed in some]
+
+
+@pytest.mark.parametrize("algorithm", SPENT)
+def test_so_is_one_whose_numbers_are_none_of_a_bucket(algorithm):
+    rule = rule_of(algorithm, 10, 60)
+    keys = [key_of(1), key_of(2)]
+    batch = Batch("node", 7, 0, {}, {key: ColdSpend(rule, pack(NEVER), 100, 2) for key in keys})
+    head = b"\1" + bytes([NUMBERS[algorithm]]) + bytes(12) + (10).to_bytes(4, "little")
+    for numbers in ((2**60, 0, 5), (1, 2**60, 5), (1, 0, 2**60)):
+        broken = b"".join([number.to_bytes(8, "little") for number in numbers])
+        with pytest.raises(StoreCorruptError):
+            settle_reply(batch, [b"", 0, head + bytes(24), head + broken])
 
 
 def test_packed_states_are_compared_by_what_orders_them():
