@@ -31,3 +31,11 @@ def request_of(domain, *descriptors, hits=0):
         if own_hits is not None:
             added.hits_addend.value = own_hits
     return request
+
+
+def giving_back(*descriptors, domain="edge", hits=0):
+    """A request whose descriptors give their hits back."""
+    request = request_of(domain, *descriptors, hits=hits)
+    for descriptor in request.descriptors:
+        descriptor.is_negative_hits = True
+    return request

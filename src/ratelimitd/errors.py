@@ -82,9 +82,9 @@ class AssignmentsFullError(RateLimitdError):
 class HoldEndedError(RateLimitdError):
     """The time of a hold was over before it was settled or extended."""
 
-    def __init__(self) -> None:
+    def __init__(self, field: str = "hold") -> None:
         super().__init__(
-            "hold: its time is over; what it held stays charged, and its slots are free"
+            f"{field}: its time is over; what it held stays charged, and its slots are free"
         )
 
 

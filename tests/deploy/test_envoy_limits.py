@@ -26,6 +26,23 @@ ACTIONS = [
 ]
 
 
+ANSWERED = {"x-hold": ("hold", "STRING"), "x-unused": ("unused", "NUMBER")}
+"""Response headers of the upstream → what they are as metadata, and their type."""
+
+GIVEN_BACK = {
+    "apply_on_stream_done": True,
+    "actions": [
+        {
+            "metadata": {
+                "descriptor_key": "hold",
+                "metadata_key": {"key": "ratelimitd", "path": [{"key": "hold"}]},
+            }
+        }
+    ],
+    "hits_addend": {"format": "%DYNAMIC_METADATA(ratelimitd:unused)%", "is_negative_hits": True},
+}
+
+
 class Upstream(BaseHTTPRequestHandler):
     """Answers everything, and counts it."""
 
@@ -35,6 +52,9 @@ class Upstream(BaseHTTPRequestHandler):
         type(self).served += 1
         self.send_response(200)
         self.send_header("content-length", "0")
+        for name in ANSWERED:
+            if name in self.headers:
+                self.send_header(name, self.headers[name])
         self.end_headers()
 
     def log_message(self, *_):
@@ -52,6 +72,18 @@ def _listener(port, *, failure_mode_deny):
             "grpc_service": {"envoy_grpc": {"cluster_name": "ratelimitd"}},
         },
     }
+    rules = [
+        {
+            "header": header,
+            "on_header_present": {"metadata_namespace": "ratelimitd", "key": key, "type": kind},
+            "remove": True,
+        }
+        for header, (key, kind) in ANSWERED.items()
+    ]
+    to_metadata = {
+        "@type": f"{TYPES}.filters.http.header_to_metadata.v3.Config",
+        "response_rules": rules,
+    }
     router = {"@type": f"{TYPES}.filters.http.router.v3.Router"}
     route = {
         "match": {"prefix": "/"},
@@ -63,6 +95,8 @@ def _listener(port, *, failure_mode_deny):
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
         "http_filters": [
             {"name": "envoy.filters.http.ratelimit", "typed_config": limit},
+            {"name": "give back", "typed_config": {**limit, "rate_limits": [GIVEN_BACK]}},
+            {"name": "envoy.filters.http.header_to_metadata", "typed_config": to_metadata},
             {"name": "envoy.filters.http.router", "typed_config": router},
         ],
     }
@@ -189,6 +223,20 @@ def test_what_one_descriptor_is_denied_for_costs_the_other_nothing(node, front):
     assert as_ada == [200, 429, 429]
     alone = [httpx.get(url).status_code for _ in range(4)]
     assert alone == [200, 200, 200, 429]
+
+
+def test_what_a_request_has_not_used_of_its_hold_is_given_back_when_it_is_done(node, front):
+    rule(node, "/v1/chat", "user", 10)
+    ada = {"identifier": "ada", "identifier_type": "user", "endpoint": "/v1/chat"}
+    check = pb.RateLimitRequest(**ada, tokens_requested=8)
+    held = node.holds.Hold(pb.HoldRequest(check=check), timeout=START_S)
+    answer = httpx.get(front[True], headers={"x-hold": held.hold, "x-unused": "5"})
+    assert (answer.status_code, "x-hold" in answer.headers) == (200, False)
+    look = pb.RateLimitRequest(**ada, tokens_requested=7, peek=True)
+    until(
+        lambda: node.checks.CheckRateLimit(look, timeout=START_S).allowed,
+        "5 of 8 tokens are given back, so that 7 of 10 are left",
+    )
 
 
 @pytest.mark.parametrize(("failure_mode_deny", "status"), [(False, 200), (True, 500)])

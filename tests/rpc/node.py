@@ -149,10 +149,22 @@ async def running_node(
             rules_revision=lambda: feed.book.revision if feed.book else 0,
         )
         config = ConfigService(store, feed, access.actor)
+        holds = HoldsService(
+            holder,
+            keys,
+            access.principal,
+            stats=stats,
+            identities=CONTRACT_IDENTITIES,
+            now_s=lambda: clock.now_us() / US_PER_S,
+        )
         offers = (
             RateLimiterService(limiter, stats, perf_counter_s, FairQueue(time.monotonic)),
             EnvoyService(
-                limiter, stats, perf_counter_s, EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS)
+                limiter,
+                stats,
+                perf_counter_s,
+                EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS),
+                holds=holds,
             ),
             config,
             PlansService(
@@ -163,14 +175,7 @@ async def running_node(
                 page_key=config.page_key,
                 now_s=lambda: clock.now_us() / US_PER_S,
             ),
-            HoldsService(
-                holder,
-                keys,
-                access.principal,
-                stats=stats,
-                identities=CONTRACT_IDENTITIES,
-                now_s=lambda: clock.now_us() / US_PER_S,
-            ),
+            holds,
             HealthService(
                 limiter,
                 report=health.report,

@@ -11,7 +11,7 @@ from ratelimitd.services.auth import Credentials
 from ratelimitd.services.convert import rate_limit_of
 from ratelimitd.services.envoy import METHOD
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.envoy_messages import Response, request_of
+from tests.envoy_messages import Response, giving_back, request_of
 from tests.rpc.node import running_node
 
 LOGIN = [("remote_address", "192.0.2.1"), ("path", "/login")]
@@ -85,6 +85,108 @@ descriptors:
     assert [*node.stats.would_deny.values()] == [[2]]
 
 
+async def hold(node, cost=4, metadata=(), endpoint="/a"):
+    check = pb.RateLimitRequest(
+        identifier="ada", identifier_type="user", endpoint=endpoint, tokens_requested=cost
+    )
+    return (await node.holds.Hold(pb.HoldRequest(check=check), metadata=metadata)).hold
+
+
+async def give_back(node, *holds, **options):
+    """Give tokens of holds back: pairs of the text and the tokens."""
+    request = giving_back(*(([("hold", text)], hits) for text, hits in holds))
+    return await node.outcome(METHOD, request.SerializeToString(), **options)
+
+
+async def left(node):
+    """Tokens left of 10; a peek answers as if it spent one."""
+    check = pb.RateLimitRequest(identifier="ada", identifier_type="user", endpoint="/a", peek=True)
+    answer = await node.checks.CheckRateLimit(check)
+    return answer.remaining_tokens + answer.allowed
+
+
+async def test_hits_of_holds_are_given_back_once(node):
+    rule = await node.rule()
+    held = [(await hold(node), 3), (await hold(node), 4)]
+    assert await left(node) == 2
+    for expected in ([5, 9], [5, 9]):
+        code, data = await give_back(node, *held)
+        assert code is grpc.StatusCode.OK
+        answer = Response.FromString(data)
+        assert answer.overall_code == Response.OK
+        assert [status.limit_remaining for status in answer.statuses] == expected
+        assert {status.current_limit.name for status in answer.statuses} == {rule.id}
+        assert fields_of(answer)["X-RateLimit-Remaining"] == "5"
+        assert await left(node) == 9
+    assert node.stats.hold_tokens == {"held": 8, "refunded": 7, "debt": 0}
+
+
+async def test_a_settle_and_hits_that_are_given_back_are_one(node):
+    await node.rule()
+    text = await hold(node)
+    assert (await node.holds.Settle(pb.SettleRequest(hold=text, actual=1))).known
+    assert (await give_back(node, (text, 3)))[0] is grpc.StatusCode.OK
+    code, details = await give_back(node, (text, 2))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert details.startswith("descriptors[0]: the hold was settled before")
+    assert await left(node) == 9
+
+
+async def test_hits_of_a_hold_that_has_ended_are_not_given_back(node):
+    await node.rule(window_seconds=3_600)
+    text = await hold(node)
+    node.clock.advance(seconds=60)
+    code, details = await give_back(node, (text, 3))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert details.startswith("descriptors[0]: its time is over")
+    assert await left(node) == 6
+
+
+async def test_the_limit_that_would_decide_a_check_is_told_of_several(node):
+    limits = [
+        pb.Limit(name="minute", limit=10, window_seconds=60, algorithm="token_bucket"),
+        pb.Limit(name="hour", limit=100, window_seconds=3_600, algorithm="fixed_window"),
+        pb.Limit(
+            name="planned", limit=5, window_seconds=60, algorithm="fixed_window",
+            enforcement=pb.OBSERVE,
+        ),
+    ]  # fmt: skip
+    rule = pb.RateLimit(endpoint="/a", identifier_type="user", limits=limits)
+    await node.config.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+    _, data = await give_back(node, (await hold(node), 1))
+    [status] = Response.FromString(data).statuses
+    assert (status.limit_remaining, status.current_limit.requests_per_unit) == (7, 10)
+
+
+async def test_where_nothing_was_held_nothing_is_given_back_and_the_answer_is_ok(node):
+    code, data = await give_back(node, (await hold(node), 3))
+    assert code is grpc.StatusCode.OK
+    answer = Response.FromString(data)
+    assert (answer.overall_code, fields_of(answer)) == (Response.OK, {})
+    assert not answer.statuses[0].HasField("current_limit")
+
+
+async def test_a_limit_that_is_deleted_meanwhile_is_left_out(node):
+    rule = await node.rule()
+    text = await hold(node)
+    await node.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rule.id))
+    code, data = await give_back(node, (text, 3))
+    assert code is grpc.StatusCode.OK
+    assert not Response.FromString(data).statuses[0].HasField("current_limit")
+
+
+async def test_hits_are_given_back_to_the_caller_alone_that_made_the_hold(tmp_path, transport):
+    credentials = Credentials(admin_token="admin-token", check_token="check-token")
+    as_check = (("authorization", "Bearer check-token"),)
+    as_admin = (("authorization", "Bearer admin-token"),)
+    async with running_node(tmp_path, transport=transport, credentials=credentials) as node:
+        text = await hold(node, metadata=as_check)
+        code, details = await give_back(node, (text, 1), metadata=as_admin)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith("descriptors[0].entries[0].value: is no hold")
+        assert (await give_back(node, (text, 1), metadata=as_check))[0] is grpc.StatusCode.OK
+
+
 async def test_an_unknown_rule_is_ok(node):
     answer = await ask(node, "nowhere", LOGIN)
     assert (answer.overall_code, fields_of(answer)) == (Response.OK, {})
@@ -96,6 +198,7 @@ WRONG = {
     "descriptors[0].entries[0].value": request_of("edge", [("remote_address", "here")]),
     "hits_addend": request_of("edge", ADA, hits=2**32 - 1),
     "request": request_of("edge", [("path", "x" * 70_000)]),
+    "descriptors[0].is_negative_hits": giving_back((ADA, 1)),
 }
 
 

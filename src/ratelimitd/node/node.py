@@ -409,6 +409,14 @@ class Node:
         config = ConfigService(
             store, self._cluster or feed, access.actor, types=settings.known_types
         )
+        holds = HoldsService(
+            holder,
+            self._keys,
+            access.principal,
+            stats=self.stats,
+            identities=identities,
+            now_s=self._now_s,
+        )
         offers = [
             RateLimiterService(
                 limiter, self.stats, time.perf_counter, self._queue, identities=identities
@@ -423,6 +431,7 @@ class Node:
                     settings.ratelimit_headers,
                     identities,
                 ),
+                holds=holds,
             ).methods(),
             config.methods(),
             PlansService(
@@ -433,14 +442,7 @@ class Node:
                 page_key=config.page_key,
                 now_s=self._now_s,
             ).methods(),
-            HoldsService(
-                holder,
-                self._keys,
-                access.principal,
-                stats=self.stats,
-                identities=identities,
-                now_s=self._now_s,
-            ).methods(),
+            holds.methods(),
             HealthService(
                 limiter,
                 report=self._health.report,

@@ -1,4 +1,4 @@
-"""Envoy's rate limit service: maps its messages to checks, and decisions to its answers. See ADR 0033."""
+"""Envoy's rate limit service: maps its messages to checks or settles, and answers with decisions. ADRs 0033, 0055."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 
+from ratelimitd.algorithms.several import deciding
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
+from ratelimitd.errors import (
+    CheckInvalidError,
+    FieldViolation,
+    HoldEndedError,
+    HoldSettledError,
+    InvalidInputError,
+)
+from ratelimitd.limiter.holder import SettledHold
 from ratelimitd.model import (
+    ALLOWED,
     INT32_MAX,
     US_PER_S,
     Check,
@@ -22,9 +31,11 @@ from ratelimitd.model import (
     Identity,
     Limit,
     Period,
+    Reason,
 )
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, MAX_IDENTITIES, Identities, check_of
+from ratelimitd.services.holds import NO_HOLD, HoldsService, Ticket
 from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
@@ -264,16 +275,30 @@ def checks_of(
     Raises:
         CheckInvalidError: names every violated field of the first descriptor that has one.
     """
+    return [
+        _check(request, descriptor, (identifiers, identities), path)
+        for path, descriptor in _descriptors(request)
+    ]
+
+
+def _descriptors(request: WireRequest) -> Iterable[tuple[str, WireDescriptor]]:
+    """Return the descriptors of a request by their path.
+
+    Raises:
+        CheckInvalidError: there is no domain, or not a number of descriptors that is allowed.
+    """
     if not request.domain:
         raise CheckInvalidError(FieldViolation("domain", "must not be empty"))
     count = len(request.descriptors)
     if not 1 <= count <= MAX_DESCRIPTORS:
         message = f"must be 1 to {MAX_DESCRIPTORS} descriptors"
         raise CheckInvalidError(FieldViolation("descriptors", message))
-    return [
-        _check(request, descriptor, (identifiers, identities), f"descriptors[{index}]")
-        for index, descriptor in enumerate(request.descriptors)
-    ]
+    return [(f"descriptors[{index}]", one) for index, one in enumerate(request.descriptors)]
+
+
+def _hits(request: WireRequest, descriptor: WireDescriptor) -> int:
+    own_hits = descriptor.HasField("hits_addend")
+    return descriptor.hits_addend.value if own_hits else request.hits_addend
 
 
 def _check(
@@ -299,7 +324,7 @@ def _check(
         for index in places
     ]
     own_hits = descriptor.HasField("hits_addend")
-    hits = descriptor.hits_addend.value if own_hits else request.hits_addend
+    hits = _hits(request, descriptor)
     check = _AsCheck(
         identifier=first.identifier,
         identifier_type=first.identifier_type,
@@ -335,11 +360,31 @@ def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolatio
         if not entry.key:
             yield FieldViolation(f"{path}.entries[{index}].key", "must not be empty")
     if descriptor.is_negative_hits:
-        yield FieldViolation(f"{path}.is_negative_hits", "hits are not given back")
+        text = "hits are not given back in a request that has checks as well"
+        yield FieldViolation(f"{path}.is_negative_hits", text)
 
 
 def _endpoint(domain: bytes, entries: Sequence[WireEntry]) -> bytes:
     return b"/".join([domain, *(entry.key + b"=" + entry.value for entry in entries)])
+
+
+HOLD_KEY: Final = b"hold"
+"""Key of the only entry of a descriptor that gives hits back; its value is the text of the hold."""
+
+_Refunds = Sequence[tuple[str, Ticket, int]]
+"""Path of each descriptor, its hold, and the tokens that remain charged."""
+
+_NOTHING_HELD: Final = Decision(ALLOWED, INT32_MAX, 0, 0, Reason.NO_RULE)
+
+
+def _decision_of(settled: SettledHold) -> Decision:
+    """Return what a settle says as an answer that allows: of several limits, the one that would decide a check."""
+    if not settled.limits:
+        return _NOTHING_HELD
+    limits = [one.limit or one.rule for one in settled.limits]
+    place = deciding(limits, [(*one[:5], None) for one in settled.limits])
+    one = settled.limits[place]
+    return Decision(ALLOWED, one.remaining, one.reset_time, 0, one.reason, one.rule, limits[place])
 
 
 METHOD: Final = f"/{SERVICE}/ShouldRateLimit"
@@ -400,8 +445,11 @@ class EnvoyService:
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
         options: EnvoyOptions,
+        *,
+        holds: HoldsService,
     ) -> None:
         self._limiter = limiter
+        self._holds = holds
         self._stats = stats
         self._perf_counter_s = perf_counter_s
         self._options = options
@@ -410,16 +458,20 @@ class EnvoyService:
         """Return the handler by its path."""
         return Methods(unary={METHOD: self.should_rate_limit})
 
-    def should_rate_limit(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
-        """Decide the descriptors of a request, and charge them if all pass.
+    def should_rate_limit(self, data: bytes, call: Call) -> bytes | Awaitable[bytes]:
+        """Decide the descriptors of a request, and charge them if all pass; or give hits of holds back.
 
         Raises:
-            InvalidInputError: the request is malformed; nothing was charged.
+            InvalidInputError: the request is malformed; nothing was charged or given back.
         """
         started_s = self._perf_counter_s()
         try:
             options = self._options
-            asked = checks_of(parse_request(data), options.identifiers, options.identities)
+            request = parse_request(data)
+            # Without descriptors either way refuses it.
+            if all(one.is_negative_hits for one in request.descriptors):
+                return self._settle(self._refunds(request, call))
+            asked = checks_of(request, options.identifiers, options.identities)
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
@@ -439,6 +491,37 @@ class EnvoyService:
         if None in verdicts:
             return self._wait_for_charges(asked, final, verdicts, started_s)
         return self._answer(asked, final, verdicts, started_s)
+
+    def _refunds(self, request: WireRequest, call: Call) -> _Refunds:
+        """Return the holds that a request gives hits back of.
+
+        Raises:
+            InvalidInputError: names the first field that is wrong.
+        """
+        refunds = []
+        for path, descriptor in _descriptors(request):
+            if [entry.key for entry in descriptor.entries] != [HOLD_KEY]:
+                text = "hits are given back to a hold only, by one entry with the key hold"
+                raise InvalidInputError(FieldViolation(f"{path}.is_negative_hits", text))
+            ticket = self._holds.opened(descriptor.entries[0].value, call)
+            if ticket is None:
+                raise InvalidInputError(NO_HOLD._replace(field=f"{path}.entries[0].value"))
+            hits = _hits(request, descriptor)
+            if not 1 <= hits <= ticket.cost:
+                text = f"must be 1 to {ticket.cost}, the tokens that were held"
+                raise InvalidInputError(FieldViolation(f"{path}.hits_addend", text))
+            refunds.append((path, ticket, ticket.cost - hits))
+        return refunds
+
+    async def _settle(self, refunds: _Refunds) -> bytes:
+        """Settle holds in order. An error leaves the earlier ones settled: repeated, these are answered alike."""
+        decisions = []
+        for path, ticket, actual in refunds:
+            try:
+                decisions.append(_decision_of(await self._holds.settled(ticket, actual)))
+            except (HoldEndedError, HoldSettledError) as error:
+                raise type(error)(path) from None
+        return self._written(decisions)
 
     async def _wait(
         self, asked: Sequence[Check], checks: _Checks, passes: Awaitable[bool], started_s: float
@@ -479,11 +562,14 @@ class EnvoyService:
         # None of them is an error: only a caller's timestamp makes one, and Envoy sends none.
         by_bucket = dict(zip(checks, cast("Sequence[Decision]", verdicts), strict=True))
         decisions = [by_bucket[_bucket(check)] for check in asked]
-        options = self._options
-        now_us = self._limiter.now_us()
-        answer = answer_of(decisions, now_us, options.fields, options.ratelimit_headers)
+        answer = self._written(decisions)
         self._stats.observe_latency(self._perf_counter_s() - started_s, len(checks))
         return answer
+
+    def _written(self, decisions: Sequence[Decision]) -> bytes:
+        options = self._options
+        now_us = self._limiter.now_us()
+        return answer_of(decisions, now_us, options.fields, options.ratelimit_headers)
 
 
 def _bucket(check: Check) -> _Bucket:

@@ -25,7 +25,7 @@ from ratelimitd.errors import (
     InvalidInputError,
 )
 from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
-from ratelimitd.limiter.holder import HeldLimit, Holder
+from ratelimitd.limiter.holder import HeldLimit, Holder, SettledHold
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
@@ -111,34 +111,38 @@ class HoldsService:
     async def settle(self, data: bytes, call: Call) -> bytes:
         """Charge what a hold has cost, once."""
         message = parse_settle(data)
-        principal = self._principal(call)
         violations = []
-        ticket = self._opened(message.hold, principal)
+        ticket = self.opened(message.hold, call)
         if ticket is None:
-            violations.append(_NO_HOLD)
+            violations.append(NO_HOLD)
         if not 0 <= message.actual <= INT32_MAX:
             violations.append(FieldViolation("actual", f"must be 0 to {INT32_MAX}"))
         if ticket is None or violations:
             raise InvalidInputError(*violations)
-        if not ticket.limits:
-            return ratelimiter_pb2.SettleResponse().SerializeToString()
-        known, limits = await self._holder.settle(
-            ticket.number, ticket.limits, ticket.cost, message.actual
-        )
-        if not known:
-            self._refuse_ended(ticket)
-            return ratelimiter_pb2.SettleResponse().SerializeToString()
+        known, limits = await self.settled(ticket, message.actual)
         return ratelimiter_pb2.SettleResponse(
-            known=True, charged=message.actual, limits=map(status_of, limits)
+            known=known, charged=message.actual if known else 0, limits=map(status_of, limits)
         ).SerializeToString()
+
+    async def settled(self, ticket: Ticket, actual: int) -> SettledHold:
+        """Charge ``actual`` tokens in place of those held, once; says what its limits have now.
+
+        Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
+        """
+        if not ticket.limits:
+            return SettledHold(known=False)
+        settled = await self._holder.settle(ticket.number, ticket.limits, ticket.cost, actual)
+        if not settled.known:
+            self._refuse_ended(ticket)
+        return settled
 
     async def extend(self, data: bytes, call: Call) -> bytes:
         """Let a hold end later."""
         message = parse_extend(data)
         violations = []
-        ticket = self._opened(message.hold, self._principal(call))
+        ticket = self.opened(message.hold, call)
         if ticket is None:
-            violations.append(_NO_HOLD)
+            violations.append(NO_HOLD)
         violations += _ttl_violations(message.ttl_seconds)
         if ticket is None or violations:
             raise InvalidInputError(*violations)
@@ -245,8 +249,8 @@ class HoldsService:
             whose + body, digest_size=SEAL_BYTES, key=self._keys.secret, person=_SEAL_PERSON
         ).digest()
 
-    def _opened(self, hold: bytes, principal: str) -> Ticket | None:
-        """Return what a hold says; ``None`` if this is none that was made for this principal."""
+    def opened(self, hold: bytes, call: Call) -> Ticket | None:
+        """Return what a hold says; ``None`` if this is none that was made for this caller."""
         if len(hold) > MAX_HOLD_CHARS:
             return None
         try:
@@ -256,7 +260,7 @@ class HoldsService:
         if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
             return None  # the decoder passes over what is not of its alphabet
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(body, principal)):
+        if not hmac.compare_digest(seal, self._seal(body, self._principal(call))):
             return None
         return _ticket(body)
 
@@ -277,7 +281,7 @@ def _ticket(body: bytes) -> Ticket:
 
 
 _OWN_FIELDS: Final = ("hold_id", "lease")
-_NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
+NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
 
 
 def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:

@@ -1,53 +1,21 @@
 import asyncio
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
-from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter.limiter import Limiter
-from ratelimitd.model import Algorithm, Decision, Enforcement, IdentifierType, Reason, Rule
+from ratelimitd.model import Decision, Enforcement, IdentifierType, Reason
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.envoy import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import METHOD, EnvoyService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
+from tests.unit.services.envoy_node import OPTIONS, USER, A, B, Node
 from tests.unit.services.fake_call import FakeCall
 
-USER = IdentifierType.USER
-A = Rule("a", "edge/path=a", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-B = Rule("b", "edge/path=b", USER, limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-OPTIONS = EnvoyOptions.of(["user_id=user", "a=b=ip"], ALL_FIELDS)
 ADA_A = [("user_id", "ada"), ("path", "a")]
 ADA_B = [("user_id", "ada"), ("path", "b")]
 OK, OVER_LIMIT = Response.OK, Response.OVER_LIMIT
-
-
-class Node:
-    def __init__(self, clock=None):
-        self.stats = CheckStats()
-        self.limiter = Limiter(
-            buckets=BucketTable(100, self.stats),
-            clock=clock or ManualClock(),
-            stats=self.stats,
-            timestamps="bounded",
-            keys=BucketKeys(b"k" * 32),
-        )
-        self.limiter.replace_book(RuleBook.of([A, B], 1))
-        ticks = count()
-        self.service = EnvoyService(self.limiter, self.stats, lambda: next(ticks), OPTIONS)
-
-    def ask(self, *descriptors, **options):
-        data = request_of("edge", *descriptors, **options).SerializeToString()
-        answer = self.service.should_rate_limit(data, FakeCall())
-        assert isinstance(answer, bytes)
-        return Response.FromString(answer)
-
-    def left(self, descriptor):
-        [status] = self.ask((descriptor, 0)).statuses
-        return status.limit_remaining
 
 
 @pytest.fixture
@@ -165,7 +133,7 @@ class FakeChecker:
 
 
 async def ask(checker, *descriptors):
-    service = EnvoyService(checker, CheckStats(), lambda: 0.0, OPTIONS)
+    service = EnvoyService(checker, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds)
     data = request_of("edge", *descriptors).SerializeToString()
     return Response.FromString(await service.should_rate_limit(data, FakeCall()))
 

@@ -105,10 +105,10 @@ def test_as_many_as_are_allowed_are_taken():
     assert len(checks("edge", *[entries] * MAX_DESCRIPTORS)) == MAX_DESCRIPTORS
 
 
-def test_hits_are_not_given_back():
-    request = request_of("edge", ADA)
-    request.descriptors[0].is_negative_hits = True
-    with pytest.raises(CheckInvalidError, match=r"descriptors\[0\]\.is_negative_hits: hits are"):
+def test_hits_are_not_given_back_beside_checks():
+    request = request_of("edge", ADA, [("hold", "text")])
+    request.descriptors[1].is_negative_hits = True
+    with pytest.raises(CheckInvalidError, match=r"descriptors\[1\]\.is_negative_hits: hits are"):
         checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
 
 
