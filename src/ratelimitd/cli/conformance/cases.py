@@ -1,4 +1,4 @@
-"""The vectors: cases with a virtual clock, in ``vectors/`` beside this module: a file per algorithm, and policies.
+"""The vectors: cases with a virtual clock, in ``vectors/`` beside this module: a file per algorithm, policies, holds.
 
 Never changes them: they are what was agreed on, and other implementations are held against the same files.
 """
@@ -30,6 +30,10 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
+
+
+ANY: Final = -1
+"""In the place of an expected time that follows from the server's clock: it is not compared."""
 
 
 class LimitAnswer(NamedTuple):
@@ -123,6 +127,8 @@ _TIMES: Final = frozenset({"reset_time", "retry_after_seconds"})
 
 
 def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
+    if wanted == ANY:
+        return True
     if tolerance and isinstance(wanted, int) and isinstance(found, int):
         return abs(wanted - found) <= tolerance
     return wanted == found
@@ -135,9 +141,6 @@ def _name_of(reason: pb.Reason.ValueType) -> str:
 
 IDENTIFIER_TYPE: Final = IdentifierType.USER
 """Of all cases of one algorithm, which does not know who asks."""
-
-POLICIES: Final = "policies"
-"""Stands for the algorithm of cases about several limits and identities."""
 
 _VECTORS: Final = files("ratelimitd.cli.conformance").joinpath("vectors")
 
@@ -153,6 +156,8 @@ class Step(NamedTuple):
         expected: the answer.
         endpoint: what follows the endpoint of the case.
         identities: pairs of type and identifier, of which the first is the check's own and the others ``also``.
+        hold: the name of the hold that the check is, if it is one.
+        settles: pairs of the name of a hold and its actual tokens, settled before the check.
     """
 
     at_us: int
@@ -160,12 +165,15 @@ class Step(NamedTuple):
     expected: Answer
     endpoint: str = ""
     identities: tuple[tuple[str, str], ...] = ((IDENTIFIER_TYPE, ""),)
+    hold: str = ""
+    settles: tuple[tuple[str, int], ...] = ()
 
 
 class Case(NamedTuple):
     """One rule, and checks under one identifier in this order; or several rules in ``rules``.
 
-    ``limit`` is then that of the first, and ``window_seconds`` the longest window.
+    ``limit`` is then that of the first, ``window_seconds`` the longest window, and the name of the file stands for the
+    algorithm.
     """
 
     algorithm: Algorithm | str
@@ -209,18 +217,23 @@ class Case(NamedTuple):
         return cls(Algorithm(algorithm), name, limit, window_seconds, steps, burst, calendar)
 
     @classmethod
-    def of_policy(cls, case: Mapping[str, Any]) -> Self:
-        """The case of a file of policies that is valid by its schema."""
+    def of_policy(cls, file: str, case: Mapping[str, Any]) -> Self:
+        """The case of a file of policies or holds that is valid by its schema."""
         rules = tuple(_policy_rule(rule) for rule in case["rules"])
         windows = [limit.window_seconds for rule in rules for limit in rule.limits]
         steps = tuple(_policy_step(step, rules) for step in case["steps"])
         first = rules[0].limits[0]
-        return cls(POLICIES, case["name"], first.limit, max(windows), steps, rules=rules)
+        return cls(file, case["name"], first.limit, max(windows), steps, rules=rules)
 
     @property
     def goes_back(self) -> bool:
         """Whether a check has an earlier time than the one before it, as no clock of a server has."""
         return any(later.at_us < earlier.at_us for earlier, later in pairwise(self.steps))
+
+    @property
+    def has_holds(self) -> bool:
+        """Whether a check of it is a hold."""
+        return any(step.hold for step in self.steps)
 
     def rule(self, endpoint: str) -> Rule:
         """The only rule of a case of one algorithm, for ``endpoint``."""
@@ -256,17 +269,29 @@ def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
 def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step:
     def answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
         return (
-            of["allowed"], of["remaining"], of["reset_time"], of["retry_after"], of["reason"],
+            of["allowed"], of["remaining"], of.get("reset_time", ANY), of.get("retry_after", ANY), of["reason"],
         )  # fmt: skip
 
-    limits = [LimitAnswer(one["rule"], one["name"], *answered(one)) for one in step["limits"]]
+    only = {**step, "rule": 0, "name": rules[0].limits[0].name}
+    limits = [
+        LimitAnswer(one["rule"], one["name"], *answered(one)) for one in step.get("limits", [only])
+    ]
     decides = [
         limit for one in limits[:1] for limit in rules[one.rule].limits if limit.name == one.name
     ]
     limit, window_seconds = (decides[0].limit, decides[0].window_seconds) if decides else (0, 0)
     expected = Answer(*answered(step), limit, window_seconds, _in_order(limits))
     who = tuple(step["identities"].items())
-    return Step(step["at_us"], step["cost"], expected, step["endpoint"], who)
+    settles = tuple(step.get("settles", {}).items())
+    return Step(
+        step["at_us"],
+        step["cost"],
+        expected,
+        step["endpoint"],
+        who,
+        hold=step.get("hold", ""),
+        settles=settles,
+    )
 
 
 def cases() -> list[Case]:
@@ -278,9 +303,9 @@ def _cases() -> Iterator[Case]:
     for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
             vectors = json.loads(file.read_text(encoding="utf-8"))
-            algorithm = vectors.get("algorithm")
+            algorithm, name = vectors.get("algorithm"), file.name.removesuffix(".json")
             for case in vectors["cases"]:
-                yield Case.of(algorithm, case) if algorithm else Case.of_policy(case)
+                yield Case.of(algorithm, case) if algorithm else Case.of_policy(name, case)
 
 
 # On a server's own clock no check arrives exactly when it is due. So check n of a case, counted from 0, is sent n
@@ -296,7 +321,7 @@ TOLERANCE_S: Final = 1
 def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
     """Why a case cannot be run in real time, empty when it can."""
     if case.rules:
-        return "it has several limits"
+        return "it has holds" if case.has_holds else "it has several limits"
     if case.goes_back:
         return "its time goes back"
     if case.calendar is not None or _duration_us(case) > longest_us:

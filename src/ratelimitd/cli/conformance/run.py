@@ -21,6 +21,7 @@ from ratelimitd.cli.conformance.cases import (
     left_out,
     timetable,
 )
+from ratelimitd.ledger.holds import MAX_TTL_S
 from ratelimitd.model import EVERYBODY, US_PER_S, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -55,15 +56,22 @@ class Refusal(NamedTuple):
 
 Answered = pb.RateLimitResponse | Refusal
 
+NO_HOLDS: Final = Refusal("the server has no holds")
+
 
 class Asking:
     """Asks one server."""
 
     def __init__(self, client: NodeClient) -> None:
         self._client = client
+        self._holds: dict[str, str] = {}
 
-    def alone(self, request: pb.RateLimitRequest) -> Answered:
-        """The answer to one check.
+    def alone(
+        self, request: pb.RateLimitRequest, hold: str = "", settles: Sequence[tuple[str, int]] = ()
+    ) -> Answered:
+        """The answer to one check, asked when the holds of these names are settled with so many tokens.
+
+        With ``hold`` it is a hold, of that name from now on.
 
         Raises:
             grpc.RpcError: the server answers no check at all.
@@ -71,6 +79,14 @@ class Asking:
         import grpc  # noqa: PLC0415 - see target.py
 
         try:
+            for name, actual in settles:
+                if not self._client.settle(self._holds[name], actual).known:
+                    return Refusal(f"hold {name} is not known")
+            if hold:
+                # The longest time, so that no hold ends in a slow run: ends follow the server's clock.
+                held = self._client.hold(pb.HoldRequest(check=request, ttl_seconds=MAX_TTL_S))
+                self._holds[hold] = held.hold
+                return held.answer
             response = self._client.check(
                 request.identifier,
                 request.identifier_type,
@@ -80,6 +96,8 @@ class Asking:
                 also={one.identifier_type: one.identifier for one in request.also},
             )
         except grpc.RpcError as error:
+            if (hold or settles) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return NO_HOLDS
             return _refusal(error)
         return _answered(response)
 
@@ -226,24 +244,32 @@ class Runner:
         self._name = name
         self._time = time
         self._refused: dict[int, Refused] = {}
+        self._not_judged = {
+            number: f"the server takes no such rules: {place.refused}"
+            for number, place in enumerate(places)
+            if place.refused
+        }
 
     def with_virtual_time(self, *, one_batch: bool) -> list[CaseResult]:
-        """Run every case check by check, then all cases in batches, each with the next check of every case.
+        """Run every case check by check, then those without holds in batches, each with the next check of every case.
 
-        ``one_batch``: then once more, all checks of all cases in one batch (in several where they are too many).
+        ``one_batch``: then once more, all their checks in one batch (in several where they are too many).
 
         Raises:
             UsageError: the server does not judge by its callers' time.
         """
         self._see_whose_time_counts(self._in_force())
         rounds = [
-            [(number, index) for number in self._judged if index < len(self._cases[number].steps)]
+            [
+                (number, index)
+                for number in self._judged
+                if index < len(self._cases[number].steps) and not self._cases[number].has_holds
+            ]
             for index in range(max(len(case.steps) for case in self._cases))
         ]
         checked: list[list[Checked]] = [[] for _ in self._cases]
         for number in self._judged:
-            for index in range(len(self._cases[number].steps)):
-                self._check(ALONE, [(number, index)], checked)
+            self._check_alone(number, checked)
         self._forget_everybody()
         for together in rounds:
             self._check(IN_BATCHES, together, checked)
@@ -251,18 +277,16 @@ class Runner:
             self._forget_everybody()
             self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)), checked)
         return [
-            CaseResult(case, checks, _why_not(place), self._refused.get(number))
-            for number, (case, place, checks) in enumerate(
-                zip(self._cases, self._places, checked, strict=True)
-            )
+            CaseResult(case, checks, self._not_judged.get(number, ""), self._refused.get(number))
+            for number, (case, checks) in enumerate(zip(self._cases, checked, strict=True))
         ]
 
     def with_real_time(self, how: RealTime) -> list[CaseResult]:
         """Run the cases that can be, all at once."""
         self._in_force()
         reasons = [
-            _why_not(place) or left_out(case, how.longest_us, how.tolerance_us)
-            for case, place in zip(self._cases, self._places, strict=True)
+            self._not_judged.get(number) or left_out(case, how.longest_us, how.tolerance_us)
+            for number, case in enumerate(self._cases)
         ]
         start_us = self._time.now_us() + LEAD_US
         due = {
@@ -313,8 +337,8 @@ class Runner:
 
     @property
     def _judged(self) -> Sequence[int]:
-        """The numbers of the cases whose rules the server has taken."""
-        return [number for number, place in enumerate(self._places) if not place.refused]
+        """The numbers of the cases that the server can be asked."""
+        return [number for number in range(len(self._cases)) if number not in self._not_judged]
 
     def _in_force(self) -> Mapping[int, Answered]:
         """Wait until all rules are, and return what the first check of each case would be answered.
@@ -351,9 +375,9 @@ class Runner:
     def _see_whose_time_counts(self, answers: Mapping[int, Answered]) -> None:
         """Raise if a bucket is whole again later than a window after the time that was sent, and about now."""
         for number, answer in answers.items():
-            if isinstance(answer, Refusal):
-                continue
             case = self._cases[number]
+            if isinstance(answer, Refusal) or case.has_holds:  # slots end by the server's clock
+                continue
             sent_us = case.steps[0].at_us
             latest_s = sent_us // US_PER_S + case.window_seconds + TOLERANCE_S
             between_s = (sent_us + self._time.now_us()) // 2 // US_PER_S
@@ -364,29 +388,49 @@ class Runner:
                 )
                 raise UsageError(message)
 
+    def _check_alone(self, number: int, checked: Sequence[list[Checked]]) -> None:
+        """Ask the checks of a case one by one, until one is refused; add what came."""
+        for index, step in enumerate(self._cases[number].steps):
+            if number in self._refused:
+                return
+            request = self._request(number, ALONE, step)
+            answer = self._asking.alone(request, step.hold, step.settles)
+            if answer is NO_HOLDS:
+                self._not_judged[number] = NO_HOLDS.words
+                checked[number].clear()
+                return
+            self._add(ALONE, (number, index), answer, checked)
+
     def _check(
         self, way: str, numbers: Sequence[tuple[int, int]], checked: Sequence[list[Checked]]
     ) -> None:
-        """Ask the checks whose numbers these are, of their case and within it, at their times; add what came."""
+        """Ask the checks whose numbers these are, of their case and within it, in batches; add what came."""
         asked = [check for check in numbers if check[0] not in self._refused]
-        steps = [self._cases[number].steps[index] for number, index in asked]
-        requests = [
-            self._request(number, way, step) for (number, _), step in zip(asked, steps, strict=True)
-        ]
-        if way == ALONE:
-            answers = [self._asking.alone(request) for request in requests]
-        else:
-            answers = self._asking.together(requests)
-        for (number, index), step, answer in zip(asked, steps, answers, strict=True):
-            if isinstance(answer, Refusal):
-                self._refuse(number, Refused(index, way, step.cost, answer.words))
-            elif number not in self._refused:  # as it may be by now in one batch, by a check before
-                rule_ids = self._cases[number].rule_ids(self._places[number].endpoint)
-                got = Answer.of(answer, rule_ids)
-                differences = step.expected.differences(got)
-                checked[number].append(
-                    Checked(index, way, step.cost, step.expected, got, differences)
-                )
+        answers = self._asking.together(
+            [
+                self._request(number, way, self._cases[number].steps[index])
+                for number, index in asked
+            ]
+        )
+        for check, answer in zip(asked, answers, strict=True):
+            self._add(way, check, answer, checked)
+
+    def _add(
+        self,
+        way: str,
+        check: tuple[int, int],
+        answer: Answered,
+        checked: Sequence[list[Checked]],
+    ) -> None:
+        number, index = check
+        step = self._cases[number].steps[index]
+        if isinstance(answer, Refusal):
+            self._refuse(number, Refused(index, way, step.cost, answer.words))
+        elif number not in self._refused:  # as it may be by now in one batch, by a check before
+            rule_ids = self._cases[number].rule_ids(self._places[number].endpoint)
+            got = Answer.of(answer, rule_ids)
+            differences = step.expected.differences(got)
+            checked[number].append(Checked(index, way, step.cost, step.expected, got, differences))
 
     def _forget_everybody(self) -> None:
         """Make the buckets of everybody new: they have no identifier that another way could differ in."""
@@ -421,7 +465,3 @@ class Runner:
 
 def _has_no_rule(answer: Answered) -> bool:
     return not isinstance(answer, Refusal) and answer.reason == pb.NO_RULE
-
-
-def _why_not(place: Place) -> str:
-    return f"the server takes no such rules: {place.refused}" if place.refused else ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.cli.conformance.cases import Answer
+from ratelimitd.cli.conformance.cases import ANY, Answer
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DENIED = Answer(False, 0, 1_700_006_460, 40, "LIMIT_EXCEEDED", 2, 60)
@@ -45,6 +45,13 @@ def test_times_may_differ_by_the_tolerance_and_nothing_else_may():
     near = DENIED._replace(reset_time=1_700_006_459, retry_after_seconds=41, remaining_tokens=1)
     assert DENIED.differences(near, tolerance_s=1) == ["remaining_tokens"]
     assert DENIED.differences(DENIED._replace(retry_after_seconds=42), tolerance_s=1)
+
+
+def test_a_time_that_follows_from_the_clock_of_the_server_is_not_compared():
+    slots = DENIED._replace(reset_time=ANY, retry_after_seconds=ANY)
+    assert slots.differences(DENIED) == []
+    assert slots.differences(DENIED._replace(remaining_tokens=1)) == ["remaining_tokens"]
+    assert DENIED.differences(slots) == ["reset_time", "retry_after_seconds"]
 
 
 def test_the_same_answer_later_names_a_later_time():

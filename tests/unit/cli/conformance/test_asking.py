@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from ratelimitd.cli.client_options import CliError
-from ratelimitd.cli.conformance.run import ENDS_ALL, Asking, Refusal
+from ratelimitd.cli.conformance.run import ENDS_ALL, NO_HOLDS, Asking, Refusal
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
@@ -43,6 +43,36 @@ def refuses(node, monkeypatch):
 def test_one_check_is_answered_alone(asking, node):
     assert asking.alone(REQUESTS[3]).allowed
     assert node.seen[0].request == REQUESTS[3]
+
+
+def test_a_hold_is_made_for_the_longest_time_and_settled_by_its_name(asking, node):
+    held, settled = pb.RateLimitRequest(identifier="alice", tokens_requested=7), REQUESTS[1]
+    assert asking.alone(held, hold="a").allowed
+    assert asking.alone(settled, settles=[("a", 4)]).allowed
+    assert [call.request for call in node.seen] == [
+        pb.HoldRequest(check=held, ttl_seconds=3_600),
+        pb.SettleRequest(hold="hold-0", actual=4),
+        settled,
+    ]
+
+
+def test_where_a_hold_is_not_known_the_check_is_not_asked(asking, node):
+    asking.alone(REQUESTS[0], hold="a")
+    node.held.clear()
+    assert asking.alone(REQUESTS[1], settles=[("a", 4)]) == Refusal("hold a is not known")
+    assert node.methods() == ["Hold", "Settle"]
+
+
+def test_a_server_without_holds_is_known_by_its_status(asking, node):
+    asking.alone(REQUESTS[0], hold="a")
+    node.error = status(grpc.StatusCode.UNIMPLEMENTED, "no")
+    assert asking.alone(REQUESTS[0], hold="b") is NO_HOLDS
+    assert asking.alone(REQUESTS[0], settles=[("a", 4)]) is NO_HOLDS
+
+
+def test_a_hold_that_is_refused_has_the_words_of_the_server(asking, node):
+    node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "no")
+    assert asking.alone(REQUESTS[0], hold="a") == Refusal("INVALID_ARGUMENT: no")
 
 
 def test_many_checks_are_asked_in_one_batch(asking, node):

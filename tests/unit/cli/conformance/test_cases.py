@@ -7,14 +7,14 @@ from importlib.resources import files
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from ratelimitd.cli.conformance.cases import Answer, Case, Step, cases
+from ratelimitd.cli.conformance.cases import ANY, Answer, Case, Step, cases
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import Algorithm
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DIRECTORY = files("ratelimitd.cli.conformance").joinpath("vectors")
 FILES = [f"{algorithm}.json" for algorithm in ACCOUNTS]
-POLICIES = "policies.json"
+POLICIES, HOLDS = "policies.json", "holds.json"
 
 
 def vectors(name):
@@ -29,9 +29,9 @@ def test_the_schemas_are_some():
     Draft202012Validator.check_schema(POLICIES_SCHEMA)
 
 
-@pytest.mark.parametrize("name", [*FILES, POLICIES])
+@pytest.mark.parametrize("name", [*FILES, POLICIES, HOLDS])
 def test_every_file_is_valid_by_its_schema(name):
-    schema = POLICIES_SCHEMA if name == POLICIES else SCHEMA
+    schema = SCHEMA if name in FILES else POLICIES_SCHEMA
     Draft202012Validator(schema).validate(vectors(name))
 
 
@@ -60,11 +60,30 @@ def test_the_schema_refuses_what_no_runner_reads(what, change):
         Draft202012Validator(SCHEMA).validate(changed)
 
 
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("settle", {"settles": {"a": -1}}),
+        ("no settle", {"settles": {}}),
+        ("name", {"hold": "first"}),
+        ("one time without the other", {"reset_time": 1_700_006_400}),
+    ],
+)
+def test_the_schema_refuses_holds_that_no_runner_reads(what, change):
+    changed = deepcopy(vectors(HOLDS))
+    step = next(
+        step for case in changed["cases"] for step in case["steps"] if "reset_time" not in step
+    )
+    step.update(change)
+    with pytest.raises(ValidationError):
+        Draft202012Validator(POLICIES_SCHEMA).validate(changed)
+
+
 def test_every_case_of_every_file_is_read_as_it_is_there():
     read = cases()
     there = [
         (name.removesuffix(".json"), case)
-        for name in sorted([*FILES, POLICIES])
+        for name in sorted([*FILES, POLICIES, HOLDS])
         for case in vectors(name)["cases"]
     ]
     assert [(case.algorithm, case.name) for case in read] == [
@@ -81,7 +100,7 @@ def test_every_case_of_every_file_is_read_as_it_is_there():
 
 def test_a_case_of_policies_is_read_as_it_is_there():
     there = vectors(POLICIES)["cases"]
-    read = [case for case in cases() if case.rules]
+    read = [case for case in cases() if case.algorithm == "policies"]
     assert [case.name for case in read] == [case["name"] for case in there]
     case, [first, *_] = read[0], there[0]["steps"]
     assert (case.limit, case.window_seconds) == (10, 86_400)
@@ -95,6 +114,38 @@ def test_a_case_of_policies_is_read_as_it_is_there():
         "two", *sorted({limit.name for limit in rule.limits} - {"two"})
     ]  # fmt: skip
     assert case.rule_ids("/x/1") != case.rule_ids("/x/2")
+
+
+def test_a_case_with_holds_is_read_as_it_is_there():
+    read = {case.name: case for case in cases() if case.algorithm == "holds"}
+    assert list(read) == [case["name"] for case in vectors(HOLDS)["cases"]]
+    assert all(case.has_holds == (case.algorithm == "holds") for case in cases())
+    hold, check, settled = read["a settle with 0 gives everything back"].steps
+    assert (hold.hold, hold.settles, check.hold, settled.settles) == ("a", (), "", (("a", 0),))
+    [told] = hold.expected.limits
+    assert told == (0, "default", *hold.expected[:5])
+    slot = read["one hold is for a budget and a slot"].steps[0].expected
+    assert (slot.reset_time, slot.retry_after_seconds) == (ANY, ANY)
+    assert (slot.limit, slot.limits[0].reset_time, slot.limits[1].reset_time) == (
+        1, ANY, 1_700_006_424,
+    )  # fmt: skip
+
+
+def test_holds_are_allowed_before_they_are_settled_and_only_slots_have_no_times():
+    for case in cases():
+        allowed = set()
+        for step in case.steps:
+            assert {name for name, _ in step.settles} <= allowed, case.name
+            if step.hold and step.expected.allowed:
+                allowed.add(step.hold)
+            slots = {
+                limit.name
+                for rule in case.rules
+                for limit in rule.limits
+                if limit.algorithm == "concurrency"
+            }
+            for told in step.expected.limits:
+                assert (told.reset_time == ANY) == (told.name in slots), case.name
 
 
 def test_no_rule_for_other_endpoints_is_among_those_that_judge_a_policy():

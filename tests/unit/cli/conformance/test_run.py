@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from ratelimitd.cli.client_options import CliError, Target, UsageError
@@ -52,6 +53,7 @@ async def test_in_real_time_the_cases_that_can_be_are_as_expected():
         "its time goes back",
         "it takes longer",
         "it has several limits",
+        "it has holds",
     }
     assert clock.monotonic_us() < HOW.longest_us + 2_000_000
 
@@ -82,6 +84,10 @@ def runner(client, *chosen):
 CASE = cases()[0]
 
 POLICY = next(case for case in cases() if len(case.rules) > 1)
+
+HELD = next(case for case in cases() if case.has_holds)
+
+SLOTS = next(case for case in cases() if case.name.startswith("a hold takes a slot"))
 
 IN_FORCE = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_700_006_460)
 
@@ -127,6 +133,65 @@ def test_a_case_whose_rules_are_not_taken_is_not_asked():
     assert not first.not_judged
     assert (second.not_judged, second.checks) == ("the server takes no such rules: one limit", [])
     assert {request.endpoint for batch in client.asked[:1] for request in batch} == {"/0"}
+
+
+async def test_cases_with_holds_are_run_one_by_one():
+    with_holds = [CASE, HELD, SLOTS]
+
+    def run(address):
+        target = Target(address, 5.0)
+        with target.client() as client, own_rules(target, client, "/c", with_holds) as places:
+            time = SetTime(ManualClock())
+            return Runner(client, with_holds, places, name="c", time=time).with_virtual_time(
+                one_batch=True
+            )
+
+    async with running_node(timestamps="caller", http_listen="") as node:
+        results = await asyncio.to_thread(run, node.grpc_address)
+    assert [result.ok for result in results] == [True] * 3
+    ways = [[check.way for check in result.checks] for result in results]
+    assert ways[1:] == [["alone"] * len(HELD.steps), ["alone"] * len(SLOTS.steps)]
+    assert {*ways[0]} == {"alone", "in batches", "in one batch"}
+
+
+class WithoutHolds(Answering):
+    """A server that was made before there were holds."""
+
+    def hold(self, _request):
+        raise Unimplemented
+
+
+class Unimplemented(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_on_a_server_without_holds_the_other_cases_are_judged():
+    # Its first step is a check, of which nothing is told either.
+    check_first = HELD._replace(steps=(HELD.steps[1], *HELD.steps))
+    run, _ = runner(WithoutHolds(IN_FORCE), check_first, CASE)
+    without, other = run.with_virtual_time(one_batch=True)
+    assert (without.not_judged, without.checks) == ("the server has no holds", [])
+    assert without.ok
+    assert len(other.checks) == 3 * len(CASE.steps)
+
+
+def test_a_hold_that_is_refused_ends_its_case():
+    client = Answering(IN_FORCE)
+    client.hold = lambda request: pb.HoldResponse(answer=IN_FORCE, hold="h")
+    client.settle = lambda hold, actual: pb.SettleResponse()
+    run, _ = runner(client, HELD)
+    [result] = run.with_virtual_time(one_batch=False)
+    assert result.refused == Refused(2, "alone", HELD.steps[2].cost, "hold a is not known")
+    assert [check.number for check in result.checks] == [0, 1]
+
+
+def test_slots_that_are_free_by_the_clock_of_the_server_do_not_tell_whose_time_counts():
+    now = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_795_000_060)
+    client = WithoutHolds(now)
+    run, _ = runner(client, SLOTS)
+    [result] = run.with_virtual_time(one_batch=False)
+    assert result.not_judged == "the server has no holds"
 
 
 def test_wrong_answers_are_results():
