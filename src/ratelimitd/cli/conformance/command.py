@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
-from ratelimitd.cli.conformance.cases import cases, own_rules
+from ratelimitd.cli.conformance.cases import cases
+from ratelimitd.cli.conformance.own_rules import own_rules
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
 from ratelimitd.cli.conformance.run import RealTime, Runner
 from ratelimitd.cli.output import working

@@ -16,11 +16,11 @@ from ratelimitd.cli.conformance.cases import (
     TOLERANCE_S,
     Answer,
     Case,
-    Place,
     Step,
     left_out,
     timetable,
 )
+from ratelimitd.cli.conformance.own_rules import Place
 from ratelimitd.ledger.holds import MAX_TTL_S
 from ratelimitd.model import EVERYBODY, US_PER_S, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb

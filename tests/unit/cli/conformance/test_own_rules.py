@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 from ratelimitd.cli.client_options import CliError, Target
-from ratelimitd.cli.conformance.cases import cases, own_rules
+from ratelimitd.cli.conformance.cases import cases
+from ratelimitd.cli.conformance.own_rules import own_rules
 from tests.fake_node import status
 
 CHOSEN = cases()[:3]

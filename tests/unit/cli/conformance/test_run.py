@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from ratelimitd.cli.client_options import CliError, Target, UsageError
-from ratelimitd.cli.conformance.cases import Place, cases, own_rules
+from ratelimitd.cli.conformance.cases import cases
+from ratelimitd.cli.conformance.own_rules import Place, own_rules
 from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.testing import ManualClock, running_node

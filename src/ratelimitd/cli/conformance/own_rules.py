@@ -1,0 +1,163 @@
+"""The rules of the cases on a server: made for endpoints of the run's own, and deleted whatever happens."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from ratelimitd.cli.client_options import CliError, Target
+from ratelimitd.cli.conformance.cases import IDENTIFIER_TYPE, Case
+from ratelimitd.model import EVERY_ENDPOINT, Period
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
+
+
+class Place(NamedTuple):
+    """The endpoint of a case, and the words of a server that took no such rules as a case of policies has."""
+
+    endpoint: str
+    refused: str = ""
+
+
+@contextmanager
+def own_rules(
+    target: Target, client: NodeClient, prefix: str, cases: Sequence[Case]
+) -> Iterator[list[Place]]:
+    """Yield the endpoint of each case while it has its rules.
+
+    Raises:
+        CliError: a rule cannot be made, or not be deleted, and then it is said which are left.
+    """
+    places: list[Place] = []
+    made: dict[str, str] = {}
+    """The ids by endpoint; empty while it is unknown whether the rule exists."""
+    policies: list[str] = []
+    """The ids of the rules of policies, which may exist."""
+    with _on_signal(signal.SIGTERM, signal.default_int_handler):
+        try:
+            for number, case in enumerate(cases):
+                endpoint = f"{prefix}/{number}"
+                refused = ""
+                if case.rules:
+                    policies += case.rule_ids(endpoint)
+                    refused = _make_policy(client, endpoint, case)
+                else:
+                    made[endpoint] = ""
+                    made[endpoint] = _make(client, endpoint, case)
+                places.append(Place(endpoint, refused))
+            yield places
+        finally:
+            # A server that hangs delays Ctrl-C by one timeout at most.
+            with (
+                _on_signal(signal.SIGINT, signal.SIG_IGN),
+                _on_signal(signal.SIGTERM, signal.SIG_IGN),
+            ):
+                _delete(target, client, prefix, made, policies=policies)
+
+
+def _make(client: NodeClient, endpoint: str, case: Case) -> str:
+    """Return the id of the rule; say of which case it is when the server takes no such rule."""
+    import grpc  # noqa: PLC0415 - see target.py
+
+    try:
+        return client.create_rule(_rule_of(case, endpoint)).id
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+            raise
+        message = f"no rule for {case}: {error.details()}"
+        raise CliError(message) from None
+
+
+def _make_policy(client: NodeClient, endpoint: str, case: Case) -> str:
+    """Make the rules of a case; return the server's words when it does not take one."""
+    import grpc  # noqa: PLC0415 - see target.py
+
+    for rule_id, rule in zip(case.rule_ids(endpoint), case.rules, strict=True):
+        own = pb.RateLimit(id=rule_id)
+        own.MergeFrom(rule)
+        if own.endpoint != EVERY_ENDPOINT:
+            own.endpoint = f"{endpoint}{rule.endpoint}"
+        try:
+            client.create_rule(own)
+        except grpc.RpcError as error:
+            if error.code() not in {
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.ALREADY_EXISTS,
+            }:
+                raise
+            return error.details() or error.code().name
+    return ""
+
+
+def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
+    rule = pb.RateLimit(
+        endpoint=endpoint,
+        identifier_type=IDENTIFIER_TYPE,
+        limit=case.limit,
+        window_seconds=case.window_seconds,
+        algorithm=case.algorithm,
+    )
+    if case.burst:
+        rule.limits.add(
+            limit=case.limit,
+            window_seconds=case.window_seconds,
+            algorithm=case.algorithm,
+            burst=case.burst,
+        )
+    if case.calendar is not None:
+        period, time_zone, anchor_day = case.calendar
+        limit = rule.limits.add(limit=case.limit, algorithm=case.algorithm, time_zone=time_zone)
+        limit.period = pb.Period.Value(period.name)
+        if period is Period.MONTH:
+            limit.anchor_day = anchor_day
+    return rule
+
+
+def _delete(
+    target: Target,
+    client: NodeClient,
+    prefix: str,
+    made: Mapping[str, str],
+    *,
+    policies: Iterable[str],
+) -> None:
+    import grpc  # noqa: PLC0415 - see target.py
+
+    try:
+        with target.explained():
+            for endpoint, rule_id in made.items():
+                # Interrupted while it was made: only the server knows.
+                found = [rule_id] if rule_id else [r.id for r in client.rules(endpoint=endpoint)]
+                for known_id in found:
+                    client.delete_rule(known_id)
+            for rule_id in policies:
+                try:
+                    client.delete_rule(rule_id)
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        raise
+    except CliError as failure:
+        if not any(made.values()):
+            return  # nothing was made, and why that failed is on its way already
+        message = f"{failure}; rules of endpoints that begin with {prefix} may be left there"
+        raise CliError(message, failure.exit_code) from None
+
+
+@contextmanager
+def _on_signal(
+    number: signal.Signals, handler: Callable[..., object] | signal.Handlers
+) -> Iterator[None]:
+    """Let a signal do this until the end of the block; outside the main thread nothing can be said of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
