@@ -107,11 +107,7 @@ class StoreUnavailableError(RateLimitdError):
 
 
 class StoreSlowError(StoreUnavailableError):
-    """A store has not answered in time, and may have done what it was asked. ``waited_us`` is for how long it was."""
-
-    def __init__(self, message: str, waited_us: int = 0) -> None:
-        super().__init__(message)
-        self.waited_us = waited_us
+    """A store has not answered in time, and may have done what it was asked. It may be back the next moment."""
 
 
 class StoreMisconfiguredError(StoreUnavailableError):

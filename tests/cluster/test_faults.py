@@ -7,7 +7,7 @@ import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
-from tests.cluster.load import Event, bursts
+from tests.cluster.load import Event, bursts, steady
 from tests.cluster.shared import TIMEOUT_MS, Shared, down, health, is_ready, open_breaker
 from tests.servers import until
 
@@ -52,10 +52,6 @@ FAULTS = {
     ),
     "questions lost": (
         lambda c: each_proxy(c, lambda p: setattr(p.up, "drop", True)),
-        lambda c: each_proxy(c, lambda p: p.heal()),
-    ),
-    "late": (
-        lambda c: each_proxy(c, lambda p: setattr(p.down, "latency_ms", 2 * TIMEOUT_MS)),
         lambda c: each_proxy(c, lambda p: p.heal()),
     ),
     "late by 2 s": (
@@ -124,6 +120,44 @@ def test_a_shared_state_that_fails_opens_the_breakers_until_it_is_back(cluster, 
     until(lambda: not down(node), "the node is whole again")
     assert health(node).breaker_state == "closed"
     until(lambda: node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED, "the limit holds again")
+
+
+@pytest.mark.parametrize("pause_s", [0.3, 0.9])
+def test_a_pause_of_the_shared_state_opens_no_breaker(cluster, pause_s):
+    endpoint = cluster.new_rule()
+    fail_opens, _ = cluster.fail_opens()
+    resumed_s = []
+
+    def resume():
+        cluster.valkey.resume()
+        resumed_s.append(time.monotonic())
+
+    misses = [
+        due._replace(key=f"{pause_s}-{number}")
+        for number, due in enumerate(steady(150.0, pause_s + 2.5, nodes=3))
+    ]
+    log = cluster.offer(
+        endpoint, misses, Event(1.0, cluster.valkey.pause), Event(1.0 + pause_s, resume)
+    )
+    assert not log.unknown
+    late = [one for one in log.entries if one.failed_open]
+    assert {one.reason for one in late} == {pb.FAIL_OPEN_ERROR}
+    # A check that is sent a timeout later has nothing left to wait for.
+    assert all(one.sent_s < resumed_s[0] + TIMEOUT_MS / 1_000 for one in late)
+    assert cluster.fail_opens()[0] == fail_opens
+
+
+def test_a_shared_state_that_is_always_late_opens_no_breaker(cluster):
+    endpoint, node = cluster.new_rule(limit=5), cluster[0]
+    for _ in range(4):
+        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
+    each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
+    for number in range(8):
+        assert node.check(endpoint, f"unknown-{number}").reason == pb.FAIL_OPEN_ERROR
+    # What the node knows it decides by itself.
+    answers = [node.check(endpoint, "u").reason for _ in range(3)]
+    assert answers == [pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED, pb.LIMIT_EXCEEDED]
+    assert health(node).breaker_state == "closed"
 
 
 def test_what_is_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):

@@ -45,7 +45,6 @@ class StoreServer:
         "_breaker",
         "_clock",
         "_counted_now",
-        "_failed_at_us",
         "_failed_now",
         "_has_failed",
         "_refuses_batches",
@@ -72,7 +71,6 @@ class StoreServer:
         self._clock = clock
         self._stats = stats
         self._timers = timers
-        self._failed_at_us: int | None = None
         self._counted_now = self._failed_now = False
         """An error was counted and reported to the breaker in this event-loop iteration."""
         self._has_failed = self._refuses_batches = False
@@ -98,7 +96,7 @@ class StoreServer:
 
     def refused(self, error: RateLimitdError) -> None:
         """Report that a batch failed that checks wait for."""
-        if isinstance(error, StoreUnavailableError):
+        if isinstance(error, StoreUnavailableError) and not isinstance(error, StoreSlowError):
             self._refuses_batches = True
         self.failed(error)
 
@@ -116,8 +114,8 @@ class StoreServer:
         """Report that a round trip of checks, or the probe, failed.
 
         All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
-        says nothing about the server does not count. A timeout does not count for the breaker when another request
-        failed while this one was under way: both met the same pause of the server.
+        says nothing about the server does not count. A late answer does not count for the breaker: the connection of a
+        server that is silent for BREAKER_SILENCE_MS is given up, and that does. A late probe has failed.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
@@ -125,11 +123,9 @@ class StoreServer:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
-        now_us = self._clock.monotonic_us()
-        if isinstance(error, StoreSlowError) and self._was_under_way(now_us - error.waited_us):
+        if isinstance(error, StoreSlowError) and not self.is_open:
             return
         self._failed_now = True
-        self._failed_at_us = now_us
         self._has_failed = True
         self._breaker.failed()
         self._follow(f"open: {error}")
@@ -147,9 +143,6 @@ class StoreServer:
         """Report that a round trip of the sync job failed: it is counted, and opens nothing."""
         if isinstance(error, StoreUnavailableError):
             self._stats.shared_state_errors_total += 1
-
-    def _was_under_way(self, sent_us: int) -> bool:
-        return self._failed_at_us is not None and sent_us < self._failed_at_us
 
     def _follow(self, what: str) -> None:
         """Copy the breaker's state, and log a change."""

@@ -154,6 +154,8 @@ class Settings:
         "maximum holds in flight on one bucket; more are refused")]
     breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]
+    breaker_silence_ms: Annotated[int, SettingSpec("1000", whole_number(100, 60_000),
+        "longest silence of the shared state before it counts as away and not as slow, ms")]
     breaker_recovery_s: Annotated[int, SettingSpec("30", whole_number(1, 3600),
         "delay before an open circuit breaker probes, s")]
     drain_s: Annotated[int, SettingSpec("10", whole_number(0, 3600),

@@ -13,6 +13,7 @@ from ratelimitd_wire.breaker import Breaker, State
 from tests.unit.cluster.world import MS, SECOND, ManualTimers
 
 AWAY = StoreUnavailableError("no answer")
+SLOW = StoreSlowError("too slow")
 
 
 class Scene:
@@ -48,24 +49,30 @@ def test_failures_of_one_turn_are_one(scene):
     assert scene.server.state is State.OPEN
 
 
-def test_what_was_under_way_through_one_pause_of_the_server_is_one_failure(scene):
-    for _ in range(100):  # each sent while the first waited
-        scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
+def test_late_answers_are_counted_and_open_nothing(scene):
+    for _ in range(100):
+        scene.server.failed(SLOW)
+        scene.server.refused(SLOW)
         scene.timers.run()
-        scene.clock.advance(us=19 * MS // 100)
-    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
-    for _ in range(4):
         scene.clock.advance(us=20 * MS)
-        assert not scene.server.is_open
-        scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
-        scene.timers.run()
-    assert scene.server.is_open
-
-
-def test_what_was_under_way_hides_no_failure_of_the_same_turn(scene):
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
     scene.fail(turns=4)
-    scene.clock.advance(us=MS)
-    scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
+    scene.server.first_check_succeeded()  # a late batch is no refused one
+    scene.fail(turns=4)
+    assert not scene.server.is_open
+
+
+def test_a_late_probe_has_failed(scene):
+    scene.fail(turns=5)
+    scene.clock.advance(seconds=30)
+    assert scene.server.begins_probe()
+    scene.server.failed(SLOW)
+    assert scene.server.state is State.OPEN
+
+
+def test_a_late_answer_hides_no_failure_of_the_same_turn(scene):
+    scene.fail(turns=4)
+    scene.server.failed(SLOW)
     assert not scene.server.is_open
     scene.server.failed(AWAY)
     scene.timers.run()
@@ -180,8 +187,10 @@ def test_a_probe_that_fails_lets_it_wait_again(scene):
     assert scene.server.begins_probe()
     scene.fail()
     assert (scene.server.is_open, scene.server.state) == (True, State.OPEN)
-    scene.clock.advance(seconds=29)
+    scene.clock.advance(us=SECOND - 1)
     assert not scene.server.begins_probe()
+    scene.clock.advance(us=1)
+    assert scene.server.begins_probe()
 
 
 def test_a_late_answer_while_it_is_open_closes_nothing_and_the_probe_still_does(scene):

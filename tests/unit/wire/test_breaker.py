@@ -4,7 +4,14 @@ import threading
 import pytest
 
 from ratelimitd.testing import ManualClock
-from ratelimitd_wire.breaker import FAILURE_THRESHOLD, LEASE_US, RECOVERY_US, Breaker, State
+from ratelimitd_wire.breaker import (
+    FAILURE_THRESHOLD,
+    LEASE_US,
+    RECOVERY_US,
+    US_PER_S,
+    Breaker,
+    State,
+)
 
 
 def opened(clock, **options):
@@ -108,13 +115,30 @@ def test_a_probe_that_succeeds_closes_and_the_count_starts_anew():
     assert breaker.allows()
 
 
-def test_a_probe_that_fails_opens_at_once_for_another_recovery_time():
+def test_a_probe_that_fails_opens_at_once_for_a_second_and_each_further_one_for_twice_as_long():
     clock = ManualClock()
     breaker = probing(clock)
-    breaker.failed()
-    assert breaker.state is State.OPEN
+    for seconds in (1, 2, 4, 8, 16, 30, 30):
+        breaker.failed()
+        assert breaker.state is State.OPEN
+        assert breaker.retry_at_us == clock.monotonic_us() + seconds * US_PER_S
+        assert not breaker.begin_probe()
+        clock.advance(seconds=seconds)
+        assert breaker.begin_probe()
+    breaker.succeeded()
+    for _ in range(FAILURE_THRESHOLD):
+        breaker.failed()
     assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US
-    assert not breaker.begin_probe()
+
+
+def test_no_pause_after_a_failed_probe_is_longer_than_the_recovery_time():
+    clock = ManualClock()
+    breaker = opened(clock, recovery_us=US_PER_S // 2)
+    for _ in range(100):
+        clock.advance(us=US_PER_S // 2)
+        assert breaker.begin_probe()
+        breaker.failed()
+    assert breaker.retry_at_us == clock.monotonic_us() + US_PER_S // 2
 
 
 @pytest.mark.parametrize("report", ["succeeded", "failed"])
@@ -135,7 +159,7 @@ def test_jitter_is_drawn_for_each_opening_and_not_for_a_lease():
     assert breaker.begin_probe()
     assert breaker.retry_at_us == clock.monotonic_us() + LEASE_US
     breaker.failed()
-    assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US + 750_000
+    assert breaker.retry_at_us == clock.monotonic_us() + US_PER_S + 750_000
 
 
 class Prediction:
@@ -143,6 +167,7 @@ class Prediction:
 
     def __init__(self):
         self.state, self.failures, self.due_us = "closed", 0, None
+        self.pauses = []
 
     def report(self, now_us, succeeded):
         if self.state == "open":
@@ -151,7 +176,10 @@ class Prediction:
         if succeeded:
             self.state, self.due_us = "closed", None
         elif self.state == "half_open" or self.failures >= FAILURE_THRESHOLD:
-            self.state, self.failures, self.due_us = "open", 0, now_us + RECOVERY_US
+            if self.state == "closed":
+                self.pauses = [RECOVERY_US, *(seconds * US_PER_S for seconds in (1, 2, 4, 8, 16))]
+            pause_us = self.pauses.pop(0) if self.pauses else RECOVERY_US
+            self.state, self.failures, self.due_us = "open", 0, now_us + pause_us
 
     def probe(self, now_us):
         if self.state == "closed" or now_us < self.due_us:

@@ -2,7 +2,8 @@
 
     closed      asks the peer; opens after ``failure_threshold`` consecutive failures
     open        asks nothing; a probe is due after the recovery time; results of earlier calls change nothing
-    half_open   one probe is out: its success closes, its failure opens again; without a result its lease ends (I16)
+    half_open   one probe is out: its success closes, its failure opens again, for one second, two, four and so on up to
+                the recovery time; without a result its lease ends (I16)
 
 Starts no task and has no clock: the caller reports results, and calls :meth:`Breaker.begin_probe` from time to time.
 Threads may share it.
@@ -23,8 +24,14 @@ FAILURE_THRESHOLD: Final = 5
 RECOVERY_US: Final = 30 * US_PER_S
 """Default pause of an open breaker before a probe: the specification's number."""
 
+PROBE_AGAIN_US: Final = US_PER_S
+"""Pause after a failed probe, doubled after each further one up to the recovery time: a peer is often back soon."""
+
 LEASE_US: Final = US_PER_S
 """How long a probe may stay without a result before another replaces it. Timeouts are milliseconds."""
+
+
+_MOST_DOUBLED: Final = 32
 
 
 class State(enum.StrEnum):
@@ -49,6 +56,7 @@ class Breaker:
         "_lease_us",
         "_lock",
         "_now_us",
+        "_probes",
         "_recovery_us",
         "_threshold",
         "retry_at_us",
@@ -70,7 +78,7 @@ class Breaker:
         self._lease_us = lease_us
         self._jitter_us = jitter_us
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures = self._probes = 0
         self.state = State.CLOSED
         self.retry_at_us: int | None = None
         """When a probe is due, on the monotonic clock; ``None`` while closed."""
@@ -103,7 +111,14 @@ class Breaker:
             if self.state is State.OPEN:
                 return
             self._failures += 1
-            if self.state is State.HALF_OPEN or self._failures >= self._threshold:
-                # A clock or a jitter that raises must leave the breaker closed, not open without a probe.
-                self.retry_at_us = self._now_us() + self._recovery_us + self._jitter_us()
-                self.state = State.OPEN
+            if self.state is State.HALF_OPEN:
+                pause_us = min(PROBE_AGAIN_US << self._probes, self._recovery_us)
+                self._probes = min(self._probes + 1, _MOST_DOUBLED)
+            elif self._failures >= self._threshold:
+                pause_us = self._recovery_us
+                self._probes = 0
+            else:
+                return
+            # A clock or a jitter that raises must leave the breaker closed, not open without a probe.
+            self.retry_at_us = self._now_us() + pause_us + self._jitter_us()
+            self.state = State.OPEN

@@ -4,7 +4,7 @@ All requests of one event-loop iteration are sent in one write. Connecting, logg
 are the task of :mod:`ratelimitd.cluster.redis.link`.
 
 One timer serves all requests. A request that times out fails at once and keeps its place, so that its late reply is
-dropped. A connection whose oldest request has waited for ``SILENCE_S`` is presumed dead. If the timer itself is late,
+dropped. A connection whose oldest request has waited for ``silence_s`` is presumed dead. If the timer itself is late,
 this process was delayed and replies may wait in the socket: it is read first, a few times while replies come.
 """
 
@@ -30,7 +30,6 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from ratelimitd.model import US_PER_S
 from ratelimitd.settings.urls import Login
 
 Done = Callable[[Any], None]
@@ -155,11 +154,11 @@ REQUEST_S: Final = 0.000_05
 Otherwise the last of 1,000 requests sent together would count as a slow answer, also for the breaker."""
 
 SILENCE_S: Final = 1.0
-"""A server that is silent for so long is presumed dead. Many times the longest sensible timeout, so that slow is not
-mistaken for dead."""
+"""A server that is silent for so long is presumed dead, unless BREAKER_SILENCE_MS says otherwise. Many times the
+longest sensible timeout, so that slow is not mistaken for dead."""
 
 SILENT_TIMEOUTS: Final = 1.5
-"""With a timeout of SILENCE_S or more, silence is this many timeouts, so that late requests fail first."""
+"""With a timeout that is as long or longer, silence is this many timeouts, so that late requests fail first."""
 
 LATE_S: Final = 0.002
 """A timer that is later than this was delayed by this process."""
@@ -197,11 +196,13 @@ class Connection(asyncio.Protocol):
         on_lost: Callable[[RateLimitdError], None],
         *,
         timeout_s: float,
+        silence_s: float = SILENCE_S,
         max_requests: int = MAX_REQUESTS,
         max_bytes: int = MAX_BYTES,
         time_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout_s = timeout_s
+        self._silence_s = silence_s
         self.lost: RateLimitdError | None = None
         self._on_error = on_error
         self._on_lost = on_lost
@@ -352,7 +353,7 @@ class Connection(asyncio.Protocol):
             self._look_in(TURN_S, now_s)
             return
         oldest_s = (self._late_writes or self._writes)[0][0]
-        silence_s = max(SILENCE_S, SILENT_TIMEOUTS * self.timeout_s)
+        silence_s = max(self._silence_s, SILENT_TIMEOUTS * self.timeout_s)
         if now_s - oldest_s >= silence_s:
             self.drop(StoreUnavailableError(f"the shared state was silent for {silence_s:g} s"))
             return
@@ -381,10 +382,9 @@ class Connection(asyncio.Protocol):
                 self._waiting, max(0, self._expired - self._answered), write[1] - self._answered
             )
             self._expired = write[1]
-            waited_us = round((now_s - write[0]) * US_PER_S)
             for request in list(late):
                 self._expired_weight += request.weight
-                request.tell(StoreSlowError("the shared state was too slow", waited_us))
+                request.tell(StoreSlowError("the shared state was too slow"))
         return bool(writes)
 
     def _look_in(self, seconds: float, now_s: float) -> None:

@@ -23,6 +23,7 @@ from ratelimitd.cluster.redis.connection import (
     NOSCRIPT,
     NOT_PRIMARY,
     REDIRECTIONS,
+    SILENCE_S,
     Connection,
     Done,
     Handshake,
@@ -190,6 +191,7 @@ class LinkOptions(NamedTuple):
     report: Callable[[str], None] = warn
     random: Callable[[], float] = random_source.random
     sleep: Sleep = asyncio.sleep
+    silence_s: float = SILENCE_S
 
 
 class Link:
@@ -339,6 +341,7 @@ class Link:
                 self._on_error,
                 self._on_lost,
                 timeout_s=CONNECT_S,
+                silence_s=self._options.silence_s,
                 max_requests=self._options.max_requests,
             ),
         )

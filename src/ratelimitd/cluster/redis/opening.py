@@ -12,7 +12,7 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.redis.cluster_topology import ClusterTopology
-from ratelimitd.cluster.redis.connection import MAX_REQUESTS, Handshake
+from ratelimitd.cluster.redis.connection import MAX_REQUESTS, SILENCE_S, Handshake
 from ratelimitd.cluster.redis.link import LinkOptions, warn
 from ratelimitd.cluster.redis.pubsub import Bus
 from ratelimitd.cluster.redis.sentinel import SentinelTopology
@@ -48,6 +48,7 @@ def open_cluster(
     topology = open_topology(
         parse_redis_url(settings.redis_url),
         timeout_ms=settings.redis_timeout_ms,
+        silence_ms=settings.breaker_silence_ms,
         client_name=f"ratelimitd:{settings.node_name}",
     )
     return Cluster(
@@ -69,6 +70,7 @@ def open_topology(
     url: RedisUrl,
     *,
     timeout_ms: float,
+    silence_ms: float = SILENCE_S * 1_000,
     client_name: str = "ratelimitd",
     report: Callable[[str], None] = warn,
     on_change: Callable[[], None] = lambda: None,
@@ -91,6 +93,7 @@ def open_topology(
         max_requests,
         report,
         random,
+        silence_s=silence_ms / 1_000,
     )
     if url.topology is TopologyKind.CLUSTER:
         return ClusterTopology(url, options, on_change)
