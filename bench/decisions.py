@@ -46,7 +46,7 @@ def _decision(algorithm: Algorithm) -> Callable[[], None]:
 
 def _check(algorithm: Algorithm) -> Callable[[], None]:
     stats = CheckStats()
-    table = BucketTable(1_000_000, stats)
+    table = BucketTable(1_000_000)
     limiter = Limiter(
         buckets=table,
         clock=SystemClock(),

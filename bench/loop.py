@@ -87,7 +87,7 @@ class _Node:
 
     def __init__(self, directory: Path) -> None:
         stats, clock = CheckStats(), SystemClock()
-        table = BucketTable(BUCKETS, stats)
+        table = BucketTable(BUCKETS)
         started_s = time.perf_counter()
         self.snapshot = SnapshotLog.open(directory, table, SECRET, clock)
         self.load_s = time.perf_counter() - started_s

@@ -12,7 +12,6 @@ from bench.report import Row
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW_US = 1_700_006_400_000_000
@@ -71,7 +70,7 @@ def _table(algorithm: Algorithm, buckets: int, checks_each: int) -> dict[str, fl
         algorithm=algorithm,
     )
     scope, decide = BucketKeys(bytes(32)).scope(rule, rule.endpoint), DECIDE[algorithm]
-    table = BucketTable(BUCKETS, CheckStats())
+    table = BucketTable(BUCKETS)
     gc.collect()
     gc.freeze()
     before = _rss_bytes()

@@ -175,7 +175,7 @@ async def _node(url: str, *, strict: bool = False) -> AsyncIterator[_Node]:
 def _embedded() -> Limiter:
     stats = CheckStats()
     limiter = Limiter(
-        buckets=BucketTable(1_000_000, stats),
+        buckets=BucketTable(1_000_000),
         clock=SystemClock(),
         stats=stats,
         timestamps="bounded",

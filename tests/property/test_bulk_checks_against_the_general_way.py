@@ -81,7 +81,7 @@ class Node:
 
     def __init__(self, limiter_class, timestamps):
         self.clock, self.stats = ManualClock(), CheckStats()
-        self.table = BucketTable(10_000, self.stats, callers_time=timestamps == "caller")
+        self.table = BucketTable(10_000, callers_time=timestamps == "caller")
         self.limiter = limiter_class(
             buckets=self.table,
             clock=self.clock,

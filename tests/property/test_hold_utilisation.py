@@ -14,7 +14,6 @@ from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.model import US_PER_S, Algorithm, Limit
 from ratelimitd.testing import ManualClock
@@ -37,7 +36,7 @@ CAPACITY = 60 * RATE
 async def admitted(seed, algorithm, estimate, *, settles=True):
     """Tokens that requests have cost which were admitted; ``estimate`` of a cost is held."""
     clock, keys = ManualClock(), BucketKeys(b"k" * 32)
-    table = BucketTable(10, CheckStats())
+    table = BucketTable(10)
     holds = OwnHolds(table, keys, clock.now_us)
     limit = Limit(limit=CAPACITY, window_seconds=60, algorithm=algorithm)
     charges = [(b"tenant", limit, DECIDE[algorithm])]

@@ -29,7 +29,7 @@ class Node:
 
     def __init__(self, *rules, timestamps="server", max_entries=10_000):
         self.clock, self.stats = ManualClock(START_US), CheckStats()
-        self.table = BucketTable(max_entries, self.stats)
+        self.table = BucketTable(max_entries)
         self.limiter = Limiter(
             buckets=self.table,
             clock=self.clock,

@@ -48,7 +48,7 @@ class LimiterMachine(RuleBasedStateMachine):
     @initialize(own=st.sampled_from(list(ACCOUNTS)), everywhere=st.sampled_from(list(ACCOUNTS)))
     def start(self, own, everywhere):
         self.clock, self.stats, self.decisions = ManualClock(), CheckStats(), Counter[bool]()
-        self.table = BucketTable(1_000, self.stats)
+        self.table = BucketTable(1_000)
         self.limiter = Limiter(
             buckets=self.table,
             clock=self.clock,

@@ -110,7 +110,7 @@ class World:
     def start(self):
         """Begin a life of the node on what the last one left."""
         self.passing: asyncio.Task[None] | None = None
-        self.table = BucketTable(3 * SHARD_ENTRIES, CheckStats())
+        self.table = BucketTable(3 * SHARD_ENTRIES)
         self.snapshot: Any = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)
         self.snapshot._writer.shutdown()
         self.writer = self.snapshot._writer = Thread()

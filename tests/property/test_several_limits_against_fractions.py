@@ -301,7 +301,7 @@ def at_once(coroutine):
 
 def check_policy(rng, met):
     stats, clock = CheckStats(), ManualClock()
-    table = BucketTable(1_000, stats)
+    table = BucketTable(1_000)
     limiter = Limiter(
         buckets=table,
         clock=clock,

@@ -45,7 +45,7 @@ class Node:
     """The decisions of one node, and when what it allowed proceeds."""
 
     def __init__(self, rule):
-        self.table = BucketTable(1_000, CheckStats())
+        self.table = BucketTable(1_000)
         self.limiter = Limiter(
             buckets=self.table,
             clock=ManualClock(),

@@ -122,7 +122,7 @@ async def running_node(
     """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
     clock, stats, assignments = ManualClock(), CheckStats(), Assignments()
     keys = BucketKeys(b"k" * 32)
-    table = BucketTable(10_000, stats)
+    table = BucketTable(10_000)
     limiter = Limiter(
         buckets=table,
         clock=clock,

@@ -253,7 +253,10 @@ class Node:
         if view is None:
             if key not in self.packed and not self.is_cut_off:
                 return None
-            view = self.make_view(self.rule, self.packed.pop(key, None))
+            base = self.packed.pop(key, None)
+            view = self.make_view(self.rule, base)
+            if base is None:
+                view.start_alone(self.now_us, self.members)
         self._use(key, view)
         return view
 

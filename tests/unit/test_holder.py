@@ -55,7 +55,7 @@ class Scene:
     def __init__(self, holds=None, *, rules=RULES, **bounds):
         self.clock, self.stats = ManualClock(), CheckStats()
         keys = BucketKeys(b"k" * 32)
-        table = BucketTable(100, self.stats)
+        table = BucketTable(100)
         self.limiter = Limiter(
             buckets=table, clock=self.clock, stats=self.stats, timestamps="bounded", keys=keys
         )

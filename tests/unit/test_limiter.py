@@ -86,7 +86,7 @@ class Node:
     def __init__(self, *rules, timestamps="bounded", max_entries=100, book=True):
         self.clock, self.stats, self.journal = ManualClock(), CheckStats(), FaultyJournal()
         self.errors, self.denied = [], []
-        self.table = BucketTable(max_entries, self.stats, callers_time=timestamps == "caller")
+        self.table = BucketTable(max_entries, callers_time=timestamps == "caller")
         self.limiter = Limiter(
             buckets=self.table,
             clock=self.clock,
@@ -311,7 +311,7 @@ class TestFailingOpen:
 
     def test_errors_need_not_be_listened_to(self):
         limiter = Limiter(
-            buckets=BucketTable(1, CheckStats()),
+            buckets=BucketTable(1),
             clock=object(),  # has no time to tell
             stats=CheckStats(),
             timestamps="bounded",
@@ -527,7 +527,7 @@ class TestReset:
 
     async def test_a_limiter_without_a_journal_resets_in_memory(self):
         stats = CheckStats()
-        table = BucketTable(10, stats)
+        table = BucketTable(10)
         limiter = Limiter(
             buckets=table,
             clock=ManualClock(),
@@ -751,7 +751,7 @@ def check_of(name=b"ada", endpoint="/orders", **fields):
 
 
 def test_a_limiter_decides_on_its_own_buckets_or_on_shared_ones():
-    for both in ({}, {"buckets": BucketTable(1, CheckStats()), "shared": FakeSharedBuckets()}):
+    for both in ({}, {"buckets": BucketTable(1), "shared": FakeSharedBuckets()}):
         with pytest.raises(ValueError, match="its own buckets or on shared ones"):
             Limiter(
                 clock=ManualClock(),
@@ -1079,7 +1079,7 @@ class TestSeveralLimits:
         assert node.stats.by_rule == {"orders": [1, 1]}
         [(identifier, scope)] = node.denied
         assert (identifier, scope.rule, scope.limit) == (b"ada", self.SEVERAL, self.DAY)
-        assert node.stats.bucket_known_total == 1
+        assert node.stats.bucket_looked_total == 2
 
     def test_an_edit_of_a_number_keeps_what_was_spent_and_a_new_name_begins_anew(self, node):
         node.check(cost=4)

@@ -63,7 +63,7 @@ class Node:
     def __init__(self, *rules, timestamps="bounded", shared=None, has_book=True):
         self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
         self.denied, self.errors = [], []
-        self.table = BucketTable(100, self.stats)
+        self.table = BucketTable(100)
         self.limiter = Limiter(
             buckets=None if shared else self.table,
             shared=shared,

@@ -37,8 +37,7 @@ from ratelimitd.buckets.snapshot_format import (
     unpack,
     with_tick,
 )
-from ratelimitd.counters import CheckStats
-from ratelimitd.model import CONCURRENCY, US_PER_S, Limit, Outcome
+from ratelimitd.model import US_PER_S, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.buckets.holds import OwnHolds
@@ -66,14 +65,13 @@ class BucketTable:
     ``callers_time`` times are not the node's, and buckets expire by disuse alone.
     """
 
-    def __init__(self, max_entries: int, stats: CheckStats, *, callers_time: bool = False) -> None:
+    def __init__(self, max_entries: int, *, callers_time: bool = False) -> None:
         self.max_entries = max_entries
         self.evicted_total = 0
         self.expired_total = 0
         self.apart: OwnHolds | None = None
         """Keeps buckets with holds, which are looked up there before restored ones."""
         self._tick = 1
-        self._stats = stats
         self.callers_time = callers_time
         self._restored: RestoredBuckets | None = None
         self._entries = 0
@@ -141,34 +139,21 @@ class BucketTable:
             return outcome
         value = self._restored.take(key) if self._restored else None
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
-        # After `decide`: a check that raised is not counted.
-        self._stats.bucket_missed_total += value is None and rule.algorithm is not CONCURRENCY
         if outcome[5] is not None:
             self._add(key, pack(outcome[5], rule, self._tick))
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
-        self,
-        key: bytes,
-        rule: Limit,
-        decide: Decide,
-        now_us: int,
-        cost: int,
-        *,
-        is_counted: bool = True,
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
-        """Decide a check as :meth:`apply` does, storing nothing. ``is_counted``: an absent bucket is a miss."""
+        """Decide a check as :meth:`apply` does, storing nothing."""
         value = self._shards[hash(key) % self._shard_count].get(key)
         if value is None and self.apart and (held := self.apart.find(key)) is not None:
             state, _, judge = held.judged(rule, decide)
             return judge(state, rule, now_us, cost)
         if value is None and self._restored:
             value = self._restored.get(key)
-        if value is None:
-            outcome = decide(None, rule, now_us, cost)
-            self._stats.bucket_missed_total += is_counted and rule.algorithm is not CONCURRENCY
-            return outcome
-        return decide(unpack(value), rule, now_us, cost)
+        return decide(None if value is None else unpack(value), rule, now_us, cost)
 
     def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
@@ -218,16 +203,9 @@ class BucketTable:
                 self._add(key, value)
         return outcomes
 
-    def peek_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
-    ) -> list[Outcome]:
-        """Decide as :meth:`apply_all` does, storing nothing. An absent bucket makes one miss of the check."""
-        buckets = self.states(charges)
-        outcomes = decide_all(buckets, now_us, cost)
-        self._stats.bucket_missed_total += is_counted and any(
-            state is None and limit.algorithm is not CONCURRENCY for state, limit, _ in buckets
-        )
-        return outcomes
+    def peek_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
+        """Decide as :meth:`apply_all` does, storing nothing."""
+        return decide_all(self.states(charges), now_us, cost)
 
     def states(self, charges: Sequence[Charge]) -> list[Bucket]:
         """Return what the buckets hold."""

@@ -136,14 +136,7 @@ class SharedBuckets:
         return outcome
 
     def peek(
-        self,
-        key: bytes,
-        rule: Limit,
-        _decide: Decide,
-        now_us: int,
-        cost: int,
-        *,
-        is_counted: bool = True,  # noqa: ARG002 - a miss counts when the store has decided it
+        self, key: bytes, rule: Limit, _decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
         """Judge a check by the node's view, and charge nothing."""
         bucket = self._cache.get(key) or self._known(key, rule)
@@ -189,12 +182,7 @@ class SharedBuckets:
         return joint.at_once()
 
     def peek_all(
-        self,
-        charges: Sequence[Charge],
-        now_us: int,
-        cost: int,
-        *,
-        is_counted: bool = True,  # noqa: ARG002 - as in peek
+        self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
         return JointCheck(self, self._timers, charges, now_us, cost, peek=True).at_once()
@@ -485,6 +473,8 @@ class SharedBuckets:
                 self._miss(key, name)
                 return None
             bucket = Bucket(key, name, tag, rule, shared)
+            if shared is None:
+                bucket.view.start_alone(self._clock.now_us(), self._membership.count)
         return self._in_use(bucket, key)
 
     def _miss(self, key: bytes, name: bytes) -> None:

@@ -180,6 +180,16 @@ class LocalView:
         """Let the next batch give a charge of the store back."""
         self.refunds = (*self.refunds, refund)
 
+    def start_alone(self, now_us: int, members: int) -> None:
+        """Begin with this node's part of a full bucket: the store is away, and the others may allow theirs.
+
+        What is taken as spent by them is neither settled nor remembered once the store says what there is.
+        """
+        capacity = self.rule.capacity
+        of_others = capacity - -(-capacity // members)
+        if of_others:
+            self._state = self._account.charged(None, self.rule, [(now_us, of_others)])
+
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, because the store did not answer in time."""
         outcome = self.peek(now_us, cost)

@@ -79,16 +79,9 @@ class Buckets(Protocol):
         """
 
     def peek(  # noqa: PLR0917 - the same signature as apply
-        self,
-        key: bytes,
-        rule: Limit,
-        decide: Decide,
-        now_us: int,
-        cost: int,
-        *,
-        is_counted: bool = True,
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
-        """Judge a check as :meth:`apply` would, and charge nothing. ``is_counted``: an absent one counts as a miss."""
+        """Judge a check as :meth:`apply` would, and charge nothing."""
 
     def apply_all(
         self, charges: Sequence[Charge], now_us: int, cost: int
@@ -100,7 +93,7 @@ class Buckets(Protocol):
         """
 
     def peek_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
+        self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
 
@@ -416,7 +409,7 @@ class Limiter:
         charges = charges_of(identifiers_of(check), scope)
         ahead_ms = self._ahead_ms(check, charges, now_us)
         charges = _ahead(charges, ahead_ms) if ahead_ms else charges
-        outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
+        outcomes = self._buckets.peek_all(charges, now_us, check.cost)
         if outcomes is None:
             # Only shared buckets leave it undecided.
             shared: SharedBuckets = self._shared  # type: ignore[assignment]
@@ -575,7 +568,7 @@ class Limiter:
     ) -> bool | _Foreseen:
         try:
             # Each bucket is looked up again when it is charged, and counts then.
-            outcomes = self._buckets.peek_all(charges, now_us, cost, is_counted=False)
+            outcomes = self._buckets.peek_all(charges, now_us, cost)
             if outcomes is not None or self._shared is None:
                 return outcomes is None or passes(limits, outcomes)
             return limits, self._shared.wait_all(charges, now_us, cost, peek=True, is_counted=False)

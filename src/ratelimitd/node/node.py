@@ -227,9 +227,7 @@ class Node:
 
     async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
         """With buckets of its own, which survive a restart on its disk."""
-        table = BucketTable(
-            self._settings.cache_entries, self.stats, callers_time=self._callers_time
-        )
+        table = BucketTable(self._settings.cache_entries, callers_time=self._callers_time)
         holds = OwnHolds(
             table,
             self._keys,

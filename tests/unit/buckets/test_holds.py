@@ -12,7 +12,6 @@ from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.errors import HoldsFullError
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.model import US_PER_S, Algorithm, Limit
@@ -26,7 +25,7 @@ SLOTS = Limit(limit=3, window_seconds=600, algorithm=Algorithm.CONCURRENCY)
 class Scene:
     def __init__(self, **bounds):
         self.clock, self.keys = ManualClock(), BucketKeys(b"k" * 32)
-        self.table = BucketTable(100, CheckStats())
+        self.table = BucketTable(100)
         self.holds = OwnHolds(self.table, self.keys, self.clock.now_us, **bounds)
 
     async def hold(self, number, key=b"a", limit=TOKENS, *, cost=1, ttl_s=60):

@@ -19,7 +19,6 @@ from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.errors import HoldSettledError
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.holds import Hold
@@ -54,7 +53,7 @@ class World:
 
     def start(self):
         self.stops = False
-        self.table = BucketTable(1_000, CheckStats())
+        self.table = BucketTable(1_000)
         self.holds = OwnHolds(self.table, KEYS, self.clock.now_us)
         self.snapshot = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)
         append = self.snapshot._append
@@ -139,8 +138,7 @@ class World:
 
     async def look_after_a_kill(self):
         shutil.copytree(self.directory, self.copy)
-        stats = CheckStats()
-        other = BucketTable(1_000, stats)
+        other = BucketTable(1_000)
         holds = OwnHolds(other, KEYS, self.clock.now_us)
         left = SnapshotLog.open(self.copy, other, SECRET, self.clock)
         known = set()

@@ -16,7 +16,6 @@ from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, HoldEndedError, HoldSettledError
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.ledger.replay import NEVER
@@ -44,7 +43,7 @@ class World:
         self.start()
 
     def start(self):
-        self.table = BucketTable(1_000, CheckStats())
+        self.table = BucketTable(1_000)
         self.holds = OwnHolds(self.table, KEYS, self.clock.now_us)
         if self.directory is not None:
             self.snapshot = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)

@@ -22,7 +22,6 @@ from ratelimitd.buckets.snapshot import (
 )
 from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimitd.testing import ManualClock
@@ -49,7 +48,7 @@ class Node:
 
     def __init__(self, directory, clock, *, max_entries=1000, **options):
         self.directory, self.clock = directory, clock
-        self.table = BucketTable(max_entries, CheckStats())
+        self.table = BucketTable(max_entries)
         self.snapshot = SnapshotLog.open(directory, self.table, SECRET, clock, **options)
 
     def use(self, name, cost=1, rule=RULE):
@@ -681,7 +680,7 @@ class TestOpening:
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.drain()
-        another = BucketTable(10, CheckStats())
+        another = BucketTable(10)
         opened = SnapshotLog.open(tmp_path, another, b"another secret", clock)
         assert (len(another), len(reports)) == (0, 1)
         await opened.write_pass()

@@ -15,7 +15,6 @@ from ratelimitd.buckets.table import (
     BucketTable,
     RestoredBuckets,
 )
-from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.outcomes import Outcome
@@ -29,7 +28,7 @@ KEYS = BucketKeys(b"k" * 32)
 
 
 def table_of(max_entries, **options):
-    return BucketTable(max_entries, CheckStats(), **options)
+    return BucketTable(max_entries, **options)
 
 
 def use(table, key, *, cost=1, now_us=T, rule=RULE):
@@ -118,9 +117,8 @@ class TestChecks:
         assert full_after_s(table.value(b"ada")) == 90
         assert unpack(table.value(b"ada"))[0] == 5
 
-    def test_a_check_that_fails_keeps_and_counts_nothing(self):
-        stats = CheckStats()
-        table = BucketTable(10, stats)
+    def test_a_check_that_fails_keeps_nothing(self):
+        table = BucketTable(10)
         use(table, b"ada", cost=4)
         before = table.value(b"ada")
         table.tick = 9
@@ -132,19 +130,7 @@ class TestChecks:
             for name in (b"ada", b"bob"):
                 with pytest.raises(ZeroDivisionError):
                     judge(name, RULE, fail, T, 1)
-        assert (len(table), table.value(b"ada"), stats.bucket_missed_total) == (1, before, 1)
-
-    def test_buckets_that_were_not_there_are_counted(self):
-        stats = CheckStats()
-        table = BucketTable(10, stats)
-        table.adopt(restored_of(1, 2))
-        use(table, b"ada")
-        use(table, b"ada")
-        look(table, b"ada")
-        look(table, b"bob")
-        use(table, key(1))
-        look(table, key(2))
-        assert stats.bucket_missed_total == 2
+        assert (len(table), table.value(b"ada")) == (1, before)
 
 
 class TestRemoving:
@@ -483,19 +469,6 @@ class TestSeveral:
         assert (len(restored), len(table)) == (1, 1)
         assert self.charge(table, cost=2) == [(True, 4), (True, 98)]
         assert (len(restored), len(table)) == (0, 2)
-
-    def test_a_check_with_an_unknown_bucket_is_one_miss(self):
-        stats = CheckStats()
-        table = BucketTable(10, stats)
-        self.charge(table)
-        assert stats.bucket_missed_total == 1
-        self.charge(table)
-        assert stats.bucket_missed_total == 1
-        table.remove(b"hour")
-        self.charge(table)
-        assert stats.bucket_missed_total == 2
-        table.peek_all([(b"new", RULE, DECIDE[RULE.algorithm])], T, 1, is_counted=False)
-        assert stats.bucket_missed_total == 2
 
     def test_a_full_table_evicts(self):
         table = table_of(1)

@@ -266,6 +266,19 @@ class TestOutage:
         assert world.store.spent(b"a") == 7
         assert world.view().peek(world.clock.now_us(), 1)[1] == 2
 
+    @pytest.mark.parametrize(("limit", "least"), [(10, 4), (1, 1)])
+    async def test_of_an_unknown_bucket_it_allows_its_part_until_the_store_is_back(
+        self, limit, least
+    ):
+        rule = limited(limit)
+        world = World(rule, members=3, decides_alone=True)
+        world.open_breaker()
+        assert world.peek()[1] == least - 1
+        assert [world.at_once()[0] for _ in range(least + 1)] == [True] * least + [False]
+        world.settle()
+        assert world.store.spent(b"a") == least
+        assert world.view().peek(world.clock.now_us(), 1)[0] == (limit > 1)
+
     async def test_it_takes_on_no_more_buckets_than_may_wait_for_the_store(self, monkeypatch):
         monkeypatch.setattr(sync, "MAX_UNSETTLED", 1)
         world = World(TEN, decides_alone=True)

@@ -33,7 +33,7 @@ class Fixture:
         self.clock = WrongClock()
         self.stats = CheckStats()
         self.assignments = Assignments()
-        self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS, self.stats)
+        self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS)
         self.health = Health(
             node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
         )

@@ -32,7 +32,7 @@ class Parts:
     def __init__(self, directory, store):
         self.clock, self.stats = ManualClock(), CheckStats()
         self.store = store
-        self.table = BucketTable(100, self.stats)
+        self.table = BucketTable(100)
         self.snapshot = SnapshotLog.open(directory, self.table, b"k" * 32, self.clock)
         self.feed = RuleFeed(store, on_book=lambda _book: None)
         self.transport = None

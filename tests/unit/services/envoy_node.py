@@ -28,7 +28,7 @@ class Node:
 
     def __init__(self, clock=None):
         self.stats, self.clock, keys = CheckStats(), clock or ManualClock(), BucketKeys(b"k" * 32)
-        table, now_us = BucketTable(100, self.stats), self.clock.now_us
+        table, now_us = BucketTable(100), self.clock.now_us
         parts = {"clock": self.clock, "stats": self.stats, "keys": keys}
         self.limiter = Limiter(buckets=table, timestamps="bounded", **parts)
         self.limiter.replace_book(RuleBook.of([A, B], 1))

@@ -61,7 +61,7 @@ class Bench:
 
     def __init__(self, *rules):
         self.clock, self.stats = ManualClock(), CheckStats()
-        self.table, self.assignments = BucketTable(10_000, self.stats), Assignments()
+        self.table, self.assignments = BucketTable(10_000), Assignments()
         self.limiter = CountingLimiter(
             buckets=self.table,
             clock=self.clock,

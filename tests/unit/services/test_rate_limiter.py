@@ -235,7 +235,7 @@ class TestBatchesOfCanonicalChecks:
     @pytest.fixture
     def limiter(self, stats):
         limiter = self.Faulty(
-            buckets=BucketTable(100, stats),
+            buckets=BucketTable(100),
             clock=ManualClock(),
             stats=stats,
             timestamps="bounded",

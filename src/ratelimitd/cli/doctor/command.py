@@ -87,7 +87,10 @@ def _secret_files(given: Given) -> dict[str, Path]:
 async def _look(settings: Settings) -> list[Finding]:
     """Run every check separately, so that one failure hides no other."""
     # It brings the driver of the shared state, which only a cluster has.
-    from ratelimitd.cli.doctor.stores import check_shared_state  # noqa: PLC0415
+    from ratelimitd.cli.doctor.stores import (  # noqa: PLC0415
+        check_answer_without,
+        check_shared_state,
+    )
 
     findings = [
         *check_admin_token(settings),
@@ -97,6 +100,7 @@ async def _look(settings: Settings) -> list[Finding]:
     ]
     findings += [finding async for finding in check_database(settings)]
     findings += [finding async for finding in check_shared_state(settings)]
+    findings += check_answer_without(settings)
     findings += [finding async for finding in check_ports(settings)]
     return [*findings, *check_open_files(), *check_event_loop()]
 

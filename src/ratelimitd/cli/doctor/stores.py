@@ -268,6 +268,15 @@ async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
             yield finding
 
 
+def check_answer_without(settings: Settings) -> Iterator[Finding]:
+    """Say what checks are answered while the shared state is away, where there is a choice."""
+    answer = settings.on_breaker_open
+    if settings.redis_url and settings.consistency == "eventual" and answer != "local":
+        does = "allowed" if answer == "fail_open" else "denied"
+        what = f"{answer}: while the shared state is away every check is {does}; with local nodes go on limiting"
+        yield ok("ON_BREAKER_OPEN", what)
+
+
 def _own_state(settings: Settings) -> Finding:
     """Where limits are held without REDIS_URL."""
     if settings.workers == 1:

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from ratelimitd.cli.doctor.stores import check_shared_state
+from ratelimitd.cli.doctor.stores import check_answer_without, check_shared_state
 from ratelimitd.observe.node_status import encode
 from ratelimitd.settings.table import Settings
 from tests.servers import QUICK_REPLICAS, Valkey, ValkeyCluster, ValkeySentinel, free_port, until
@@ -39,6 +39,22 @@ async def test_workers_without_one_share_a_private_valkey(tmp_path, monkeypatch)
     missing = await found()
     assert (missing.area, missing.level) == ("WORKERS", "problem")
     assert "'ratelimitd[workers]'" in missing.what
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "every check is allowed"),
+        ({"ON_BREAKER_OPEN": "deny"}, "every check is denied"),
+        ({"ON_BREAKER_OPEN": "local"}, None),
+        ({"CONSISTENCY": "strict"}, None),
+        ({"REDIS_URL": ""}, None),
+    ],
+)
+def test_what_is_answered_while_it_is_away_is_told_where_local_would_limit(given, says):
+    settings = Settings.load({}, {"REDIS_URL": "redis://store", **given})
+    told = [finding.what for finding in check_answer_without(settings)]
+    assert [says in what for what in told] == ([True] if says else [])
 
 
 async def test_one_server_is_looked_at(tmp_path):
