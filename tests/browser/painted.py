@@ -67,7 +67,8 @@ class PaintedLive:
         return Overview(
             total=self.history[-1],
             nodes=nodes,
-            others_known=True,
+            unheard_s=None,
+            shares=True,
             endpoints=[
                 DeniedEndpoint(endpoint, 9_000 / 2.2**number)
                 for number, endpoint in enumerate(ENDPOINTS)

@@ -45,7 +45,7 @@ Listener = Callable[[], Awaitable[None]]
 
 
 class NodeView(NamedTuple):
-    """One node. ``age_s``: age of its status; ``gone``: too old for a running node."""
+    """One node. ``age_s``: age of its status; ``gone``: too old for a running node, and the store was read since."""
 
     status: NodeStatus
     is_this: bool
@@ -58,12 +58,14 @@ class Overview:
     """A snapshot of everything that the page shows.
 
     ``total`` is of all nodes that are not gone. ``nodes`` begins with this one; the others follow by name.
-    ``others_known``: what the others say has been read lately.
+    ``unheard_s``: for how long what the others say could not be read; ``None``: it was read lately. ``shares``: nodes
+    share the buckets.
     """
 
     total: Sample
     nodes: Sequence[NodeView]
-    others_known: bool
+    unheard_s: float | None
+    shares: bool
     endpoints: Sequence[DeniedEndpoint]
     identifiers: Sequence[DeniedIdentifier]
     holds: Sequence[HeldLimit]
@@ -81,11 +83,12 @@ class Overview:
 
 @dataclass(slots=True)
 class _Others:
-    """Statuses of the other nodes, the time of their reading, and whether the last reading succeeded."""
+    """Statuses of the other nodes, when they were read, and when last tried; ``unheard``: that was in vain."""
 
     statuses: Sequence[NodeStatus] = ()
     read_at_us: int | None = None
-    known: bool = True
+    heard_at_us: int = 0
+    unheard: bool = False
     corrupt: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -107,7 +110,7 @@ class Live:
         self._board = board
         self._clock = clock
         self._status = own()
-        self._others = _Others()
+        self._others = _Others(heard_at_us=clock.monotonic_us())
         self._history = History()
         self._listeners: set[Listener] = set()
         self._steps = 0
@@ -163,7 +166,8 @@ class Live:
         return Overview(
             total=self._total(nodes),
             nodes=nodes,
-            others_known=self._others.known,
+            unheard_s=self._unheard_s(),
+            shares=self._board is not None,
             endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
@@ -178,7 +182,7 @@ class Live:
             found = await self._board.read()
         except RateLimitdError:
             # What they said last stays, and gets old. That the store is away others have told the operator.
-            others.known = False
+            others.unheard = True
             return
         statuses, corrupt = [], set()
         for index, (incarnation, octets) in enumerate(found.items()):
@@ -192,7 +196,13 @@ class Live:
             _log.warning(
                 "statuses of %d other nodes are of another version, or damaged", len(corrupt)
             )
-        self._others = _Others(statuses, others.read_at_us, corrupt=frozenset(corrupt))
+        read_at_us = others.read_at_us
+        self._others = _Others(statuses, read_at_us, read_at_us, corrupt=frozenset(corrupt))
+
+    def _unheard_s(self) -> float | None:
+        if not self._others.unheard:
+            return None
+        return (self._clock.monotonic_us() - self._others.heard_at_us) / US_PER_S
 
     def _nodes(self) -> Sequence[NodeView]:
         views = [self._view(status) for status in self._others.statuses]
@@ -203,13 +213,18 @@ class Live:
         return [NodeView(self._status, is_this=True, age_s=0.0, gone=False), *shown]
 
     def _view(self, status: NodeStatus) -> NodeView:
-        """Return a node with the age of its status by the cluster's clock; a future status counts as gone, too."""
-        age_s = self._clock.now_us() / 1_000_000 - status.sample.at_ms / _MS_PER_S
-        return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=abs(age_s) > SILENT_S)
+        """Return a node with the age of its status by the cluster's clock; a future status counts as gone, too.
+
+        Of a node that could not be heard nobody knows whether it is gone.
+        """
+        age_s = self._clock.now_us() / US_PER_S - status.sample.at_ms / _MS_PER_S
+        is_silent = abs(age_s) > SILENT_S and not self._others.unheard
+        return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=is_silent)
 
     def _total(self, nodes: Iterable[NodeView]) -> Sample:
-        """Add up the nodes that are not gone, at this node's time, so that the history is in order."""
-        total = summed([node.status.sample for node in nodes if not node.gone])
+        """Add up the nodes that were heard lately, at this node's time, so that the history is in order."""
+        heard = [node for node in nodes if not node.gone and node.age_s <= SILENT_S]
+        total = summed([node.status.sample for node in heard])
         return total._replace(at_ms=self._status.sample.at_ms)
 
 

@@ -113,7 +113,8 @@ async def test_a_node_that_is_alone_shows_itself():
     overview = scene.live.overview()
     assert ids_of(overview) == ["n1"]
     assert overview.this.node_id == "n1"
-    assert overview.others_known
+    assert overview.unheard_s is None
+    assert not overview.shares
     assert overview.total == overview.this.sample
     assert [sample.at_ms for sample in scene.live.history] == [
         scene.now_ms - 4_000,
@@ -213,19 +214,20 @@ async def test_a_page_that_is_opened_reads_them_unless_that_was_done_just_now(sc
     assert scene.board.reads == 2
 
 
-async def test_while_the_store_is_away_the_others_get_old(scene):
-    scene.other("n2")
+async def test_while_the_store_is_away_nobody_knows_whether_the_others_are_gone(scene):
+    scene.other("n2", allowed_per_s=5.0)
     await scene.live.refresh()
     scene.board.error = StoreUnavailableError("no answer")
     await scene.steps(5)
     overview = scene.live.overview()
-    assert not overview.others_known
-    assert (ids_of(overview), overview.nodes[1].gone) == (["n1", "n2"], True)
+    assert overview.unheard_s == overview.nodes[1].age_s == 10.0
+    assert (ids_of(overview), overview.nodes[1].gone) == (["n1", "n2"], False)
+    assert overview.total.allowed_per_s == 1.0
     scene.board.error = None
     scene.other("n2")
     await scene.live.refresh()
     await scene.steps(5)
-    assert scene.live.overview().others_known
+    assert scene.live.overview().unheard_s is None
 
 
 async def test_statuses_that_are_none_are_left_out_and_reported_once(scene, caplog):

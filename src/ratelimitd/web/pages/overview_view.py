@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """One of the four conditions of health."""
+    """One of the four conditions of health, of the node that is worst off."""
 
     name: str
     value: str
@@ -114,10 +114,12 @@ class HeldRow(NamedTuple):
 class View:
     """Everything that the overview shows, but for its charts."""
 
-    healthy: bool
+    verdict: str
+    tone: str
     health_text: str
     conditions: Sequence[Condition]
-    others_known: bool
+    unheard: str
+    """For how long what the other nodes do is not known; empty: it is."""
     tiles: Sequence[Tile]
     nodes: Sequence[NodeRow]
     gone: int
@@ -131,13 +133,16 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
     """The view; ``history`` ends with the sample of now, or is empty."""
     alive = overview.alive
     newest = max(status.rules_revision for status in alive)
+    unheard = "" if overview.unheard_s is None else seconds(round(overview.unheard_s))
+    verdict, tone = _verdict(alive, unheard)
     return View(
-        healthy=overview.this.healthy,
-        health_text=_health_text(alive),
-        conditions=_conditions(overview.this),
-        others_known=overview.others_known,
+        verdict=verdict,
+        tone=tone,
+        health_text=_health_text(alive, unheard),
+        conditions=_conditions(alive, shares=overview.shares),
+        unheard=unheard,
         tiles=_tiles(overview, _recent(overview, history)),
-        nodes=[_node_row(node, newest) for node in overview.nodes],
+        nodes=[_node_row(node, newest, unheard) for node in overview.nodes],
         gone=sum(node.gone for node in overview.nodes),
         endpoints=[
             DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in overview.endpoints
@@ -189,41 +194,58 @@ def _recent(overview: Overview, history: Sequence[Sample]) -> Sample:
     return summed([one for one in last if one.at_ms > since_ms] or [overview.total])
 
 
-def _health_text(alive: Sequence[NodeStatus]) -> str:
+def _verdict(alive: Sequence[NodeStatus], unheard: str) -> tuple[str, str]:
+    """Say the worst of what any node says of itself, and nothing of nodes that were not heard."""
+    if not all(status.healthy for status in alive):
+        return "DEGRADED", WARN
+    return ("UNKNOWN", WARN) if unheard else ("HEALTHY", GOOD)
+
+
+def _health_text(alive: Sequence[NodeStatus], unheard: str) -> str:
+    if unheard:
+        return f"what the other nodes do has been unknown for {unheard}"
     if len(alive) == 1:
         return ""
     healthy = sum(status.healthy for status in alive)
     return f"{healthy} of {len(alive)} nodes are healthy"
 
 
-def _conditions(status: NodeStatus) -> Sequence[Condition]:
+def _conditions(alive: Sequence[NodeStatus], *, shares: bool) -> Sequence[Condition]:
+    cut_off = min(alive, key=lambda one: one.shared_state_connected)
+    least = min(alive, key=lambda one: (one.hit_ratio_met, one.hit_ratio))
+    slowest = max(alive, key=lambda one: (not one.latency_met, one.average_latency_ms))
+    failing = max(alive, key=lambda one: one.error_rate)
     ratio_wanted = f"more than {percent(MIN_CACHE_HIT_RATIO)}"
-    if status.hit_ratio_met and status.hit_ratio <= MIN_CACHE_HIT_RATIO:
+    if least.hit_ratio_met and least.hit_ratio <= MIN_CACHE_HIT_RATIO:
         ratio_wanted += _TOO_FEW
     latency_wanted = f"less than {milliseconds(MAX_AVERAGE_LATENCY_MS)}"
-    if status.latency_met and status.average_latency_ms >= MAX_AVERAGE_LATENCY_MS:
+    if slowest.latency_met and slowest.average_latency_ms >= MAX_AVERAGE_LATENCY_MS:
         latency_wanted += _TOO_FEW
-    return (
-        Condition(
-            "Shared state",
-            "reached" if status.shared_state_connected else "away",
-            "",
-            status.shared_state_connected,
+    is_reached = cut_off.shared_state_connected
+    reached = ("reached" if is_reached else "away") if shares else "this node's memory"
+    # Without a check there is no latency, not one of 0.
+    latency = milliseconds(slowest.average_latency_ms or None)
+    found = (
+        (cut_off, Condition("Shared state", reached, "", is_reached)),
+        (
+            least,
+            Condition("Known buckets", percent(least.hit_ratio), ratio_wanted, least.hit_ratio_met),
         ),
-        Condition("Known buckets", percent(status.hit_ratio), ratio_wanted, status.hit_ratio_met),
-        Condition(
-            "Average latency",
-            milliseconds(status.average_latency_ms),
-            latency_wanted,
-            status.latency_met,
-        ),
-        Condition(
-            "Fail-open answers",
-            percent(status.error_rate),
-            f"less than {percent(MAX_ERROR_RATE)}",
-            status.error_rate < MAX_ERROR_RATE,
+        (slowest, Condition("Average latency", latency, latency_wanted, slowest.latency_met)),
+        (
+            failing,
+            Condition(
+                "Fail-open answers",
+                percent(failing.error_rate),
+                f"less than {percent(MAX_ERROR_RATE)}",
+                failing.error_rate < MAX_ERROR_RATE,
+            ),
         ),
     )
+    return [
+        one if one.met or len(alive) == 1 else one._replace(value=f"{one.value} on {node.node_id}")
+        for node, one in found
+    ]
 
 
 def _tiles(overview: Overview, recent: Sample) -> Sequence[Tile]:
@@ -278,11 +300,11 @@ def _is_beyond(status: NodeStatus) -> bool:
     return status.excess_ratio > status.excess_bound_ratio
 
 
-def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
+def _node_row(node: NodeView, newest_revision: int, unheard: str) -> NodeRow:
     status = node.status
     sample = status.sample
     behind = status.rules_revision < newest_revision and not node.gone
-    state, tone = _state(node)
+    state, tone = _state(node, unheard)
     breaker = BREAKER_WORDS[status.breaker_state]
     if status.breaker_state != "closed":
         breaker += f", {seconds(round(status.retry_s))}"
@@ -324,7 +346,9 @@ def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
     )
 
 
-def _state(node: NodeView) -> tuple[str, str]:
+def _state(node: NodeView, unheard: str) -> tuple[str, str]:
+    if unheard and not node.is_this:
+        return f"not heard for {unheard}", WARN
     if node.gone:
         return f"gone, last seen {seconds(round(node.age_s))} ago", BAD
     return ("healthy", GOOD) if node.status.healthy else ("degraded", WARN)

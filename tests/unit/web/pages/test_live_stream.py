@@ -24,7 +24,8 @@ class FakeLive:
         return Overview(
             total=status.sample,
             nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
-            others_known=True,
+            unheard_s=None,
+            shares=True,
             endpoints=(),
             identifiers=(),
             holds=(),

@@ -51,7 +51,8 @@ class FakeLive:
         return Overview(
             total=status.sample,
             nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
-            others_known=False,
+            unheard_s=3.0,
+            shares=True,
             endpoints=[DeniedEndpoint("/<script>", 3.0)],
             identifiers=[DeniedIdentifier("00", "user", "ada…", 3.0, name)],
             holds=[HeldLimit("/<held>", "user", "minute", 2, 7_000)],

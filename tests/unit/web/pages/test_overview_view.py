@@ -26,7 +26,7 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
 
 
 def view(*nodes, total=None, history=(), named=False, **fields):
-    common = {"others_known": True, "endpoints": (), "identifiers": (), "holds": ()}
+    common = {"unheard_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
     return view_of(overview, history, named=named)
 
@@ -212,9 +212,47 @@ def test_charts_are_told_in_words():
     assert words["Buckets"] == "now 5, at most 9"
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_whether_the_others_are_known_is_told(known):
-    assert view(others_known=known).others_known is known
+def test_what_was_not_heard_is_not_told():
+    other = node_of(status_of("n2"), is_this=False, age_s=14.0)
+    shown = view(node_of(), other, unheard_s=12.4)
+    assert (shown.verdict, shown.tone, shown.unheard) == ("UNKNOWN", WARN, "12\u202fs")
+    assert shown.health_text == "what the other nodes do has been unknown for 12\u202fs"
+    assert [row.state for row in shown.nodes] == ["healthy", "not heard for 12\u202fs"]
+    assert shown.gone == 0
+    cut_off = node_of(status_of(healthy=False, shared_state_connected=False))
+    assert view(cut_off, other, unheard_s=12.4).verdict == "DEGRADED"
+
+
+def test_the_verdict_is_of_the_worst_node_and_each_condition_names_it():
+    ill = status_of(
+        "n2",
+        healthy=False,
+        shared_state_connected=False,
+        hit_ratio=0.5,
+        hit_ratio_met=False,
+        average_latency_ms=3.0,
+        latency_met=False,
+        error_rate=0.2,
+    )
+    shown = view(node_of(), node_of(ill, is_this=False))
+    assert (shown.verdict, shown.tone) == ("DEGRADED", WARN)
+    assert [one.value for one in shown.conditions] == [
+        "away on n2",
+        "50\u202f% on n2",
+        "3\u202fms on n2",
+        "20\u202f% on n2",
+    ]
+    assert not any(one.met for one in shown.conditions)
+    whole = view(node_of(), node_of(status_of("n2"), is_this=False))
+    assert (whole.verdict, whole.tone) == ("HEALTHY", GOOD)
+
+
+def test_nothing_is_told_of_what_is_not_there():
+    [shared, _, latency, _] = view(
+        node_of(status_of(average_latency_ms=0.0)), shares=False
+    ).conditions
+    assert (shared.value, shared.met) == ("this node's memory", True)
+    assert (latency.value, latency.met) == (NONE, True)
 
 
 def test_holds_in_flight_are_told_by_limit():
