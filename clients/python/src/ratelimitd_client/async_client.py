@@ -75,7 +75,9 @@ class AsyncRateLimiter(Protocol):
 
 
 class AsyncRateLimiterClient(AsyncSessions):
-    """Decides on every check within its deadline, also when the service does not answer: it then fails open.
+    """Decides on every check within its deadline, also when the service does not answer.
+
+    It then fails open, or closed with ``on_unavailable="deny"``.
 
     Create one for the whole process, and close it or use ``async with``. It connects with its first call, so it may be
     created when a module is imported, and before a server forks its workers.
@@ -121,8 +123,8 @@ class AsyncRateLimiterClient(AsyncSessions):
         """Return whether a request may proceed, and spend ``cost`` tokens if so. The arguments are those of ``Check``.
 
         A check that passes within ``max_wait_s`` seconds, at most 60, is allowed, and this returns when it may proceed.
-        The wait begins with the answer, and is no part of ``timeout_s``; a check that is let through because the node
-        does not answer never waits. Where a limit is a window, the node lets nobody wait.
+        The wait begins with the answer, and is no part of ``timeout_s``; a check that the node does not answer never
+        waits. Where a limit is a window, the node lets nobody wait.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
