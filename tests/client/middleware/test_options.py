@@ -56,6 +56,7 @@ def test_what_is_valid_is_taken():
         ("anonymous", "anonymous"),
         ("on_error", "deny"),
         ("on_error", []),
+        ("observer", print),
         ("on_unavailable", "closed"),
         ("on_unavailable", []),
         ("endpoint", "/x"),

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratelimitd_client import AsyncRateLimiterClient, Check, Decision, RateLimiterClient, Reason
+from ratelimitd_client import (
+    AsyncRateLimiterClient,
+    Check,
+    Counts,
+    Decision,
+    RateLimiterClient,
+    Reason,
+)
 from ratelimitd_client.decision import unchecked
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.policy import Charge, Policy, require_kind
@@ -250,6 +257,32 @@ async def test_an_error_of_the_limiter_denies_if_so_chosen(decide, caplog):
     assert "denied: the limiter raised an error (RuntimeError" in caplog.text
     limiter.on_unavailable = "deny"
     assert (await decide(limiter=limiter))[0].fail_closed
+
+
+async def test_an_observer_is_told_what_the_middleware_makes_of_a_decision(decide):
+    kind = FakeRateLimiter if decide.kind == "blocking" else AsyncFakeRateLimiter
+    limiter, counts = kind(), Counts()
+    options = Options(observer=counts, on_unavailable="deny")
+    await decide(options, limiter=limiter)
+    limiter.available = False
+    view = limited(on_unavailable="allow")(lambda: None)
+    for info in (INFO, INFO._replace(view=view)):
+        await decide(options, info, limiter=limiter)
+    await decide(options, INFO._replace(view=limited(exempt=True)(lambda: None)), limiter=limiter)
+    assert (counts.allowed, counts.unanswered) == (1, 2)
+    assert (counts.let_through, counts.held_closed) == (1, 1)
+
+    await decide(Options(observer=counts), limiter=Closed())
+    assert (counts.unanswered, counts.let_through) == (3, 2)
+
+
+class Closed:
+    """A limiter that cannot be used."""
+
+    checks = ()
+
+    def check(self, *_, **__):
+        raise RuntimeError
 
 
 CLOSED = unchecked(Reason.NOT_ASKED, "", 0.0, "deny")

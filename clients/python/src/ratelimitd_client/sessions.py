@@ -29,6 +29,7 @@ from ratelimitd_client.decision import (
 )
 from ratelimitd_client.fail_open import HOLD, PATHS, CallError, FailOpen, call_of, last_resort
 from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
+from ratelimitd_client.observers import Counts, Observer, Report, report_to
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -74,6 +75,7 @@ class _Arguments:
         *,
         timeout_s: float,
         on_unavailable: OnUnavailable,
+        observer: Observer | None,
         options: Mapping[str, int | str] | None,
         clock: Clock | None,
     ) -> None:
@@ -88,6 +90,12 @@ class _Arguments:
         self._options = {**CHECKING_OPTIONS, **(options or {})}
         self._clock = SystemClock() if clock is None else clock
         self._closed = False
+        self.counts: Final[Counts] = Counts()
+        self._report: Report = self.counts.decided
+        self._observed: Report | None = None
+        if observer is not None:
+            self._report = report_to(self._clock, self.counts, observer)
+            self._observed = report_to(self._clock, observer)
 
     def _new_fail_open(self) -> FailOpen:
         return FailOpen(self._clock, self.on_unavailable)
@@ -111,6 +119,7 @@ class Sessions(_Arguments):
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
         options: Mapping[str, int | str] | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -127,6 +136,7 @@ class Sessions(_Arguments):
             token,
             timeout_s=timeout_s,
             on_unavailable=on_unavailable,
+            observer=observer,
             options=options,
             clock=clock,
         )
@@ -149,11 +159,10 @@ class Sessions(_Arguments):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _waited(self, decision: Decision) -> Decision:
-        """Return a decision when its wait is over."""
+    def _waited(self, decision: Decision) -> None:
+        """Return when the wait of a decision is over."""
         if decision.wait_ms:
             self._sleep(decision.wait_ms / MS_PER_S)
-        return decision
 
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
@@ -262,6 +271,7 @@ class AsyncSessions(_Arguments):
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
         linger_us: int = 0,
         lease_ms: int = 0,
         options: Mapping[str, int | str] | None = None,
@@ -278,6 +288,7 @@ class AsyncSessions(_Arguments):
             timeout_s: deadline of a check in seconds.
             on_unavailable: answer to a check that no node has answered usably in time: ``"allow"`` lets it through,
                 ``"deny"`` denies it, to be tried again after a second.
+            observer: is told of every decision, beside :attr:`counts`; see :mod:`ratelimitd_client.observers`.
             linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
                 With 0 it is batched with those of the same event-loop iteration, and with those that come while two
                 calls are in flight; it waits for nothing if the check before it was alone.
@@ -306,6 +317,7 @@ class AsyncSessions(_Arguments):
             token,
             timeout_s=timeout_s,
             on_unavailable=on_unavailable,
+            observer=observer,
             options=options,
             clock=clock,
         )
@@ -332,11 +344,10 @@ class AsyncSessions(_Arguments):
             return self._sessions.get(asyncio.get_running_loop())
         return None
 
-    async def _waited(self, decision: Decision) -> Decision:
-        """Return a decision when its wait is over."""
+    async def _waited(self, decision: Decision) -> None:
+        """Return when the wait of a decision is over."""
         if decision.wait_ms:
             await self._sleep(decision.wait_ms / MS_PER_S)
-        return decision
 
     def _forget(self, session: AsyncSession) -> None:
         self._sessions.pop(session.loop, None)

@@ -23,6 +23,7 @@ from ratelimitd_client.decision import (
 )
 from ratelimitd_client.fail_open import SETTLE, CallError
 from ratelimitd_client.hold import Hold
+from ratelimitd_client.observers import Counts, Observer, report_to
 from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -68,11 +69,18 @@ class _Counts:
     """The limits and counts of a fake, and whether its service is available."""
 
     def __init__(
-        self, clock: Clock | None = None, *, on_unavailable: OnUnavailable = "allow"
+        self,
+        clock: Clock | None = None,
+        *,
+        on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
     ) -> None:
         require_on_unavailable(on_unavailable)
         self.on_unavailable: Final[OnUnavailable] = on_unavailable
         self.clock: Final = ManualClock() if clock is None else clock
+        self.counts: Final[Counts] = Counts()
+        observers = [self.counts] if observer is None else [self.counts, observer]
+        self._report = report_to(self.clock, *observers)
         self.checks: Final[list[Check]] = []
         """All checks in order, also those while the service is not available."""
         self.available = True
@@ -116,8 +124,13 @@ class _Counts:
             raise RuntimeError(message)
 
     def _decide(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
-        """Return the decision, and the buckets that it charged."""
+        """Return the decision, which is reported, and the buckets that it charged."""
         self.checks.append(check)
+        decision, charged = self._judged(check)
+        self._report(decision, check.endpoint)
+        return decision, charged
+
+    def _judged(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
         now_s = self.clock.now_s()
         if not self.available:
             return unchecked(Reason.NO_ANSWER, "UNAVAILABLE", now_s, self.on_unavailable), ()

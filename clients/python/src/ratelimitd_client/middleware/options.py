@@ -14,6 +14,7 @@ from ratelimitd_client.decision import Decision, OnUnavailable, Reason
 from ratelimitd_client.middleware.identity import Identities, Identity
 from ratelimitd_client.middleware.marks import VALID_COST, is_valid_cost
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
+from ratelimitd_client.observers import Observer, is_observer
 from ratelimitd_wire.addresses import ClientAddresses
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 
@@ -46,6 +47,7 @@ class Options(Generic[R]):
             (of ``identities``: counts it without them), ``"raise"`` passes it to the framework, which answers 500.
         on_unavailable: effect of a check that no node has answered, or of an error of the limiter: ``"allow"`` lets the
             request through, ``"deny"`` answers 503; ``None``: as the client says.
+        observer: is told of every decision as the middleware makes it; see :mod:`ratelimitd_client.observers`.
         endpoint: returns what a request is counted under, or ``None`` to use the route template.
         unmatched: endpoint of requests that no route matches; with ``None`` they are let through unchecked.
         with_method: put the method before the route template: ``GET /orders/{id}``.
@@ -71,6 +73,7 @@ class Options(Generic[R]):
     anonymous: Identity | None = None
     on_error: OnError = "allow"
     on_unavailable: OnUnavailable | None = None
+    observer: Observer | None = None
     endpoint: Callable[[R], str | None] | None = None
     unmatched: str | None = "unmatched"
     with_method: bool = False
@@ -142,6 +145,10 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "on_unavailable": (
         lambda value: value is None or (isinstance(value, str) and value in {"allow", "deny"}),
         '"allow", "deny" or None',
+    ),
+    "observer": (
+        lambda value: value is None or is_observer(value),
+        "an Observer, whose method decided is no coroutine function",
     ),
     "endpoint": (
         lambda value: value is None or _answers_at_once(value),

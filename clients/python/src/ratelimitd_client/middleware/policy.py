@@ -25,6 +25,7 @@ from ratelimitd_client.middleware.identity import Identity, identifiers_by_type
 from ratelimitd_client.middleware.marks import mark_of
 from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.request_info import RequestInfo, is_valid_endpoint, with_method
+from ratelimitd_client.observers import report_to
 
 DENIED_STATUS: Final = int(HTTPStatus.TOO_MANY_REQUESTS)
 UNAVAILABLE_STATUS: Final = int(HTTPStatus.SERVICE_UNAVAILABLE)
@@ -72,11 +73,6 @@ class _Asked(NamedTuple):
     settle: Callable[[Any], object] | None
     on_unavailable: OnUnavailable | None
 
-    def decided(self, decision: Decision) -> Decision:
-        """Return the limiter's decision, changed if no node made it and the options say what to do then."""
-        how = self.on_unavailable
-        return decision if how is None else decision.if_unavailable(how)
-
 
 Admission: TypeAlias = tuple[Decision | None, Held | None]
 """The decision on a request, ``None`` if it is let through unchecked; and its hold, if it has one."""
@@ -114,7 +110,10 @@ class Policy(Generic[R]):
         self._exempt = frozenset(self._options.exempt)
         self._forwarded_header = self._options.forwarded_header.lower()
         self._api_key_header = (self._options.api_key_header or "").lower()
-        self._throttle = LogThrottle(SystemClock() if clock is None else clock)
+        clock = SystemClock() if clock is None else clock
+        self._throttle = LogThrottle(clock)
+        observer = self._options.observer
+        self._report = None if observer is None else report_to(clock, observer)
 
     def decide(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Decision | None:
         """Return the decision on a request, which holds nothing; ``None`` lets it through unchecked.
@@ -134,11 +133,11 @@ class Policy(Generic[R]):
         try:
             if not (asked.holds and may_hold):
                 decision = limiter.check(*asked.who, cost=asked.cost, also=asked.also)
-                return asked.decided(decision), None
+                return self._decided(asked, decision), None
             hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             return self._limiter_failed(limiter, asked, error)
-        return asked.decided(hold.decision), Held(hold, asked.cost, asked.settle)
+        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
 
     def _asked(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -171,11 +170,11 @@ class Policy(Generic[R]):
         try:
             if not (asked.holds and may_hold):
                 decision = await limiter.check(*asked.who, cost=asked.cost, also=asked.also)
-                return asked.decided(decision), None
+                return self._decided(asked, decision), None
             hold = await limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - as above
             return self._limiter_failed(limiter, asked, error)
-        return asked.decided(hold.decision), Held(hold, asked.cost, asked.settle)
+        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
 
     async def _asked_async(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -207,15 +206,25 @@ class Policy(Generic[R]):
         who = identity.identifier, identity.identifier_type, charge.endpoint
         return _Asked(who, charge.cost, also, charge.holds, charge.settle, charge.on_unavailable)
 
+    def _decided(self, asked: _Asked, decision: Decision) -> Decision:
+        """Return the limiter's decision, or if no node made it what the options say, and report it."""
+        if asked.on_unavailable is not None:
+            decision = decision.if_unavailable(asked.on_unavailable)
+        if self._report is not None:
+            self._report(decision, asked.who[2])
+        return decision
+
     def _limiter_failed(
         self, limiter: RateLimiter | AsyncRateLimiter, asked: _Asked, error: Exception
     ) -> Admission:
         # A limiter of the application's own may have no such attribute.
-        if (asked.on_unavailable or getattr(limiter, "on_unavailable", None)) != "deny":
+        how: OnUnavailable = getattr(limiter, "on_unavailable", "allow")
+        decision = self._decided(asked, last_resort(error, 1, how)[0])
+        if decision.allowed:
             self.warn(LIMITER_FAILED, error)
             return NOT_CHECKED
         self.warn(LIMITER_FAILED_CLOSED, error)
-        return last_resort(error, 1, "deny")[0], None
+        return decision, None
 
     def actual(self, held: Held, request: R) -> int:
         """Return what a request has cost that was held; what it held if its function does not say."""
