@@ -159,6 +159,15 @@ async def test_a_client_that_fails_closed_denies_whatever_a_peer_does(behave):
     assert all(decision.fail_closed for decision in decisions)
 
 
+async def test_a_target_that_is_the_http_port_is_named_once_in_the_log(real_node, caplog):
+    target = real_node.http_address
+    async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S, clock=ManualClock()) as client:
+        for _ in range(3):
+            assert (await client.check("alice", "user", "/x")).error == "UNAVAILABLE"
+    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+    assert [record.getMessage() for record in caplog.records].count(named) == 1
+
+
 async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
     left_s = []
     with bytes_server(never_answering(left_s)) as address:

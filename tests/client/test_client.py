@@ -135,6 +135,16 @@ def test_a_client_that_fails_closed_denies_what_no_node_answers():
             assert client.check("alice", "user", "/x").fail_open
 
 
+def test_a_target_that_is_the_http_port_is_named_once_in_the_log(real_node, caplog):
+    target, clock = real_node.http_address, ManualClock()
+    with RateLimiterClient(target, timeout_s=PATIENT_S, clock=clock) as client:
+        for _ in range(3):
+            assert client.check("alice", "user", "/x").error == "UNAVAILABLE"
+            clock.advance(1)
+    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+    assert [record.getMessage() for record in caplog.records].count(named) == 1
+
+
 def test_a_choice_that_is_none_is_refused():
     with pytest.raises(ValueError, match="on_unavailable must be"):
         RateLimiterClient(on_unavailable="maybe")

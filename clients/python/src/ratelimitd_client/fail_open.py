@@ -44,6 +44,9 @@ take longer than a deadline."""
 GARBLED: Final = "GARBLED"
 """The error of an answer that is no message of the contract, or has not one answer for each check."""
 
+HTTP1_PEER: Final = "http1.x server"
+"""Part of the details of UNAVAILABLE where the peer answers HTTP/1.1: gRPC's words, and so the native channel's."""
+
 RECOVERY_US: Final = 250_000
 """Pause of an open breaker before a probe. Short, since no caller waits for a probe: a service that returns is used
 again within a second."""
@@ -98,10 +101,15 @@ class FailOpen:
     Args:
         clock: source of the time.
         on_unavailable: whether checks without a usable answer are allowed or denied.
+        target: names the service in the log.
     """
 
-    def __init__(self, clock: Clock, on_unavailable: OnUnavailable = "allow") -> None:
+    def __init__(
+        self, clock: Clock, on_unavailable: OnUnavailable = "allow", *, target: str = ""
+    ) -> None:
         self.on_unavailable: OnUnavailable = on_unavailable
+        self._target = target
+        self._is_http1_logged = False
         self.breaker: Breaker = Breaker(
             lambda: int(clock.monotonic_s() * US_PER_S),
             recovery_us=RECOVERY_US,
@@ -135,6 +143,13 @@ class FailOpen:
             # Bad input never fails open. In a batch the node answers such a check with INVALID_REQUEST.
             self.breaker.succeeded()
             return [refused(details, self._clock.now_s())]
+        if HTTP1_PEER in details and not self._is_http1_logged:
+            self._is_http1_logged = True
+            with suppress(Exception):  # as in _unchecked
+                _LOG.warning(
+                    "%s answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default",
+                    self._target,
+                )
         return self._unchecked(code.name, count)
 
     def broken(self, error: BaseException, count: int) -> list[Decision]:

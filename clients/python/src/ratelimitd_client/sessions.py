@@ -98,7 +98,7 @@ class _Arguments:
             self._observed = report_to(self._clock, observer)
 
     def _new_fail_open(self) -> FailOpen:
-        return FailOpen(self._clock, self.on_unavailable)
+        return FailOpen(self._clock, self.on_unavailable, target=self._target)
 
     def _require_open(self) -> None:
         if self._closed:
