@@ -185,8 +185,9 @@ class AsyncRateLimiterClient(AsyncSessions):
             decisions = await session.ask_many(requests, deadline_s)
         else:
             decisions = session.unasked(requests, deadline_s)
+        report = self._report
         for check, decision in zip(asked, decisions, strict=True):
-            self._report(decision, check.endpoint)
+            report(decision, check.endpoint)
         return decisions
 
     async def hold(
