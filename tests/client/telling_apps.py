@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from flask import Flask
 
 from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
-from ratelimitd_client.middleware import Identity, Options
+from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.asgi import RateLimitMiddleware
 from ratelimitd_client.middleware.flask import setup
 
@@ -54,7 +54,19 @@ async def _asgi():
     return told()
 
 
+@asgi.get("/closed")
+@limited(on_unavailable="deny")
+async def _asgi_closed():
+    return told()
+
+
 @wsgi.get("/many")
 @wsgi.get("/once")
 def _wsgi():
+    return told()
+
+
+@wsgi.get("/closed")
+@limited(on_unavailable="deny")
+def _wsgi_closed():
     return told()

@@ -1,8 +1,9 @@
 """An application at load whose rate limiter is killed, paused or cut off, and returns.
 
-Every request is answered all the while, and none waits for a limiter that does not answer. How long they take is
-measured (`python -m bench outage`) and not asserted: the deadline of each check is gRPC's to keep, and the breaker sees
-to it that few are spent in vain. Both are seen here in what the limiter told each request.
+Every request is answered all the while, and none waits for a limiter that does not answer; those of a view that fails
+closed are denied meanwhile. How long they take is measured (`python -m bench outage`) and not asserted: the deadline of
+each check is gRPC's to keep, and the breaker sees to it that few are spent in vain. Both are seen here in what the
+limiter told each request.
 """
 
 from contextlib import ExitStack
@@ -35,12 +36,15 @@ def test_no_request_waits_for_a_limiter_that_is_away_and_none_is_lost(server, ou
         load.wait_for(NOT_SENT)
         opened = load.mark()
         assert load.ask("/once").status_code == 200
+        closed = load.ask("/closed")
+        assert (closed.status_code, closed.headers["Retry-After"]) == (503, "1")
         load.wait_for(NOT_SENT)
         during = load.since(opened)
         end()
 
         load.wait_for(SENT)
         load.wait_until_limited("/once")
+        assert load.ask("/closed").status_code == 200
         answers = load.stop()
 
     assert {answer.status for answer in answers} == {200}

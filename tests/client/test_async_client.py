@@ -122,6 +122,52 @@ async def test_wrong_arguments_raise_before_anything_is_sent():
             AsyncRateLimiterClient(linger_us=linger_us)
 
 
+async def test_a_client_that_fails_closed_denies_what_no_node_answers():
+    clock = ManualClock()
+    port = free_port()
+    options = {"timeout_s": PATIENT_S, "clock": clock, "on_unavailable": "deny"}
+    async with AsyncRateLimiterClient(f"127.0.0.1:{port}", **options) as client:
+        decisions = [await client.check("alice", "user", "/x") for _ in range(4)]
+        decisions += await client.check_many([Check("alice", "user", "/x")])
+        decisions += [
+            await client.check("alice", "user", "/x"),
+            (await client.hold("a", "user", "/x")).decision,
+        ]
+        assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
+        assert all(d.fail_closed and d.headers() == {"Retry-After": "1"} for d in decisions)
+        with fake_node(port=port) as node:
+            assert await client.wait_until_ready(PATIENT_S)
+            clock.advance(1)
+            decision = await client.check("alice", "user", "/x")
+            assert decision.fail_closed
+            while decision.fail_closed:  # until the probe is answered
+                decision = await client.check("alice", "user", "/x")
+                await asyncio.sleep(0)
+            assert decision.allowed
+            assert node.seen[0].request.peek
+            node.answer = pb.RateLimitResponse(allowed=True, reason=pb.FAIL_OPEN_ERROR)
+            assert (await client.check("alice", "user", "/x")).fail_open
+
+
+@pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
+async def test_a_client_that_fails_closed_denies_whatever_a_peer_does(behave):
+    with socket_server(behave) as address:
+        async with AsyncRateLimiterClient(
+            address, clock=ManualClock(), on_unavailable="deny"
+        ) as client:
+            decisions = [await client.check("alice", "user", "/x") for _ in range(7)]
+    assert all(decision.fail_closed for decision in decisions)
+
+
+async def test_a_target_that_is_the_http_port_is_named_once_in_the_log(real_node, caplog):
+    target = real_node.http_address
+    async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S, clock=ManualClock()) as client:
+        for _ in range(3):
+            assert (await client.check("alice", "user", "/x")).error == "UNAVAILABLE"
+    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+    assert [record.getMessage() for record in caplog.records].count(named) == 1
+
+
 async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
     left_s = []
     with bytes_server(never_answering(left_s)) as address:

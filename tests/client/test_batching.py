@@ -6,7 +6,7 @@ import pytest
 
 from ratelimitd_client import Check, Reason
 from ratelimitd_client.batching import MAX_IN_FLIGHT, Batcher
-from ratelimitd_client.decision import let_through
+from ratelimitd_client.decision import unchecked
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -23,7 +23,7 @@ class Asked:
         endpoints = [pb.RateLimitRequest.FromString(request).endpoint for request in requests]
         self.batches.append((endpoints, timeout_s))
         self.sent.put_nowait(None)
-        decisions = [let_through(Reason.NO_ANSWER, endpoint, 0.0) for endpoint in endpoints]
+        decisions = [unchecked(Reason.NO_ANSWER, endpoint, 0.0) for endpoint in endpoints]
         if self.answers_at_once:
             asyncio.get_running_loop().call_soon(told, decisions)
         else:
@@ -95,7 +95,7 @@ async def test_checks_of_one_turn_travel_together_though_calls_end_at_once():
 
     def ask(requests, _timeout_s, told):
         sizes.append(len(requests))
-        told([let_through(Reason.NO_ANSWER, "", 0.0) for _ in requests])
+        told([unchecked(Reason.NO_ANSWER, "", 0.0) for _ in requests])
 
     batcher = Batcher(ask, linger_s=0, loop=asyncio.get_running_loop())
     await batcher.add(request("/a"), 1.0)

@@ -115,6 +115,41 @@ def test_whatever_a_peer_does_every_check_is_let_through(behave):
     assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
 
 
+def test_a_client_that_fails_closed_denies_what_no_node_answers():
+    clock = ManualClock()
+    port = free_port()
+    options = {"timeout_s": PATIENT_S, "clock": clock, "on_unavailable": "deny"}
+    with RateLimiterClient(f"127.0.0.1:{port}", **options) as client:
+        decisions = [client.check("alice", "user", "/x") for _ in range(4)]
+        decisions += client.check_many([Check("alice", "user", "/x")])
+        decisions += [client.check("alice", "user", "/x"), client.hold("a", "user", "/x").decision]
+        assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
+        assert all(d.fail_closed and d.headers() == {"Retry-After": "1"} for d in decisions)
+        with fake_node(port=port) as node:
+            assert client.wait_until_ready(PATIENT_S)
+            clock.advance(1)
+            assert client.check("alice", "user", "/x").fail_closed
+            until(lambda: client.check("alice", "user", "/x").allowed, "the probe was answered")
+            assert node.seen[0].request.peek
+            node.answer = pb.RateLimitResponse(allowed=True, reason=pb.FAIL_OPEN_ERROR)
+            assert client.check("alice", "user", "/x").fail_open
+
+
+def test_a_target_that_is_the_http_port_is_named_once_in_the_log(real_node, caplog):
+    target, clock = real_node.http_address, ManualClock()
+    with RateLimiterClient(target, timeout_s=PATIENT_S, clock=clock) as client:
+        for _ in range(3):
+            assert client.check("alice", "user", "/x").error == "UNAVAILABLE"
+            clock.advance(1)
+    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+    assert [record.getMessage() for record in caplog.records].count(named) == 1
+
+
+def test_a_choice_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="on_unavailable must be"):
+        RateLimiterClient(on_unavailable="maybe")
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [

@@ -3,7 +3,7 @@
 import pytest
 
 from ratelimitd_client import Decision, LimitStatus, Reason
-from ratelimitd_client.decision import decision_of, let_through, refused
+from ratelimitd_client.decision import decision_of, refused, unchecked
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 NOW_S = 1_700_000_000.25
@@ -69,7 +69,7 @@ def test_the_older_headers_come_when_asked_for_and_the_policy_has_the_name_chose
     }
 
 
-@pytest.mark.parametrize("decision", [NO_RULE, let_through(Reason.NO_ANSWER, "UNAVAILABLE", NOW_S)])
+@pytest.mark.parametrize("decision", [NO_RULE, unchecked(Reason.NO_ANSWER, "UNAVAILABLE", NOW_S)])
 def test_where_no_rule_decided_there_is_nothing_to_tell(decision):
     assert decision.headers(x_ratelimit=True) == {}
 
@@ -151,3 +151,24 @@ def test_a_refused_check_is_denied_and_says_why():
     assert (decision.allowed, decision.reason) == (False, Reason.INVALID_REQUEST)
     assert decision.error == "timestamp: out of range"
     assert decision.headers() == {}
+
+
+def test_a_check_that_is_denied_unchecked_tells_when_to_come_back_and_nothing_of_a_limit():
+    closed = unchecked(Reason.NOT_ASKED, "", NOW_S, "deny")
+    assert (closed.allowed, closed.fail_closed, closed.fail_open) == (False, True, False)
+    assert closed.headers(x_ratelimit=True) == {"Retry-After": "1"}
+
+
+def test_what_the_client_decided_may_be_decided_otherwise_and_what_a_node_decided_stays():
+    closed = unchecked(Reason.NO_ANSWER, "UNAVAILABLE", NOW_S, "deny")
+    opened = unchecked(Reason.NO_ANSWER, "UNAVAILABLE", NOW_S, "allow")
+    assert (closed.if_unavailable("allow"), opened.if_unavailable("deny")) == (opened, closed)
+    by_node = decision_of(pb.RateLimitResponse(allowed=True, reason=pb.FAIL_OPEN_BREAKER), NOW_S)
+    for decision in (ALLOWED, DENIED, NO_RULE, by_node):
+        assert decision.if_unavailable("deny") is decision
+
+
+def test_a_node_that_denies_without_its_shared_state_fails_closed():
+    answer = pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, retry_after_seconds=20)
+    assert decision_of(answer, NOW_S).fail_closed
+    assert not DENIED.fail_closed

@@ -40,8 +40,8 @@ with RateLimiterClient(address, timeout_s=30) as limiter:
 assert allowed + asyncio.run(ask()) == [True] * 5 + [False]
 """
 
-FRAMEWORKS = {"aiohttp", "asgiref", "flask"}
-"""What each middleware imports first that the distribution does not require; asgiref is Django's."""
+OPTIONAL = {"aiohttp", "asgiref", "flask", "opentelemetry", "prometheus_client"}
+"""What each middleware and observer imports first that the distribution does not require; asgiref is Django's."""
 
 
 def loaded_with(modules):
@@ -98,8 +98,9 @@ def test_installed_alone_it_is_whole_and_asks_a_real_node(alone, real_node):
     used = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert used.returncode == 0, used.stderr
     missing = dict(line.split() for line in used.stdout.splitlines())
-    assert {name.partition(".")[0] for name in missing.values()} == FRAMEWORKS
-    assert all(module.startswith("ratelimitd_client.middleware.") for module in missing)
+    assert {name.partition(".")[0] for name in missing.values()} == OPTIONAL
+    optional = ("ratelimitd_client.middleware.", "ratelimitd_client.observers.")
+    assert all(module.startswith(optional) for module in missing)
 
 
 @pytest.mark.system

@@ -142,6 +142,31 @@ def test_a_logging_filter_that_fails_costs_nobody_the_answer(fail_open):
     assert len(asked) == 1
 
 
+def test_who_wants_it_closed_is_denied_whatever_a_call_ends_with(clock, caplog):
+    closed = FailOpen(clock, "deny")
+    decisions = [
+        *closed.answered(b"\xff", 1),
+        *closed.failed(grpc.StatusCode.UNAVAILABLE, "", 2),
+        *closed.broken(OSError("secret"), 1),
+        *closed.not_asked(2),
+        *last_resort(OSError("the wall"), 1, "deny"),
+        closed.held(b"\xff")[0],
+    ]
+    assert [decision.error for decision in decisions] == [
+        "GARBLED", "UNAVAILABLE", "UNAVAILABLE", "OSError", "", "", "OSError", "GARBLED",
+    ]  # fmt: skip
+    assert all(decision.fail_closed for decision in decisions)
+    assert {decision.retry_after_seconds for decision in decisions} == {1}
+    assert "the client denies checks" in caplog.text
+
+
+def test_what_is_denied_is_not_charged_by_the_probe(fail_open, clock):
+    assert fail_open.probe_of([ONE]) == [ONE]
+    [probe] = FailOpen(clock, "deny").probe_of([ONE])
+    assert pb.RateLimitRequest.FromString(probe).peek
+    assert probe.startswith(ONE)
+
+
 def test_the_last_resort_lets_all_through_and_names_the_kind_of_error_only():
     decisions = last_resort(OSError("the wall"), 2)
     assert [(d.allowed, d.reason, d.error) for d in decisions] == [

@@ -78,6 +78,20 @@ def test_an_outage_lets_everything_through_and_is_marked(limiter):
     assert limiter.checks == [Check("alice", "user", "/x", 9)]
 
 
+async def test_a_fake_that_fails_closed_denies_during_an_outage():
+    limiter, asynchronous = (
+        FakeRateLimiter(on_unavailable="deny"),
+        AsyncFakeRateLimiter(on_unavailable="deny"),
+    )
+    limiter.available = asynchronous.available = False
+    assert limiter.check("alice", "user", "/x").fail_closed
+    assert not limiter.hold("alice", "user", "/x").allowed
+    assert (await asynchronous.check("alice", "user", "/x")).fail_closed
+    assert not (await asynchronous.hold("alice", "user", "/x")).allowed
+    with pytest.raises(ValueError, match="on_unavailable must be"):
+        FakeRateLimiter(on_unavailable="closed")
+
+
 def test_wrong_arguments_raise_as_with_a_real_client(limiter):
     with pytest.raises(ValueError, match="identifier_type"):
         limiter.check("alice", "Nobody", "/x")

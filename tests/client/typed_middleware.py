@@ -38,6 +38,7 @@ def denied(decision: Decision) -> str:
 
 
 @limited(cost=2, identifier_type="ip", identities=lambda request: {"tenant": request.headers["x"]})
+@limited(on_unavailable="deny")
 async def order(order_id: int) -> int:
     """A marked view is still what it was."""
     return order_id
@@ -58,6 +59,7 @@ def applications() -> tuple[FastAPI, Starlette, web.Application]:
             cost=lambda scope: len(scope["query_string"]),
             anonymous=Identity("nobody"),
             on_error="raise",
+            on_unavailable="deny",
             denied_text=denied,
         ),
     )

@@ -7,12 +7,16 @@ from ratelimitd_client import (
     AsyncRateLimiter,
     AsyncRateLimiterClient,
     Check,
+    Counts,
     Decision,
+    Observer,
     RateLimiter,
     RateLimiterClient,
     Reason,
     Tls,
 )
+from ratelimitd_client.observers.opentelemetry import OpenTelemetryObserver
+from ratelimitd_client.observers.prometheus import PrometheusObserver
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
 
 
@@ -29,6 +33,23 @@ def blocking() -> None:
         assert_type(limiter.check_many([Check("alice", "user", "/x")]), list[Decision])
         assert_type(limiter.wait_until_ready(1.0), bool)
         assert_type(limiter.admin.reset("alice", "user", "/x"), None)
+        assert_type(limiter.counts.held_closed, int)
+
+
+class Denials:
+    """An observer of one's own."""
+
+    def decided(self, decision: Decision, endpoint: str) -> None:
+        """Take a decision on a check of an endpoint."""
+        assert_type((endpoint, decision.reason), tuple[str, Reason])
+        assert_type(decision.fail_closed, bool)
+
+
+def observers() -> list[Observer]:
+    """What a client may be given to report to."""
+    denials = Denials()
+    RateLimiterClient(on_unavailable="deny", observer=denials)
+    return [denials, Counts(), PrometheusObserver(), OpenTelemetryObserver()]
 
 
 async def asynchronous() -> None:

@@ -212,6 +212,15 @@ async def test_a_node_that_has_stopped_is_status_2(ask, transport):
     assert "cannot reach a node" in ended.err
 
 
+async def test_the_http_port_is_named_as_what_it_is(capsys):
+    async with running_node(log_level="error") as node:
+        command = ["health", "--target", node.http_address]
+        assert await asyncio.to_thread(main, command) == 2
+    told = capsys.readouterr().err
+    assert f"{node.http_address} answers HTTP/1.1 and is no gRPC port" in told
+    assert "9090 by default" in told
+
+
 def test_ctrl_c_while_waiting_is_quiet():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

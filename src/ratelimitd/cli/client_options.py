@@ -91,7 +91,14 @@ def rpc_failure(
     if code == "DEADLINE_EXCEEDED":
         message = f"no answer from {target} within {timeout_s:g} s; raise --timeout to wait longer"
         return CliError(message, EXIT_USAGE)
+    from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
+
     status = _status(error)
+    if code == "UNAVAILABLE" and HTTP1_PEER in text:
+        message = (
+            f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+        )
+        return CliError(message, EXIT_USAGE)
     if code == "UNAVAILABLE" and not status.details:
         reason = _PREAMBLE.sub("", text)
         question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"

@@ -175,6 +175,15 @@ async def test_while_the_service_is_away_everything_is_let_through(limiter):
     assert {answer.status for answer in answers} == {200}
 
 
+async def test_what_cannot_be_checked_is_answered_503_where_that_is_chosen(limiter):
+    limiter.available = False
+    async with caller(application(limiter, Options(on_unavailable="deny"))) as client:
+        answer = await client.get("/stream")
+        assert await answer.text() == "Temporarily unavailable. Try again in 1 s.\n"
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert "RateLimit" not in answer.headers
+
+
 def test_a_limiter_that_blocks_is_refused_at_the_start():
     with pytest.raises(TypeError, match="AsyncRateLimiterClient"):
         setup(web.Application(), FakeRateLimiter())

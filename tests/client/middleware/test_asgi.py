@@ -14,10 +14,11 @@ from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
-from ratelimitd_client import Check
+from ratelimitd_client import AsyncRateLimiterClient, Check
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.asgi import DECISION, RateLimitMiddleware
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+from tests.servers import free_port
 
 
 class Users(AuthenticationBackend):
@@ -177,6 +178,25 @@ async def test_while_the_service_is_away_everything_is_let_through(limiter):
     async with caller(application(limiter)) as client:
         answers = [await client.get("/api/stream") for _ in range(6)]
     assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_what_cannot_be_checked_is_answered_503_where_that_is_chosen():
+    async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}", timeout_s=30) as limiter:
+        app = application(limiter, Options(on_unavailable="deny"))
+
+        @app.get("/open")
+        @limited(on_unavailable="allow")
+        async def opened():
+            return "open"
+
+        async with caller(app) as client:
+            denied = [await client.get("/api/stream") for _ in range(6)]
+            allowed = await client.get("/open")
+    assert {answer.status_code for answer in denied} == {503}
+    assert {answer.headers["Retry-After"] for answer in denied} == {"1"}
+    assert "RateLimit" not in denied[0].headers
+    assert denied[0].text == "Temporarily unavailable. Try again in 1 s.\n"
+    assert (allowed.status_code, allowed.json()) == (200, "open")
 
 
 async def test_an_error_of_a_users_function_is_the_applications_if_so_chosen(limiter):

@@ -55,6 +55,16 @@ async def test_requests_are_let_through_until_the_limit_and_told_of_it(visitor):
     assert visitor.limiter.checks == [ORDER] * 2
 
 
+async def test_what_cannot_be_checked_is_answered_503_where_that_is_chosen(visitor):
+    visitor.limiter.available = False
+    visitor.options = {"on_unavailable": "deny"}
+    for path in ("/orders/7", "/missing"):
+        answer = await visitor.get(path)
+        assert (answer.status_code, answer["Retry-After"]) == (503, "1")
+        assert "RateLimit" not in answer
+    assert (await visitor.get("/healthz")).status_code == 200
+
+
 async def test_routes_are_known_by_their_templates(visitor):
     for path in ("/async/7", "/v1/old/7/"):
         assert (await visitor.get(path)).content == b"order 7"

@@ -216,6 +216,27 @@ def test_without_the_service_requests_pass(app, limiter):
     assert "RateLimit" not in answers[0].headers
 
 
+def test_what_cannot_be_checked_is_an_error_503_where_that_is_chosen(app):
+    limiter = FakeRateLimiter(on_unavailable="deny")
+    limiter.available = False
+    client = visitor(app, limiter)
+    answer = client.get("/orders/7")
+    assert (answer.status_code, answer.text) == (
+        503,
+        "Temporarily unavailable. Try again in 1 s.\n",
+    )
+    assert answer.headers["Retry-After"] == "1"
+    assert "RateLimit" not in answer.headers
+
+
+def test_the_application_may_write_the_answer_503_itself(app, limiter):
+    limiter.available = False
+    app.register_error_handler(503, lambda error: (f"<p>{error.description}</p>", 503))
+    answer = visitor(app, limiter, Options(on_unavailable="deny")).get("/orders/7")
+    assert answer.text == "<p>Temporarily unavailable. Try again in 1 s.</p>"
+    assert answer.headers["Retry-After"] == "1"
+
+
 def test_a_limiter_for_asyncio_is_refused(app):
     with pytest.raises(TypeError, match="limiter"):
         setup(app, AsyncFakeRateLimiter())

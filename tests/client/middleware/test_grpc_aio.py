@@ -103,6 +103,17 @@ async def test_without_the_service_calls_pass_and_are_told_nothing(limiter):
         assert (await asked(UNARY))[1:] == (grpc.StatusCode.OK, "", {})
 
 
+@pytest.mark.parametrize("functions", [ASYNCHRONOUS, BLOCKING])
+async def test_a_call_that_cannot_be_checked_is_unavailable_where_that_is_chosen(
+    limiter, functions
+):
+    limiter.available = False
+    async with shop(limiter, functions, Options(on_unavailable="deny")) as asked:
+        given, code, _, metadata = await asked(UNARY)
+    assert (given, code) == ([], grpc.StatusCode.UNAVAILABLE)
+    assert metadata == {"retry-after": "1"}
+
+
 async def test_a_function_says_who_else_a_call_is_counted_for(limiter):
     async def identities(call):
         return {"tenant": "".join(call.header("x-tenant"))}

@@ -109,6 +109,15 @@ def test_functions_are_given_the_call(limiter):
     assert limiter.checks == [Check(f"{UNARY} 127.0.0.1", "user", UNARY)]
 
 
+def test_a_call_that_cannot_be_checked_is_unavailable_where_that_is_chosen(limiter):
+    limiter.available = False
+    with shop(limiter, Options(on_unavailable="deny")) as channel:
+        given, code, details, metadata = ask(channel, LIST)
+    assert (given, code) == ([], grpc.StatusCode.UNAVAILABLE)
+    assert details == "Temporarily unavailable. Try again in 1 s."
+    assert metadata == {"retry-after": "1"}
+
+
 def test_a_function_says_who_else_a_call_is_counted_for(limiter):
     options = Options(identities=lambda call: {"tenant": "".join(call.header("x-tenant"))})
     with shop(limiter, options) as channel:

@@ -56,11 +56,13 @@ def test_the_outer_of_two_marks_holds():
 
 def test_what_a_mark_leaves_open_the_one_below_it_says():
     @limited(cost=5)
-    @limited(identifier_type="ip", endpoint="login", exempt=True)
+    @limited(identifier_type="ip", endpoint="login", exempt=True, on_unavailable="deny")
     def view():
         """Marked twice."""
 
-    assert mark_of(view) == Mark(5, "login", exempt=False, identifier_type="ip")
+    mark = Mark(5, "login", exempt=False, identifier_type="ip", on_unavailable="deny")
+    assert mark_of(view) == mark
+    assert mark_of(limited(on_unavailable="allow")(view)).on_unavailable == "allow"
 
 
 def test_a_mark_on_a_partial_holds_before_that_of_its_function():
@@ -136,6 +138,7 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
         ("exempt", "no"),
         ("exempt", 1),
         ("exempt", None),
+        ("on_unavailable", "closed"),
     ],
 )
 def test_a_wrong_argument_is_refused_when_the_view_is_defined(name, value):

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratelimitd_client import AsyncRateLimiterClient, Check, Decision, RateLimiterClient, Reason
+from ratelimitd_client import (
+    AsyncRateLimiterClient,
+    Check,
+    Counts,
+    Decision,
+    RateLimiterClient,
+    Reason,
+)
+from ratelimitd_client.decision import unchecked
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.policy import Charge, Policy, require_kind
 from ratelimitd_client.middleware.request_info import RequestInfo
@@ -202,6 +210,92 @@ async def test_an_error_of_the_limiter_never_breaks_a_request(decide, caplog):
 
     assert await decide(Options(on_error="raise"), limiter=Broken()) == (None, ())
     assert "the limiter raised an error (RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize("hold", [None, 2], ids=["check", "hold"])
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        (("allow", None, None), True),
+        (("deny", None, None), False),
+        (("allow", "deny", None), False),
+        (("deny", "allow", None), True),
+        (("allow", "deny", "allow"), True),
+        (("deny", "allow", "deny"), False),
+    ],
+)
+async def test_a_view_goes_before_the_options_and_these_before_the_client(
+    decide, choices, expected, hold
+):
+    client, option, mark = choices
+    kind = FakeRateLimiter if decide.kind == "blocking" else AsyncFakeRateLimiter
+    limiter = kind(on_unavailable=client)
+    limiter.available = False
+    info = INFO._replace(view=limited(on_unavailable=mark, hold=hold)(lambda: None))
+    policy = Policy(Options(on_unavailable=option), clock=ManualClock())
+    if decide.kind == "blocking":
+        decision, held = policy.admit(limiter, "request", info)
+    else:
+        decision, held = await policy.admit_async(limiter, "request", info)
+    assert decision.allowed is expected
+    assert decision.reason is Reason.NO_ANSWER
+    assert (held is None) == (hold is None)
+
+
+async def test_an_error_of_the_limiter_denies_if_so_chosen(decide, caplog):
+    class Broken:
+        checks = ()
+        on_unavailable = "allow"
+
+        def check(self, *_, **__):
+            raise RuntimeError
+
+    limiter = Broken()
+    assert await decide(limiter=limiter) == (None, ())
+    decision, _ = await decide(Options(on_unavailable="deny"), limiter=limiter)
+    assert (decision.fail_closed, decision.error) == (True, "RuntimeError")
+    assert "denied: the limiter raised an error (RuntimeError" in caplog.text
+    limiter.on_unavailable = "deny"
+    assert (await decide(limiter=limiter))[0].fail_closed
+
+
+async def test_an_observer_is_told_what_the_middleware_makes_of_a_decision(decide):
+    kind = FakeRateLimiter if decide.kind == "blocking" else AsyncFakeRateLimiter
+    limiter, counts = kind(), Counts()
+    options = Options(observer=counts, on_unavailable="deny")
+    await decide(options, limiter=limiter)
+    limiter.available = False
+    view = limited(on_unavailable="allow")(lambda: None)
+    for info in (INFO, INFO._replace(view=view)):
+        await decide(options, info, limiter=limiter)
+    await decide(options, INFO._replace(view=limited(exempt=True)(lambda: None)), limiter=limiter)
+    assert (counts.allowed, counts.unanswered) == (1, 2)
+    assert (counts.let_through, counts.held_closed) == (1, 1)
+
+    await decide(Options(observer=counts), limiter=Closed())
+    assert (counts.unanswered, counts.let_through) == (3, 2)
+
+
+class Closed:
+    """A limiter that cannot be used."""
+
+    checks = ()
+
+    def check(self, *_, **__):
+        raise RuntimeError
+
+
+CLOSED = unchecked(Reason.NOT_ASKED, "", 0.0, "deny")
+
+
+def test_a_request_that_could_not_be_checked_is_answered_503_without_a_limit():
+    text = "Temporarily unavailable. Try again in 1 s."
+    for options in (Options(), Options(denied_text="Slow down."), Options(headers=False)):
+        answer = Policy(options).denied(CLOSED)
+        assert (answer.status, answer.text) == (503, text)
+        assert set(answer.headers) == {"Content-Type", "Retry-After"}
+    by_function = Options(denied_text=lambda decision: decision.reason)
+    assert Policy(by_function).denied(CLOSED).text == "NOT_ASKED"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -123,6 +123,14 @@ def test_without_anybody_to_ask_about_requests_pass(limiter):
     assert limiter.checks == []
 
 
+def test_what_cannot_be_checked_is_answered_503_where_that_is_chosen(limiter):
+    limiter.available = False
+    options = Options(endpoint=endpoint, on_unavailable="deny")
+    status, headers, _ = asked(limiter, options=options)
+    assert (status, headers["Retry-After"]) == ("503 Service Unavailable", "1")
+    assert "RateLimit" not in headers
+
+
 def test_a_function_for_the_endpoint_and_a_limiter_that_blocks_are_needed(limiter):
     with pytest.raises(ValueError, match="endpoint"):
         RateLimitMiddleware(application, limiter, Options())

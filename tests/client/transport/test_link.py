@@ -128,7 +128,7 @@ async def test_a_connection_that_breaks_before_it_was_ready_says_so(line):
     await loop.create_connection(lambda: link, *line.address)
     await line.until(peer.SETTINGS)
     line.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match=r"the peer is an http1\.x server"):
         await link.ready
     assert (await line.until(peer.GOAWAY)).code == peer.FRAME_SIZE_ERROR
     assert not link.has_answered

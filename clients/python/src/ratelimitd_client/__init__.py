@@ -8,6 +8,7 @@ from ratelimitd_client.client import RateLimiter, RateLimiterClient
 from ratelimitd_client.decision import Decision, LimitStatus, Reason
 from ratelimitd_client.hold import Hold
 from ratelimitd_client.node_client import NodeClient
+from ratelimitd_client.observers import Counts, Observer
 from ratelimitd_client.transport.grpc_channel import open_async_channel, open_channel
 from ratelimitd_client.transport.tls import Tls
 
@@ -17,10 +18,12 @@ __all__ = [
     "AsyncRateLimiter",
     "AsyncRateLimiterClient",
     "Check",
+    "Counts",
     "Decision",
     "Hold",
     "LimitStatus",
     "NodeClient",
+    "Observer",
     "RateLimiter",
     "RateLimiterClient",
     "Reason",

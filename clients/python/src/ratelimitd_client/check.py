@@ -32,6 +32,9 @@ MS_PER_S: Final = 1_000
 MAX_TTL_S: Final = 3_600
 MAX_HOLD_ID: Final = 64
 
+PEEK: Final = pb.RateLimitRequest(peek=True).SerializeToString()
+"""Makes a peek of an encoded check that it is appended to."""
+
 CACHE_SIZE: Final = 1_024
 """Cached encodings of endpoint, cost and so on: more than an application has, and at most 3 MB."""
 

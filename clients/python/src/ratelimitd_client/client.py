@@ -15,6 +15,7 @@ from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.hold import DEFAULT_TTL_S, Hold
 from ratelimitd_client.node_client import NodeClient
 from ratelimitd_client.sessions import Sessions, valid_timeout_s
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class RateLimiter(Protocol):
@@ -75,7 +76,9 @@ class RateLimiter(Protocol):
 
 
 class RateLimiterClient(Sessions):
-    """Decides on every check within its deadline, also when the service does not answer: it then fails open.
+    """Decides on every check within its deadline, also when the service does not answer.
+
+    It then fails open, or closed with ``on_unavailable="deny"``.
 
     Create one for the whole process, and close it or use ``with``. It connects with its first call, so it may be
     created when a module is imported, and before a server forks its workers.
@@ -121,8 +124,8 @@ class RateLimiterClient(Sessions):
         """Return whether a request may proceed, and spend ``cost`` tokens if so. The arguments are those of ``Check``.
 
         A check that passes within ``max_wait_s`` seconds, at most 60, is allowed, and this returns when it may proceed.
-        The wait begins with the answer, and is no part of ``timeout_s``; a check that is let through because the node
-        does not answer never waits. Where a limit is a window, the node lets nobody wait.
+        The wait begins with the answer, and is no part of ``timeout_s``; a check that the node does not answer never
+        waits. Where a limit is a window, the node lets nobody wait.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
@@ -140,11 +143,15 @@ class RateLimiterClient(Sessions):
             max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        if not session.allows():
-            return session.unasked([request], deadline_s)[0]
+        decision = (
+            session.ask(request, deadline_s)
+            if session.allows()
+            else session.unasked([request], deadline_s)[0]
+        )
+        self._report(decision, endpoint)
         if max_wait_s and not peek:
-            return self._waited(session.ask(request, deadline_s))
-        return session.ask(request, deadline_s)
+            self._waited(decision)
+        return decision
 
     def check_many(
         self, checks: Iterable[Check], *, timeout_s: float | None = None
@@ -155,14 +162,20 @@ class RateLimiterClient(Sessions):
             ValueError: there are more checks, or ``timeout_s`` is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
-        requests = requests_of(checks)
+        asked = list(checks)
+        requests = requests_of(asked)
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
         if not requests:
             return []
-        if not session.allows():
-            return session.unasked(requests, deadline_s)
-        return session.ask_many(requests, deadline_s)
+        if session.allows():
+            decisions = session.ask_many(requests, deadline_s)
+        else:
+            decisions = session.unasked(requests, deadline_s)
+        report = self._report
+        for check, decision in zip(asked, decisions, strict=True):
+            report(decision, check.endpoint)
+        return decisions
 
     def hold(
         self,
@@ -189,16 +202,19 @@ class RateLimiterClient(Sessions):
         message = hold_of(request, ttl_s, hold_id)
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
-        fail_open = session.fail_open
-        if not session.allows():
+        held = pb.HoldResponse()
+        if session.allows():
+            try:
+                answer = session.call(HOLD, message, deadline_s)
+            except CallError as error:
+                [decision] = session.fail_open.failed(error.code, error.details, 1)
+            else:
+                decision, held = session.fail_open.held(answer)
+        else:
             # The probe is a check that charges nothing.
             probe = request_of(identifier, identifier_type, endpoint, peek=True)
-            return Hold(session.unasked([probe], deadline_s)[0])
-        try:
-            answer = session.call(HOLD, message, deadline_s)
-        except CallError as error:
-            return Hold(fail_open.failed(error.code, error.details, 1)[0])
-        decision, held = fail_open.held(answer)
+            [decision] = session.unasked([probe], deadline_s)
+        self._report(decision, endpoint)
         return Hold(
             decision, cost=cost, hold=held.hold, expire_time=held.expire_time, session=session
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS, ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -28,9 +28,9 @@ class Reason(enum.StrEnum):
     OTHER = "OTHER"
     """A reason of a newer node; use ``allowed``."""
     NO_ANSWER = "NO_ANSWER"
-    """Allowed by the client: no usable answer came in time."""
+    """Of the client, as ``on_unavailable`` says: no usable answer came in time."""
     NOT_ASKED = "NOT_ASKED"
-    """Allowed by the client without a call, because its breaker is not closed."""
+    """Of the client, as ``on_unavailable`` says: it made no call, because its breaker is not closed."""
 
 
 _REASONS: Final = {
@@ -39,12 +39,19 @@ _REASONS: Final = {
 
 _OTHER: Final = Reason.OTHER
 
-_FAIL_OPEN: Final = frozenset(
-    {Reason.FAIL_OPEN_BREAKER, Reason.FAIL_OPEN_ERROR, Reason.NO_ANSWER, Reason.NOT_ASKED}
-)
+_new: Final = tuple.__new__
+
+OnUnavailable = Literal["allow", "deny"]
+"""What the client answers to a check that no node has answered."""
+
+_BY_CLIENT: Final = frozenset({Reason.NO_ANSWER, Reason.NOT_ASKED})
+_UNCHECKED: Final = _BY_CLIENT | {Reason.FAIL_OPEN_BREAKER, Reason.FAIL_OPEN_ERROR}
 
 FAIL_OPEN_REMAINING: Final = 1
 """``remaining_tokens`` of a check that was let through unchecked, by a node or by the client."""
+
+UNAVAILABLE_RETRY_S: Final = 1
+"""``retry_after_seconds`` of a check that the client denied: within it a service that returns is used again."""
 
 
 POLICY_CACHE_SIZE: Final = 64
@@ -97,7 +104,12 @@ class Decision(NamedTuple):
     @property
     def fail_open(self) -> bool:
         """Whether the check was let through unchecked, by the node or by the client."""
-        return self.allowed and self.reason in _FAIL_OPEN
+        return self.allowed and self.reason in _UNCHECKED
+
+    @property
+    def fail_closed(self) -> bool:
+        """Whether the check was denied unchecked, by the node or by the client: no limit was exceeded."""
+        return not self.allowed and self.reason in _UNCHECKED
 
     @property
     def reset_after_seconds(self) -> int:
@@ -106,6 +118,12 @@ class Decision(NamedTuple):
         ahead_s = math.ceil(self.reset_time - self.decided_at_s)
         least_s = 0 if self.allowed else self.retry_after_seconds
         return max(least_s, min(ahead_s, self.window_seconds))
+
+    def if_unavailable(self, on_unavailable: OnUnavailable) -> Decision:
+        """Return what ``on_unavailable`` demands in place of a decision that the client made; a node's is unchanged."""
+        if self.reason not in _BY_CLIENT:
+            return self
+        return unchecked(self.reason, self.error, self.decided_at_s, on_unavailable)
 
     def headers(
         self,
@@ -160,7 +178,7 @@ def _require_valid(policy: str, revision: str) -> None:
 def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
     """Return the decision of a node's answer."""
     # As NamedTuple's own constructor, in two thirds of its time: runs for every check.
-    return tuple.__new__(
+    return _new(
         Decision,
         (
             answer.allowed,
@@ -197,9 +215,20 @@ def _status_of(status: pb.LimitStatus) -> LimitStatus:
     )
 
 
-def let_through(reason: Reason, why: str, now_s: float) -> Decision:
-    """Return the client's own decision."""
-    return Decision(True, FAIL_OPEN_REMAINING, 0, 0, reason, error=why, decided_at_s=now_s)  # noqa: FBT003 - allowed
+def require_on_unavailable(value: object) -> None:
+    """Raise ValueError for what is no :data:`OnUnavailable`."""
+    if not (isinstance(value, str) and value in get_args(OnUnavailable)):
+        message = 'on_unavailable must be "allow" or "deny"'
+        raise ValueError(message)
+
+
+def unchecked(
+    reason: Reason, why: str, now_s: float, on_unavailable: OnUnavailable = "allow"
+) -> Decision:
+    """Return the client's own decision on a check that no node has answered."""
+    allowed = on_unavailable == "allow"
+    remaining, retry_s = (FAIL_OPEN_REMAINING, 0) if allowed else (0, UNAVAILABLE_RETRY_S)
+    return Decision(allowed, remaining, 0, retry_s, reason, error=why, decided_at_s=now_s)
 
 
 def refused(why: str, now_s: float) -> Decision:

@@ -1,4 +1,4 @@
-"""Turns what a call ends with into decisions: the only place that fails open. Does no I/O. See ADR 0034.
+"""Turns what a call ends with into decisions: the only place that fails open, or closed. Does no I/O. See ADR 0034.
 
 An answer, a status, bytes that mean nothing: each becomes decisions here and is reported to the breaker and to the log.
 """
@@ -15,9 +15,16 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from ratelimitd_client.check import batch_of
+from ratelimitd_client.check import PEEK, batch_of
 from ratelimitd_client.clock import Clock
-from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
+from ratelimitd_client.decision import (
+    Decision,
+    OnUnavailable,
+    Reason,
+    decision_of,
+    refused,
+    unchecked,
+)
 from ratelimitd_client.log_throttle import LogThrottle
 from ratelimitd_wire.breaker import US_PER_S, Breaker
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -36,6 +43,9 @@ take longer than a deadline."""
 
 GARBLED: Final = "GARBLED"
 """The error of an answer that is no message of the contract, or has not one answer for each check."""
+
+HTTP1_PEER: Final = "http1.x server"
+"""Part of the details of UNAVAILABLE where the peer answers HTTP/1.1: gRPC's words, and so the native channel's."""
 
 RECOVERY_US: Final = 250_000
 """Pause of an open breaker before a probe. Short, since no caller waits for a probe: a service that returns is used
@@ -86,9 +96,20 @@ def call_of(requests: Sequence[bytes]) -> tuple[str, bytes]:
 
 
 class FailOpen:
-    """Turns results of calls into decisions. Threads may share it."""
+    """Turns results of calls into decisions. Threads may share it.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: source of the time.
+        on_unavailable: whether checks without a usable answer are allowed or denied.
+        target: names the service in the log.
+    """
+
+    def __init__(
+        self, clock: Clock, on_unavailable: OnUnavailable = "allow", *, target: str = ""
+    ) -> None:
+        self.on_unavailable: OnUnavailable = on_unavailable
+        self._target = target
+        self._is_http1_logged = False
         self.breaker: Breaker = Breaker(
             lambda: int(clock.monotonic_s() * US_PER_S),
             recovery_us=RECOVERY_US,
@@ -101,16 +122,18 @@ class FailOpen:
         """Return the ``count`` decisions of an answer. ``None``: the call ended with OK, without a message."""
         messages = _messages(answer, count)
         if messages is None:
-            return self._let_through(GARBLED, count)
+            return self._unchecked(GARBLED, count)
         self.breaker.succeeded()
         now_s = self._clock.now_s()
+        if count == 1:  # the usual case, without the time that a comprehension takes to begin
+            return [decision_of(messages[0], now_s)]
         return [decision_of(message, now_s) for message in messages]
 
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
         message = read(pb.HoldResponse, answer)
         if not (message.hold or message.answer.reason):
-            return self._let_through(GARBLED, 1)[0], pb.HoldResponse()
+            return self._unchecked(GARBLED, 1)[0], pb.HoldResponse()
         self.breaker.succeeded()
         return decision_of(message.answer, self._clock.now_s()), message
 
@@ -120,21 +143,34 @@ class FailOpen:
             # Bad input never fails open. In a batch the node answers such a check with INVALID_REQUEST.
             self.breaker.succeeded()
             return [refused(details, self._clock.now_s())]
-        return self._let_through(code.name, count)
+        if HTTP1_PEER in details and not self._is_http1_logged:
+            self._is_http1_logged = True
+            with suppress(Exception):  # as in _unchecked
+                _LOG.warning(
+                    "%s answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default",
+                    self._target,
+                )
+        return self._unchecked(code.name, count)
 
     def broken(self, error: BaseException, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks whose call raised an error without a status. Never raises."""
         try:
-            return self._let_through(type(error).__name__, count)
+            return self._unchecked(type(error).__name__, count)
         except Exception as defect:  # noqa: BLE001 - callers need an answer
-            return last_resort(defect, count)
+            return last_resort(defect, count, self.on_unavailable)
 
     def not_asked(self, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks that are not sent, because the breaker is not closed."""
         now_s = self._clock.now_s()
-        return [let_through(Reason.NOT_ASKED, "", now_s) for _ in range(count)]
+        return [unchecked(Reason.NOT_ASKED, "", now_s, self.on_unavailable) for _ in range(count)]
 
-    def _let_through(self, why: str, count: int) -> list[Decision]:
+    def probe_of(self, requests: Sequence[bytes]) -> Sequence[bytes]:
+        """Return what a probe sends in place of checks that are not sent: what is denied must not be charged."""
+        if self.on_unavailable == "allow":
+            return requests
+        return [request + PEEK for request in requests]
+
+    def _unchecked(self, why: str, count: int) -> list[Decision]:
         self.breaker.failed()
         calls = self._throttle.count()
         if calls:
@@ -142,21 +178,24 @@ class FailOpen:
             # or of a class: text of the peer is not logged.
             with suppress(Exception):
                 _LOG.warning(
-                    "no usable answer from the rate limiter (%s), %d since the last warning: checks are let through",
+                    "no usable answer from the rate limiter (%s), %d since the last warning: the client %s",
                     why,
                     calls,
+                    "lets checks through" if self.on_unavailable == "allow" else "denies checks",
                 )
         now_s = self._clock.now_s()
-        return [let_through(Reason.NO_ANSWER, why, now_s) for _ in range(count)]
+        return [unchecked(Reason.NO_ANSWER, why, now_s, self.on_unavailable) for _ in range(count)]
 
 
-def last_resort(error: BaseException, count: int) -> list[Decision]:
+def last_resort(
+    error: BaseException, count: int, on_unavailable: OnUnavailable = "allow"
+) -> list[Decision]:
     """Return decisions when :class:`FailOpen` itself failed, such as when the application's clock raises.
 
     Reads the system's clock and does not log.
     """
-    now_s = time.time()
-    return [let_through(Reason.NO_ANSWER, type(error).__name__, now_s) for _ in range(count)]
+    now_s, why = time.time(), type(error).__name__
+    return [unchecked(Reason.NO_ANSWER, why, now_s, on_unavailable) for _ in range(count)]
 
 
 def _messages(answer: bytes | None, count: int) -> Sequence[pb.RateLimitResponse] | None:

@@ -95,12 +95,12 @@ class Leases:
         # Of the answer only what is left changes. Two tuples are joined in half the time that unpacking one takes.
         return _new(Decision, (True, lease.beneath + left) + lease.rest)  # noqa: RUF005
 
-    def noted(self, bucket: Bucket, cost: int, decision: Decision) -> Decision:
-        """Count a check that was sent, and lease its bucket if it is hot and has enough left; returns the decision."""
+    def noted(self, bucket: Bucket, cost: int, decision: Decision) -> None:
+        """Count a check that was sent, and lease its bucket if it is hot and has enough left."""
         asked = self._asked
         count = asked.get(bucket, 0)
         if count < 0 or bucket in self._leases:
-            return decision
+            return
         if len(asked) >= MAX_BUCKETS:
             asked.clear()
         asked[bucket] = count = count + cost
@@ -112,7 +112,6 @@ class Leases:
             asked[bucket] = -1
             if size >= HOT * cost:
                 self._start(self._begin(bucket, size))
-        return decision
 
     async def close(self) -> None:
         """Give back what is left of all leases, and take no more."""

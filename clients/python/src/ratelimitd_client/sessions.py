@@ -20,9 +20,16 @@ from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.batching import Answer, Batcher
 from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.decision import (
+    Decision,
+    OnUnavailable,
+    Reason,
+    require_on_unavailable,
+    unchecked,
+)
 from ratelimitd_client.fail_open import HOLD, PATHS, CallError, FailOpen, call_of, last_resort
 from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
+from ratelimitd_client.observers import Counts, Observer, Report, report_to
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -67,18 +74,31 @@ class _Arguments:
         token: str | None,
         *,
         timeout_s: float,
+        on_unavailable: OnUnavailable,
+        observer: Observer | None,
         options: Mapping[str, int | str] | None,
         clock: Clock | None,
     ) -> None:
         require_target(target)
+        require_on_unavailable(on_unavailable)
         self._target = target
         self._tls = tls
         self._token = token
         self._metadata = authorization(token)
         self._timeout_s = valid_timeout_s(timeout_s)
+        self.on_unavailable: Final[OnUnavailable] = on_unavailable
         self._options = {**CHECKING_OPTIONS, **(options or {})}
         self._clock = SystemClock() if clock is None else clock
         self._closed = False
+        self.counts: Final[Counts] = Counts()
+        self._report: Report = self.counts.decided
+        self._observed: Report | None = None
+        if observer is not None:
+            self._report = report_to(self._clock, self.counts, observer)
+            self._observed = report_to(self._clock, observer)
+
+    def _new_fail_open(self) -> FailOpen:
+        return FailOpen(self._clock, self.on_unavailable, target=self._target)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -98,6 +118,8 @@ class Sessions(_Arguments):
         tls: Tls | None = None,
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
         options: Mapping[str, int | str] | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -108,7 +130,16 @@ class Sessions(_Arguments):
         Raises:
             ValueError, TypeError: an argument is not valid.
         """
-        super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
+        super().__init__(
+            target,
+            tls,
+            token,
+            timeout_s=timeout_s,
+            on_unavailable=on_unavailable,
+            observer=observer,
+            options=options,
+            clock=clock,
+        )
         self._sessions: dict[int, Session] = {}
 
     def _opened(self) -> Session:
@@ -117,7 +148,7 @@ class Sessions(_Arguments):
         if session is not None and not self._closed:
             return session
         self._require_open()
-        opened = Session(self._open_grpc(), FailOpen(self._clock), self._metadata)
+        opened = Session(self._open_grpc(), self._new_fail_open(), self._metadata)
         # Two threads may get here at once: one session is kept. After a fork the parent's session stays untouched:
         # closing it would send GOAWAY on the parent's sockets.
         kept = self._sessions.setdefault(os.getpid(), opened)
@@ -128,11 +159,10 @@ class Sessions(_Arguments):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _waited(self, decision: Decision) -> Decision:
-        """Return a decision when its wait is over."""
+    def _waited(self, decision: Decision) -> None:
+        """Return when the wait of a decision is over."""
         if decision.wait_ms:
             self._sleep(decision.wait_ms / MS_PER_S)
-        return decision
 
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
@@ -203,7 +233,7 @@ class Session:
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
-            self._probe(requests, timeout_s)
+            self._probe(self.fail_open.probe_of(requests), timeout_s)
         return self.fail_open.not_asked(len(requests))
 
     def _probe(self, requests: Sequence[bytes], timeout_s: float) -> None:
@@ -240,6 +270,8 @@ class AsyncSessions(_Arguments):
         tls: Tls | None = None,
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
         linger_us: int = 0,
         lease_ms: int = 0,
         options: Mapping[str, int | str] | None = None,
@@ -253,7 +285,10 @@ class AsyncSessions(_Arguments):
                 are used in turn.
             tls: see :class:`Tls`; ``None`` sends plaintext, the token included.
             token: bearer token of a role, sent with every call.
-            timeout_s: deadline of a check in seconds; the check is let through when it passes.
+            timeout_s: deadline of a check in seconds.
+            on_unavailable: answer to a check that no node has answered usably in time: ``"allow"`` lets it through,
+                ``"deny"`` denies it, to be tried again after a second.
+            observer: is told of every decision, beside :attr:`counts`; see :mod:`ratelimitd_client.observers`.
             linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
                 With 0 it is batched with those of the same event-loop iteration, and with those that come while two
                 calls are in flight; it waits for nothing if the check before it was alone.
@@ -276,16 +311,25 @@ class AsyncSessions(_Arguments):
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             message = f"lease_ms must be 0 to {MAX_LEASE_MS:,}"
             raise ValueError(message)
-        super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
+        super().__init__(
+            target,
+            tls,
+            token,
+            timeout_s=timeout_s,
+            on_unavailable=on_unavailable,
+            observer=observer,
+            options=options,
+            clock=clock,
+        )
         self._linger_s = linger_us / 1_000_000
         self._lease_s = lease_ms / MS_PER_S
         self._is_native = transport == "native" and not options
         self._sessions: dict[asyncio.AbstractEventLoop, AsyncSession] = {}
         self._process: int | None = None
         """The process that opened the first session."""
-        self._fail_open = FailOpen(self._clock)
+        self._fail_open = self._new_fail_open()
         # Separate: the lock of the other may have been held at the fork.
-        self._forked = _ForkedSession(FailOpen(self._clock))
+        self._forked = _ForkedSession(self._new_fail_open())
 
     def _opened(self) -> AsyncSession:
         """Return the session of the running event loop, opened if it has none."""
@@ -300,11 +344,10 @@ class AsyncSessions(_Arguments):
             return self._sessions.get(asyncio.get_running_loop())
         return None
 
-    async def _waited(self, decision: Decision) -> Decision:
-        """Return a decision when its wait is over."""
+    async def _waited(self, decision: Decision) -> None:
+        """Return when the wait of a decision is over."""
         if decision.wait_ms:
             await self._sleep(decision.wait_ms / MS_PER_S)
-        return decision
 
     def _forget(self, session: AsyncSession) -> None:
         self._sessions.pop(session.loop, None)
@@ -443,7 +486,7 @@ class AsyncSession:
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
-            self.ask_many(requests, timeout_s)
+            self.ask_many(self.fail_open.probe_of(requests), timeout_s)
         return self.fail_open.not_asked(len(requests))
 
     def _send_native(
@@ -459,7 +502,7 @@ class AsyncSession:
                 else:
                     decisions = self.fail_open.answered(call.answer, count)
             except Exception as error:  # noqa: BLE001 - such as of the application's clock; callers need an answer
-                decisions = last_resort(error, count)
+                decisions = last_resort(error, count, self.fail_open.on_unavailable)
             answer(decisions)
 
         path, message = call_of(requests)
@@ -518,7 +561,7 @@ async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens
     try:
         answer = await session.call(HOLD, message, timeout_s)
     except CallError as error:
-        return AsyncHold(let_through(Reason.NO_ANSWER, error.code.name, 0.0))
+        return AsyncHold(unchecked(Reason.NO_ANSWER, error.code.name, 0.0))
     decision, held = session.fail_open.held(answer)
     return AsyncHold(decision, cost=tokens, hold=held.hold, session=session)
 
@@ -536,7 +579,7 @@ class ForkedError(RuntimeError):
 
 
 class _ForkedSession(AsyncSession):
-    """Lets every check through with a warning, in a process forked after the client was used."""
+    """Sends no check, and warns, in a process forked after the client was used."""
 
     def __init__(self, fail_open: FailOpen) -> None:
         self.fail_open = fail_open

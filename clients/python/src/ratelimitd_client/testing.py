@@ -14,9 +14,16 @@ import grpc
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.check import MAX_COST, NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.clock import Clock
-from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.decision import (
+    Decision,
+    OnUnavailable,
+    Reason,
+    require_on_unavailable,
+    unchecked,
+)
 from ratelimitd_client.fail_open import SETTLE, CallError
 from ratelimitd_client.hold import Hold
+from ratelimitd_client.observers import Counts, Observer, report_to
 from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -61,12 +68,23 @@ _Bucket: TypeAlias = tuple[str, str, str, int]
 class _Counts:
     """The limits and counts of a fake, and whether its service is available."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
+    ) -> None:
+        require_on_unavailable(on_unavailable)
+        self.on_unavailable: Final[OnUnavailable] = on_unavailable
         self.clock: Final = ManualClock() if clock is None else clock
+        self.counts: Final[Counts] = Counts()
+        observers = [self.counts] if observer is None else [self.counts, observer]
+        self._report = report_to(self.clock, *observers)
         self.checks: Final[list[Check]] = []
         """All checks in order, also those while the service is not available."""
         self.available = True
-        """Set to ``False`` to let all checks through, as when the service does not answer."""
+        """Set to ``False`` to answer all checks as when the service does not answer."""
         self._closed = False
         self._limits: dict[tuple[str, str], _Limit] = {}
         self._spent: dict[_Bucket, int] = {}
@@ -106,11 +124,16 @@ class _Counts:
             raise RuntimeError(message)
 
     def _decide(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
-        """Return the decision, and the buckets that it charged."""
+        """Return the decision, which is reported, and the buckets that it charged."""
         self.checks.append(check)
+        decision, charged = self._judged(check)
+        self._report(decision, check.endpoint)
+        return decision, charged
+
+    def _judged(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
         now_s = self.clock.now_s()
         if not self.available:
-            return let_through(Reason.NO_ANSWER, "UNAVAILABLE", now_s), ()
+            return unchecked(Reason.NO_ANSWER, "UNAVAILABLE", now_s, self.on_unavailable), ()
         judged: dict[_Bucket, Decision] = {}
         for kind, identifier in {check.identifier_type: check.identifier, **check.also}.items():
             found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))

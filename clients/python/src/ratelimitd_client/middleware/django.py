@@ -51,7 +51,9 @@ NAME: Final = "RATELIMITD"
 OF_CLIENT: Final = frozenset({"target", "tls", "token", "timeout_s"})
 """Settings that are arguments of the client, unless ``limiter`` is given."""
 
-MAY_BE_PATHS: Final = frozenset({"limiter", "identify", "identities", "endpoint", "cost"})
+MAY_BE_PATHS: Final = frozenset(
+    {"limiter", "identify", "identities", "endpoint", "cost", "observer"}
+)
 """Settings that may be dotted paths (``"shop.limits.identify"``), since settings cannot import models."""
 
 OPTIONS: Final = frozenset(field.name for field in fields(Options))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from flask import Flask, Request, Response, current_app, request
-from werkzeug.exceptions import TooManyRequests
+from werkzeug.exceptions import default_exceptions
 
 from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision
@@ -26,7 +26,7 @@ HELD: Final = "ratelimitd.held"
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
     """Check each request of an application before its view runs, except for Flask's own static files.
 
-    A denial is raised as 429, so your ``app.errorhandler(429)`` may write the answer; the headers are added to it.
+    A denial is raised as 429 or 503, so your ``app.errorhandler(429)`` may write the answer. The headers are added.
 
     Args:
         app: the application.
@@ -40,7 +40,7 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
     policy = Policy(options)
 
     def check() -> None:
-        """Raise TooManyRequests for a denied request."""
+        """Raise TooManyRequests or ServiceUnavailable for a denied request."""
         if _is_static_file():
             return
         rule, endpoint = request.url_rule, request.endpoint
@@ -60,7 +60,7 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         if not decision.allowed:
             answer = policy.denied(decision, header_of(request.environ, "accept"))
             response = Response(answer.body, answer.status, answer.headers)
-            raise TooManyRequests(answer.text, response)
+            raise default_exceptions[answer.status](answer.text, response)
 
     def add_headers(response: Response) -> Response:
         """Add the headers of the limit, except those that the view has set."""

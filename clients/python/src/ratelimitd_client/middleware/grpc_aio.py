@@ -14,16 +14,15 @@ import grpc.aio
 from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.grpc_server import (
-    DENIED,
     Behaviour,
     Call,
     Handler,
     add_metadata,
     call_of,
-    details_of,
     enforce,
     handler_of,
     info_of,
+    status_of,
 )
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
@@ -109,7 +108,7 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
         if decision is not None:
             add_metadata(self._policy, decision, context)
             if not decision.allowed:
-                await context.abort(DENIED, details_of(self._policy, decision))
+                await context.abort(*status_of(self._policy, decision))
 
     async def _decision(self, call: Call, behaviour: Behaviour) -> Decision | None:
         return await self._policy.decide_async(self._limiter, call, info_of(call, behaviour))

@@ -22,6 +22,7 @@ METHOD: Final = "POST"
 """The HTTP method of every call."""
 
 DENIED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
+UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 _HAVE_ADDRESSES: Final = ("ipv4", "ipv6")
 
@@ -31,8 +32,8 @@ Behaviour = Callable[[Any, Any], Any]
 class RateLimitInterceptor(grpc.ServerInterceptor):
     """Checks each call before its handler runs; a stream once, when it begins.
 
-    A denied call ends with RESOURCE_EXHAUSTED and ``retry-after`` in its trailing metadata. Allowed calls have the
-    fields of the limit there, unless the handler sets the metadata.
+    A denied call ends with RESOURCE_EXHAUSTED, or UNAVAILABLE if no limit denied it. Its trailing metadata has
+    ``retry-after``. Allowed calls have the fields of the limit there, unless the handler sets the metadata.
 
     Args:
         limiter: a blocking client, or a fake. The caller closes it.
@@ -150,9 +151,10 @@ def _trailing(context: Any) -> Sequence[tuple[str, str | bytes]]:
         return ()
 
 
-def details_of(policy: Policy[Call], decision: Decision) -> str:
-    """Return the details of a denied call's status."""
-    return policy.denied(decision).body.decode().rstrip("\n")
+def status_of(policy: Policy[Call], decision: Decision) -> tuple[grpc.StatusCode, str]:
+    """Return the status of a denied call, and its details."""
+    code = UNAVAILABLE if decision.fail_closed else DENIED
+    return code, policy.denied(decision).body.decode().rstrip("\n")
 
 
 def enforce(policy: Policy[Call], decision: Decision | None, context: Any) -> None:
@@ -160,4 +162,4 @@ def enforce(policy: Policy[Call], decision: Decision | None, context: Any) -> No
     if decision is not None:
         add_metadata(policy, decision, context)
         if not decision.allowed:
-            context.abort(DENIED, details_of(policy, decision))
+            context.abort(*status_of(policy, decision))

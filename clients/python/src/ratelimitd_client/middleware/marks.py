@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple, Never, TypeVar
 
 from ratelimitd_client.check import MAX_COST, require_type
+from ratelimitd_client.decision import OnUnavailable, require_on_unavailable
 from ratelimitd_client.middleware.identity import Identities
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
 
@@ -36,6 +37,7 @@ class Mark(NamedTuple):
     identities: Callable[[Any], object] | None = None
     hold: int | Callable[[Any], int] | None = None
     settle: Callable[[Any], object] | None = None
+    on_unavailable: OnUnavailable | None = None
 
     def over(self, other: Mark) -> Mark:
         """Return this mark with what it leaves open taken from another, except ``exempt``."""
@@ -47,6 +49,7 @@ class Mark(NamedTuple):
             other.identities if self.identities is None else self.identities,
             other.hold if self.hold is None else self.hold,
             other.settle if self.settle is None else self.settle,
+            self.on_unavailable or other.on_unavailable,
         )
 
 
@@ -71,6 +74,7 @@ def limited(
     identities: Callable[[Any], Identities | Awaitable[Identities | None] | None] | None = None,
     hold: int | Callable[[Any], int] | None = None,
     settle: Callable[[Any], int | None] | None = None,
+    on_unavailable: OnUnavailable | None = None,
 ) -> Callable[[V], V]:
     """Mark a view with how its requests are counted. Place it below the decorator that makes the view a route.
 
@@ -88,6 +92,7 @@ def limited(
             many tokens, and slots of a limit of concurrency, are held until the answer has ended.
         settle: returns the tokens that a request has cost, when its answer has ended; ``None``: what was held. It takes
             the request, on which the view has left what it counted.
+        on_unavailable: ``"allow"`` or ``"deny"``, in place of the option of this name.
 
     Raises:
         ValueError: an argument is not valid; the message names it.
@@ -113,7 +118,9 @@ def limited(
     if given is not True and given is not False:
         message = "exempt must be True or False"
         raise ValueError(message)
-    mark = Mark(cost, endpoint, exempt, identifier_type, identities, hold, settle)
+    if on_unavailable is not None:
+        require_on_unavailable(on_unavailable)
+    mark = Mark(cost, endpoint, exempt, identifier_type, identities, hold, settle, on_unavailable)
 
     def marked(view: V) -> V:
         setattr(view, ATTRIBUTE, mark.over(_own_mark_of(view)))
@@ -144,9 +151,9 @@ def _misplaced(first: object, *_: object) -> TypeError:
     if callable(first):
         return TypeError("limited is called above a view, such as @limited(cost=2)")
     return TypeError(
-        "limited takes cost, endpoint, exempt, identifier_type, identities, hold and settle, by their names, and no"
-        " limit such as 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd rules create"
-        " --help`"
+        "limited takes cost, endpoint, exempt, identifier_type, identities, hold, settle and on_unavailable, by their"
+        " names, and no limit such as 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd"
+        " rules create --help`"
     )
 
 

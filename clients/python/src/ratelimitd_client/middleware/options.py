@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from ratelimitd_client.decision import Decision, Reason
+from ratelimitd_client.decision import Decision, OnUnavailable, Reason
 from ratelimitd_client.middleware.identity import Identities, Identity
 from ratelimitd_client.middleware.marks import VALID_COST, is_valid_cost
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
+from ratelimitd_client.observers import Observer, is_observer
 from ratelimitd_wire.addresses import ClientAddresses
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 
@@ -44,6 +45,9 @@ class Options(Generic[R]):
             ``None`` they are let through with a warning.
         on_error: effect of an exception in one of your functions: ``"allow"`` lets the request through with a warning
             (of ``identities``: counts it without them), ``"raise"`` passes it to the framework, which answers 500.
+        on_unavailable: effect of a check that no node has answered, or of an error of the limiter: ``"allow"`` lets the
+            request through, ``"deny"`` answers 503; ``None``: as the client says.
+        observer: is told of every decision as the middleware makes it; see :mod:`ratelimitd_client.observers`.
         endpoint: returns what a request is counted under, or ``None`` to use the route template.
         unmatched: endpoint of requests that no route matches; with ``None`` they are let through unchecked.
         with_method: put the method before the route template: ``GET /orders/{id}``.
@@ -53,7 +57,8 @@ class Options(Generic[R]):
         headers_revision: the revision of the draft they follow: ``draft-11``, ``draft-7`` or ``draft-6``.
         x_ratelimit: also add ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``.
         policy: the name of the limit in these headers.
-        denied_text: the text of an answer to a denied request, or a function of the decision that returns it.
+        denied_text: the text of an answer to a request over its limit, or a function of the decision that returns the
+            text of any denial.
 
     Raises:
         ValueError, TypeError: an option is not valid; the message names it.
@@ -67,6 +72,8 @@ class Options(Generic[R]):
     ipv6_prefix: int = 64
     anonymous: Identity | None = None
     on_error: OnError = "allow"
+    on_unavailable: OnUnavailable | None = None
+    observer: Observer | None = None
     endpoint: Callable[[R], str | None] | None = None
     unmatched: str | None = "unmatched"
     with_method: bool = False
@@ -134,6 +141,14 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "on_error": (
         lambda value: isinstance(value, str) and value in {"allow", "raise"},
         '"allow" or "raise"',
+    ),
+    "on_unavailable": (
+        lambda value: value is None or (isinstance(value, str) and value in {"allow", "deny"}),
+        '"allow", "deny" or None',
+    ),
+    "observer": (
+        lambda value: value is None or is_observer(value),
+        "an Observer, whose method decided is no coroutine function",
     ),
     "endpoint": (
         lambda value: value is None or _answers_at_once(value),

@@ -17,15 +17,18 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias
 from ratelimitd_client import AsyncRateLimiter, RateLimiter
 from ratelimitd_client.check import MAX_COST, NOBODY
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import Decision, Reason
+from ratelimitd_client.decision import Decision, OnUnavailable, Reason
+from ratelimitd_client.fail_open import last_resort
 from ratelimitd_client.log_throttle import LogThrottle
 from ratelimitd_client.middleware.holds import Held
 from ratelimitd_client.middleware.identity import Identity, identifiers_by_type
 from ratelimitd_client.middleware.marks import mark_of
 from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.request_info import RequestInfo, is_valid_endpoint, with_method
+from ratelimitd_client.observers import report_to
 
 DENIED_STATUS: Final = int(HTTPStatus.TOO_MANY_REQUESTS)
+UNAVAILABLE_STATUS: Final = int(HTTPStatus.SERVICE_UNAVAILABLE)
 
 UNCHECKED: Final = "let through unchecked: "
 NO_IDENTITY: Final = (
@@ -36,6 +39,7 @@ FUNCTION_FAILED: Final = (
 )
 IDENTITIES_FAILED: Final = "counted for its first identity alone: the function identities failed"
 LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
+LIMITER_FAILED_CLOSED: Final = "denied: the limiter raised an error"
 REFUSED: Final = "denied, since the node refuses such a check: "
 SETTLE_FAILED: Final = "settled with what was held: the function settle failed"
 TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
@@ -56,6 +60,7 @@ class Charge(NamedTuple):
     identities: Callable[[Any], object] | None = None
     holds: bool = False
     settle: Callable[[Any], object] | None = None
+    on_unavailable: OnUnavailable | None = None
 
 
 class _Asked(NamedTuple):
@@ -66,6 +71,7 @@ class _Asked(NamedTuple):
     also: Mapping[str, str]
     holds: bool
     settle: Callable[[Any], object] | None
+    on_unavailable: OnUnavailable | None
 
 
 Admission: TypeAlias = tuple[Decision | None, Held | None]
@@ -104,7 +110,10 @@ class Policy(Generic[R]):
         self._exempt = frozenset(self._options.exempt)
         self._forwarded_header = self._options.forwarded_header.lower()
         self._api_key_header = (self._options.api_key_header or "").lower()
-        self._throttle = LogThrottle(SystemClock() if clock is None else clock)
+        clock = SystemClock() if clock is None else clock
+        self._throttle = LogThrottle(clock)
+        observer = self._options.observer
+        self._report = None if observer is None else report_to(clock, observer)
 
     def decide(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Decision | None:
         """Return the decision on a request, which holds nothing; ``None`` lets it through unchecked.
@@ -123,12 +132,12 @@ class Policy(Generic[R]):
             return NOT_CHECKED
         try:
             if not (asked.holds and may_hold):
-                return limiter.check(*asked.who, cost=asked.cost, also=asked.also), None
+                decision = limiter.check(*asked.who, cost=asked.cost, also=asked.also)
+                return self._decided(asked, decision), None
             hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
-            self.warn(LIMITER_FAILED, error)
-            return NOT_CHECKED
-        return hold.decision, Held(hold, asked.cost, asked.settle)
+            return self._limiter_failed(limiter, asked, error)
+        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
 
     def _asked(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -160,12 +169,12 @@ class Policy(Generic[R]):
             return NOT_CHECKED
         try:
             if not (asked.holds and may_hold):
-                return await limiter.check(*asked.who, cost=asked.cost, also=asked.also), None
+                decision = await limiter.check(*asked.who, cost=asked.cost, also=asked.also)
+                return self._decided(asked, decision), None
             hold = await limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
         except Exception as error:  # noqa: BLE001 - as above
-            self.warn(LIMITER_FAILED, error)
-            return NOT_CHECKED
-        return hold.decision, Held(hold, asked.cost, asked.settle)
+            return self._limiter_failed(limiter, asked, error)
+        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
 
     async def _asked_async(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -195,7 +204,27 @@ class Policy(Generic[R]):
             self.warn(NO_IDENTITY)
             return None
         who = identity.identifier, identity.identifier_type, charge.endpoint
-        return _Asked(who, charge.cost, also, charge.holds, charge.settle)
+        return _Asked(who, charge.cost, also, charge.holds, charge.settle, charge.on_unavailable)
+
+    def _decided(self, asked: _Asked, decision: Decision) -> Decision:
+        """Return the limiter's decision, or if no node made it what the options say, and report it."""
+        if asked.on_unavailable is not None:
+            decision = decision.if_unavailable(asked.on_unavailable)
+        if self._report is not None:
+            self._report(decision, asked.who[2])
+        return decision
+
+    def _limiter_failed(
+        self, limiter: RateLimiter | AsyncRateLimiter, asked: _Asked, error: Exception
+    ) -> Admission:
+        # A limiter of the application's own may have no such attribute.
+        how: OnUnavailable = getattr(limiter, "on_unavailable", "allow")
+        decision = self._decided(asked, last_resort(error, 1, how)[0])
+        if decision.allowed:
+            self.warn(LIMITER_FAILED, error)
+            return NOT_CHECKED
+        self.warn(LIMITER_FAILED_CLOSED, error)
+        return decision, None
 
     def actual(self, held: Held, request: R) -> int:
         """Return what a request has cost that was held; what it held if its function does not say."""
@@ -238,7 +267,10 @@ class Policy(Generic[R]):
         identities = options.identities if mark.identities is None else mark.identities
         if not cost:
             return None
-        return Charge(endpoint, cost, mark.identifier_type, identities, holds, mark.settle)
+        on_unavailable = mark.on_unavailable or options.on_unavailable
+        return Charge(
+            endpoint, cost, mark.identifier_type, identities, holds, mark.settle, on_unavailable
+        )
 
     def identity(self, given: object, info: RequestInfo, preferred: str | None) -> Identity | None:
         """Return who a request is counted for: the first identity of the preferred type, else the first.
@@ -277,7 +309,9 @@ class Policy(Generic[R]):
         return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
 
     def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
-        """Return the answer to a denied request: JSON if ``accept``, its Accept header, names it, else plain text.
+        """Return the answer to a denied request: 429, or 503 if no limit denied it.
+
+        It is JSON if ``accept``, the request's Accept header, names it, else plain text.
 
         Raises:
             Exception: raised by ``denied_text``, if ``on_error`` is ``"raise"``.
@@ -296,7 +330,8 @@ class Policy(Generic[R]):
         else:
             kind, body = "text/plain; charset=utf-8", f"{text}\n"
         headers = {"Content-Type": kind, **self.headers(decision)}
-        return Answer(DENIED_STATUS, headers, body.encode(errors="replace"), text)
+        status = UNAVAILABLE_STATUS if decision.fail_closed else DENIED_STATUS
+        return Answer(status, headers, body.encode(errors="replace"), text)
 
     def warn(self, what: str, error: Exception | None = None) -> None:
         """Log what happened to a request, at most once a second, with the type and the place of the error.
@@ -323,7 +358,7 @@ class Policy(Generic[R]):
 
     def _denied_text(self, decision: Decision) -> str:
         text = self._options.denied_text
-        if text is None:
+        if text is None or (decision.fail_closed and isinstance(text, str)):
             return _default_text(decision)
         returned: object = text if isinstance(text, str) else text(decision)
         if not isinstance(returned, str):
@@ -426,7 +461,8 @@ def _cost_of(name: str, returned: object) -> int:
 
 def _default_text(decision: Decision) -> str:
     wait_s = decision.retry_after_seconds
-    return f"Too many requests. Try again in {wait_s} s." if wait_s else "Too many requests."
+    what = "Temporarily unavailable." if decision.fail_closed else "Too many requests."
+    return f"{what} Try again in {wait_s} s." if wait_s else what
 
 
 def _type_and_place(error: Exception) -> str:

@@ -97,6 +97,8 @@ class NativeChannel:
         self._is_unknown = False
         """The last look-up of the name failed."""
         self._lookup_due = asyncio.Event()
+        self._failure = "no attempt has failed"
+        """Why the last attempt to connect failed."""
         self._settled = asyncio.Event()
         """A node is connected, or the channel is closed."""
         self._keeper: asyncio.Task[None] | None = None
@@ -192,7 +194,8 @@ class NativeChannel:
             call.block = call.head + h2_call.timeout_field(h2_call.milliseconds(left_s))
             link.ask(call)
         elif self._is_closed or self._is_hopeless():
-            self._end(call, grpc.StatusCode.UNAVAILABLE, "no node can be reached")
+            details = f"no node can be reached: {self._failure}"
+            self._end(call, grpc.StatusCode.UNAVAILABLE, details)
         else:
             self._waiting[call] = None
 
@@ -305,6 +308,7 @@ class NativeChannel:
             addresses = await self._target.addresses(self._loop)
         except Exception:  # noqa: BLE001 - the name is looked up again
             self._is_unknown = True
+            self._failure = "the name is unknown"
             return
         self._is_unknown = False
         for address in set(self._nodes) - set(addresses):
@@ -345,14 +349,15 @@ class NativeChannel:
         self._links.add(link)
         link.lost.add_done_callback(lambda _: self._links.discard(link))
         try:
-            with suppress(Exception):  # the caller retries
-                async with asyncio.timeout(CONNECT_S):
-                    await self._open(address, link)
-                    # Shielded: a timeout would cancel it, and the connection would look ready.
-                    await asyncio.shield(link.ready)
+            async with asyncio.timeout(CONNECT_S):
+                await self._open(address, link)
+                # Shielded: a timeout would cancel it, and the connection would look ready.
+                await asyncio.shield(link.ready)
         except asyncio.CancelledError:
             self._give_up(link)
             raise
+        except Exception as error:  # noqa: BLE001 - the caller retries
+            self._failure = str(error) or type(error).__name__
         # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link

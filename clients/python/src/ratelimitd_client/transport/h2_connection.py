@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
+from ratelimitd_client.fail_open import HTTP1_PEER
 from ratelimitd_client.transport import payloads
 from ratelimitd_client.transport.h2_call import Call, status_of_reset
 from ratelimitd_client.transport.payloads import PeerError
@@ -148,7 +149,9 @@ class Connection(Generic[CallT]):
         while end - at >= frames.FRAME_HEADER_BYTES:
             high, low, kind, flags, stream_id = payloads.read_header(octets, at)
             if high or low > frames.DEFAULT_MAX_FRAME_BYTES:
-                raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame is too long")
+                is_http1 = not self.is_ready and octets.startswith(b"HTTP/1.")
+                why = f"the peer is an {HTTP1_PEER}" if is_http1 else "a frame is too long"
+                raise PeerError(ErrorCode.FRAME_SIZE_ERROR, why)
             begin = at + frames.FRAME_HEADER_BYTES
             if begin + low > end:
                 break

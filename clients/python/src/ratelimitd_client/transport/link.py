@@ -131,6 +131,8 @@ class Link(asyncio.Protocol):
         except PeerError as error:
             ended = connection.give_up(error)
             self._write()
+            if not self.ready.done():
+                self._fail(str(error))
             self.abort()
         else:
             self._write()
@@ -161,12 +163,15 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         ended = self._connection.lose()
         if not self.ready.done():
-            self.ready.set_exception(ConnectionError("the connection was lost"))
-            self.ready.exception()  # marks it as retrieved: there may be no waiter
+            self._fail("the connection was lost")
         self.lost.set_result(None)
         self._settle()
         for call in ended:
             call.ended_by_link(call)
+
+    def _fail(self, why: str) -> None:
+        self.ready.set_exception(ConnectionError(why))
+        self.ready.exception()  # marks it as retrieved: there may be no waiter
 
     def _write(self) -> None:
         octets = self._connection.octets_to_send()
