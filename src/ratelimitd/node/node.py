@@ -36,7 +36,7 @@ from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history
 from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import EMBEDDED, Health
-from ratelimitd.observe.live import Live, live_of
+from ratelimitd.observe.live import WATCH_S, Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
@@ -484,6 +484,7 @@ class Node:
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
         )
         background.every(history.SAMPLE_S, "live view", live.step)
+        background.every(WATCH_S, "verdict", live.watch)
         return live
 
     async def _start_http(self, parts: Parts) -> None:

@@ -27,6 +27,8 @@ from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, 
 SILENT_S: Final = 6.0
 """Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
 
+WATCH_S: Final = 1.0
+
 STEPS_UNSEEN: Final = 5
 """Steps between two reads of the other nodes' statuses while no page is open."""
 
@@ -95,7 +97,8 @@ class _Others:
 class Live:
     """The live view of one node.
 
-    ``own`` makes the status of this node, and with it its next sample. ``board`` is ``None`` for a node that is alone.
+    ``own`` makes the status of this node, and with it its next sample; ``is_healthy`` is its verdict alone.
+    ``board`` is ``None`` for a node that is alone.
     """
 
     def __init__(
@@ -104,8 +107,11 @@ class Live:
         denials: Denials,
         board: StatusBoard | None,
         clock: Clock,
+        *,
+        is_healthy: Callable[[], bool],
     ) -> None:
         self._own = own
+        self._is_healthy = is_healthy
         self._denials = denials
         self._board = board
         self._clock = clock
@@ -144,6 +150,15 @@ class Live:
         self._steps += 1
         for listener in [*self._listeners]:
             await listener()
+
+    def watch(self) -> None:
+        """Tell the other nodes at once when the node's verdict has changed; called every :data:`WATCH_S` seconds.
+
+        Their pages show it after WATCH_S and a step of their own.
+        """
+        if self._board is not None and self._is_healthy() is not self._status.healthy:
+            self._status = self._own()
+            self._board.publish(encode(self._status))
 
     async def end(self) -> None:
         """Notify the listeners of the end."""
@@ -316,4 +331,6 @@ def live_of(
         )
 
     board = parts.cluster.board if parts.cluster else None
-    return Live(status, denials, board, parts.clock)
+    return Live(
+        status, denials, board, parts.clock, is_healthy=lambda: parts.health.report().healthy
+    )
