@@ -61,6 +61,7 @@ class FakeNode(
         self.held: dict[str, int] = {}
         """Tokens by hold."""
         self.page_size = 1000
+        self.max_changes = 1000
         self.after_list: Callable[[], object] = lambda: None
         """Called when the rules have been listed: somebody else's chance to change them."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
@@ -173,6 +174,36 @@ class FakeNode(
         page = pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
         self.after_list()
         return page
+
+    def ApplyRateLimits(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        by_pair = {(rule.endpoint, rule.identifier_type): rule.id for rule in self.rules.values()}
+        changes, kept = [], set()
+        for wanted in request.rate_limits:
+            found = wanted.id or by_pair.get((wanted.endpoint, wanted.identifier_type), "")
+            before = self.rules.get(found)
+            kept.add(found)
+            after = pb.RateLimit()
+            after.CopyFrom(wanted)
+            after.id = found or str(uuid.uuid4())
+            after.etag = before.etag if before else ""
+            if before != after:
+                changes.append(pb.RateLimitChange(before=before, after=after))
+        unwanted = [rule for rule in self.rules.values() if rule.id not in kept]
+        changes += [pb.RateLimitChange(before=rule) for rule in unwanted if request.prune]
+        for change in () if request.dry_run else changes:
+            if change.HasField("after"):
+                self.rules.setdefault(change.after.id, pb.RateLimit()).CopyFrom(change.after)
+            else:
+                del self.rules[change.before.id]
+        kinds = [(one.HasField("before"), one.HasField("after")) for one in changes]
+        return pb.ApplyRateLimitsResponse(
+            revision=len(self.seen),
+            created=kinds.count((False, True)),
+            updated=kinds.count((True, True)),
+            deleted=kinds.count((True, False)),
+            changes=changes[: self.max_changes],
+        )
 
     def Hold(self, request, context):  # noqa: N802
         self._saw(request, context)

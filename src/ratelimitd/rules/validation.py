@@ -176,12 +176,22 @@ def canonical_id(rule_id: str, field: str) -> str:
     return rule_id.lower()
 
 
+def is_rule_id(value: Any) -> bool:
+    """Return whether a value is the id of a rule."""
+    return isinstance(value, str) and _UUID.fullmatch(value) is not None
+
+
 def rule_from_row(row: RuleRow) -> Rule | SkippedRow:
     """Return the rule of a stored row, or why it is invalid."""
-    if not isinstance(row.id, str) or _UUID.fullmatch(row.id) is None:
+    if not is_rule_id(row.id):
         return SkippedRow("", "id: the id must be a UUID")
     if not isinstance(row.revision, int):
         return SkippedRow(row.id, "revision: the revision must be a whole number")
+    return rule_within(row)
+
+
+def rule_within(row: RuleRow) -> Rule | SkippedRow:
+    """Return the rule of a row, or why it is invalid, whatever its id and revision are."""
     draft = row.draft()
     reasons = [f"{field}: {description}" for field, description in _violations(draft)]
     if reasons:

@@ -93,6 +93,27 @@ async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, b
     assert before_and_after == [[None, created], [created, updated], [updated, None]]
 
 
+async def test_a_set_of_rules_keeps_when_each_was_made_and_notes_each_beside_the_trail(
+    store, behind, clock
+):
+    await store.create(ORDERS, "me")
+    clock.advance(seconds=1)
+    moved = RuleDraft("/moved", "user", 10, 60, "token_bucket", id=ID)
+    new = RuleDraft("/orders", "user", 1, 1, "fixed_window", id=NEVER)
+    await store.apply([moved, new], "ops", prune=False, dry_run=False, since=0)
+    assert behind("SELECT id, created_at, updated_at FROM rules ORDER BY endpoint") == [
+        (ID, "2023-11-15 00:00:00.123456", "2023-11-15 00:00:01.123456"),
+        (NEVER, "2023-11-15 00:00:01.123456", "2023-11-15 00:00:01.123456"),
+    ]
+    place = "json_extract({}, '$.endpoint')"
+    columns = f"revision, rule_id, action, {place.format('before')}, {place.format('after')}"
+    assert behind(f"SELECT {columns} FROM rule_audit_changes ORDER BY action") == [  # noqa: S608
+        (2, NEVER, "create", None, "/orders"),
+        (2, ID, "update", "/orders", "/moved"),
+    ]
+    assert len(behind("SELECT * FROM rule_audit")) == 2
+
+
 async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
     many(behind, 1)
     assert await store.create_all([ORDERS], "me") == 0
