@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -62,8 +62,6 @@ class FakeNode(
         """Tokens by hold."""
         self.page_size = 1000
         self.max_changes = 1000
-        self.after_list: Callable[[], object] = lambda: None
-        """Called when the rules have been listed: somebody else's chance to change them."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
         self.explanation = pb.Explanation()
@@ -171,9 +169,7 @@ class FakeNode(
         start = int(request.page_token or 0)
         stop = start + self.page_size
         more = str(stop) if stop < len(rules) else ""
-        page = pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
-        self.after_list()
-        return page
+        return pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
 
     def ApplyRateLimits(self, request, context):  # noqa: N802
         self._saw(request, context)
