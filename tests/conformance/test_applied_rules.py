@@ -13,7 +13,7 @@ from ratelimitd.model import Identity
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.sql.applying import PER_STEP
-from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleChanges, RuleDraft
 from tests.rule_stores import sqlite_store, store_at, successor
 
 ME = "admin@test"
@@ -195,3 +195,47 @@ async def test_a_set_of_many_steps_is_whole_and_lets_the_loop_run(store):
     applied = await apply(store, prune=True)
     assert applied.counts == {"delete": number}
     assert await stored(store) == {}
+
+
+async def test_rules_go_back_to_every_earlier_revision_in_a_new_one(store):
+    first = await store.create(draft("/a"), ME)
+    books = [await stored(store)]
+    for change in (
+        store.update(first.id, RuleChanges(limit=11), "", ME),
+        apply(store, draft("/a", 5), draft("/b"), draft("/c")),
+        store.assignments.assign_all([Assignment(*ALICE, "pro")], ME),
+        store.update(first.id, RuleChanges(endpoint="/d"), "", ME),
+        apply(store, draft("/c", 9), draft("/a"), prune=True),
+        apply(store, prune=True),
+        store.create(draft("/a", 99, id=first.id), ME),
+    ):
+        await change
+        books.append(await stored(store))
+    last = len(books)
+    for to in (1, 6, 3, 7, 5, 4, 2, last):
+        revision = await store.revision()
+        reverted = await store.revert(to, ME, dry_run=False, since=0)
+        assert reverted.revision == await store.revision() == revision + 1
+        assert {
+            rule.endpoint: (rule.id, rule.limit) for rule in (await stored(store)).values()
+        } == {rule.endpoint: (rule.id, rule.limit) for rule in books[to - 1].values()}
+    again = await store.revert(last, ME, dry_run=False, since=0)
+    assert (again.changes, again.revision) == ([], revision + 1)
+    assert await store.assignments.assignment(ALICE)
+
+
+async def test_a_dry_run_of_going_back_changes_nothing(store):
+    await apply(store, draft("/a"), draft("/b"))
+    await apply(store, draft("/b", 5), draft("/c"), prune=True)
+    before = await stored(store)
+    reverted = await store.revert(1, ME, dry_run=True, since=2)
+    assert [one.action for one in reverted.changes] == ["create", "update", "delete"]
+    assert (await stored(store), await store.revision()) == (before, 2)
+    with pytest.raises(RuleBookConflictError):
+        await store.revert(1, ME, dry_run=True, since=1)
+
+
+async def test_there_is_no_going_back_to_a_revision_to_come(store):
+    await store.create(draft("/a"), ME)
+    with pytest.raises(RuleInvalidError, match="as_of: the revision is 1"):
+        await store.revert(2, ME, dry_run=False, since=0)

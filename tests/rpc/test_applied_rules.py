@@ -87,6 +87,17 @@ async def test_what_is_listed_may_be_changed_and_applied_unless_it_was_changed_m
     assert in_force(node) == {"/a": 7, "/b": 10}
 
 
+async def test_rules_go_back_to_an_earlier_revision(node):
+    await node.rule("/a")
+    before = await listed(node)
+    await apply(node, rule("/b"), prune=True)
+    answer = await apply(node, as_of=1)
+    assert (answer.created, answer.updated, answer.deleted, answer.revision) == (1, 0, 1, 3)
+    assert in_force(node) == {"/a": 10}
+    [after] = await listed(node)
+    assert after.id == before[0].id
+
+
 async def test_the_trail_has_one_row_for_a_set_and_beside_it_what_it_changed(node, tmp_path):
     first = await node.rule("/a")
     await apply(node, rule("/a", 5), rule("/b"))

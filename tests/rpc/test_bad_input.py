@@ -809,7 +809,10 @@ def whole_set(*rules, **options):
             {},
             ["rate_limits[0].plans[pro].limits"],
         ),
-        ([], {"revision": -1, "prune": True}, ["revision"]),
+        ([], {"revision": -1, "as_of": -1}, ["revision", "as_of"]),
+        ([], {"as_of": 10**9}, ["as_of"]),
+        ([], {"as_of": 1, "prune": True}, ["as_of"]),
+        ([{"endpoint": "/b"}], {"as_of": 1}, ["as_of"]),
     ],
 )  # fmt: skip
 async def test_a_wrong_rule_keeps_a_whole_set_out_and_is_named(unharmed, rules, options, named):

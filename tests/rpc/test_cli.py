@@ -156,6 +156,28 @@ async def test_a_file_is_compared_and_applied_only_if_no_rule_was_changed_since(
     assert "  rules[0].id: the rule for this endpoint and identifier_type has the id" in taken.err
 
 
+async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
+    create = ("rules", "create", "/a", "user", "--limit", 5, "--window-seconds", 60)
+    assert (await ask(node, *create)).status == 0
+    exported = (await ask(node, "rules", "export")).out
+    file = tmp_path / "empty.yaml"
+    file.write_text("rules: []\n")
+    assert (await ask(node, "rules", "apply", "-f", file, "--prune")).status == 0
+    shown = await ask(node, "rules", "revert", 1, "--dry-run")
+    assert shown.out == (
+        "+ create /a user: 5 per 60 s, token_bucket\n"
+        "1 to create, 0 to update, 0 to delete; this was a dry run\n"
+    )
+    refused = await ask(node, "rules", "revert", 1, "--revision", 1)
+    assert (refused.status, "changed after 1" in refused.err) == (1, True)
+    assert (await ask(node, "rules", "revert", 1)).out.endswith("1 created, 0 updated, 0 deleted\n")
+    assert (await ask(node, "rules", "export")).out == exported
+    assert (await ask(node, "rules", "revert", 1)).out == "no changes\n"
+    future = await ask(node, "rules", "revert", 99)
+    assert (future.status, "as_of: the revision is 3" in future.err) == (1, True)
+    assert (await ask(node, "rules", "revert", 0)).status == 2
+
+
 async def test_every_wrong_field_of_a_rule_is_named(node, ask):
     ended = await ask(node, "rules", "create", "", "user", "--limit", 0, "--window-seconds", -1)
     assert ended.status == 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -27,6 +27,7 @@ from ratelimitd.cli.client_options import (
 from ratelimitd.cli.output import Output, printable, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import Enforcement
+from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.rules_file import (
     MAX_FILE_BYTES,
     RULES_KEY,
@@ -91,6 +92,19 @@ PruneOption = Annotated[
     bool, typer.Option("--prune", help="Delete rules that the file does not contain.")
 ]
 
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the changes without making them.")
+]
+RevisionOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Refuse if a rule was changed after this revision, as `rules diff` shows it.",
+        show_default=False,
+    ),
+]
+
 
 @asks_node
 def apply(
@@ -98,18 +112,8 @@ def apply(
     *,
     file: FileOption,
     prune: PruneOption = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the changes without making them.")
-    ] = False,
-    revision: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Refuse if a rule was changed after this revision, as `rules diff` shows it.",
-            show_default=False,
-        ),
-    ] = 0,
+    dry_run: DryRunOption = False,
+    revision: RevisionOption = 0,
 ) -> None:
     """Apply a rules file to a node, all of it or nothing, and print the changes.
 
@@ -120,10 +124,7 @@ def apply(
       ratelimitd rules apply -f rules.yaml --prune
     """
     answer = _ask(target, file, prune=prune, dry_run=dry_run, revision=revision)
-    counts = _counts(
-        answer, "to create, to update, to delete" if dry_run else "created, updated, deleted"
-    )
-    _show(answer, f"{counts}; this was a dry run" if dry_run else counts, target)
+    _show(answer, _summary(answer, dry_run=dry_run), target)
 
 
 @asks_node
@@ -140,6 +141,31 @@ def diff(target: Target, *, file: FileOption, prune: PruneOption = False) -> Non
     _show(answer, f"{counts}; the rules are at revision {answer.revision}", target)
     if answer.changes:
         raise typer.Exit(EXIT_CHANGES)
+
+
+@asks_node
+def revert(
+    target: Target,
+    *,
+    as_of: Annotated[
+        int, typer.Argument(metavar="REVISION", min=1, help="The revision to go back to.")
+    ],
+    dry_run: DryRunOption = False,
+    revision: RevisionOption = 0,
+) -> None:
+    """Bring the rules back to what they were at a revision, in a new revision, and print the changes.
+
+    Assignments to plans stay as they are.
+
+    Exit status: 0 when the node has the rules of then, 1 when it refuses.
+
+    Example:
+      ratelimitd rules revert 17 --dry-run
+    """
+    timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
+    with target.client() as client, _named_if_missing(target):
+        answer = client.revert_rules(as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s)
+    _show(answer, _summary(answer, dry_run=dry_run), target)
 
 
 @asks_node
@@ -185,7 +211,8 @@ def _ask(
     except RuleInvalidError as error:
         raise _refusal(file, error.violations) from None
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
-    with target.client() as client, working("applying") if len(wanted) >= LONG else nullcontext():
+    shown = working("applying") if len(wanted) >= LONG else nullcontext()
+    with target.client() as client, shown, _named_if_missing(target):
         try:
             return client.apply_rules(
                 map(_message, wanted),
@@ -195,14 +222,33 @@ def _ask(
                 timeout_s=timeout_s,
             )
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                message = f"the node at {target.address} has no ApplyRateLimits: it is of an earlier release"
-                raise CliError(message) from None
             if not (violations := violations_of(error)):
                 raise
             # Of the request, its rules are those of the file.
             placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
             raise _refusal(file, placed) from None
+
+
+@contextmanager
+def _named_if_missing(target: Target) -> Iterator[None]:
+    """Name the call that a node of an earlier release does not have."""
+    import grpc  # noqa: PLC0415 - as in client_options
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        message = (
+            f"the node at {target.address} has no ApplyRateLimits: it is of an earlier release"
+        )
+        raise CliError(message) from None
+
+
+def _summary(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:
+    if not dry_run:
+        return _counts(answer, "created, updated, deleted")
+    return f"{_counts(answer, 'to create, to update, to delete')}; this was a dry run"
 
 
 def _counts(answer: pb.ApplyRateLimitsResponse, names: str) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, diff, export, limits_text
+from ratelimitd.cli.apply import apply, diff, export, limits_text, revert
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -352,6 +352,7 @@ for name, command in {
     "delete": delete,
     "apply": apply,
     "diff": diff,
+    "revert": revert,
     "export": export,
     "import-envoy": import_envoy,
 }.items():

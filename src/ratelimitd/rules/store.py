@@ -233,6 +233,13 @@ class RuleStore(Protocol):
             RulesFullError: the store would hold more than ``MAX_RULES``.
         """
 
+    async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
+        """Bring the rules back to what they were at the revision ``to``, in a new revision, as :meth:`apply` does.
+
+        Raises:
+            RuleInvalidError: there was no such revision, the audit trail does not have all changes since, or too many.
+        """
+
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule; the merged result is validated.
 

@@ -28,6 +28,7 @@ from ratelimitd.services.convert import (
     update_of,
 )
 from ratelimitd.services.wire import (
+    WireApply,
     WireList,
     parse_apply,
     parse_create,
@@ -210,12 +211,16 @@ class ConfigService:
                     raise RuleInvalidError(FieldViolation("rate_limits", text))
                 drafts.append(draft_of(parse_rule(rule)))
             message = parse_apply(bytes(others))
-            if message.revision < 0:
-                raise RuleInvalidError(FieldViolation("revision", "must not be negative"))
-            applied = await self._store.apply(
-                drafts, self._actor(call), prune=message.prune, dry_run=message.dry_run,
-                since=message.revision,
-            )  # fmt: skip
+            _refuse_wrong_revisions(message, has_rules=bool(drafts))
+            actor, dry_run, since = self._actor(call), message.dry_run, message.revision
+            if message.as_of:
+                applied = await self._store.revert(
+                    message.as_of, actor, dry_run=dry_run, since=since
+                )
+            else:
+                applied = await self._store.apply(
+                    drafts, actor, prune=message.prune, dry_run=dry_run, since=since
+                )
         if not message.dry_run:
             await self._feed.notify()
         return await _applied_answer(applied, dry_run=message.dry_run)
@@ -236,6 +241,19 @@ async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
         if size >= BYTES_PER_STEP:
             size = 0
             await asyncio.sleep(0)
+
+
+def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
+    violations = [
+        FieldViolation(name, "must not be negative")
+        for name in ("revision", "as_of")
+        if getattr(message, name) < 0
+    ]
+    if message.as_of and (has_rules or message.prune):
+        text = "is in the place of rate_limits and prune: send it without them"
+        violations.append(FieldViolation("as_of", text))
+    if violations:
+        raise RuleInvalidError(*violations)
 
 
 async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:

@@ -207,6 +207,7 @@ class WireApply(Protocol):
     prune: bool
     dry_run: bool
     revision: int
+    as_of: int
 
 
 class WireAssignment(Protocol):

@@ -154,6 +154,18 @@ class NodeClient(NodeChannel):
         )
         return self._call(self._rules.ApplyRateLimits, request, timeout_s)
 
+    def revert_rules(
+        self,
+        as_of: int,
+        *,
+        dry_run: bool = False,
+        revision: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.ApplyRateLimitsResponse:
+        """Bring the rules back to what they were at the revision ``as_of``; the rest as in :meth:`apply_rules`."""
+        request = pb.ApplyRateLimitsRequest(as_of=as_of, dry_run=dry_run, revision=revision)
+        return self._call(self._rules.ApplyRateLimits, request, timeout_s)
+
     def assign(self, assignment: pb.Assignment, *, timeout_s: float | None = None) -> pb.Assignment:
         """Assign an identity to a plan, in the place of what it had; return the assignment with its etag."""
         request = pb.AssignPlanRequest(assignment=assignment)

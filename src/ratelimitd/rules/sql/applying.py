@@ -32,17 +32,18 @@ async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
     Raises:
         RuleInvalidError: names the violated fields.
     """
-    for step in _steps(drafts):
+    for step in steps(drafts):
         for draft in step:
             diff.want(draft)
         await asyncio.sleep(0)
     diff.refuse()
 
 
-async def changes_of(
-    connection: AsyncConnection, diff: BookDiff, revision: int
-) -> Sequence[Change]:
-    """Return what becomes of each wanted rule, and of those that are to be deleted. Raises as ``diff`` does."""
+async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) -> Sequence[Change]:
+    """Return what becomes of each wanted rule, and of those that are to be deleted, after the revision ``current``.
+
+    Raises as ``diff`` does.
+    """
     columns = [rules.c[name] for name in RuleRow._fields]
     statement = sa.select(*columns).order_by(rules.c.endpoint, rules.c.identifier_type)
     async with connection.stream(statement) as result:
@@ -50,7 +51,7 @@ async def changes_of(
             for row in rows:
                 diff.see(RuleRow._make(row))
     changes: list[Change] = []
-    for step in _steps(diff.changes(revision)):
+    for step in steps(diff.changes(current + 1)):
         changes += step
         await asyncio.sleep(0)
     diff.refuse()
@@ -78,17 +79,17 @@ async def write(connection: AsyncConnection, changes: Iterable[Change], now: dat
     """Write the rules that differ; rules may take each other's places."""
     of = _by_action(changes)
     by_id = rules.c.id == sa.bindparam("of_id")
-    for step in _steps(row.id for row, _ in of["delete"]):
+    for step in steps(row.id for row, _ in of["delete"]):
         await connection.execute(rules.delete().where(rules.c.id.in_(step)))
     # No endpoint of a rule may be another's for a moment: first those that move get one that is free, their id.
     moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
-    for step in _steps(moved):
+    for step in steps(moved):
         parked = rules.update().where(rules.c.id.in_(step)).values(endpoint=rules.c.id)
         await connection.execute(parked)
-    for updated in _steps(of["update"]):
+    for updated in steps(of["update"]):
         values = [{**after._asdict(), "updated_at": now, "of_id": after.id} for _, after in updated]
         await connection.execute(rules.update().where(by_id), values)
-    for created in _steps(of["create"]):
+    for created in steps(of["create"]):
         values = [{**after._asdict(), "created_at": now, "updated_at": now} for _, after in created]
         await connection.execute(rules.insert(), values)
 
@@ -100,7 +101,7 @@ async def record(
     text_of: Callable[[RuleRow | None], str | None],
 ) -> None:
     """Insert the changes into the table beside the audit trail."""
-    for step in _steps(changes):
+    for step in steps(changes):
         rows = [
             {
                 "revision": revision,
@@ -114,6 +115,13 @@ async def record(
         await connection.execute(rule_audit_changes.insert(), rows)
 
 
+def steps(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the items in parts of ``PER_STEP``."""
+    iterator = iter(items)
+    while step := list(islice(iterator, PER_STEP)):
+        yield step
+
+
 def _by_action(changes: Iterable[Change]) -> dict[str, list[Any]]:
     of: dict[str, list[Any]] = {action: [] for action in ACTIONS}
     for one in changes:
@@ -123,9 +131,3 @@ def _by_action(changes: Iterable[Change]) -> dict[str, list[Any]]:
 
 def _pair(row: RuleRow) -> tuple[Any, Any]:
     return row.endpoint, row.identifier_type
-
-
-def _steps(items: Iterable[T]) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while step := list(islice(iterator, PER_STEP)):
-        yield step

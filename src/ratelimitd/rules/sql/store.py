@@ -10,10 +10,19 @@ import json
 import secrets as random_source
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -60,6 +69,7 @@ from ratelimitd.rules.sql.database import (
     storable,
 )
 from ratelimitd.rules.sql.migrations import require_current
+from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
@@ -153,21 +163,13 @@ class SqlRuleStore:
         new_id = str if dry_run else lambda: str(self._new_id())
         diff = BookDiff(self._types, prune=prune, new_id=new_id)
         await want_all(diff, drafts)
-        begin = self._database.reading if dry_run else self._database.writing
-        async with begin() as connection:
-            current = await (current_revision if dry_run else next_revision)(connection)
-            revision = current if dry_run else current - 1
-            if since:
-                await refuse_changes_after(connection, since, revision)
-            compared = await changes_of(connection, diff, revision + 1)
-            counts = Counter(one.action for one in compared)
-            await self._refuse_beyond_maximum(connection, counts["create"] - counts["delete"])
-            changes = [one for one in compared if one.action]
-            if changes and not dry_run:
-                revision += 1
-                change = _Change(revision, "apply", "", actor)
-                await self._write_all(connection, change, changes, counts)
-        return Applied(revision, changes, counts)
+        compare = partial(changes_of, diff)
+        return await self._apply(compare, actor, dry_run=dry_run, since=since)
+
+    async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
+        """Bring the rules back to what they were."""
+        compare = partial(changes_back_to, to)
+        return await self._apply(compare, actor, dry_run=dry_run, since=since)
 
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule."""
@@ -294,6 +296,31 @@ class SqlRuleStore:
         await connection.execute(rule_revision.update().values(revision=change.revision))
         row = self._audit_row(change, before=before, after=after)
         await connection.execute(rule_audit.insert().values(row))
+
+    async def _apply(
+        self,
+        compare: Callable[[AsyncConnection, int], Awaitable[Sequence[Change]]],
+        actor: str,
+        *,
+        dry_run: bool,
+        since: int,
+    ) -> Applied:
+        """Compare with the stored rules, and write what differs, in one transaction."""
+        begin = self._database.reading if dry_run else self._database.writing
+        async with begin() as connection:
+            current = await (current_revision if dry_run else next_revision)(connection)
+            revision = current if dry_run else current - 1
+            if since:
+                await refuse_changes_after(connection, since, revision)
+            compared = await compare(connection, revision)
+            counts = Counter(one.action for one in compared)
+            await self._refuse_beyond_maximum(connection, counts["create"] - counts["delete"])
+            changes = [one for one in compared if one.action]
+            if changes and not dry_run:
+                revision += 1
+                change = _Change(revision, "apply", "", actor)
+                await self._write_all(connection, change, changes, counts)
+        return Applied(revision, changes, counts)
 
     async def _write_all(
         self,

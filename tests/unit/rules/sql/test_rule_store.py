@@ -114,6 +114,38 @@ async def test_a_set_of_rules_keeps_when_each_was_made_and_notes_each_beside_the
     assert len(behind("SELECT * FROM rule_audit")) == 2
 
 
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("DELETE FROM rule_audit WHERE revision = 2", "does not have all changes since"),
+        ("DELETE FROM rule_audit_changes WHERE action = 'create'", "not have all changes since"),
+        ("UPDATE rule_revision SET revision = 9", "does not have all changes since"),
+        (
+            "UPDATE rule_audit SET before = json_set(before, '$.limit', 'x') WHERE revision = 2",
+            f"the rule {ID} was invalid then: limit",
+        ),
+    ],
+)
+async def test_rules_do_not_go_back_by_a_trail_with_gaps(store, behind, statement, problem):
+    await store.create(ORDERS, "me")
+    await store.update(ID, RuleChanges(limit=20), "", "me")
+    wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
+    await store.apply(wanted, "me", prune=True, dry_run=False, since=0)
+    behind(statement)
+    with pytest.raises(RuleInvalidError, match=problem):
+        await store.revert(1, "me", dry_run=False, since=0)
+    assert [rule.id for rule in await store.page("", "", None, 9)] == [NEVER]
+
+
+async def test_no_more_rules_go_back_than_a_set_may_have(store, behind, monkeypatch):
+    monkeypatch.setattr("ratelimitd.rules.sql.reverting.MAX_APPLIED", 1)
+    await store.create(ORDERS, "me")
+    wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
+    await store.apply(wanted, "me", prune=True, dry_run=False, since=0)
+    with pytest.raises(RuleInvalidError, match="more than 1 rules were changed since"):
+        await store.revert(1, "me", dry_run=False, since=0)
+
+
 async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
     many(behind, 1)
     assert await store.create_all([ORDERS], "me") == 0

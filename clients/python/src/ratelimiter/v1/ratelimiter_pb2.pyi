@@ -918,12 +918,15 @@ class ApplyRateLimitsRequest(_message.Message):
     PRUNE_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
     prune: _builtins.bool
     """delete the rules that are not among them"""
     dry_run: _builtins.bool
     """answer what would change, and change nothing"""
     revision: _builtins.int
     """of an earlier answer: ABORTED if a rule was changed after it; unset: whatever was changed"""
+    as_of: _builtins.int
+    """in place of rate_limits and prune: the rules as they were at this revision, from the audit trail"""
     @_builtins.property
     def rate_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RateLimit]:
         """at most 20000; one with an id is that rule, one without the rule of its endpoint and identifier_type"""
@@ -935,10 +938,11 @@ class ApplyRateLimitsRequest(_message.Message):
         prune: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
         revision: _builtins.int = ...,
+        as_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "prune", b"prune", "rate_limits", b"rate_limits", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "dry_run", b"dry_run", "prune", b"prune", "rate_limits", b"rate_limits", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
