@@ -21,7 +21,8 @@ from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
-from ratelimitd.rules.validation import MAX_ANCHOR_DAY
+from ratelimitd.rules.store import DEFAULT_ALGORITHM
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -91,6 +92,11 @@ LimitOption = typer.Option(
 )
 WindowOption = typer.Option(
     callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
+)
+DurationOption = typer.Option(
+    metavar="DURATION",
+    help="Length of the window, such as 30s, 1m, 12h or 1d; instead of --window-seconds.",
+    show_default=False,
 )
 
 RuleTypeArgument = Annotated[
@@ -178,8 +184,9 @@ def create(
     ],
     identifier_type: RuleTypeArgument,
     limit: Annotated[int, LimitOption],
+    window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
+    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = DEFAULT_ALGORITHM,
     period: Annotated[
         Period | None,
         typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
@@ -210,11 +217,12 @@ def create(
     """Create a rule.
 
     Example:
-      ratelimitd rules create /login ip --limit 5 --window-seconds 60 --algorithm fixed_window
+      ratelimitd rules create /login ip --limit 5 --window 1m --algorithm fixed_window
       ratelimitd rules create /api user --limit 10000 --period month --time-zone Europe/Berlin --algorithm fixed_window
     """
+    window_seconds = _seconds(window, window_seconds)
     if window_seconds is None and period is None:
-        message = "name the window: --window-seconds or --period"
+        message = "name the window: --window, --window-seconds or --period"
         raise UsageError(message)
     more: dict[str, Any] = {"burst": burst, "time_zone": time_zone, "anchor_day": anchor_day}
     if period is not None:
@@ -247,6 +255,7 @@ def update(
         str | None, typer.Option(metavar="TYPE", help="Move the rule to this type.")
     ] = None,
     limit: Annotated[int | None, LimitOption] = None,
+    window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
     algorithm: Annotated[Algorithm | None, typer.Option(help="How to count.")] = None,
     enabled: Annotated[
@@ -264,7 +273,7 @@ def update(
         "endpoint": endpoint,
         "identifier_type": identifier_type,
         "limit": limit,
-        "window_seconds": window_seconds,
+        "window_seconds": _seconds(window, window_seconds),
         "algorithm": algorithm,
         "enabled": enabled,
     }
@@ -332,6 +341,20 @@ def delete(target: Target, *, rule_id: IdArgument, etag: EtagOption = "") -> Non
         target.output.json({})
     else:
         target.output.line(f"deleted {rule_id}")
+
+
+def _seconds(window: str | None, window_seconds: int | None) -> int | None:
+    """The length of a window that one of two options says."""
+    if window is None:
+        return window_seconds
+    if window_seconds is not None:
+        message = "give one of --window and --window-seconds"
+        raise UsageError(message)
+    try:
+        return int32(window_of(window))
+    except ValueError as error:
+        message = f"--window {error}"
+        raise UsageError(message) from None
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:

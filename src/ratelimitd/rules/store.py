@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ratelimitd.model import NOMINAL_SECONDS, Enforcement, Identity, Period, Rule
+from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Period, Rule
 
 if TYPE_CHECKING:
     from ratelimitd.rules.applying import Change
@@ -56,6 +56,9 @@ class LimitDraft:
 
 
 DEFAULT_TIME_ZONE: Final = "UTC"
+
+DEFAULT_ALGORITHM: Final = Algorithm.TOKEN_BUCKET
+"""Of a limit in a file or on a command line that names none; a caller of the service names one."""
 
 
 LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraft))

@@ -68,6 +68,11 @@ CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 _NAME = re.compile(r"[a-z0-9_-]{1,32}")
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+WINDOW: Final = "[1-9][0-9]{0,9}[smhd]"
+"""Pattern of a window in a file or on a command line."""
+DURATION: Final = "a duration such as 30s, 1m, 12h or 1d"
+_WINDOW = re.compile(WINDOW)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
@@ -443,6 +448,18 @@ def _endpoint_problem(endpoint: Any) -> str:
     if _SURROGATE.search(endpoint):
         return "the endpoint must be valid Unicode"
     return ""
+
+
+def window_of(text: str) -> int:
+    """Return the seconds of a window such as ``30s``, ``1m``, ``12h`` or ``1d``.
+
+    Raises:
+        ValueError: it is none; the text says what would be.
+    """
+    if _WINDOW.fullmatch(text) is None:
+        message = f"must be {DURATION}"
+        raise ValueError(message)
+    return int(text[:-1]) * _UNITS_S[text[-1]]
 
 
 def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:

@@ -264,7 +264,12 @@ def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "name the window: --window-seconds or --period"),
+        ([], "name the window: --window, --window-seconds or --period"),
+        (["--window", "1 m"], "--window must be a duration such as 30s, 1m, 12h or 1d"),
+        (["--window", "0s"], "--window must be a duration"),
+        (["--window", "60"], "--window must be a duration"),
+        (["--window", "9999999999d"], "must be -2147483648 to 2147483647"),
+        (["--window", "1m", "--window-seconds", "60"], "give one of --window and --window-seconds"),
         (["--period", "year"], "'year' is not one of 'day', 'week', 'month'"),
         (["--period", "month", "--anchor-day", "0"], "Invalid value for '--anchor-day'"),
         (["--period", "month", "--anchor-day", "32"], "Invalid value for '--anchor-day'"),
@@ -274,3 +279,15 @@ def test_a_window_that_is_none_is_refused(ask, node, arguments, why):
     ended = ask("rules", "create", "/api", "user", "--limit", "9", *arguments)
     assert (ended.status, why in ended.err) == (2, True), ended.err
     assert not node.rules
+
+
+def test_a_window_is_given_as_a_duration(ask, node):
+    create = ("rules", "create", "/api", "user", "--limit", 9, "--window")
+    assert ask(*create, "1m").status == 0
+    [rule] = node.rules.values()
+    assert (rule.window_seconds, rule.algorithm) == (60, "token_bucket")
+    assert ask("rules", "update", rule.id, "--window", "12h").status == 0
+    assert rule.window_seconds == 43_200
+    ended = ask("rules", "update", rule.id, "--window", "soon")
+    assert (ended.status, "--window must be a duration" in ended.err) == (2, True)
+    assert rule.window_seconds == 43_200
