@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -26,6 +26,9 @@ from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
 
 SETTING: Final = "ENVOY_IDENTIFIERS"
 
@@ -81,8 +84,14 @@ def _content(file: Path) -> bytes:
         raise UsageError(message) from None
 
 
-IdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
+RuleArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint.", show_default=False
+    ),
+]
+OfTypeArgument = Annotated[
+    str, typer.Argument(metavar="TYPE", help="With an endpoint: the rule's identifier type.")
 ]
 EtagOption = Annotated[
     str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
@@ -247,7 +256,8 @@ def create(
 def update(
     target: Target,
     *,
-    rule_id: IdArgument,
+    rule: RuleArgument,
+    of_type: OfTypeArgument = "",
     endpoint: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Move the rule to this endpoint.")
     ] = None,
@@ -267,7 +277,8 @@ def update(
     """Change the named fields of a rule.
 
     Example:
-      ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100 --enable
+      ratelimitd rules update /login ip --limit 100 --enable
+      ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100
     """
     given = {
         "endpoint": endpoint,
@@ -281,9 +292,10 @@ def update(
     if not changes:
         message = "nothing to change: name at least one field, such as --limit"
         raise UsageError(message)
-    rule = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
     with target.client() as client:
-        updated = client.update_rule(rule, list(changes))
+        rule_id = _id_of(client, rule, of_type)
+        change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
+        updated = client.update_rule(change, list(changes))
     _show("updated", updated, target)
 
 
@@ -291,9 +303,13 @@ def update(
 def promote(
     target: Target,
     *,
-    rule_id: IdArgument,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Observed limit to enforce.", show_default=False)
+    named: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID|ENDPOINT [TYPE] NAME",
+            help="Id of the rule, or its endpoint and identifier type; then the observed limit to enforce.",
+            show_default=False,
+        ),
     ],
     replaces: Annotated[
         str, typer.Option(metavar="LIMIT", help="Limit to replace; default: the first.")
@@ -302,9 +318,18 @@ def promote(
     """Enforce an observed limit in place of another. Its count is kept.
 
     Example:
-      ratelimitd rules promote 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f candidate
+      ratelimitd rules promote /login ip candidate
     """
+    match named:
+        case [one, name]:
+            of_type = ""
+        case [one, of_type, name]:
+            pass
+        case _:
+            message = "name the rule, by its id or its endpoint and type, and the limit"
+            raise UsageError(message)
     with target.client() as client:
+        rule_id = _id_of(client, one, of_type)
         rule = next((rule for rule in client.rules() if rule.id == rule_id), None)
         if rule is None:
             message = f"there is no rule {rule_id}"
@@ -329,18 +354,35 @@ def promote(
 
 
 @asks_node
-def delete(target: Target, *, rule_id: IdArgument, etag: EtagOption = "") -> None:
+def delete(
+    target: Target, *, rule: RuleArgument, of_type: OfTypeArgument = "", etag: EtagOption = ""
+) -> None:
     """Delete a rule.
 
     Example:
+      ratelimitd rules delete /login ip
       ratelimitd rules delete 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f
     """
     with target.client() as client:
+        rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
     if target.output.as_json:
         target.output.json({})
     else:
         target.output.line(f"deleted {rule_id}")
+
+
+def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
+    """The id of a rule that is named by its id, or by its endpoint and identifier type."""
+    if not identifier_type:
+        return rule
+    listed = client.rules(endpoint=rule, identifier_type=identifier_type)
+    # An empty endpoint lists all.
+    found = next((one for one in listed if one.endpoint == rule), None)
+    if found is None:
+        message = f"there is no rule for {rule} {identifier_type}"
+        raise CliError(message)
+    return found.id
 
 
 def _seconds(window: str | None, window_seconds: int | None) -> int | None:

@@ -291,3 +291,36 @@ def test_a_window_is_given_as_a_duration(ask, node):
     ended = ask("rules", "update", rule.id, "--window", "soon")
     assert (ended.status, "--window must be a duration" in ended.err) == (2, True)
     assert rule.window_seconds == 43_200
+
+
+def test_a_rule_is_named_by_its_endpoint_and_type(ask, node):
+    limits = [
+        pb.Limit(
+            name=name, limit=9, window_seconds=60, algorithm="token_bucket", enforcement=enforcement
+        )
+        for name, enforcement in (("default", pb.ENFORCE), ("candidate", pb.OBSERVE))
+    ]
+    rule = node.add_rule("/api", limits=limits)
+    other = node.add_rule("/api", "ip")
+    assert ask("rules", "update", "/api", "user", "--limit", 7).status == 0
+    assert (rule.limit, other.limit) == (7, 10)
+    assert ask("rules", "promote", "/api", "user", "candidate").status == 0
+    assert [one.name for one in rule.limits] == ["candidate"]
+    assert ask("rules", "delete", "/api", "user").out == f"deleted {rule.id}\n"
+    assert list(node.rules) == [other.id]
+
+
+@pytest.mark.parametrize("command", [("update", "--limit", 7), ("delete",), ("promote", "x")])
+@pytest.mark.parametrize("endpoint", ["/none", ""])
+def test_a_rule_that_there_is_not_is_told_by_its_endpoint_and_type(ask, node, command, endpoint):
+    rule = node.add_rule("/api")
+    name, *options = command
+    ended = ask("rules", name, endpoint, "user", *options)
+    assert ended == (1, "", f"Error: there is no rule for {endpoint} user\n")
+    assert node.rules == {rule.id: rule}
+
+
+def test_a_promotion_names_a_rule_and_a_limit(ask, node):
+    for names in (["/api"], ["/api", "user", "candidate", "more"]):
+        ended = ask("rules", "promote", *names)
+        assert (ended.status, "name the rule, by its id" in ended.err) == (2, True)
