@@ -35,6 +35,7 @@ from ratelimitd.rules.rules_file import (
     dump_rules_json,
     parse_rules,
 )
+from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -166,6 +167,15 @@ def revert(
     with target.client() as client, _named_if_missing(target):
         answer = client.revert_rules(as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s)
     _show(answer, _summary(answer, dry_run=dry_run), target)
+
+
+def schema() -> None:
+    """Print the JSON Schema of rules files, with which editors check and complete them.
+
+    Example:
+      ratelimitd rules schema > rules.schema.json
+    """
+    Output().json(rules_schema())
 
 
 @asks_node

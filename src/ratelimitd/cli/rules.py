@@ -6,13 +6,13 @@ Validates nothing itself: what a valid rule is, the node says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, diff, export, limits_text, revert
+from ratelimitd.cli.apply import apply, diff, export, limits_text, revert, schema
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -409,7 +409,7 @@ def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
         )
 
 
-for name, command in {
+_COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "list": list_rules,
     "create": create,
     "update": update,
@@ -419,6 +419,9 @@ for name, command in {
     "diff": diff,
     "revert": revert,
     "export": export,
+    "schema": schema,
     "import-envoy": import_envoy,
-}.items():
+}
+
+for name, command in _COMMANDS.items():
     app.command(name, help=help_of(command))(command)

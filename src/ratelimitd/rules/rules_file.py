@@ -60,10 +60,10 @@ FIELDS: Final[Mapping[str, str]] = {
 WINDOW: Final = "window"
 """Field in the place of ``window_seconds``: a duration such as ``1m``."""
 
-_RULE_TYPES: Final = {**FIELDS, WINDOW: DURATION}
+RULE_TYPES: Final = {**FIELDS, WINDOW: DURATION}
 
-_LIMIT_TYPES: Final = {
-    **{name: _RULE_TYPES.get(name, "text") for name in (*LIMIT_FIELDS, WINDOW)},
+LIMIT_TYPES: Final = {
+    **{name: RULE_TYPES.get(name, "text") for name in (*LIMIT_FIELDS, WINDOW)},
     "burst": "a whole number",
     "anchor_day": "a whole number",
 }
@@ -212,7 +212,7 @@ def _draft(
     given = item.value.get("limits")
     has_list = given is not None and given.value
     required = [name for name in _REQUIRED if not (has_list and name in FIRST_LIMIT)]
-    typed = _typed(place, item, _RULE_TYPES, required=required, violations=found)
+    typed = _typed(place, item, RULE_TYPES, required=required, violations=found)
     limits = _limits(f"{place}.limits", typed.pop("limits", ()), found)
     plans = typed.pop("plans", {})
     typed["plans"] = tuple(_plan(place, name, plans[name], found) for name in sorted(plans))
@@ -252,7 +252,7 @@ def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]
     if "period" in item.value:
         substitutes["window_seconds"] = None
     required = [name for name in FIRST_LIMIT if name in _REQUIRED and substitutes[name] is not None]
-    typed = _typed(place, item, _LIMIT_TYPES, required=required, violations=violations)
+    typed = _typed(place, item, LIMIT_TYPES, required=required, violations=violations)
     name = typed.pop("name", f"limit-{number}" if "name" in item.value else "")
     draft = LimitDraft(name, **{**substitutes, **typed}).completed()
     if draft.window_seconds is None:  # beside a period that is none

@@ -66,7 +66,7 @@ MAX_QUOTED_CHARS: Final = 64
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
-_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
+RULE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 _NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 WINDOW: Final = "[1-9][0-9]{0,9}[smhd]"
@@ -158,7 +158,7 @@ def validated(
         FieldViolation(f"rate_limit.{field}", description)
         for field, description in _violations(draft, types)
     ]
-    if draft.id and _UUID.fullmatch(draft.id) is None:
+    if draft.id and RULE_ID.fullmatch(draft.id) is None:
         violations.insert(0, FieldViolation("rate_limit.id", "the id must be a UUID"))
     if violations:
         raise RuleInvalidError(*violations)
@@ -176,14 +176,14 @@ def canonical_id(rule_id: str, field: str) -> str:
     Raises:
         RuleInvalidError: the id is no UUID.
     """
-    if _UUID.fullmatch(rule_id) is None:
+    if RULE_ID.fullmatch(rule_id) is None:
         raise RuleInvalidError(FieldViolation(field, "the id must be a UUID"))
     return rule_id.lower()
 
 
 def is_rule_id(value: Any) -> bool:
     """Return whether a value is the id of a rule."""
-    return isinstance(value, str) and _UUID.fullmatch(value) is not None
+    return isinstance(value, str) and RULE_ID.fullmatch(value) is not None
 
 
 def rule_from_row(row: RuleRow) -> Rule | SkippedRow:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES
+from ratelimitd.rules.schema import rules_schema
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
@@ -281,3 +282,9 @@ def test_calendars_are_applied_compared_and_exported(ask, node, book):
     assert '"time_zone": "Europe/Berlin"' in edited.out
     assert '"time_zone": "Europe/Paris"' in edited.out
     assert rule.limits[1].time_zone == "Europe/Paris"
+
+
+def test_the_schema_of_rules_files_is_printed_without_a_node(run):
+    ended = run("rules", "schema")
+    assert (ended.status, ended.err) == (0, "")
+    assert json.loads(ended.out) == rules_schema()
