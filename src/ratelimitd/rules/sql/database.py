@@ -174,14 +174,32 @@ rule_audit = sa.Table(
     sa.Column("after", sa.Text, nullable=True),
     sa.Column("identifier_type", sa.String(32)),
     sa.Column("identifier", sa.LargeBinary),
-    sa.CheckConstraint("action IN ('create', 'update', 'delete')", name="rule_audit_action"),
+    sa.CheckConstraint(
+        "action IN ('create', 'update', 'delete', 'apply')", name="rule_audit_action"
+    ),
     sa.Index("rule_audit_rule", "rule_id", "revision"),
     sa.Index("rule_audit_identity", "identifier_type", "identifier", "revision"),
 )
 """One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was none.
 
-A change of an assignment has an empty ``rule_id``, and names the identity.
+A change of an assignment has an empty ``rule_id``, and names the identity. That of a whole set of rules has one, too,
+and its rows in ``rule_audit_changes``.
 """
+
+rule_audit_changes = sa.Table(
+    "rule_audit_changes",
+    metadata,
+    sa.Column("revision", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("rule_id", sa.String(36), primary_key=True),
+    sa.Column("action", sa.String(10), nullable=False),
+    sa.Column("before", sa.Text, nullable=True),
+    sa.Column("after", sa.Text, nullable=True),
+    sa.CheckConstraint(
+        "action IN ('create', 'update', 'delete')", name="rule_audit_changes_action"
+    ),
+    sa.Index("rule_audit_changes_rule", "rule_id", "revision"),
+)
+"""What an ``apply`` of the audit trail changed: one row per rule."""
 
 secrets = sa.Table(
     "secrets",
