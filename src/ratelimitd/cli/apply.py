@@ -26,7 +26,7 @@ from ratelimitd.cli.client_options import (
 )
 from ratelimitd.cli.output import Output, printable, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import Enforcement
+from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.rules_file import (
     MAX_FILE_BYTES,
@@ -220,6 +220,7 @@ def _ask(
         wanted = parse_rules(_content(file))
     except RuleInvalidError as error:
         raise _refusal(file, error.violations) from None
+    warn_of_patterns(rule.endpoint for rule in wanted)
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
     with target.client() as client, shown, _named_if_missing(target):
@@ -237,6 +238,17 @@ def _ask(
             # Of the request, its rules are those of the file.
             placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
             raise _refusal(file, placed) from None
+
+
+def warn_of_patterns(endpoints: Iterable[str]) -> None:
+    """Say of endpoints that look like patterns that they are none; a rule for one is valid, and seldom meant."""
+    for endpoint in endpoints:
+        if "*" in endpoint and endpoint not in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}:
+            text = (
+                f"Warning: {endpoint} is the name of one endpoint, no pattern: callers send the template of a route,"
+                " such as /orders/{id}, and * alone is every endpoint without a rule"
+            )
+            print(printable(text), file=sys.stderr)
 
 
 @contextmanager

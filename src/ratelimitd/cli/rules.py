@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, diff, export, limits_text, revert, schema
+from ratelimitd.cli.apply import apply, diff, export, limits_text, revert, schema, warn_of_patterns
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -249,6 +249,7 @@ def create(
         rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
     with target.client() as client:
         created = client.create_rule(rule)
+    warn_of_patterns([endpoint])
     _show("created", created, target)
 
 

@@ -55,6 +55,12 @@ def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
     assert asked(node) == [(2, False, False)] * 2
 
 
+def test_what_looks_like_a_pattern_and_is_none_is_told(ask, book):
+    file = book(BOOK.replace("/login", "/login/*"))
+    for command in ("apply", "diff"):
+        assert ask("rules", command, "-f", file).err.startswith("Warning: /login/* is the name of")
+
+
 def test_only_what_differs_is_changed_and_shown(ask, node, book):
     rule = node.add_rule("*", limit=10, enabled=False)
     node.add_rule("/login", "ip", limit=5, algorithm="fixed_window", enabled=False)

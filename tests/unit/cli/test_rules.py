@@ -52,6 +52,17 @@ def test_a_rule_is_created_with_what_was_typed(ask, node):
     )
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "is_warned"),
+    [("/x/*", True), ("*/x", True), ("*", False), ("**", False), ("/x/{id}", False)],
+)
+def test_what_looks_like_a_pattern_and_is_none_is_told(ask, endpoint, is_warned):
+    ended = ask("rules", "create", endpoint, "user", *NUMBERS)
+    assert (ended.status, ended.out.startswith("created")) == (0, True)
+    assert ended.err.startswith(f"Warning: {endpoint} is the name of one endpoint") == is_warned
+    assert bool(ended.err) == is_warned
+
+
 def test_a_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
     assert "5 per 60 s, token_bucket, burst 50" in ended.out
