@@ -333,6 +333,7 @@ class Node:
             breaker_denies=self._settings.on_breaker_open == "deny",
             on_error=_report_fail_open,
             on_denied=self._denials.note,
+            on_unmatched=self._denials.note_without_rule,
             assignments=self._assignments,
         )
 

@@ -1,6 +1,6 @@
-"""The most denied endpoints and identifiers of the last minutes.
+"""The most denied endpoints and identifiers of the last minutes, and the endpoints most asked for without a rule.
 
-The deny path pays one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
+These paths pay one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
 module but masked, with a keyed hash to tell them apart, or on purpose for an operator who asked: see ADR 0029.
 """
 
@@ -90,7 +90,7 @@ class Denied(Protocol):
 
 
 class DeniedEndpoint(NamedTuple):
-    """An endpoint and its denials per minute."""
+    """An endpoint and its denials per minute, or its checks without a rule."""
 
     endpoint: str
     per_minute: float
@@ -122,9 +122,15 @@ class Denials:
         self._denied_total = self._total()
         self.note = self._pending.append
         """Takes (identifier, scope) of a denied check. A bound method of the list itself: 30 ns."""
+        self._without_rule: deque[str] = deque(maxlen=MAX_PENDING)
+        self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
+        self._no_rule_total = stats.no_rule_total
+        self.note_without_rule = self._without_rule.append
+        """Takes the endpoint of a check without a rule; as :attr:`note`."""
 
     def fold(self) -> None:
-        """Count the recorded denials; called every :data:`FOLD_S` seconds."""
+        """Count the recorded checks; called every :data:`FOLD_S` seconds."""
+        self._fold_without_rule()
         grown, self._denied_total = self._total() - self._denied_total, self._total()
         pending = self._pending
         if not pending:
@@ -141,6 +147,24 @@ class Denials:
         factor = 0.5 ** (elapsed_s / HALF_LIFE_S)
         self._endpoints.fade(factor)
         self._identifiers.fade(factor)
+        self._unmatched.fade(factor)
+
+    def _fold_without_rule(self) -> None:
+        total = self._stats.no_rule_total
+        grown, self._no_rule_total = total - self._no_rule_total, total
+        pending = self._without_rule
+        if pending:
+            weight = max(1.0, grown / len(pending))
+            for endpoint in pending:
+                self._unmatched.add(endpoint, weight)
+            pending.clear()
+
+    def top_unmatched(self) -> list[DeniedEndpoint]:
+        """Return the :data:`TOP` endpoints with the most checks without a rule."""
+        return [
+            DeniedEndpoint(endpoint, count * PER_MINUTE)
+            for endpoint, count in self._unmatched.top(TOP)
+        ]
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
         """Return the :data:`TOP` endpoints with the most denials."""

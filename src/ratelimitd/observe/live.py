@@ -71,6 +71,8 @@ class Overview:
     endpoints: Sequence[DeniedEndpoint]
     identifiers: Sequence[DeniedIdentifier]
     holds: Sequence[HeldLimit]
+    unmatched: Sequence[DeniedEndpoint] = ()
+    """Endpoints without a rule, with their checks per minute."""
 
     @property
     def this(self) -> NodeStatus:
@@ -185,6 +187,9 @@ class Live:
             shares=self._board is not None,
             endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
+            unmatched=_merged_endpoints(
+                [self._denials.top_unmatched(), *(one.unmatched for one in alive)]
+            ),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
 
@@ -328,6 +333,7 @@ def live_of(
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),
+            unmatched=denials.top_unmatched(),
         )
 
     board = parts.cluster.board if parts.cluster else None
