@@ -52,7 +52,7 @@ BUSY = replace(
 )
 
 
-NONE = {"endpoints": [], "identifiers": [], "holds": [], "unmatched": []}
+NONE: dict[str, list[object]] = {"endpoints": [], "identifiers": [], "holds": [], "unmatched": []}
 
 
 def changed(**fields):
