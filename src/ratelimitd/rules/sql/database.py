@@ -6,8 +6,10 @@ because a writer may bypass the service; :mod:`ratelimitd.rules.sql.migrations` 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -227,3 +229,12 @@ async def next_revision(connection: AsyncConnection) -> int:
 def storable(actor: str) -> str:
     """Return who made a change, in characters that every database stores; a certificate may hold others."""
     return actor.encode(errors="replace").decode().replace("\0", "?")[:MAX_ACTOR_CHARS]
+
+
+def fields_of(text: Any) -> Mapping[str, Any] | None:
+    """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

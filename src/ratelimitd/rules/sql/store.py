@@ -19,17 +19,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.sql.dml import UpdateBase
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -50,17 +47,15 @@ from ratelimitd.rules.sql.applying import (
 )
 from ratelimitd.rules.sql.assignments import (
     SqlAssignmentStore,
-    count_assignments,
     read_assigned,
     read_assignments,
     read_unassigned,
 )
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
-    assignments,
     current_revision,
+    fields_of,
     next_revision,
-    open_database,
     rule_audit,
     rule_audit_changes,
     rule_revision,
@@ -68,7 +63,6 @@ from ratelimitd.rules.sql.database import (
     secrets,
     storable,
 )
-from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.store import (
     MAX_RULES,
@@ -383,59 +377,6 @@ class SqlRuleStore:
         return _EPOCH + timedelta(microseconds=self._clock.now_us())
 
 
-class Contents(NamedTuple):
-    """The number of rules, the revision of the last change, and the identifier types that occur.
-
-    ``plans`` are those that rules name; ``assigned`` is the number of assignments of each identifier type and plan.
-    """
-
-    rules: int
-    revision: int
-    types: Sequence[str]
-    plans: AbstractSet[str] = frozenset()
-    assigned: Mapping[tuple[str, str], int] = MappingProxyType({})
-
-
-async def inspect(database_url: str) -> Contents:
-    """Try every read and write that a node needs, and roll back.
-
-    Raises:
-        StoreUnavailableError, StartupError: a node could not use the database; the message says why.
-        SettingsError: the URL names no database.
-    """
-    await require_current(database_url)
-    database = open_database(database_url)
-    try:
-        async with database.reading() as connection:
-            count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
-            types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
-            revision = await current_revision(connection)
-            stored = await connection.scalars(sa.select(rules.c.plans).distinct())
-            plans = frozenset(name for text in stored for name in _fields(text) or ())
-            contents = Contents(
-                count or 0, revision, types.all(), plans, await count_assignments(connection)
-            )
-        async with database.writing() as connection:
-            for statement in _writes_of_no_row():
-                await connection.execute(statement)
-            await connection.rollback()
-    finally:
-        await database.close()
-    return contents
-
-
-def _writes_of_no_row() -> Iterator[UpdateBase]:
-    """Yield writes that change no row; the server checks the permissions all the same."""
-    # The lock first, so that concurrent inspections wait for each other.
-    yield rule_revision.update().values(revision=rule_revision.c.revision)
-    for table in (rule_revision, rules, rule_audit, rule_audit_changes, secrets, assignments):
-        column = next(iter(table.c))
-        no_rows = sa.select(*table.c).where(sa.false())
-        yield table.update().where(sa.false()).values({column: column})
-        yield table.insert().from_select(list(table.c.keys()), no_rows)
-        yield table.delete().where(sa.false())
-
-
 class _Batch(NamedTuple):
     """The valid rules of some rows, and the invalid rows."""
 
@@ -510,16 +451,7 @@ def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa
 def _audit_entry(row: AuditEntry) -> AuditEntry:
     """Return the change of a row; SQLite drops the time zone, which is always UTC."""
     at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
-    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
-
-
-def _fields(text: Any) -> Mapping[str, Any] | None:
-    """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return row._replace(at=at, before=fields_of(row.before), after=fields_of(row.after))
 
 
 class _Change(NamedTuple):
