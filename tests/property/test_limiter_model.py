@@ -222,7 +222,6 @@ def run(examples, *, derandomize):
             stateful_step_count=60,
             derandomize=derandomize,
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
