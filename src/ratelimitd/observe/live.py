@@ -178,18 +178,17 @@ class Live:
         """Return a snapshot; ``named``: with the names of denied identifiers that this node may show."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
-        identifiers = [self._denials.top_identifiers(named=named)]
-        endpoints = [self._denials.top_endpoints()]
+        own = self._denials
         return Overview(
             total=self._total(nodes),
             nodes=nodes,
             unheard_s=self._unheard_s(),
             shares=self._board is not None,
-            endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
-            identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
-            unmatched=_merged_endpoints(
-                [self._denials.top_unmatched(), *(one.unmatched for one in alive)]
+            endpoints=_merged_endpoints([own.top_endpoints(), *(one.endpoints for one in alive)]),
+            identifiers=_merged_identifiers(
+                [own.top_identifiers(named=named), *(one.identifiers for one in alive)]
             ),
+            unmatched=_merged_endpoints([own.top_unmatched(), *(one.unmatched for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
 
