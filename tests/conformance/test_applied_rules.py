@@ -3,10 +3,8 @@
 import asyncio
 import uuid
 from dataclasses import replace
-from functools import partial
 
 import pytest
-import pytest_asyncio
 
 from ratelimitd.errors import RuleBookConflictError, RuleInvalidError, RulesFullError
 from ratelimitd.model import Identity
@@ -14,24 +12,11 @@ from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.sql.applying import PER_STEP
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleChanges, RuleDraft
-from tests.rule_stores import sqlite_store, store_at, successor
+from tests.rule_stores import successor
 
 ME = "admin@test"
 IDS = [str(uuid.UUID(int=number)) for number in range(4)]
 ALICE: Identity = ("user", b"alice")
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def open_store(request, tmp_path):
-    if request.param == "sqlite":
-        return partial(sqlite_store, tmp_path)
-    return partial(store_at, request.getfixturevalue("postgresql_url"))
-
-
-@pytest_asyncio.fixture
-async def store(open_store):
-    async with open_store() as opened:
-        yield opened
 
 
 def draft(endpoint, limit=10, **fields):
