@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ENDPOINT: Final = "/orders"
 
+GRPC_PORT: Final = 9090
+"""Where the command line asks unless told otherwise."""
+
 RULES: Final = f"""\
 rules:
   - endpoint: {ENDPOINT}
@@ -62,7 +65,7 @@ def demo(
     *,
     grpc_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the node.")
-    ] = 9090,
+    ] = GRPC_PORT,
     http_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the node.")
     ] = 8080,
@@ -193,7 +196,8 @@ class Demo:
 
     def _show_what_to_try(self) -> None:
         page = f"http://{self._node.http_address}/"
-        target = f" --target {self._node.grpc_address}"
+        is_default = self._node.grpc_port == GRPC_PORT
+        target = "" if is_default else f" --target {self._node.grpc_address}"
         self._output.line(
             f"An API allows each user 5 requests a second. {GREEDY} sends {GREEDY_PER_S}. Edit the limit:"
         )
