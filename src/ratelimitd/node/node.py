@@ -65,6 +65,7 @@ from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
+from ratelimitd.web.api.forward_auth import AuthOptions
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.pages.sessions import login_link
@@ -309,6 +310,12 @@ class Node:
                 ratelimit_headers=self._settings.ratelimit_headers,
                 queue=self._queue,
                 types=self._settings.known_types,
+                auth=AuthOptions(
+                    identifiers=self._settings.auth_identifiers,
+                    endpoints=self._settings.auth_endpoints,
+                    trusted_proxies=self._settings.trusted_proxies,
+                    ignored=self.stats.ignored_forwarding,
+                ),
             )
         )
         # Ends the streams of open pages, which would delay the drain.

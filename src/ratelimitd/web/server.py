@@ -1,6 +1,6 @@
 """The HTTP server: uvicorn inside the node's own event loop, with a bound on everything a peer can hold.
 
-Takes no signals and logs no requests. Probes and scrapes are few and small, so the bounds are tight.
+Takes no signals and logs no requests. Requests are small, so the bounds are tight.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def _is_stream(message: Message) -> bool:
     return content_type.partition(";")[0].strip().lower() == EVENT_STREAM
 
 
-MAX_CONNECTIONS: Final = 100
-"""Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few."""
+MAX_CONNECTIONS: Final = 500
+"""Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few, proxies
+that ask for each of their requests more."""
 
 CONNECTION_LIFE_S: Final = 30.0
 """Longest life of a connection, ended between two requests if possible; bounds slow senders."""
@@ -132,8 +133,9 @@ STOP_POLL_S: Final = 0.01
 DATE_S: Final = 1.0
 """Interval at which the header ``Date`` is renewed."""
 
-MAX_HEADER_BYTES: Final = 16_384
-"""Limit of request line and headers together."""
+MAX_HEADER_BYTES: Final = 65_536
+"""Limit of request line and headers together: above what nginx (32 KiB) and HAProxy (16 KiB) take of a client, so that
+no client of theirs can make the request for its check fail."""
 
 BACKLOG: Final = 128
 

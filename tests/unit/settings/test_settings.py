@@ -116,6 +116,7 @@ def test_everything_that_is_wrong_is_named_at_once():
             "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
         ),
         ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
+        ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
