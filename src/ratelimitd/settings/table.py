@@ -181,6 +181,8 @@ class Settings:
         "header fields for Envoy to add; standard: no X-RateLimit-*")]
     ratelimit_headers: Annotated[str, SettingSpec(NEWEST_REVISION, one_of(*REVISIONS),
         "revision of the IETF draft that RateLimit fields follow, for /v1/check, /v1/auth and Envoy")]
+    spoe_listen: Annotated[Address | None, SettingSpec("", optional(address),
+        "address for HAProxy's stream processing offload (SPOE), which asks as /v1/auth is asked; empty = off")]
     auth_identifiers: Annotated[tuple[str, ...], SettingSpec("x-api-key=api_key,x-forwarded-for=ip",
         identifier_headers, "headers that identify callers of proxies for /v1/auth: HEADER=TYPE, comma-separated")]
     auth_endpoints: Annotated[tuple[str, ...], SettingSpec("", path_templates,
@@ -382,5 +384,13 @@ _COMBINATIONS: Final = (
         ("LISTEN", "HTTP_LISTEN"),
         lambda s: s.listen == s.http_listen and s.listen.port != 0,
         "LISTEN and HTTP_LISTEN are the same address",
+    ),
+    _Combination(
+        ("LISTEN", "HTTP_LISTEN", "SPOE_LISTEN"),
+        lambda s: (
+            s.spoe_listen in {s.listen, s.http_listen}
+            and bool(s.spoe_listen and s.spoe_listen.port)
+        ),
+        "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
     ),
 )

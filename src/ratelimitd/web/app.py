@@ -39,9 +39,9 @@ from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.web.api.forward_auth import AUTH_PATH, AuthOptions, ForwardAuth
+from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import Requirement, is_cross_site
-from ratelimitd.web.api.json_api import CHECK_METHOD, HttpCheck, JsonApi, Translation
+from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
@@ -278,7 +278,7 @@ class Parts:
     """Reads and writes large JSON in turn with the large calls of gRPC."""
     types: Sequence[str]
     """Identifier types that requests may name."""
-    auth: AuthOptions
+    auth: ForwardAuth
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -333,15 +333,7 @@ def application(parts: Parts) -> ASGIApp:
         middleware=[Middleware(Guard, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
-    auth = ForwardAuth(
-        parts.methods.unary[CHECK_METHOD],
-        parts.auth,
-        admit=parts.admit,
-        translate=parts.translate,
-        now_s=parts.now_s,
-        revision=parts.ratelimit_headers,
-    )
     whole = worker_application(
-        metrics=parts.metrics, readiness=parts.readiness, others=people, auth=auth
+        metrics=parts.metrics, readiness=parts.readiness, others=people, auth=parts.auth
     )
     return HostCheck(whole, parts.hosts, parts.refused)

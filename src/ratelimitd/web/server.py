@@ -185,7 +185,7 @@ class HttpServer:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0)
-        return str(self._path or _address_of(self._socket))
+        return str(self._path or address_of(self._socket))
 
     async def stop(self) -> None:
         """Close the address and every connection. Safe to call at any time, also more than once."""
@@ -212,8 +212,10 @@ class HttpServer:
         return answer
 
 
-async def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the first address of ``host``, not yet listening.
+async def bind(
+    host: str, port: int, *, setting: str = "HTTP_LISTEN", reuse_port: bool = False
+) -> socket.socket:
+    """Return a socket that is bound to the first address of ``host``; ``setting`` is named by an error.
 
     Raises:
         StartupError: the name is unknown or the address cannot be had.
@@ -225,13 +227,15 @@ async def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         # Bound is not taken: another process may have bound it too, and listened first.
         sock.listen(BACKLOG)
     except OSError as error:
         if sock is not None:
             sock.close()
-        message = f"cannot listen on {host}:{port} (HTTP_LISTEN): {error.strerror or error}"
+        message = f"cannot listen on {host}:{port} ({setting}): {error.strerror or error}"
         raise StartupError(message) from error
     return sock
 
@@ -244,7 +248,8 @@ async def _bind_at(path: Path) -> socket.socket:
         raise StartupError(message) from error
 
 
-def _address_of(sock: socket.socket) -> str:
+def address_of(sock: socket.socket) -> str:
+    """Return the bound address as ``host:port``, an IPv6 host in brackets."""
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -237,17 +237,20 @@ class ForwardAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, of any method."""
-        request = Request(scope, receive)
-        try:
-            response = await self._answer(request)
-        except ClientDisconnect:
-            response = Response(status_code=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001 -- the edge: any error is answered
-            response = self._failure(request, self._translate(error, CHECK_METHOD))
+        response = await self.answer(Request(scope, receive))
         response.headers["Cache-Control"] = "no-store"
         await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
+        """Return the answer to one request; errors are answers."""
+        try:
+            return await self._decide(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        except Exception as error:  # noqa: BLE001 -- the edge: any error is answered
+            return _failure(request, self._translate(error, CHECK_METHOD))
+
+    async def _decide(self, request: Request) -> Response:
         call = http_call(request, CHECK_METHOD)
         self._admit(call)
         headers = request.headers
@@ -334,12 +337,6 @@ class ForwardAuth:
         again = f" Try again in {wait_s} s." if wait_s else ""
         return PlainTextResponse(f"Too many requests.{again}\n", deny, fields)
 
-    def _failure(self, request: Request, error: RpcError) -> Response:
-        response = ConnectJson().failure(error)
-        if error.code is StatusCode.INVALID_ARGUMENT and "deny=403" in request.url.query.split("&"):
-            response.status_code = FORBIDDEN
-        return response
-
     def _ignore(self) -> None:
         self._ignored()
         if not self._has_warned:
@@ -349,6 +346,14 @@ class ForwardAuth:
                 " counted",
                 AUTH_PATH,
             )
+
+
+def _failure(request: Request, error: RpcError) -> Response:
+    response = ConnectJson().failure(error)
+    is_denied = b"deny=403" in request.scope["query_string"].split(b"&")
+    if error.code is StatusCode.INVALID_ARGUMENT and is_denied:
+        response.status_code = FORBIDDEN
+    return response
 
 
 def _only(headers: Headers, name: str) -> str | None:
