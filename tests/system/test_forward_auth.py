@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.web.api.forward_auth import segments_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.servers import free_port, until
 from tests.system.process import NEVER_ENDING_S, START_S, Files
@@ -317,6 +320,43 @@ def test_without_a_node_requests_pass(site, number):
     until(lambda: site.ask().status == 200, "requests pass")
     passed = site.ask("/", method="POST", body=b"order")
     assert (passed.status, passed.body) == (200, b"order")
+
+
+PIECES = [
+    *"/./..//a%?#+&;:@~=,",
+    "%2f",
+    "%2F",
+    "%2e",
+    "%2E%2e",
+    "%25",
+    "%00",
+    "%zz",
+    "%3f",
+    "%23",
+    "%ff",
+]
+
+
+def test_paths_are_normalised_as_nginx_does(tmp_path):
+    port, chance = free_port(), random.Random(0)
+    config = f"server {{ listen 127.0.0.1:{port}; location / {{ return 200 $uri; }} }}"
+    (tmp_path / "nginx.conf").write_text(NGINX.format(directory=tmp_path, config=config))
+    with subprocess.Popen([UNPACKED / "usr/sbin/nginx", "-c", tmp_path / "nginx.conf"]) as process:
+        try:
+            until(lambda: listens(port), "nginx listens")
+            site = Site(None, None, port)
+            for _ in range(1_000):
+                target = "/" + "".join(chance.choices(PIECES, k=chance.randrange(12)))
+                answer = site.ask(target)
+                try:
+                    expected = 200, b"/".join(segments_of(target))
+                except InvalidInputError:
+                    expected = 400, b""
+                # A slash at the end does not matter to templates.
+                found = answer.body.strip(b"/") if answer.status == 200 else b""
+                assert (answer.status, found) == expected, target
+        finally:
+            process.terminate()
 
 
 TOKEN = "token-of-the-tests"

@@ -28,7 +28,7 @@ MAX_KEY_SECRET_BYTES: Final = 64
 FORWARDED_FOR: Final = "x-forwarded-for"
 
 MAX_TEMPLATES: Final = 256
-"""Path templates are tried in order: a path that matches none takes some 30 µs."""
+"""Path templates are tried in order: a path that matches none takes some 0.2 ms."""
 MAX_ENDPOINT_CHARS: Final = 255
 """As in rules."""
 

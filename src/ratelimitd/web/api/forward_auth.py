@@ -7,6 +7,7 @@ decision or in a refusal, never in an error of the node: proxies may be configur
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -47,7 +48,7 @@ UNMATCHED: Final = "unmatched"
 """Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
 
 MAX_PATH_BYTES: Final = 8_192
-"""Of a path; nginx takes no longer request line unless told to. Decoding one takes at most 1 ms."""
+"""Of a path; nginx takes no longer request line unless told to. Decoding one takes at most 2 ms."""
 
 MAX_QUERY_BYTES: Final = 2_048
 MAX_COST_DIGITS: Final = 10
@@ -60,7 +61,7 @@ _METHOD: Final = "X-Forwarded-Method"
 _HOST: Final = "X-Forwarded-Host"
 _FORWARDING: Final = (FORWARDED_FOR, _METHOD.lower(), URI.lower(), _HOST.lower())
 
-_ESCAPES: Final = frozenset(b"0123456789abcdefABCDEF")
+_WRONG_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 _log = logging.getLogger(__name__)
 
@@ -103,11 +104,15 @@ class PathTemplates:
             length = len(wanted)
             if (
                 (length <= count if has_rest else length == count)
-                and wanted_method in {"", method}
-                and wanted_host in {"", host}
-                and all(a is None or a == b for a, b in zip(wanted, segments, strict=False))
+                and (not wanted_method or wanted_method == method)
+                and (not wanted_host or wanted_host == host)
             ):
-                return text
+                # Not all() of a generator, which takes four times as long.
+                for one, segment in zip(wanted, segments, strict=False):
+                    if one is not None and one != segment:
+                        break
+                else:
+                    return text
         return UNMATCHED
 
 
@@ -133,7 +138,7 @@ def segments_of(uri: str) -> list[bytes]:
         _refuse(URI, f"must have a path of at most {MAX_PATH_BYTES} bytes")
     raw = path.encode("latin-1")
     if b"%" in raw:
-        if not all(len(one) > 1 and _ESCAPES.issuperset(one[:2]) for one in raw.split(b"%")[1:]):
+        if _WRONG_ESCAPE.search(raw):
             _refuse(URI, "must have two hexadecimal digits behind each %")
         raw = unquote_to_bytes(raw)
     if b"\0" in raw:
