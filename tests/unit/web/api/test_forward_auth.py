@@ -3,11 +3,16 @@ import hashlib
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.convert import check_of
 from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.services.wire import parse_check
 from ratelimitd.web.api.forward_auth import (
     AUTH_PATH,
     MAX_PATH_BYTES,
@@ -362,6 +367,38 @@ async def test_a_defect_is_told_to_the_log_only(node, caplog):
     answer = await node.pass_on(X_Api_Key="secret")
     assert (answer.status_code, answer.json()["message"]) == (500, "unexpected error")
     assert "secret" not in caplog.text
+
+
+_ANY_TEXT = st.text(st.characters(max_codepoint=255), max_size=20)
+_ANY_URI = st.lists(st.sampled_from([*"/.%?#a0*{}", "%2f", "%00", "\xff"]) | _ANY_TEXT).map("".join)
+
+
+@given(
+    uri=_ANY_URI | _ANY_URI.map("/".__add__),
+    method=_ANY_TEXT,
+    host=_ANY_TEXT,
+    key=_ANY_TEXT,
+    hops=_ANY_TEXT,
+    query=st.sampled_from(["", "deny=403"]),
+)
+async def test_nothing_that_a_client_sends_is_an_error_of_the_node(
+    *, uri, method, host, key, hops, query
+):
+    node = Node()
+    values = {"uri": uri, "method": method, "host": host, "for": hops}
+    headers = [(f"x-forwarded-{name}".encode(), value) for name, value in values.items()]
+    headers.append((b"x-api-key", key))
+    scope = {
+        "type": "http", "method": "GET", "path": AUTH_PATH, "query_string": query.encode(),
+        "headers": [(name, value.encode("latin-1")) for name, value in headers],
+        "client": (PROXY, 1),
+    }  # fmt: skip
+    answer = await node.app.answer(Request(scope))
+    assert answer.status_code in {200, 403 if query else 400}
+    assert node.stats.unexpected_total == 0
+    for asked in node.asked:
+        check = check_of(parse_check(asked.SerializeToString()))
+        assert check.endpoint in {*TEMPLATES, "unmatched"}
 
 
 async def test_somebody_who_leaves_is_answered_nothing(node):
