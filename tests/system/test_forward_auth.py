@@ -281,6 +281,17 @@ def test_what_a_client_claims_has_no_effect(site):
     assert len(site.application.asked) == LIMIT
 
 
+def test_a_client_does_not_have_the_headers_of_the_proxy_dropped(site):
+    create_rule(site.node, "GET /orders/{id}", limit=1)
+    assert site.ask("/orders/1").status == 200
+    for dropped in ("X-Forwarded-Uri", "X-Forwarded-Method", "X-Forwarded-For"):
+        for connection in (dropped, f"close, {dropped}", f"keep-alive, {dropped.lower()}"):
+            forged = [("Connection", connection), (dropped, "/x")]
+            assert site.ask("/orders/2", *forged).status in {400, 429}, connection
+            assert site.ask("/orders/2", *forged[:1]).status in {400, 429}, connection
+    assert len(site.application.asked) == 1
+
+
 HOSTILE = {
     "escape": ("/%zz",),
     "percent": ("/%",),
