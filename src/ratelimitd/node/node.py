@@ -32,6 +32,7 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.startup import feed_of
+from ratelimitd.node.tokens_file import TokensFile
 from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history
 from ratelimitd.observe.denials import FOLD_S, Denials
@@ -67,7 +68,7 @@ from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.pages.sessions import login_link, no_session
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import FromParent
 
@@ -140,6 +141,7 @@ class Node:
         self._reuse_port = reuse_port
         self._may_listen = may_listen
         self._rules_log = RulesLog()
+        self._tokens: TokensFile | None = None
         self._draining = False
 
     async def start(self) -> None:
@@ -189,6 +191,8 @@ class Node:
         self._open.callback(state_dir.close)
         if settings.has_own_admin_token:
             self._admin_token = own_admin_token(state_dir.path)
+        if settings.tokens_file is not None:
+            self._tokens = TokensFile(settings.tokens_file, self._now_s)
         for warning in settings.warnings:
             _warn(warning)
         store = SqlRuleStore(
@@ -296,7 +300,8 @@ class Node:
                 live=live,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
-                holds_admin_token=access.holds_admin_token,
+                login=access.login,
+                session_of=self._tokens.tokens.session_of if self._tokens else no_session,
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
@@ -388,6 +393,7 @@ class Node:
                 check_sans=frozenset(settings.check_sans),
                 loopback_admin=settings.loopback_admin,
                 admin_token_name=settings.admin_token_name,
+                named=self._tokens.tokens if self._tokens else None,
             ),
             TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
         )
@@ -461,6 +467,8 @@ class Node:
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
         background.start("rules", feed.run)
+        if self._tokens is not None:
+            background.every(SAMPLE_S, "tokens", self._tokens.reload)
         return background
 
     def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:

@@ -89,10 +89,11 @@ class CertificateSource:
         self._current = None
 
     def _stamp_now(self) -> _Stamp:
-        return tuple(_stamp_of(path) for path in self._files if path is not None)
+        return tuple(stamp_of(path) for path in self._files if path is not None)
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells that a file has changed: see ``_Stamp``."""
     try:
         status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
     except OSError:

@@ -126,6 +126,8 @@ class Settings:
         "SANs of client certificates with the admin role, comma-separated")]
     check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
         "SANs of client certificates with the check role, comma-separated")]
+    tokens_file: Annotated[Path | None, SettingSpec("", optional(path),
+        "YAML or JSON of names with a role and the digest of a token; loaded again when it changes")]
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
@@ -361,6 +363,11 @@ _COMBINATIONS: Final = (
         ("ADMIN_TOKEN", "CHECK_TOKEN"),
         lambda s: bool(s.admin_token) and s.admin_token == s.check_token,
         "ADMIN_TOKEN and CHECK_TOKEN are equal: every caller that may check could change the rules",
+    ),
+    _Combination(
+        ("TOKENS_FILE", "LOOPBACK_ADMIN"),
+        lambda s: s.tokens_file is not None and s.loopback_admin,
+        "LOOPBACK_ADMIN and TOKENS_FILE exclude each other: a caller from loopback would need no token",
     ),
     _Combination(
         ("ADMIN_SANS", "CHECK_SANS"),

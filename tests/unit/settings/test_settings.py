@@ -121,6 +121,7 @@ def test_everything_that_is_wrong_is_named_at_once():
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
         ({"CHECK_SANS": "app"}, "need TLS_CLIENT_CA"),
         ({"ADMIN_TOKEN": "same", "CHECK_TOKEN": "same"}, "ADMIN_TOKEN and CHECK_TOKEN are equal"),
+        ({"TOKENS_FILE": "f", "LOOPBACK_ADMIN": "on"}, "LOOPBACK_ADMIN and TOKENS_FILE exclude"),
         (
             {
                 "TLS_CERT": "c",

@@ -91,6 +91,9 @@ def _time(element: _Element) -> datetime:
 SOON: Final = timedelta(days=14)
 """A certificate that expires within this time is reported."""
 
+MAX_NAMES: Final = 10
+"""Expired tokens that are named."""
+
 LITTLE_SPACE_BYTES: Final = 256 * 1024 * 1024
 """The bucket files of a million buckets take about half of it while they are rewritten."""
 
@@ -168,6 +171,27 @@ def check_rules_file(settings: Settings) -> Iterator[Finding]:
             )
     else:
         yield ok("RULES_FILE", f"{found} rules")
+
+
+def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
+    """The file of named tokens."""
+    # It brings the services: the other commands start without.
+    from ratelimitd.node.tokens_file import read_tokens  # noqa: PLC0415
+
+    path = settings.tokens_file
+    if path is None:
+        return
+    try:
+        tokens = read_tokens(path)
+    except StartupError as error:
+        remedy = "mend it; a running node keeps the tokens that it read before, and loads the mended file"
+        yield problem("TOKENS_FILE", str(error).partition(": ")[2], remedy)
+        return
+    expired = [token.name for token in tokens if token.expires_s <= now.timestamp()]
+    if expired:
+        what = f"expired: {', '.join(expired[:MAX_NAMES])}{', …' * (len(expired) > MAX_NAMES)}"
+        yield warning("TOKENS_FILE", what, "remove them, or give them new tokens")
+    yield _privacy("TOKENS_FILE", path) or ok("TOKENS_FILE", f"{len(tokens)} tokens")
 
 
 def check_state_dir(settings: Settings) -> Iterator[Finding]:

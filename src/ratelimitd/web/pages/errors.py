@@ -23,7 +23,7 @@ class Cause(enum.StrEnum):
     """No session."""
     SESSION_EXPIRED = "session_expired"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
-    """What was entered is not the admin token."""
+    """What was entered is no token that may log in."""
     LOGIN_LINK = "login_link"
     """A login link that is used, late, made for another Host, or none of this node's."""
     TOO_MANY_LOGINS = "too_many_logins"
@@ -56,19 +56,17 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
             "Nothing was changed. The form was not made for this session: open it again and send it from there.",
         ),
         Cause.LOGIN_REQUIRED: Answer(
-            401, "Log in first", "Nothing was changed. This page needs the admin token."
+            401, "Log in first", "Nothing was changed. This page needs a token."
         ),
         Cause.SESSION_EXPIRED: Answer(
             401, "Your session has ended", "Nothing was changed. Log in again and repeat it."
         ),
-        Cause.WRONG_TOKEN: Answer(
-            401, "Not logged in", "This is not the admin token of this node."
-        ),
+        Cause.WRONG_TOKEN: Answer(401, "Not logged in", "This token may not log in on this node."),
         Cause.LOGIN_LINK: Answer(
             401,
             "Not logged in",
             "This login link was used before, is older than 30 seconds, or is for another address."
-            " Enter the admin token.",
+            " Enter a token.",
         ),
         Cause.TOO_MANY_LOGINS: Answer(
             429, "Too many attempts", "Wait a minute before you try to log in again."

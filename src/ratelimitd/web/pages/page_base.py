@@ -208,7 +208,7 @@ class Frame:
         """Identify the visitor, and refuse it unless it may read."""
         session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
         if session is not None and not session.expired:
-            visitor = Visitor(self._sessions.authorization, session.nonce, logged_in=True)
+            visitor = Visitor(session.authorization, session.nonce, logged_in=True)
         else:
             visitor = self.visitor(request)
         try:

@@ -1,8 +1,9 @@
 """Sessions of people who logged in, and the tokens in their forms. Holds nothing for each: a cookie says all.
 
 A session is a signed cookie whose key comes from the admin token: every node with that token takes it, and a new token
-ends all of them. Without an admin token there are no sessions, and forms are bound to a random cookie. A login link
-carries a signed code, which opens one session. See ADR 0028 and ADR 0042.
+ends all of them. One that a token of TOKENS_FILE opened also ends with that token. Without an admin token there are no
+sessions, and forms are bound to a random cookie. A login link carries a signed code, which opens one session. See ADR
+0028, ADR 0042 and ADR 0058.
 """
 
 from __future__ import annotations
@@ -29,11 +30,23 @@ _LINK_SALT: Final = "ratelimitd login link"
 _FORM_KEY: Final = b"ratelimitd page forms"
 
 
+SessionOf = Callable[[str], tuple[bytes, str] | None]
+"""Maps the name of a token to its digest and to what its sessions present to the services; ``None``: none in force."""
+
+
+def no_session(_name: str) -> None:
+    """Know no name: the :data:`SessionOf` without TOKENS_FILE."""
+
+
 class Session(NamedTuple):
-    """Who logged in: ``nonce`` is different for each login. ``expired``: it was ours and has ended."""
+    """Who logged in: ``nonce`` is different for each login. ``expired``: it was ours and has ended.
+
+    ``authorization`` is what it presents to the services.
+    """
 
     nonce: str
     expired: bool
+    authorization: str = ""
 
 
 class Sessions:
@@ -44,10 +57,12 @@ class Sessions:
         admin_token: str,
         now_s: Callable[[], float],
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        session_of: SessionOf = no_session,
     ) -> None:
         self._admin_token = admin_token
         self._now_s = now_s
         self._random_bytes = random_bytes
+        self._session_of = session_of
         key = admin_token or random_bytes(32)
         self._signed = _signer(key, _SALT)
         self._links = _signer(key, _LINK_SALT)
@@ -58,11 +73,6 @@ class Sessions:
     def possible(self) -> bool:
         """Whether one can log in: there is an admin token."""
         return bool(self._admin_token)
-
-    @property
-    def authorization(self) -> str:
-        """What somebody who logged in presents to the services."""
-        return f"Bearer {self._admin_token}"
 
     def nonce(self) -> str:
         """Return an unguessable text."""
@@ -87,19 +97,37 @@ class Sessions:
         self._used_links[nonce] = expires_at_s
         return True
 
-    def open(self) -> str:
-        """The cookie of a new session."""
-        return str(self._signed.dumps([self.nonce(), int(self._now_s()) + SESSION_S]))
+    def open(self, name: str = "") -> str:
+        """The cookie of a new session, for the token of this name; empty is the admin token."""
+        bound = [name, self._mark(name)] if name else []
+        return str(self._signed.dumps([self.nonce(), int(self._now_s()) + SESSION_S, *bound]))
 
     def read(self, cookie: str) -> Session | None:
         """The session of a cookie; ``None`` when it is not one of ours."""
         if not self.possible or len(cookie) > MAX_COOKIE_CHARS:
             return None
         try:
-            nonce, expires_at_s = self._signed.loads(cookie)
+            nonce, expires_at_s, *bound = self._signed.loads(cookie)
         except BadSignature:
             return None
-        return Session(nonce, expired=self._now_s() >= expires_at_s)
+        authorization = f"Bearer {self._admin_token}"
+        if bound:
+            name, mark = bound
+            found = self._session_of(name)
+            if found is None or mark != self._mark(name):
+                return Session(nonce, expired=True)
+            authorization = found[1]
+        expired = self._now_s() >= expires_at_s
+        return Session(nonce, expired, "" if expired else authorization)
+
+    def _mark(self, name: str) -> str:
+        """Return what binds a session to the present token of ``name``.
+
+        Keyed, since the cookie is not encrypted: who copied it could else test guesses of the token offline.
+        """
+        found = self._session_of(name)
+        digest = b"" if found is None else found[0]
+        return hmac.new(self._admin_token.encode(), digest, sha256).hexdigest()[:32]
 
     def form_token(self, nonce: str) -> str:
         """Return the CSRF token of a visitor's forms, derived from the cookie.

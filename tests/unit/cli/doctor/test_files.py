@@ -18,9 +18,11 @@ from ratelimitd.cli.doctor.files import (
     check_secrets,
     check_state_dir,
     check_tls,
+    check_tokens_file,
 )
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.settings.table import Settings
+from tests.named_tokens import entry, token_of, write
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -67,6 +69,24 @@ def test_a_token_that_a_node_would_refuse_is_a_problem(tmp_path):
 
 def test_a_token_that_is_set_needs_no_word(tmp_path):
     assert not list(check_admin_token(settings(state_dir=tmp_path, admin_token="t")))
+
+
+def test_a_tokens_file_that_a_node_would_refuse_is_a_problem(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice") | {"sha256": token_of("alice")})
+    finding = one(check_tokens_file(settings(tokens_file=path), NOW))
+    assert (finding.area, finding.level) == ("TOKENS_FILE", "problem")
+    assert "tokens[0].sha256" in finding.what
+    assert token_of("alice") not in finding.what
+    assert "keeps the tokens" in finding.remedy
+
+
+def test_expired_tokens_are_named(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice"), entry("bob", expires="2001-01-01"))
+    path.chmod(0o600)
+    expired, fine = check_tokens_file(settings(tokens_file=path), NOW)
+    assert (expired.level, expired.what) == ("warning", "expired: bob")
+    assert (fine.level, fine.what) == ("ok", "2 tokens")
+    assert not list(check_tokens_file(settings(), NOW))
 
 
 def test_loopback_as_a_credential_is_warned_of():

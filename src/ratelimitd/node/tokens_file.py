@@ -1,0 +1,162 @@
+"""TOKENS_FILE: people and programs, each with a role and the digest of a token; read at the start and when it changes.
+
+A file that became wrong or vanished leaves the last good tokens in force. No message quotes a value of the file: it may
+be a token in the wrong place. See ADR 0058.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, NoReturn
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.tls import stamp_of
+from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
+from ratelimitd.services.auth import NamedTokens, Role, Token
+
+MAX_FILE_BYTES: Final = 1024 * 1024
+"""Some 7,000 entries."""
+
+TOKENS_KEY: Final = "tokens"
+REQUIRED: Final = frozenset({"name", "role", "sha256"})
+FIELDS: Final = REQUIRED | {"expires"}
+
+_NAME: Final = re.compile(r"(?!RULES_FILE$|admin@)[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+"""Not what the audit trail calls others."""
+
+_SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
+
+_log = logging.getLogger(__name__)
+
+
+class TokensFile:
+    """Keeps ``tokens`` as the file says; ``now_s`` is Unix time. The file is read once here.
+
+    Raises:
+        StartupError: it cannot be used; the message names the entry and its field.
+    """
+
+    def __init__(self, path: Path, now_s: Callable[[], float]) -> None:
+        self._path = path
+        self._stamp = stamp_of(path)
+        self.tokens = NamedTokens(now_s, read_tokens(path))
+        self._checks_guarded = self.tokens.have_checks
+
+    async def reload(self) -> None:
+        """Read the file if it changed; never raises for what is in it. One ``stat`` while nothing changed."""
+        stamp = stamp_of(self._path)
+        if stamp == self._stamp:
+            return
+        try:
+            found = await asyncio.to_thread(read_tokens, self._path)
+        except StartupError as error:
+            self._stamp = stamp
+            _log.error("%s; the %d tokens read before stay in force", error, len(self.tokens))
+            return
+        if stamp_of(self._path) != stamp:
+            return  # written to while it was read: the next time looks again
+        self._stamp = stamp
+        self.tokens.replace(found)
+        _log.info("TOKENS_FILE: %d tokens are in force", len(self.tokens))
+        if self.tokens.have_checks and not self._checks_guarded:
+            _log.warning(
+                "TOKENS_FILE has its first entry with the role check: checks that were open at the start need a"
+                " credential after a restart"
+            )
+
+
+def read_tokens(path: Path) -> list[Token]:
+    """Return the entries of the file.
+
+    Raises:
+        StartupError: it cannot be used; one line names the entry and its field, and quotes no value.
+    """
+    try:
+        with path.open("rb") as file:
+            return parse_tokens(file.read(MAX_FILE_BYTES + 1))
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except YamlError as error:
+        reason = str(error)
+    message = f"TOKENS_FILE {path}: {reason}"
+    raise StartupError(message)
+
+
+def parse_tokens(data: bytes) -> list[Token]:
+    """Return the entries of a file's content.
+
+    Raises:
+        YamlError: it is wrong; the message names the entry and its field, and quotes no value.
+    """
+    content = read_yaml_file(data, MAX_FILE_BYTES).value
+    entries = (
+        content[TOKENS_KEY].value
+        if isinstance(content, dict) and content.keys() == {TOKENS_KEY}
+        else None
+    )
+    if not isinstance(entries, list):
+        message = "must be a mapping with one key, tokens: a list of entries"
+        raise YamlError(message)
+    tokens = []
+    places: dict[str | bytes, str] = {}
+    for index, entry in enumerate(entries):
+        place = f"{TOKENS_KEY}[{index}]"
+        token = _token(place, entry)
+        for field, value in (("name", token.name), ("sha256", token.digest)):
+            if places.setdefault(value, place) != place:
+                _refuse(entry, place, field, f"is that of {places[value]}, too")
+        tokens.append(token)
+    return tokens
+
+
+def _token(place: str, entry: Node) -> Token:
+    fields = entry.value
+    if not isinstance(fields, dict):
+        _refuse(entry, place, "", "must be a mapping")
+    if not REQUIRED <= fields.keys() <= FIELDS:
+        _refuse(
+            entry, place, "", "must have name, role and sha256, may have expires, and nothing else"
+        )
+    texts = {}
+    for field, node in fields.items():
+        if not isinstance(node.value, str):
+            _refuse(node, place, field, "must be text")
+        texts[field] = node.value
+    if not _NAME.fullmatch(texts["name"]):
+        problem = "must be at most 64 letters, digits and ._@+-, and neither RULES_FILE nor admin@…"
+        _refuse(fields["name"], place, "name", problem)
+    if texts["role"] not in {Role.CHECK, Role.READ, Role.ADMIN}:
+        _refuse(fields["role"], place, "role", "must be check, read or admin")
+    if not _SHA256.fullmatch(texts["sha256"]):
+        problem = "must be the SHA-256 of the token in 64 hexadecimal digits"
+        _refuse(fields["sha256"], place, "sha256", problem)
+    expires_s = math.inf
+    if "expires" in texts:
+        try:
+            expires_s = _unix_s(texts["expires"])
+        except ValueError:
+            problem = "must be a date or a time, such as 2027-01-31 or 2027-01-31T12:00:00Z"
+            _refuse(fields["expires"], place, "expires", problem)
+    return Token(
+        name=texts["name"],
+        role=Role(texts["role"]),
+        digest=bytes.fromhex(texts["sha256"]),
+        expires_s=expires_s,
+    )
+
+
+def _unix_s(text: str) -> float:
+    """Parse an ISO time; UTC without a zone. A date is its beginning."""
+    time = datetime.fromisoformat(text)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _refuse(node: Node, place: str, field: str, problem: str) -> NoReturn:
+    message = f"{place}{field and '.'}{field} {problem} (line {node.line})"
+    raise YamlError(message)
