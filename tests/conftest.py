@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.postgres_server import PostgresServer
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 DEEP = frozenset({"cluster", "simulation", "property"})
 """Directories under tests/ whose tests `make test-deep` runs."""
+
+
+# A busy machine fails no test: by default an example may take 200 ms.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,6 +31,7 @@ REQUESTS: Final[Mapping[str, Message]] = {
     "UpdateRateLimit": pb.UpdateRateLimitRequest(rate_limit=RULE),
     "DeleteRateLimit": pb.DeleteRateLimitRequest(id=UNKNOWN_ID),
     "ListRateLimits": pb.ListRateLimitsRequest(),
+    "ApplyRateLimits": pb.ApplyRateLimitsRequest(rate_limits=[RULE]),
     "GetHealthStatus": pb.MetricsRequest(),  # as empty as Empty
     "GetMetrics": pb.MetricsRequest(),
     "ResetRateLimit": pb.ResetRequest(**BUCKET),

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,8 +61,7 @@ class FakeNode(
         self.held: dict[str, int] = {}
         """Tokens by hold."""
         self.page_size = 1000
-        self.after_list: Callable[[], object] = lambda: None
-        """Called when the rules have been listed: somebody else's chance to change them."""
+        self.max_changes = 1000
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
         self.explanation = pb.Explanation()
@@ -170,9 +169,37 @@ class FakeNode(
         start = int(request.page_token or 0)
         stop = start + self.page_size
         more = str(stop) if stop < len(rules) else ""
-        page = pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
-        self.after_list()
-        return page
+        return pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
+
+    def ApplyRateLimits(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        by_pair = {(rule.endpoint, rule.identifier_type): rule.id for rule in self.rules.values()}
+        changes, kept = [], set()
+        for wanted in request.rate_limits:
+            found = wanted.id or by_pair.get((wanted.endpoint, wanted.identifier_type), "")
+            before = self.rules.get(found)
+            kept.add(found)
+            after = pb.RateLimit()
+            after.CopyFrom(wanted)
+            after.id = found or str(uuid.uuid4())
+            after.etag = before.etag if before else ""
+            if before != after:
+                changes.append(pb.RateLimitChange(before=before, after=after))
+        unwanted = [rule for rule in self.rules.values() if rule.id not in kept]
+        changes += [pb.RateLimitChange(before=rule) for rule in unwanted if request.prune]
+        for change in () if request.dry_run else changes:
+            if change.HasField("after"):
+                self.rules.setdefault(change.after.id, pb.RateLimit()).CopyFrom(change.after)
+            else:
+                del self.rules[change.before.id]
+        kinds = [(one.HasField("before"), one.HasField("after")) for one in changes]
+        return pb.ApplyRateLimitsResponse(
+            revision=len(self.seen),
+            created=kinds.count((False, True)),
+            updated=kinds.count((True, True)),
+            deleted=kinds.count((True, False)),
+            changes=changes[: self.max_changes],
+        )
 
     def Hold(self, request, context):  # noqa: N802
         self._saw(request, context)

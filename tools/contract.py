@@ -34,6 +34,7 @@ MEANINGS: Final = {
     "UpdateRateLimit": "Changes the fields of a rule that the mask names, or without a mask the whole rule.",
     "DeleteRateLimit": "Takes a rule out.",
     "ListRateLimits": "Lists the rules, page by page.",
+    "ApplyRateLimits": "Brings the rules to a whole set: all changes in one transaction, or none.",
     "ExplainRateLimit": "Tells what a check would be answered, and why: each rule that was looked at.",
     "RateLimiterPlans": "Which plan an identity has: the limits that take the place of a rule's own. A change is in"
     " force on the node that took it when its answer arrives.",

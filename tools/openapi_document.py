@@ -57,6 +57,7 @@ WHO: Json = {"identifier": "alice", "identifier_type": "user", "endpoint": RULE[
 EXAMPLES: Mapping[str, Json] = {
     "CreateRateLimit": {"rate_limit": RULE},
     "UpdateRateLimit": {"rate_limit": {"id": RULE["id"], "limit": 200}, "update_mask": "limit"},
+    "ApplyRateLimits": {"rate_limits": [RULE], "prune": True, "dry_run": True},
     "ListRateLimits": {"identifier_type": "user", "page_size": 50},
     "CheckRateLimit": WHO,
     "CheckRateLimitBatch": {"requests": [WHO, {**WHO, "tokens_requested": 5, "peek": True}]},
@@ -95,6 +96,7 @@ ERRORS_OF: Mapping[str, tuple[int, ...]] = {
     "UpdateRateLimit": (404, 409, 503),
     "DeleteRateLimit": (404, 409, 503),
     "ListRateLimits": (503,),
+    "ApplyRateLimits": (409, 429, 503),
     "ExplainRateLimit": (503,),
     "ResetRateLimit": (429, 503),
     "AssignPlan": (409, 429, 503),

@@ -64,6 +64,10 @@ class RuleConflictError(RateLimitdError):
     """The etag is not that of the rule, which was changed meanwhile."""
 
 
+class RuleBookConflictError(RuleConflictError):
+    """The rules are not those that a whole set was made for; the message names the field that says so."""
+
+
 class AssignmentNotFoundError(RateLimitdError):
     """The identity is assigned to no plan."""
 

@@ -7,6 +7,7 @@ from playwright.sync_api import expect
 
 from tests.browser.acts import create_rule, load, press, try_check
 from tests.browser.conftest import ADMIN_TOKEN, log_in
+from tests.chaos_proxy import ChaosProxy
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
 from tests.system.process import Files
@@ -80,6 +81,27 @@ def test_a_page_shows_that_the_shared_state_is_away_and_when_it_is_tried_again(t
             expect(state).to_contain_text("DEGRADED")
             valkey.start()
             expect(breaker).to_contain_text("closed")
+
+
+def test_a_node_that_fails_open_is_told_by_the_page_of_every_node(tmp_path, visit):
+    with (
+        Valkey(tmp_path / "valkey") as valkey,
+        ChaosProxy(valkey.port) as proxy,
+        Nodes(tmp_path / "nodes", [proxy.url, valkey.url], "--admin-token", ADMIN_TOKEN) as nodes,
+    ):
+        nodes.meet()
+        visitor = visit(nodes[1].http_address)
+        log_in(visitor.go("/rules"))
+        create_rule(visitor.page)
+        nodes.agree()
+        page = visitor.go("/")
+        state = page.locator("#state")
+        expect(state).to_contain_text("HEALTHY")
+        proxy.down.latency_ms = 60  # its answers come late, and what it says of itself arrives
+        with load(nodes[0], "/orders"):
+            expect(state).to_contain_text("DEGRADED")
+            expect(state).to_contain_text("1 of 2 nodes are healthy")
+            expect(state.locator(".conditions")).to_contain_text("on n0")
 
 
 def test_the_workers_of_one_port_answer_as_one(tmp_path, visit):

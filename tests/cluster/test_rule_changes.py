@@ -4,6 +4,7 @@ Soon by message, and by the poll where messages are lost.
 """
 
 import time
+from functools import partial
 
 import grpc
 import pytest
@@ -162,3 +163,20 @@ def test_a_plan_that_is_taken_away_is_gone_everywhere_and_stays_so_after_a_resta
             lambda node=node: reason_of(node, endpoint, "w") == pb.WITHIN_LIMIT,
             "the rule's own limit holds everywhere",
         )
+
+
+def test_a_whole_set_of_rules_holds_everywhere_before_anybody_polls(cluster):
+    kept, gone = cluster.new_rule(limit=1_000), cluster.new_rule(limit=1_000)
+    listed = cluster[0].rules.ListRateLimits(pb.ListRateLimitsRequest(page_size=1_000))
+    rules = {rule.endpoint: rule for rule in listed.rate_limits if rule.endpoint != gone}
+    began_s = time.monotonic()
+    for limit in range(2_001, 2_006):
+        rules[kept].limit = limit
+        rules[kept].ClearField("etag")
+        request = pb.ApplyRateLimitsRequest(rate_limits=rules.values(), prune=True)
+        assert cluster[0].rules.ApplyRateLimits(request, timeout=START_S).updated == 1
+        answer = partial(cluster[2].check, kept, peek=True)
+        until(lambda answer=answer, limit=limit: answer().limit == limit, "the other node has it")
+        assert cluster[2].check(gone, peek=True).reason == pb.NO_RULE
+    # By the poll alone it would be five seconds, and hardly ever less than four.
+    assert time.monotonic() - began_s < 4

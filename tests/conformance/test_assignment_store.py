@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import pytest_asyncio
 
 from ratelimitd.errors import (
     AssignmentConflictError,
@@ -31,12 +30,6 @@ def open_store(request, tmp_path, clock):
     if request.param == "sqlite":
         return partial(sqlite_store, tmp_path, clock=clock)
     return partial(store_at, request.getfixturevalue("postgresql_url"), clock=clock)
-
-
-@pytest_asyncio.fixture
-async def store(open_store):
-    async with open_store() as opened:
-        yield opened
 
 
 def pro(identifier, plan="pro", **fields):

@@ -3,10 +3,8 @@
 import asyncio
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
-import pytest_asyncio
 
 from ratelimitd.errors import (
     RuleConflictError,
@@ -18,25 +16,11 @@ from ratelimitd.errors import (
 from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock
-from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
 UNKNOWN_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 ME = "admin@test"
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def open_store(request, tmp_path):
-    if request.param == "sqlite":
-        return partial(sqlite_store, tmp_path)
-    return partial(store_at, request.getfixturevalue("postgresql_url"))
-
-
-@pytest_asyncio.fixture
-async def store(open_store):
-    async with open_store() as opened:
-        yield opened
 
 
 async def ids(store, *selection):

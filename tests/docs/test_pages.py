@@ -93,16 +93,21 @@ def test_operations_lists_every_variable_of_the_command_line():
     assert set(re.findall(r"RATELIMITD_(\w+)", section)) == set(COMMAND_VARIABLES)
 
 
-async def test_the_query_for_the_audit_trail_reads_it(tmp_path):
-    [query] = re.findall(r'ratelimitd\.db "(SELECT .+)"$', OPERATIONS, re.MULTILINE)
+async def test_the_queries_for_the_audit_trail_read_it(tmp_path):
+    query, of_set = re.findall(r'ratelimitd\.db "(SELECT .+)"$', OPERATIONS, re.MULTILINE)
     async with sqlite_store(tmp_path) as store:
         rule = await store.create(RuleDraft("/a", "user", 1, 60, "token_bucket"), "admin@127.0.0.1")
         await store.delete(rule.id, "", "ops.example")
+        rules = [RuleDraft("/b", "user", 1, 60, "token_bucket")]
+        await store.apply(rules, "me", prune=False, dry_run=False, since=0)
     [file] = tmp_path.glob("*.db")
     connection = sqlite3.connect(file)
     rows = connection.execute(query).fetchall()
+    [changed] = connection.execute(of_set.replace("17", "3")).fetchall()
     connection.close()
+    assert changed[0] == "create"
     assert [(row[0], *row[2:5]) for row in rows] == [
+        (3, "me", "apply", None),
         (2, "ops.example", "delete", "/a"),
         (1, "admin@127.0.0.1", "create", "/a"),
     ]

@@ -327,7 +327,6 @@ def run(examples, *, derandomize):
         max_examples=examples,
         derandomize=derandomize,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(

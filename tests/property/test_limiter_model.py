@@ -222,7 +222,6 @@ def run(examples, *, derandomize):
             stateful_step_count=60,
             derandomize=derandomize,
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -232,7 +231,7 @@ def run(examples, *, derandomize):
 
 @pytest.mark.timeout(300)  # to find the shortest failing course takes longer than to find one
 def test_any_course_of_events_gets_the_answers_of_exact_fractions():
-    run(500, derandomize=True)
+    run(1_000, derandomize=True)
 
 
 @pytest.mark.long

@@ -89,7 +89,7 @@ METHODS = Methods(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=st.lists(PARTS, max_size=25))
 async def test_whatever_comes_no_call_outlives_its_connection(parts):
     peer = Peer(greeting=b"")

@@ -104,7 +104,7 @@ def test_there_are_known_octets():
     assert len(SEEDS) >= 20
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(CONVERSATIONS)
 async def test_any_conversation_keeps_every_table_within_its_bound(steps):
     await drive([GREETING + SETTINGS_ACK, *steps])
@@ -136,7 +136,6 @@ def test_for_minutes_nothing_is_found(kind):
             @seed(number)
             @settings(
                 max_examples=EXAMPLES_AT_A_TIME,
-                deadline=None,
                 database=None,
                 phases=[Phase.generate, Phase.shrink],
                 suppress_health_check=list(HealthCheck),

@@ -201,7 +201,6 @@ starts = st.one_of(
 
 every_trace = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -28,6 +28,7 @@ CREATE: Final = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
 UPDATE: Final = "/ratelimiter.v1.RateLimiterConfig/UpdateRateLimit"
 DELETE: Final = "/ratelimiter.v1.RateLimiterConfig/DeleteRateLimit"
 LIST: Final = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
+APPLY: Final = "/ratelimiter.v1.RateLimiterConfig/ApplyRateLimits"
 STATUS: Final = "/ratelimiter.v1.RateLimiterHealth/GetHealthStatus"
 METRICS: Final = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
 RESET: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
@@ -116,6 +117,16 @@ def _list(chance: Chance, memory: Memory) -> Asked:
         page_token=chance.choice(("", "", "forged", *memory.page_tokens[-3:])),
     )
     return Asked(LIST, (message.SerializeToString(),))
+
+
+def _apply(chance: Chance, memory: Memory) -> Asked:
+    message = pb.ApplyRateLimitsRequest(
+        rate_limits=[chance.rule(memory.etags) for _ in range(chance.randint(0, 3))],
+        prune=chance.happens(0.3),
+        dry_run=chance.happens(0.3),
+        revision=chance.choice((0, 0, 0, 1, 10**9, -1)),
+    )
+    return Asked(APPLY, (message.SerializeToString(),))
 
 
 def _reset(chance: Chance, _memory: Memory) -> Asked:
@@ -274,6 +285,7 @@ MAKERS: Final[dict[Maker, int]] = {
     _update: 6,
     _delete: 3,
     _list: 5,
+    _apply: 3,
     _reset: 4,
     _assignments: 4,
     _status_or_metrics: 5,

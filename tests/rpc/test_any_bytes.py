@@ -33,9 +33,7 @@ ANY_BYTES = st.one_of(st.binary(max_size=60), MESSAGES, NESTED)
 
 
 @pytest.mark.parametrize("path", UNARY)
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=ANY_BYTES)
 async def test_any_bytes_are_answered_or_blamed_on_the_caller(node, path, data):
     code, _ = await node.outcome(path, data)

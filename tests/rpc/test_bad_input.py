@@ -31,6 +31,7 @@ UNASSIGN = "/ratelimiter.v1.RateLimiterPlans/UnassignPlan"
 ASSIGNMENT = "/ratelimiter.v1.RateLimiterPlans/GetAssignment"
 ASSIGNMENTS = "/ratelimiter.v1.RateLimiterPlans/ListAssignments"
 ASSIGN_BATCH = "/ratelimiter.v1.RateLimiterPlans/BatchAssignPlans"
+APPLY = "/ratelimiter.v1.RateLimiterConfig/ApplyRateLimits"
 PLANS = (ASSIGN, UNASSIGN, ASSIGNMENT, ASSIGNMENTS, ASSIGN_BATCH)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OTHER_ID = str(uuid.UUID(int=1))
@@ -772,3 +773,88 @@ async def test_an_identity_without_a_plan_is_not_found(unharmed):
 async def test_a_malformed_listing_of_assignments_is_refused_and_named(unharmed, fields, named):
     message = pb.ListAssignmentsRequest(**fields)
     assert await refusal(unharmed, ASSIGNMENTS, message) == (INVALID, named)
+
+
+def whole_set(*rules, **options):
+    valid = {"identifier_type": "user", "limit": 1, "window_seconds": 1}
+    return pb.ApplyRateLimitsRequest(
+        rate_limits=[
+            pb.RateLimit(**{**valid, "algorithm": "fixed_window", **fields}) for fields in rules
+        ],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "named"),
+    [
+        ([{"endpoint": "/b"}, {"endpoint": ""}], {}, ["rate_limits[1].endpoint"]),
+        ([{"endpoint": "/b", "limit": 0}], {"prune": True}, ["rate_limits[0].limit"]),
+        ([{"endpoint": "/b", "limit": -1, "id": "x"}], {}, ["rate_limits[0].id", "rate_limits[0].limit"]),
+        ([{"endpoint": "/b", "identifier_type": "tenant"}], {}, ["rate_limits[0].identifier_type"]),
+        ([{"endpoint": "/b"}, {"endpoint": "/b"}], {}, ["rate_limits[1].endpoint"]),
+        (
+            [{"endpoint": "/b", "id": OTHER_ID}, {"endpoint": "/c", "id": OTHER_ID}],
+            {},
+            ["rate_limits[1].id"],
+        ),
+        ([{"endpoint": "/a", "id": OTHER_ID}], {}, ["rate_limits[0].id"]),
+        (
+            [{"endpoint": "/b", "limits": [FIRST, SPENT_DAY]}],
+            {"dry_run": True},
+            ["rate_limits[0].limits[1].limit"],
+        ),
+        (
+            [{"endpoint": "/b", "plans": {"pro": pb.LimitList()}}],
+            {},
+            ["rate_limits[0].plans[pro].limits"],
+        ),
+        ([], {"revision": -1, "as_of": -1}, ["revision", "as_of"]),
+        ([], {"as_of": 10**9}, ["as_of"]),
+        ([], {"as_of": 1, "prune": True}, ["as_of"]),
+        ([{"endpoint": "/b"}], {"as_of": 1}, ["as_of"]),
+    ],
+)  # fmt: skip
+async def test_a_wrong_rule_keeps_a_whole_set_out_and_is_named(unharmed, rules, options, named):
+    message = whole_set(*rules, **options)
+    assert await refusal(unharmed, APPLY, message) == (INVALID, named)
+
+
+async def test_of_many_wrong_rules_fifteen_are_named_and_the_others_counted(unharmed):
+    message = whole_set(*({"endpoint": f"/{n}", "limit": 0} for n in range(40)))
+    named = [*(f"rate_limits[{n}].limit" for n in range(15)), "rate_limits"]
+    assert await refusal(unharmed, APPLY, message) == (INVALID, named)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        field(1, b"\xff"),
+        field(1, b"")[:-1] + b"\x05",
+        b"\x0a\x80",
+        b"\x0b\x0c",
+        b"\x10\x01" * 3_000,
+        field(1, b"\x4a\x00" * 9_000),
+    ],
+)
+async def test_bytes_that_are_no_whole_set_are_refused(unharmed, data):
+    assert await refusal(unharmed, APPLY, data) == (INVALID, ["request"])
+
+
+async def test_text_of_a_rule_that_is_no_utf8_is_named_with_its_place(unharmed):
+    sound = whole_set({"endpoint": "/b"}).SerializeToString()
+    broken = field(1, whole_set({}).rate_limits[0].SerializeToString() + field(2, b"\xc3\x28"))
+    assert await refusal(unharmed, APPLY, sound + broken) == (
+        INVALID,
+        ["rate_limits[1].endpoint"],
+    )
+
+
+async def test_a_set_for_another_revision_or_etag_changes_nothing(unharmed):
+    for message in (
+        whole_set(prune=True, revision=10**9),
+        whole_set({"endpoint": "/a", "etag": "stale"}),
+        whole_set({"endpoint": "/b", "etag": "stale"}, prune=True),
+    ):
+        assert await refusal(unharmed, APPLY, message) == (grpc.StatusCode.ABORTED, [])

@@ -94,9 +94,7 @@ async def limited(node):
     return node
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=ITEMS)
 async def test_a_batch_equals_the_same_checks_in_order(limited, items):
     await reset_all(limited)

@@ -23,6 +23,8 @@ HEEDS_CTRL_C = (
 )
 """Starts a command as a terminal would: what runs in the background of a script inherits that SIGINT is ignored."""
 
+UNKNOWN_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
+
 LOGIN = ("ip", "192.0.2.7", "/login")
 
 
@@ -129,8 +131,51 @@ async def test_rules_move_and_make_room_for_each_other_in_one_apply(node, ask, t
         ("/c", ids[1]),
     ]
     swapped = await apply((ids[0], "/c"), (ids[1], "/b"), (ids[2], "/a"))
-    assert swapped.status == 1
-    assert "rules[0]" in swapped.err
+    assert swapped.out.endswith("0 created, 2 updated, 0 deleted\n")
+
+
+async def test_a_file_is_compared_and_applied_only_if_no_rule_was_changed_since(
+    node, ask, tmp_path
+):
+    file = tmp_path / "rules.yaml"
+    fields = "identifier_type: user, limit: 5, window_seconds: 60, algorithm: token_bucket"
+    file.write_text(f"rules:\n  - {{endpoint: /a, {fields}}}\n")
+    compared = await ask(node, "rules", "diff", "-f", file)
+    assert compared.status == 4
+    assert compared.out.endswith("the rules are at revision 0\n")
+    assert (await ask(node, "rules", "apply", "-f", file, "--json")).status == 0
+    assert (await ask(node, "rules", "diff", "-f", file, "--prune")).status == 0
+    create = ("rules", "create", "/b", "user", "--limit", 5, "--window-seconds", 60)
+    assert (await ask(node, *create)).status == 0
+    refused = await ask(node, "rules", "apply", "-f", file, "--prune", "--revision", 1)
+    assert refused.status == 1
+    assert "rules were changed after 1: the revision is 2 now" in refused.err
+    file.write_text(f"rules:\n  - {{id: {UNKNOWN_ID}, endpoint: /a, {fields}}}\n")
+    taken = await ask(node, "rules", "diff", "-f", file)
+    assert taken.status == 1
+    assert "  rules[0].id: the rule for this endpoint and identifier_type has the id" in taken.err
+
+
+async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
+    create = ("rules", "create", "/a", "user", "--limit", 5, "--window-seconds", 60)
+    assert (await ask(node, *create)).status == 0
+    exported = (await ask(node, "rules", "export")).out
+    file = tmp_path / "empty.yaml"
+    file.write_text("rules: []\n")
+    assert (await ask(node, "rules", "apply", "-f", file, "--prune")).status == 0
+    shown = await ask(node, "rules", "revert", 1, "--dry-run")
+    assert shown.out == (
+        "+ create /a user: 5 per 60 s, token_bucket\n"
+        "1 to create, 0 to update, 0 to delete; this was a dry run\n"
+    )
+    refused = await ask(node, "rules", "revert", 1, "--revision", 1)
+    assert (refused.status, "changed after 1" in refused.err) == (1, True)
+    assert (await ask(node, "rules", "revert", 1)).out.endswith("1 created, 0 updated, 0 deleted\n")
+    assert (await ask(node, "rules", "export")).out == exported
+    assert (await ask(node, "rules", "revert", 1)).out == "no changes\n"
+    future = await ask(node, "rules", "revert", 99)
+    assert (future.status, "as_of: the revision is 3" in future.err) == (1, True)
+    assert (await ask(node, "rules", "revert", 0)).status == 2
 
 
 async def test_every_wrong_field_of_a_rule_is_named(node, ask):

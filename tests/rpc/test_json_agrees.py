@@ -96,6 +96,13 @@ REQUESTS = {
         page_size=NUMBERS,
         page_token=st.sampled_from(["", "", "none"]),
     ),
+    "RateLimiterConfig/ApplyRateLimits": st.builds(
+        pb.ApplyRateLimitsRequest,
+        rate_limits=st.lists(RULES, max_size=4),
+        prune=st.booleans(),
+        dry_run=st.booleans(),
+        revision=st.sampled_from([0, 0, 1, 2, -1, 2**63 - 1]),
+    ),
     "RateLimiterHealth/GetHealthStatus": st.just(empty_pb2.Empty()),
     "RateLimiterHealth/GetMetrics": st.builds(
         pb.MetricsRequest,
@@ -266,6 +273,7 @@ STORY = [
         ),
     ),
     ("RateLimiterConfig/ListRateLimits", pb.ListRateLimitsRequest(page_size=1)),
+    ("RateLimiterConfig/ApplyRateLimits", pb.ApplyRateLimitsRequest(rate_limits=[A_RULE])),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),
     ("RateLimiterPlans/AssignPlan", pb.AssignPlanRequest(assignment=AN_ASSIGNMENT)),
@@ -295,9 +303,7 @@ def test_the_life_of_a_rule_is_the_same_in_every_protocol(pair, protocol, prefix
     assert pair.ends == ends | {("RateLimiterConfig/DeleteRateLimit", StatusCode.NOT_FOUND)}
 
 
-@settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CALLS, min_size=4, max_size=12))
 def test_every_call_ends_alike_however_it_is_made(pair, calls):
     pair.check(calls)

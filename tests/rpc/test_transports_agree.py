@@ -144,7 +144,6 @@ def generated(examples):
     """Hypothesis over the servers of one test."""
     return settings(
         max_examples=examples,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 

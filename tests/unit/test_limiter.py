@@ -85,7 +85,7 @@ class Node:
 
     def __init__(self, *rules, timestamps="bounded", max_entries=100, book=True):
         self.clock, self.stats, self.journal = ManualClock(), CheckStats(), FaultyJournal()
-        self.errors, self.denied = [], []
+        self.errors, self.denied, self.unmatched = [], [], []
         self.table = BucketTable(max_entries, callers_time=timestamps == "caller")
         self.limiter = Limiter(
             buckets=self.table,
@@ -96,6 +96,7 @@ class Node:
             journal=self.journal,
             on_error=self.errors.append,
             on_denied=self.denied.append,
+            on_unmatched=self.unmatched.append,
         )
         if book:
             self.put(*rules)
@@ -151,6 +152,7 @@ class TestDeciding:
         assert node.check(cost=2**31 - 1) == NO_RULE
         assert len(node.table) == 0
         assert (node.stats.allowed_total, node.stats.no_rule_total) == (1, 1)
+        assert node.unmatched == ["/orders"]
 
     def test_a_peek_is_the_same_answer_and_spends_nothing(self, node):
         for cost in (3, 11, 8):

@@ -359,11 +359,13 @@ def bucket_of(
 def load(  # noqa: PLR0917 -- what a dump does not say
     name: bytes,
     values: Dump,
-    ends_us: Mapping[bytes, int],
+    end_of: Callable[[bytes], int | None],
     now_us: Callable[[], int],
     in_time: Callable[[Value], Value],
 ) -> HeldBucket:
-    """Return the bucket of a dump, with slots until ``ends_us``; ``in_time`` corrects times in the future.
+    """Return the bucket of a dump; ``in_time`` corrects times in the future.
+
+    ``end_of`` returns when a hold on a slot of it ends, ``None`` if there is none of this number.
 
     Raises:
         ValueError, KeyError, TypeError: it is none.
@@ -373,8 +375,9 @@ def load(  # noqa: PLR0917 -- what a dump does not say
     if limit.algorithm is CONCURRENCY:
         slots = SlotsBucket(name, limit, now_us)
         for number in numbers:
-            if number in ends_us:
-                slots.take(number, ends_us[number])
+            end_us = end_of(number)
+            if end_us is not None:
+                slots.take(number, end_us)
         return slots
     bucket: LevelBucket | LogBucket
     if limit.algorithm is Algorithm.SLIDING_WINDOW:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Final, TypeAlias
@@ -319,11 +320,11 @@ class OwnHolds:
         for (kind, number), value in values.items():
             if kind == _HOLD:
                 self._restore_hold(number, value, now_us)
-        ends_us = {number: record.end_us for number, record in self._records.items()}
         for (kind, name), value in values.items():
             if kind == _BUCKET:
+                end_of = partial(self._end_of, name)
                 try:
-                    bucket = load(name, json.loads(value), ends_us, self._now_us, self._in_time)
+                    bucket = load(name, json.loads(value), end_of, self._now_us, self._in_time)
                 except (ValueError, KeyError, TypeError, RecursionError):
                     continue
                 self._buckets[name] = bucket
@@ -437,12 +438,21 @@ class OwnHolds:
     def _catch_up(self, bucket: HeldBucket) -> None:
         """Settle on a bucket the holds that were settled or have ended while it was away."""
         for number in bucket.numbers():
-            record = self._records.get(number)
+            record = self._on_bucket(bucket.name, number)
             if record is None:
                 bucket.settle(number, 0)
             elif record.actual is not None:
                 bucket.settle(number, record.more)
         self._was_left(bucket)
+
+    def _on_bucket(self, name: bytes, number: bytes) -> _Record | None:
+        """Return the hold of a number if it is on this bucket: the number may have been that of another, long ago."""
+        record = self._records.get(number)
+        return record if record is not None and name in dict(record.told) else None
+
+    def _end_of(self, name: bytes, number: bytes) -> int | None:
+        record = self._on_bucket(name, number)
+        return None if record is None else record.end_us
 
     def _was_left(self, bucket: HeldBucket) -> None:
         """Note that holds on a bucket are over; without any it goes back to the table."""

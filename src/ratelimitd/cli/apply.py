@@ -1,88 +1,43 @@
-"""``ratelimitd rules apply`` and ``export``: the whole rule book as a file.
+"""``ratelimitd rules apply``, ``diff`` and ``export``: the whole rule book as a file.
 
-Applying is idempotent and overwrites no concurrent edit: every step carries the etag it was planned on.
+What a file changes, the node says: it compares and applies in one transaction.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
-from ratelimitd.cli.output import Output, as_dict, printable, progress
+from ratelimitd.cli.client_options import (
+    EXIT_CHANGES,
+    CliError,
+    Target,
+    UsageError,
+    asks_node,
+    violations_of,
+)
+from ratelimitd.cli.output import Output, printable, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import Enforcement
-from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
+from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
+from ratelimitd.rules.applying import MAX_APPLIED
+from ratelimitd.rules.rules_file import (
+    MAX_FILE_BYTES,
+    RULES_KEY,
+    dump_rules,
+    dump_rules_json,
+    parse_rules,
+)
+from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
-
-Pair = tuple[str, str]
-"""Endpoint and identifier type: no two rules have the same."""
-
-
-class Create(NamedTuple):
-    """Add a rule."""
-
-    draft: RuleDraft
-
-
-class Update(NamedTuple):
-    """Set ``fields`` of the rule that is ``current`` to their values in ``draft``."""
-
-    current: pb.RateLimit
-    draft: RuleDraft
-    fields: tuple[str, ...]
-
-
-class Delete(NamedTuple):
-    """Take a rule out."""
-
-    current: pb.RateLimit
-
-
-Step = Create | Update | Delete
-
-
-def make_plan(
-    wanted: Sequence[RuleDraft], current: Iterable[pb.RateLimit], *, prune: bool
-) -> tuple[Step, ...]:
-    """Return the steps from ``current`` to ``wanted``, none when there is nothing to do.
-
-    A wanted rule with an id is that rule; one without is the rule for its endpoint and identifier type. With ``prune``,
-    superfluous rules are deleted – last, unless one is in the way, so that a plan that stops half way has rather
-    too many rules than too few.
-
-    Raises:
-        RuleInvalidError: no order of steps leads there; names each rule in the way as ``rules[i]``.
-    """
-    rules = {rule.id: rule for rule in current}
-    matches = _matches(wanted, rules)
-    matched = {rule.id for rule in matches if rule is not None}
-    unwanted = [rule for rule_id, rule in rules.items() if rule_id not in matched]
-    if not prune:
-        _refuse_taken_pairs(wanted, unwanted)
-        unwanted = []
-    creates = [Create(draft) for draft, rule in zip(wanted, matches, strict=True) if rule is None]
-    updates = [
-        Update(rule, draft, fields)
-        for draft, rule in zip(wanted, matches, strict=True)
-        if rule is not None and (fields := _differences(rule, draft))
-    ]
-    needed = {_pair(step.draft) for step in creates} | {_pair(step.draft) for step in updates}
-    in_the_way = [Delete(rule) for rule in unwanted if _pair(rule) in needed]
-    others = [Delete(rule) for rule in unwanted if _pair(rule) not in needed]
-    return (*in_the_way, *_ordered(updates, wanted), *creates, *others)
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
@@ -119,89 +74,49 @@ def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
     )
 
 
-def _matches(
-    wanted: Iterable[RuleDraft], rules: Mapping[str, pb.RateLimit]
-) -> list[pb.RateLimit | None]:
-    """The stored rule that each wanted one is, ``None`` for a new one; ids first, since a rule may move."""
-    claimed = {draft.id for draft in wanted if draft.id in rules}
-    by_pair = {_pair(rule): rule for rule in rules.values() if rule.id not in claimed}
-    return [rules.get(draft.id) if draft.id else by_pair.get(_pair(draft)) for draft in wanted]
-
-
-def _refuse_taken_pairs(
-    wanted: Iterable[RuleDraft],
-    unwanted: Iterable[pb.RateLimit],
-) -> None:
-    """Refuse a rule whose endpoint and identifier type belong to a stored rule that is to stay."""
-    taken = {_pair(rule): rule.id for rule in unwanted}
-    violations = [
-        FieldViolation(
-            f"rules[{index}].id",
-            f"the rule for this endpoint and identifier_type has the id {taken[_pair(draft)]}:"
-            " give that one, give none, or delete that rule with --prune",
-        )
-        for index, draft in enumerate(wanted)
-        if _pair(draft) in taken
-    ]
-    if violations:
-        raise RuleInvalidError(*violations)
-
-
-def _differences(rule: pb.RateLimit, draft: RuleDraft) -> tuple[str, ...]:
-    stored = draft_of(rule)
-    return tuple(name for name in EDITABLE if getattr(stored, name) != getattr(draft, name))
-
-
-def _ordered(updates: Sequence[Update], wanted: Sequence[RuleDraft]) -> Iterator[Update]:
-    """Yield the updates so that each finds its endpoint and identifier type free."""
-    held = {_pair(update.current): update.current.id for update in updates}
-    waiting = list(updates)
-    while waiting:
-        ready: list[Update] = []
-        blocked: list[Update] = []
-        for update in waiting:
-            holder = held.get(_pair(update.draft), update.current.id)
-            (ready if holder == update.current.id else blocked).append(update)
-        if not ready:
-            message = "rules trade their endpoints: move one to a free endpoint first"
-            raise RuleInvalidError(
-                *(
-                    FieldViolation(f"rules[{wanted.index(update.draft)}]", message)
-                    for update in blocked
-                )
-            )
-        for update in ready:
-            held.pop(_pair(update.current), None)
-            held[_pair(update.draft)] = update.current.id
-        yield from ready
-        waiting = blocked
-
-
-def _pair(rule: RuleDraft | pb.RateLimit) -> Pair:
-    return (rule.endpoint, rule.identifier_type)
-
-
 STDIN: Final = Path("-")
+
+_IN_FILE: Final = re.compile(r"^rate_limits\b")
+
+RULES_PER_S: Final = 500
+"""The node gets a second more for so many rules; it applies thousands."""
+
+LONG: Final = 1_000
+"""Fewer rules are applied before anybody reads that they are."""
+
+
+FileOption = Annotated[
+    Path,
+    typer.Option("--file", "-f", metavar="FILE", help="The rules, YAML; - reads standard input."),
+]
+PruneOption = Annotated[
+    bool, typer.Option("--prune", help="Delete rules that the file does not contain.")
+]
+
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the changes without making them.")
+]
+RevisionOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Refuse if a rule was changed after this revision, as `rules diff` shows it.",
+        show_default=False,
+    ),
+]
 
 
 @asks_node
 def apply(
     target: Target,
     *,
-    file: Annotated[
-        Path,
-        typer.Option(
-            "--file", "-f", metavar="FILE", help="The rules, YAML; - reads standard input."
-        ),
-    ],
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Delete rules that the file does not contain.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the changes without making them.")
-    ] = False,
+    file: FileOption,
+    prune: PruneOption = False,
+    dry_run: DryRunOption = False,
+    revision: RevisionOption = 0,
 ) -> None:
-    """Apply a rules file to a node, and print the changes.
+    """Apply a rules file to a node, all of it or nothing, and print the changes.
 
     Exit status: 0 when the node has the rules of the file, 1 when the file or a rule is refused.
 
@@ -209,20 +124,58 @@ def apply(
       ratelimitd rules apply -f rules.yaml --dry-run
       ratelimitd rules apply -f rules.yaml --prune
     """
-    output = target.output
-    with _refusal_of(file):
-        wanted = parse_rules(_content(file))
-    with target.client() as client:
-        with _refusal_of(file):
-            plan = make_plan(wanted, client.rules(), prune=prune)
-        if not output.as_json:
-            _print_plan(plan, output)
-        if not dry_run:
-            _carry_out(plan, client, target)
-    if output.as_json:
-        output.json_list(map(_as_json, plan))
-    else:
-        output.line(_summary(plan, dry_run=dry_run))
+    answer = _ask(target, file, prune=prune, dry_run=dry_run, revision=revision)
+    _show(answer, _summary(answer, dry_run=dry_run), target)
+
+
+@asks_node
+def diff(target: Target, *, file: FileOption, prune: PruneOption = False) -> None:
+    """Print what `rules apply` of a file would change, and change nothing.
+
+    Exit status: 0 when nothing would change, 4 when something would, 1 when the file or a rule is refused.
+
+    Example:
+      ratelimitd rules diff -f rules.yaml --prune
+    """
+    answer = _ask(target, file, prune=prune, dry_run=True)
+    counts = _counts(answer, "to create, to update, to delete")
+    _show(answer, f"{counts}; the rules are at revision {answer.revision}", target)
+    if answer.changes:
+        raise typer.Exit(EXIT_CHANGES)
+
+
+@asks_node
+def revert(
+    target: Target,
+    *,
+    as_of: Annotated[
+        int, typer.Argument(metavar="REVISION", min=1, help="The revision to go back to.")
+    ],
+    dry_run: DryRunOption = False,
+    revision: RevisionOption = 0,
+) -> None:
+    """Bring the rules back to what they were at a revision, in a new revision, and print the changes.
+
+    Assignments to plans stay as they are.
+
+    Exit status: 0 when the node has the rules of then, 1 when it refuses.
+
+    Example:
+      ratelimitd rules revert 17 --dry-run
+    """
+    timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
+    with target.client() as client, _named_if_missing(target):
+        answer = client.revert_rules(as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s)
+    _show(answer, _summary(answer, dry_run=dry_run), target)
+
+
+def schema() -> None:
+    """Print the JSON Schema of rules files, with which editors check and complete them.
+
+    Example:
+      ratelimitd rules schema > rules.schema.json
+    """
+    Output().json(rules_schema())
 
 
 @asks_node
@@ -251,78 +204,108 @@ def _content(file: Path) -> bytes:
         raise UsageError(message) from None
 
 
+def _refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
+    """Everything that is wrong with the file, a line for each."""
+    details = [f"{field}: {description}" for field, description in violations]
+    return CliError(f"{file} is refused, nothing was changed:", details=details)
+
+
+def _ask(
+    target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int = 0
+) -> pb.ApplyRateLimitsResponse:
+    """Send a file to the node, and return what it changes."""
+    import grpc  # noqa: PLC0415 - as in client_options
+
+    try:
+        wanted = parse_rules(_content(file))
+    except RuleInvalidError as error:
+        raise _refusal(file, error.violations) from None
+    warn_of_patterns(rule.endpoint for rule in wanted)
+    timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
+    shown = working("applying") if len(wanted) >= LONG else nullcontext()
+    with target.client() as client, shown, _named_if_missing(target):
+        try:
+            return client.apply_rules(
+                map(_message, wanted),
+                prune=prune,
+                dry_run=dry_run,
+                revision=revision,
+                timeout_s=timeout_s,
+            )
+        except grpc.RpcError as error:
+            if not (violations := violations_of(error)):
+                raise
+            # Of the request, its rules are those of the file.
+            placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
+            raise _refusal(file, placed) from None
+
+
+def warn_of_patterns(endpoints: Iterable[str]) -> None:
+    """Say of endpoints that look like patterns that they are none; a rule for one is valid, and seldom meant."""
+    for endpoint in endpoints:
+        if "*" in endpoint and endpoint not in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}:
+            text = (
+                f"Warning: {endpoint} is the name of one endpoint, no pattern: callers send the template of a route,"
+                " such as /orders/{id}, and * alone is every endpoint without a rule"
+            )
+            print(printable(text), file=sys.stderr)
+
+
 @contextmanager
-def _refusal_of(file: Path) -> Iterator[None]:
-    """End the command with everything that is wrong with the file, a line for each."""
+def _named_if_missing(target: Target) -> Iterator[None]:
+    """Name the call that a node of an earlier release does not have."""
+    import grpc  # noqa: PLC0415 - as in client_options
+
     try:
         yield
-    except RuleInvalidError as error:
-        details = [f"{field}: {description}" for field, description in error.violations]
-        message = f"{file} is refused, nothing was changed:"
-        raise CliError(message, details=details) from None
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        message = (
+            f"the node at {target.address} has no ApplyRateLimits: it is of an earlier release"
+        )
+        raise CliError(message) from None
 
 
-def _carry_out(plan: Sequence[Step], client: NodeClient, target: Target) -> None:
-    """Carry out the steps up to the first that fails; then say how far it came."""
-    with progress("applying", len(plan)) as step_done:
-        for done, step in enumerate(plan):
-            try:
-                with target.explained():
-                    _execute(client, step)
-            except CliError as failure:
-                if target.output.as_json:
-                    target.output.json_list(map(_as_json, plan[:done]))
-                made = f"{done} of {len(plan)} changes were made before it"
-                message = f"{_what(step)}: {failure}; {made}"
-                raise CliError(message, failure.exit_code) from None
-            step_done()
+def _summary(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:
+    if not dry_run:
+        return _counts(answer, "created, updated, deleted")
+    return f"{_counts(answer, 'to create, to update, to delete')}; this was a dry run"
 
 
-def _what(step: Step) -> str:
-    """The action of a step, and its rule as the file has it."""
-    rule = draft_of(step.current) if isinstance(step, Delete) else step.draft
-    return f"{type(step).__name__.lower()} {_name(rule)}"
+def _counts(answer: pb.ApplyRateLimitsResponse, names: str) -> str:
+    counts = (answer.created, answer.updated, answer.deleted)
+    return ", ".join(
+        f"{count} {name}" for count, name in zip(counts, names.split(", "), strict=True)
+    )
 
 
-def _execute(client: NodeClient, step: Step) -> None:
-    """Carry out one step."""
-    match step:
-        case Create(draft):
-            client.create_rule(_message(draft))
-        case Update(current, draft, fields):
-            changes = {name: _value(draft, name) for name in fields}
-            rule = pb.RateLimit(id=current.id, etag=current.etag, **changes)
-            client.update_rule(rule, fields)
-        case _:
-            client.delete_rule(step.current.id, etag=step.current.etag)
+def _show(answer: pb.ApplyRateLimitsResponse, summary: str, target: Target) -> None:
+    """Print the changes, and the summary unless there are none."""
+    output = target.output
+    if output.as_json:
+        output.message(answer)
+        return
+    for change in answer.changes:
+        _print_change(change, output)
+    if more := answer.created + answer.updated + answer.deleted - len(answer.changes):
+        output.line(f"… and {more} more")
+    output.line(summary if answer.changes else "no changes")
 
 
-def _print_plan(plan: Sequence[Step], output: Output) -> None:
-    for step in plan:
-        match step:
-            case Create(draft):
-                output.line(output.styled(f"+ create {_name(draft)}: {_values(draft)}", "good"))
-            case Update(current, draft, fields):
-                stored = draft_of(current)
-                output.line(output.styled(f"~ update {_name(stored)}", "warn"))
-                for name in fields:
-                    old, new = _text(getattr(stored, name)), _text(getattr(draft, name))
-                    output.line(f"    {name}: {old} → {new}")
-            case _:
-                stored = draft_of(step.current)
-                output.line(output.styled(f"- delete {_name(stored)}: {_values(stored)}", "bad"))
-
-
-def _as_json(step: Step) -> dict[str, Any]:
-    match step:
-        case Create(draft):
-            return {"action": "create", "rate_limit": as_dict(_message(draft))}
-        case Update(current, draft, fields):
-            changed = as_dict(_message(draft))
-            rule = as_dict(current) | {name: changed[name] for name in fields}
-            return {"action": "update", "fields": list(fields), "rate_limit": rule}
-        case _:
-            return {"action": "delete", "rate_limit": as_dict(step.current)}
+def _print_change(change: pb.RateLimitChange, output: Output) -> None:
+    before, after = draft_of(change.before), draft_of(change.after)
+    if not change.HasField("before"):
+        output.line(output.styled(f"+ create {_name(after)}: {_values(after)}", "good"))
+        return
+    if not change.HasField("after"):
+        output.line(output.styled(f"- delete {_name(before)}: {_values(before)}", "bad"))
+        return
+    output.line(output.styled(f"~ update {_name(before)}", "warn"))
+    for name in EDITABLE:
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            output.line(f"    {name}: {_text(old)} → {_text(new)}")
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
@@ -395,13 +378,3 @@ def _text(value: object) -> str:
 
 def _as_listed(limit: LimitDraft) -> dict[str, Any]:
     return asdict(limit)
-
-
-def _summary(plan: Sequence[Step], *, dry_run: bool) -> str:
-    if not plan:
-        return "no changes"
-    done = Counter(type(step) for step in plan)
-    counts = f"{done[Create]} to create, {done[Update]} to update, {done[Delete]} to delete"
-    if dry_run:
-        return f"{counts}; this was a dry run"
-    return f"{done[Create]} created, {done[Update]} updated, {done[Delete]} deleted"

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.cli.output import Output, printable
-from ratelimitd.errors import RateLimitdError
+from ratelimitd.errors import FieldViolation, RateLimitdError
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX
@@ -39,6 +39,9 @@ EXIT_USAGE: Final = 2
 
 EXIT_NO: Final = 3
 """A check was denied, or the node is DEGRADED: the answer is no, and that is no error."""
+
+EXIT_CHANGES: Final = 4
+"""``rules diff``: the file would change something."""
 
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""
@@ -93,20 +96,22 @@ def rpc_failure(
         return CliError(message, EXIT_USAGE)
     from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
 
-    status = _status(error)
     if code == "UNAVAILABLE" and HTTP1_PEER in text:
         message = (
             f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
         )
         return CliError(message, EXIT_USAGE)
-    if code == "UNAVAILABLE" and not status.details:
+    if code == "UNAVAILABLE" and not _status(error).details:
         reason = _PREAMBLE.sub("", text)
         question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
         message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
     name = code.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""
-    reason = _violations(status) or text
+    violations = (
+        f"{field.removeprefix('rate_limit.')}: {what}" for field, what in violations_of(error)
+    )
+    reason = "; ".join(violations) or text
     return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
 
 
@@ -133,17 +138,16 @@ def _status(error: grpc.RpcError) -> status_pb2.Status:
     return status_pb2.Status()
 
 
-def _violations(status: status_pb2.Status) -> str:
-    """Every violated field with what is wrong with it, empty when the status names none."""
-    found: list[error_details_pb2.BadRequest.FieldViolation] = []
-    for detail in status.details:
+def violations_of(error: grpc.RpcError) -> list[FieldViolation]:
+    """Every violated field that an error names, with what is wrong with it."""
+    found: list[FieldViolation] = []
+    for detail in _status(error).details:
         request = error_details_pb2.BadRequest()
         if detail.Unpack(request):
-            found += request.field_violations
-    return "; ".join(
-        f"{violation.field.removeprefix('rate_limit.')}: {violation.description}"
-        for violation in found
-    )
+            found += (
+                FieldViolation(one.field, one.description) for one in request.field_violations
+            )
+    return found
 
 
 MAX_FILE_BYTES: Final = 1024 * 1024

@@ -6,13 +6,13 @@ Validates nothing itself: what a valid rule is, the node says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, export, limits_text
+from ratelimitd.cli.apply import apply, diff, export, limits_text, revert, schema, warn_of_patterns
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -21,10 +21,14 @@ from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
-from ratelimitd.rules.validation import MAX_ANCHOR_DAY
+from ratelimitd.rules.store import DEFAULT_ALGORITHM
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
 
 SETTING: Final = "ENVOY_IDENTIFIERS"
 
@@ -80,8 +84,14 @@ def _content(file: Path) -> bytes:
         raise UsageError(message) from None
 
 
-IdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
+RuleArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint.", show_default=False
+    ),
+]
+OfTypeArgument = Annotated[
+    str, typer.Argument(metavar="TYPE", help="With an endpoint: the rule's identifier type.")
 ]
 EtagOption = Annotated[
     str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
@@ -91,6 +101,11 @@ LimitOption = typer.Option(
 )
 WindowOption = typer.Option(
     callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
+)
+DurationOption = typer.Option(
+    metavar="DURATION",
+    help="Length of the window, such as 30s, 1m, 12h or 1d; instead of --window-seconds.",
+    show_default=False,
 )
 
 RuleTypeArgument = Annotated[
@@ -178,8 +193,9 @@ def create(
     ],
     identifier_type: RuleTypeArgument,
     limit: Annotated[int, LimitOption],
+    window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
+    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = DEFAULT_ALGORITHM,
     period: Annotated[
         Period | None,
         typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
@@ -210,11 +226,12 @@ def create(
     """Create a rule.
 
     Example:
-      ratelimitd rules create /login ip --limit 5 --window-seconds 60 --algorithm fixed_window
+      ratelimitd rules create /login ip --limit 5 --window 1m --algorithm fixed_window
       ratelimitd rules create /api user --limit 10000 --period month --time-zone Europe/Berlin --algorithm fixed_window
     """
+    window_seconds = _seconds(window, window_seconds)
     if window_seconds is None and period is None:
-        message = "name the window: --window-seconds or --period"
+        message = "name the window: --window, --window-seconds or --period"
         raise UsageError(message)
     more: dict[str, Any] = {"burst": burst, "time_zone": time_zone, "anchor_day": anchor_day}
     if period is not None:
@@ -232,6 +249,7 @@ def create(
         rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
     with target.client() as client:
         created = client.create_rule(rule)
+    warn_of_patterns([endpoint])
     _show("created", created, target)
 
 
@@ -239,7 +257,8 @@ def create(
 def update(
     target: Target,
     *,
-    rule_id: IdArgument,
+    rule: RuleArgument,
+    of_type: OfTypeArgument = "",
     endpoint: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Move the rule to this endpoint.")
     ] = None,
@@ -247,6 +266,7 @@ def update(
         str | None, typer.Option(metavar="TYPE", help="Move the rule to this type.")
     ] = None,
     limit: Annotated[int | None, LimitOption] = None,
+    window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
     algorithm: Annotated[Algorithm | None, typer.Option(help="How to count.")] = None,
     enabled: Annotated[
@@ -258,13 +278,14 @@ def update(
     """Change the named fields of a rule.
 
     Example:
-      ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100 --enable
+      ratelimitd rules update /login ip --limit 100 --enable
+      ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100
     """
     given = {
         "endpoint": endpoint,
         "identifier_type": identifier_type,
         "limit": limit,
-        "window_seconds": window_seconds,
+        "window_seconds": _seconds(window, window_seconds),
         "algorithm": algorithm,
         "enabled": enabled,
     }
@@ -272,9 +293,10 @@ def update(
     if not changes:
         message = "nothing to change: name at least one field, such as --limit"
         raise UsageError(message)
-    rule = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
     with target.client() as client:
-        updated = client.update_rule(rule, list(changes))
+        rule_id = _id_of(client, rule, of_type)
+        change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
+        updated = client.update_rule(change, list(changes))
     _show("updated", updated, target)
 
 
@@ -282,9 +304,13 @@ def update(
 def promote(
     target: Target,
     *,
-    rule_id: IdArgument,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Observed limit to enforce.", show_default=False)
+    named: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID|ENDPOINT [TYPE] NAME",
+            help="Id of the rule, or its endpoint and identifier type; then the observed limit to enforce.",
+            show_default=False,
+        ),
     ],
     replaces: Annotated[
         str, typer.Option(metavar="LIMIT", help="Limit to replace; default: the first.")
@@ -293,9 +319,18 @@ def promote(
     """Enforce an observed limit in place of another. Its count is kept.
 
     Example:
-      ratelimitd rules promote 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f candidate
+      ratelimitd rules promote /login ip candidate
     """
+    match named:
+        case [one, name]:
+            of_type = ""
+        case [one, of_type, name]:
+            pass
+        case _:
+            message = "name the rule, by its id or its endpoint and type, and the limit"
+            raise UsageError(message)
     with target.client() as client:
+        rule_id = _id_of(client, one, of_type)
         rule = next((rule for rule in client.rules() if rule.id == rule_id), None)
         if rule is None:
             message = f"there is no rule {rule_id}"
@@ -320,18 +355,49 @@ def promote(
 
 
 @asks_node
-def delete(target: Target, *, rule_id: IdArgument, etag: EtagOption = "") -> None:
+def delete(
+    target: Target, *, rule: RuleArgument, of_type: OfTypeArgument = "", etag: EtagOption = ""
+) -> None:
     """Delete a rule.
 
     Example:
+      ratelimitd rules delete /login ip
       ratelimitd rules delete 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f
     """
     with target.client() as client:
+        rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
     if target.output.as_json:
         target.output.json({})
     else:
         target.output.line(f"deleted {rule_id}")
+
+
+def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
+    """The id of a rule that is named by its id, or by its endpoint and identifier type."""
+    if not identifier_type:
+        return rule
+    listed = client.rules(endpoint=rule, identifier_type=identifier_type)
+    # An empty endpoint lists all.
+    found = next((one for one in listed if one.endpoint == rule), None)
+    if found is None:
+        message = f"there is no rule for {rule} {identifier_type}"
+        raise CliError(message)
+    return found.id
+
+
+def _seconds(window: str | None, window_seconds: int | None) -> int | None:
+    """The length of a window that one of two options says."""
+    if window is None:
+        return window_seconds
+    if window_seconds is not None:
+        message = "give one of --window and --window-seconds"
+        raise UsageError(message)
+    try:
+        return int32(window_of(window))
+    except ValueError as error:
+        message = f"--window {error}"
+        raise UsageError(message) from None
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
@@ -344,14 +410,19 @@ def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
         )
 
 
-for name, command in {
+_COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "list": list_rules,
     "create": create,
     "update": update,
     "promote": promote,
     "delete": delete,
     "apply": apply,
+    "diff": diff,
+    "revert": revert,
     "export": export,
+    "schema": schema,
     "import-envoy": import_envoy,
-}.items():
+}
+
+for name, command in _COMMANDS.items():
     app.command(name, help=help_of(command))(command)

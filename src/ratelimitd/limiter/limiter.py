@@ -195,7 +195,8 @@ class Limiter:
 
     ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` hears of
     the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
-    exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either.
+    exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either, nor must
+    ``on_unmatched``, which takes the endpoint of a check without a rule.
     ``assignments`` are the plans of identities, none unless given.
     """
 
@@ -212,6 +213,7 @@ class Limiter:
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
         on_denied: OnDenied = lambda _: None,
+        on_unmatched: Callable[[str], object] = lambda _: None,
         assignments: Assignments | None = None,
     ) -> None:
         self._buckets: Buckets
@@ -232,6 +234,7 @@ class Limiter:
         self._journal = journal
         self._on_error = on_error
         self._on_denied = on_denied
+        self._on_unmatched = on_unmatched
         self._one_reset = asyncio.Lock()
         self.scopes = Scopes(
             keys=keys,
@@ -490,6 +493,7 @@ class Limiter:
             stats.unlimited_total += 1
         else:
             stats.no_rule_total += 1
+            self._on_unmatched(check.endpoint)
         return decision
 
     def judge(

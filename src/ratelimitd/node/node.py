@@ -37,7 +37,7 @@ from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history
 from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import EMBEDDED, Health
-from ratelimitd.observe.live import Live, live_of
+from ratelimitd.observe.live import WATCH_S, Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
@@ -338,6 +338,7 @@ class Node:
             breaker_denies=self._settings.on_breaker_open == "deny",
             on_error=_report_fail_open,
             on_denied=self._denials.note,
+            on_unmatched=self._denials.note_without_rule,
             assignments=self._assignments,
         )
 
@@ -492,6 +493,7 @@ class Node:
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
         )
         background.every(history.SAMPLE_S, "live view", live.step)
+        background.every(WATCH_S, "verdict", live.watch)
         return live
 
     async def _start_http(self, parts: Parts) -> None:

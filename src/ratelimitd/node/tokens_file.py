@@ -1,7 +1,7 @@
 """TOKENS_FILE: people and programs, each with a role and the digest of a token; read at the start and when it changes.
 
 A file that became wrong or vanished leaves the last good tokens in force. No message quotes a value of the file: it may
-be a token in the wrong place. See ADR 0058.
+be a token in the wrong place. See ADR 0059.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The most denied endpoints and identifiers of the last minutes.
+"""The most denied endpoints and identifiers of the last minutes, and the endpoints most asked for without a rule.
 
-The deny path pays one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
+These paths pay one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
 module but masked, with a keyed hash to tell them apart, or on purpose for an operator who asked: see ADR 0029.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from heapq import nlargest
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -90,7 +90,7 @@ class Denied(Protocol):
 
 
 class DeniedEndpoint(NamedTuple):
-    """An endpoint and its denials per minute."""
+    """An endpoint and its denials per minute, or its checks without a rule."""
 
     endpoint: str
     per_minute: float
@@ -110,44 +110,66 @@ class DeniedIdentifier(NamedTuple):
     name: str = ""
 
 
+class _Noted(Generic[Item]):
+    """The last checks of a kind, of which ``total`` returns how many there were."""
+
+    def __init__(self, total: Callable[[], int]) -> None:
+        self._items: deque[Item] = deque(maxlen=MAX_PENDING)
+        self._total = total
+        self._taken = total()
+        self.note = self._items.append
+        """Takes one. A bound method of the list itself: 30 ns."""
+
+    def take(self) -> tuple[Sequence[Item], float]:
+        """Return those since the last call, and the weight by which they stand for all."""
+        total = self._total()
+        grown, self._taken = total - self._taken, total
+        items = [*self._items]
+        self._items.clear()
+        return items, max(1.0, grown / len(items)) if items else 1.0
+
+
 class Denials:
     """The denials of one node; ``digest`` makes the keyed hash of an identifier and its type."""
 
     def __init__(self, stats: CheckStats, *, digest: Callable[[bytes, str], str]) -> None:
         self._stats = stats
         self._digest = digest
-        self._pending: deque[tuple[bytes, Denied]] = deque(maxlen=MAX_PENDING)
+        self._denied: _Noted[tuple[bytes, Denied]] = _Noted(self._total)
         self._endpoints: FrequentItems[str] = FrequentItems(SIZE)
         self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
-        self._denied_total = self._total()
-        self.note = self._pending.append
-        """Takes (identifier, scope) of a denied check. A bound method of the list itself: 30 ns."""
+        self.note = self._denied.note
+        """Takes (identifier, scope) of a denied check."""
+        self._without_rule: _Noted[str] = _Noted(lambda: stats.no_rule_total)
+        self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
+        self.note_without_rule = self._without_rule.note
+        """Takes the endpoint of a check without a rule."""
 
     def fold(self) -> None:
-        """Count the recorded denials; called every :data:`FOLD_S` seconds."""
-        grown, self._denied_total = self._total() - self._denied_total, self._total()
-        pending = self._pending
-        if not pending:
-            return
-        weight = max(1.0, grown / len(pending))
+        """Count the recorded checks; called every :data:`FOLD_S` seconds."""
+        denied, weight = self._denied.take()
         endpoints, identifiers = self._endpoints, self._identifiers
-        for identifier, scope in pending:
+        for identifier, scope in denied:
             endpoints.add(scope.endpoint, weight)
             identifiers.add((identifier, scope.identifier_type), weight)
-        pending.clear()
+        without_rule, weight = self._without_rule.take()
+        for endpoint in without_rule:
+            self._unmatched.add(endpoint, weight)
 
     def fade(self, elapsed_s: float) -> None:
         """Advance the time."""
         factor = 0.5 ** (elapsed_s / HALF_LIFE_S)
         self._endpoints.fade(factor)
         self._identifiers.fade(factor)
+        self._unmatched.fade(factor)
+
+    def top_unmatched(self) -> list[DeniedEndpoint]:
+        """Return the :data:`TOP` endpoints with the most checks without a rule."""
+        return _per_minute(self._unmatched)
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
         """Return the :data:`TOP` endpoints with the most denials."""
-        return [
-            DeniedEndpoint(endpoint, count * PER_MINUTE)
-            for endpoint, count in self._endpoints.top(TOP)
-        ]
+        return _per_minute(self._endpoints)
 
     def top_identifiers(self, *, named: bool = False) -> list[DeniedIdentifier]:
         """Return the :data:`TOP` identifiers with the most denials; ``named``: with names, except API keys."""
@@ -167,3 +189,7 @@ class Denials:
     def _total(self) -> int:
         """Denials recorded; those of an open breaker are not."""
         return self._stats.blocked_total - self._stats.breaker_denied_total
+
+
+def _per_minute(endpoints: FrequentItems[str]) -> list[DeniedEndpoint]:
+    return [DeniedEndpoint(endpoint, count * PER_MINUTE) for endpoint, count in endpoints.top(TOP)]

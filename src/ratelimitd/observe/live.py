@@ -27,6 +27,8 @@ from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, 
 SILENT_S: Final = 6.0
 """Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
 
+WATCH_S: Final = 1.0
+
 STEPS_UNSEEN: Final = 5
 """Steps between two reads of the other nodes' statuses while no page is open."""
 
@@ -69,6 +71,8 @@ class Overview:
     endpoints: Sequence[DeniedEndpoint]
     identifiers: Sequence[DeniedIdentifier]
     holds: Sequence[HeldLimit]
+    unmatched: Sequence[DeniedEndpoint] = ()
+    """Endpoints without a rule, with their checks per minute."""
 
     @property
     def this(self) -> NodeStatus:
@@ -95,7 +99,8 @@ class _Others:
 class Live:
     """The live view of one node.
 
-    ``own`` makes the status of this node, and with it its next sample. ``board`` is ``None`` for a node that is alone.
+    ``own`` makes the status of this node, and with it its next sample; ``is_healthy`` is its verdict alone.
+    ``board`` is ``None`` for a node that is alone.
     """
 
     def __init__(
@@ -104,8 +109,11 @@ class Live:
         denials: Denials,
         board: StatusBoard | None,
         clock: Clock,
+        *,
+        is_healthy: Callable[[], bool],
     ) -> None:
         self._own = own
+        self._is_healthy = is_healthy
         self._denials = denials
         self._board = board
         self._clock = clock
@@ -145,6 +153,15 @@ class Live:
         for listener in [*self._listeners]:
             await listener()
 
+    def watch(self) -> None:
+        """Tell the other nodes at once when the node's verdict has changed; called every :data:`WATCH_S` seconds.
+
+        Their pages show it after WATCH_S and a step of their own.
+        """
+        if self._board is not None and self._is_healthy() is not self._status.healthy:
+            self._status = self._own()
+            self._board.publish(encode(self._status))
+
     async def end(self) -> None:
         """Notify the listeners of the end."""
         self.ended = True
@@ -161,15 +178,17 @@ class Live:
         """Return a snapshot; ``named``: with the names of denied identifiers that this node may show."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
-        identifiers = [self._denials.top_identifiers(named=named)]
-        endpoints = [self._denials.top_endpoints()]
+        own = self._denials
         return Overview(
             total=self._total(nodes),
             nodes=nodes,
             unheard_s=self._unheard_s(),
             shares=self._board is not None,
-            endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
-            identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
+            endpoints=_merged_endpoints([own.top_endpoints(), *(one.endpoints for one in alive)]),
+            identifiers=_merged_identifiers(
+                [own.top_identifiers(named=named), *(one.identifiers for one in alive)]
+            ),
+            unmatched=_merged_endpoints([own.top_unmatched(), *(one.unmatched for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
 
@@ -313,7 +332,10 @@ def live_of(
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),
+            unmatched=denials.top_unmatched(),
         )
 
     board = parts.cluster.board if parts.cluster else None
-    return Live(status, denials, board, parts.clock)
+    return Live(
+        status, denials, board, parts.clock, is_healthy=lambda: parts.health.report().healthy
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -76,6 +76,8 @@ class NodeStatus:
     endpoints: Sequence[DeniedEndpoint] = ()
     identifiers: Sequence[DeniedIdentifier] = ()
     holds: Sequence[HeldLimit] = ()
+    unmatched: Sequence[DeniedEndpoint] = ()
+    """Endpoints without a rule, with their checks per minute."""
 
 
 def encode(status: NodeStatus) -> bytes:
@@ -87,9 +89,8 @@ def encode(status: NodeStatus) -> bytes:
         "v": FORMAT,
         **{name: getattr(status, name) for name in _FIELDS},
         "sample": _rounded(status.sample),
-        "endpoints": [
-            [one.endpoint[:MAX_ENDPOINT], round(one.per_minute, 1)] for one in status.endpoints
-        ],
+        "endpoints": _written(status.endpoints),
+        "unmatched": _written(status.unmatched),
         "identifiers": [
             [one.digest, one.identifier_type, one.masked, round(one.per_minute, 1)]
             for one in status.identifiers
@@ -97,8 +98,9 @@ def encode(status: NodeStatus) -> bytes:
         "holds": [[one.endpoint[:MAX_ENDPOINT], *one[1:]] for one in status.holds],
     }
     octets = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    if len(octets) > MAX_BYTES and (status.endpoints or status.identifiers or status.holds):
-        return encode(replace(status, endpoints=(), identifiers=(), holds=()))
+    if len(octets) > MAX_BYTES:
+        without_lists = replace(status, endpoints=(), identifiers=(), holds=(), unmatched=())
+        return octets if status == without_lists else encode(without_lists)
     return octets
 
 
@@ -119,7 +121,8 @@ def decode(octets: bytes) -> NodeStatus:
             sample=_sample(fields["sample"]),
             endpoints=[_endpoint(one) for one in _list(fields["endpoints"], TOP)],
             identifiers=[_identifier(one) for one in _list(fields["identifiers"], TOP)],
-            # A node of the release before has none.
+            # A node of the release before has none of these.
+            unmatched=[_endpoint(one) for one in _list(fields.get("unmatched", []), TOP)],
             holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
         )
     except (ValueError, KeyError, RecursionError) as error:
@@ -129,6 +132,10 @@ def decode(octets: bytes) -> NodeStatus:
 
 class _NoStatusError(ValueError):
     """The bytes are not a status."""
+
+
+def _written(endpoints: Iterable[DeniedEndpoint]) -> list[Any]:
+    return [[one.endpoint[:MAX_ENDPOINT], round(one.per_minute, 1)] for one in endpoints]
 
 
 def _rounded(sample: Sample) -> list[Any]:

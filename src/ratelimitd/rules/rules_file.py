@@ -22,6 +22,7 @@ import yaml
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import DEFAULT_LIMIT, Enforcement
 from ratelimitd.rules.store import (
+    DEFAULT_ALGORITHM,
     FIRST_LIMIT,
     LIMIT_FIELDS,
     MAX_RULES,
@@ -30,7 +31,13 @@ from ratelimitd.rules.store import (
     RuleDraft,
     in_order,
 )
-from ratelimitd.rules.validation import CALENDAR_FIELDS, MAX_QUOTED_CHARS, validated
+from ratelimitd.rules.validation import (
+    CALENDAR_FIELDS,
+    DURATION,
+    MAX_QUOTED_CHARS,
+    validated,
+    window_of,
+)
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
@@ -50,8 +57,13 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 """The fields of a rule in the order of the contract, and the name of their type."""
 
-_LIMIT_TYPES: Final = {
-    **{name: FIELDS.get(name, "text") for name in LIMIT_FIELDS},
+WINDOW: Final = "window"
+"""Field in the place of ``window_seconds``: a duration such as ``1m``."""
+
+RULE_TYPES: Final = {**FIELDS, WINDOW: DURATION}
+
+LIMIT_TYPES: Final = {
+    **{name: RULE_TYPES.get(name, "text") for name in (*LIMIT_FIELDS, WINDOW)},
     "burst": "a whole number",
     "anchor_day": "a whole number",
 }
@@ -61,15 +73,18 @@ _PLACEHOLDERS: Final[Mapping[str, Any]] = {
     "identifier_type": "user",
     "limit": 1,
     "window_seconds": 1,
-    "algorithm": "token_bucket",
+    "algorithm": DEFAULT_ALGORITHM.value,
 }
-"""The required fields, each with a substitute for a missing or mistyped value, so that one run reports all errors."""
+"""Substitutes for missing or mistyped values, so that one run reports all errors; the algorithm's is its default."""
+
+_REQUIRED: Final = tuple(name for name in _PLACEHOLDERS if name != "algorithm")
 
 _NUMBERS: Final = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
 """Substitutes for the numbers of a limit."""
 
 _TYPES: Final = {
     "text": str,
+    DURATION: str,
     "a whole number": int,
     "true or false": bool,
     "a list": list,
@@ -194,12 +209,10 @@ def _draft(
     if not isinstance(item.value, dict):
         violations.append(_violation(place, "", "must be a mapping of a rule's fields", item.line))
         return None
-    required = dict(_PLACEHOLDERS)
     given = item.value.get("limits")
-    if given is not None and given.value:
-        for name in FIRST_LIMIT:
-            del required[name]
-    typed = _typed(place, item, FIELDS, required=required, violations=found)
+    has_list = given is not None and given.value
+    required = [name for name in _REQUIRED if not (has_list and name in FIRST_LIMIT)]
+    typed = _typed(place, item, RULE_TYPES, required=required, violations=found)
     limits = _limits(f"{place}.limits", typed.pop("limits", ()), found)
     plans = typed.pop("plans", {})
     typed["plans"] = tuple(_plan(place, name, plans[name], found) for name in sorted(plans))
@@ -238,8 +251,8 @@ def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]
         return LimitDraft(name=f"limit-{number}", **substitutes)
     if "period" in item.value:
         substitutes["window_seconds"] = None
-    required = [field for field, value in substitutes.items() if value is not None]
-    typed = _typed(place, item, _LIMIT_TYPES, required=required, violations=violations)
+    required = [name for name in FIRST_LIMIT if name in _REQUIRED and substitutes[name] is not None]
+    typed = _typed(place, item, LIMIT_TYPES, required=required, violations=violations)
     name = typed.pop("name", f"limit-{number}" if "name" in item.value else "")
     draft = LimitDraft(name, **{**substitutes, **typed}).completed()
     if draft.window_seconds is None:  # beside a period that is none
@@ -285,10 +298,27 @@ def _typed(
             text = isinstance(node.value, bool | int) and types[name] == "text"
             hint = ": put it in quotes" if text else ""
             violations.append(_violation(place, name, f"must be {types[name]}{hint}", node.line))
-    violations += [
-        _violation(place, name, "is missing", item.line) for name in required if name not in fields
-    ]
+    missing = [name for name in required if name not in fields]
+    if WINDOW in fields:
+        missing = [name for name in missing if name != "window_seconds"]
+        _read_window(place, typed, fields, violations)
+    violations += [_violation(place, name, "is missing", item.line) for name in missing]
     return typed
+
+
+def _read_window(
+    place: str, typed: dict[str, Any], fields: Mapping[str, Node], violations: list[FieldViolation]
+) -> None:
+    """Turn a window into its seconds."""
+    text = typed.pop(WINDOW, None)
+    line = fields[WINDOW].line
+    if "window_seconds" in fields:
+        violations.append(_violation(place, WINDOW, "give it without window_seconds", line))
+    elif text is not None:
+        try:
+            typed["window_seconds"] = window_of(text)
+        except ValueError as error:
+            violations.append(_violation(place, WINDOW, str(error), line))
 
 
 def _value_violations(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ratelimitd.model import NOMINAL_SECONDS, Enforcement, Identity, Period, Rule
+from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Period, Rule
 
 if TYPE_CHECKING:
+    from ratelimitd.rules.applying import Change
     from ratelimitd.rules.assignments import Assigned, Assignment, Assignments
 
 MAX_RULES: Final = 100_000
@@ -56,6 +57,9 @@ class LimitDraft:
 
 DEFAULT_TIME_ZONE: Final = "UTC"
 
+DEFAULT_ALGORITHM: Final = Algorithm.TOKEN_BUCKET
+"""Of a limit in a file or on a command line that names none; a caller of the service names one."""
+
 
 LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraft))
 """The fields of a limit, in the order of the contract."""
@@ -90,6 +94,8 @@ class RuleDraft:
     id: str = ""
     limits: tuple[LimitDraft, ...] = ()
     plans: tuple[PlanDraft, ...] = ()
+    etag: str = ""
+    """Of the stored rule that it takes the place of, where it is one of a whole set; empty = any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,8 @@ class AuditEntry(NamedTuple):
     """One change of a rule: who made it, when (UTC), and the rule's fields before and after, ``None`` if absent.
 
     ``action`` is ``create``, ``update`` or ``delete``. Fields are as stored: untyped and not validated. A change of an
-    assignment has an empty ``rule_id``, and its fields.
+    assignment has an empty ``rule_id``, and its fields. So has ``apply``, of a whole set of rules, and its fields after
+    it are the numbers of created, updated and deleted ones.
     """
 
     revision: int
@@ -172,6 +179,14 @@ class BookChanges(NamedTuple):
     assigned: Sequence[Assigned] = ()
     unassigned: Sequence[Identity] = ()
     skipped_assignments: int = 0
+
+
+class Applied(NamedTuple):
+    """What a whole set of rules changed, or would change; ``counts`` are by action, empty for what stayed."""
+
+    revision: int
+    changes: Sequence[Change]
+    counts: Mapping[str, int]
 
 
 class RuleStore(Protocol):
@@ -207,6 +222,27 @@ class RuleStore(Protocol):
             RulesFullError: more than ``MAX_RULES``.
         """
 
+    async def apply(
+        self, drafts: Sequence[RuleDraft], actor: str, *, prune: bool, dry_run: bool, since: int
+    ) -> Applied:
+        """Bring the rules to ``drafts`` in one revision; :class:`~ratelimitd.rules.applying.BookDiff` says how.
+
+        ``since`` is a revision after which no rule was changed; 0 = any. With ``dry_run`` nothing is written. Without a
+        change the revision stays.
+
+        Raises:
+            RuleInvalidError: names the violated fields, such as ``rate_limits[3].limit``.
+            RuleBookConflictError: rules were changed after ``since``, or an etag is not the rule's.
+            RulesFullError: the store would hold more than ``MAX_RULES``.
+        """
+
+    async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
+        """Bring the rules back to what they were at the revision ``to``, in a new revision, as :meth:`apply` does.
+
+        Raises:
+            RuleInvalidError: there was no such revision, the audit trail does not have all changes since, or too many.
+        """
+
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule; the merged result is validated.
 
@@ -234,7 +270,8 @@ class RuleStore(Protocol):
     async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
         """Return at most ``size`` changes, newest first; fewer only at the end.
 
-        ``rule_id`` selects one rule, empty = all; ``before`` is the last revision of the previous page.
+        ``rule_id`` selects the changes of one rule, those in whole sets among them; empty = all, a whole set as one.
+        ``before`` is the last revision of the previous page.
         """
 
     async def changes_since(self, revision: int | None) -> BookChanges:

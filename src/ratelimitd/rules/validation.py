@@ -66,8 +66,13 @@ MAX_QUOTED_CHARS: Final = 64
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
-_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
+RULE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 _NAME = re.compile(r"[a-z0-9_-]{1,32}")
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+WINDOW: Final = "[1-9][0-9]{0,9}[smhd]"
+"""Pattern of a window in a file or on a command line."""
+DURATION: Final = "a duration such as 30s, 1m, 12h or 1d"
+_WINDOW = re.compile(WINDOW)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
@@ -153,7 +158,7 @@ def validated(
         FieldViolation(f"rate_limit.{field}", description)
         for field, description in _violations(draft, types)
     ]
-    if draft.id and _UUID.fullmatch(draft.id) is None:
+    if draft.id and RULE_ID.fullmatch(draft.id) is None:
         violations.insert(0, FieldViolation("rate_limit.id", "the id must be a UUID"))
     if violations:
         raise RuleInvalidError(*violations)
@@ -171,17 +176,27 @@ def canonical_id(rule_id: str, field: str) -> str:
     Raises:
         RuleInvalidError: the id is no UUID.
     """
-    if _UUID.fullmatch(rule_id) is None:
+    if RULE_ID.fullmatch(rule_id) is None:
         raise RuleInvalidError(FieldViolation(field, "the id must be a UUID"))
     return rule_id.lower()
 
 
+def is_rule_id(value: Any) -> bool:
+    """Return whether a value is the id of a rule."""
+    return isinstance(value, str) and RULE_ID.fullmatch(value) is not None
+
+
 def rule_from_row(row: RuleRow) -> Rule | SkippedRow:
     """Return the rule of a stored row, or why it is invalid."""
-    if not isinstance(row.id, str) or _UUID.fullmatch(row.id) is None:
+    if not is_rule_id(row.id):
         return SkippedRow("", "id: the id must be a UUID")
     if not isinstance(row.revision, int):
         return SkippedRow(row.id, "revision: the revision must be a whole number")
+    return rule_within(row)
+
+
+def rule_within(row: RuleRow) -> Rule | SkippedRow:
+    """Return the rule of a row, or why it is invalid, whatever its id and revision are."""
     draft = row.draft()
     reasons = [f"{field}: {description}" for field, description in _violations(draft)]
     if reasons:
@@ -433,6 +448,18 @@ def _endpoint_problem(endpoint: Any) -> str:
     if _SURROGATE.search(endpoint):
         return "the endpoint must be valid Unicode"
     return ""
+
+
+def window_of(text: str) -> int:
+    """Return the seconds of a window such as ``30s``, ``1m``, ``12h`` or ``1d``.
+
+    Raises:
+        ValueError: it is none; the text says what would be.
+    """
+    if _WINDOW.fullmatch(text) is None:
+        message = f"must be {DURATION}"
+        raise ValueError(message)
+    return int(text[:-1]) * _UNITS_S[text[-1]]
 
 
 def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:

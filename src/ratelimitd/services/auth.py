@@ -1,7 +1,7 @@
 """Authorization: whether the credentials of a call hold the role that its method requires.
 
 Never reads a setting and never logs. Identity comes from a bearer token or from the client certificate that TLS
-verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017, ADR 0042 and ADR 0058.
+verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017, ADR 0042 and ADR 0059.
 """
 
 from __future__ import annotations

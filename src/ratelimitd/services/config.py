@@ -6,24 +6,37 @@ decided by it. Never decides what a valid rule is. See ADR 0008 and ADR 0013.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.store import RuleStore, in_order
+from ratelimitd.rules.applying import MAX_APPLIED
+from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
-from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
+from ratelimitd.services.convert import (
+    change_of,
+    deleted_id_of,
+    draft_of,
+    rate_limit_of,
+    text_of,
+    update_of,
+)
 from ratelimitd.services.wire import (
+    WireApply,
     WireList,
+    parse_apply,
     parse_create,
     parse_delete,
     parse_list,
+    parse_rule,
     parse_update,
+    rules_within,
 )
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -89,6 +102,14 @@ DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 1_000
 """Rules in one answer: at most 1.4 MB, well below the 4 MiB of a message."""
 
+MAX_CHANGES: Final = 1_000
+MAX_CHANGES_BYTES: Final = 2 * 1024 * 1024
+"""Changes in one answer, and their bytes: a rule with many plans takes 10 KB."""
+
+CHANGES_PER_STEP: Final = 16
+BYTES_PER_STEP: Final = 4_096
+"""Changes that are written, and bytes of rules that are read, per event-loop iteration: about 1 ms."""
+
 PAGE_KEY_NAME: Final = "page-token"
 """The store's secret that seals page tokens; kept there, so that every node takes every node's tokens."""
 
@@ -123,6 +144,7 @@ class ConfigService:
         self._actor = actor
         self._types = types
         self._page_key = b""
+        self._applying = asyncio.Lock()
 
     def methods(self) -> Methods:
         """The handlers by path."""
@@ -132,6 +154,7 @@ class ConfigService:
                 f"/{SERVICE}/UpdateRateLimit": self.update_rate_limit,
                 f"/{SERVICE}/DeleteRateLimit": self.delete_rate_limit,
                 f"/{SERVICE}/ListRateLimits": self.list_rate_limits,
+                f"/{SERVICE}/ApplyRateLimits": self.apply_rate_limits,
             }
         )
 
@@ -177,11 +200,81 @@ class ConfigService:
             answer.next_page_token = page_token(position, query, key)
         return answer.SerializeToString()
 
+    async def apply_rate_limits(self, data: bytes, call: Call) -> bytes:
+        """Bring the rules to a whole set, one call after the other: each holds 20,000 rules in memory."""
+        async with self._applying:
+            drafts: list[RuleDraft] = []
+            others = bytearray()
+            async for rule in _paced(rules_within(data, others)):
+                if len(drafts) == MAX_APPLIED:
+                    text = f"must be at most {MAX_APPLIED}"
+                    raise RuleInvalidError(FieldViolation("rate_limits", text))
+                drafts.append(draft_of(parse_rule(rule)))
+            message = parse_apply(bytes(others))
+            _refuse_wrong_revisions(message, has_rules=bool(drafts))
+            actor, dry_run, since = self._actor(call), message.dry_run, message.revision
+            if message.as_of:
+                applied = await self._store.revert(
+                    message.as_of, actor, dry_run=dry_run, since=since
+                )
+            else:
+                applied = await self._store.apply(
+                    drafts, actor, prune=message.prune, dry_run=dry_run, since=since
+                )
+        if not message.dry_run:
+            await self._feed.notify()
+        return await _applied_answer(applied, dry_run=message.dry_run)
+
     async def page_key(self) -> bytes:
         """Return the key of page tokens, read once: a node also starts while the store is away."""
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key
+
+
+async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield serialised rules, some 1 ms of work in each event-loop iteration."""
+    size = 0
+    for rule in rules:
+        yield rule
+        size += len(rule) + 2
+        if size >= BYTES_PER_STEP:
+            size = 0
+            await asyncio.sleep(0)
+
+
+def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
+    violations = [
+        FieldViolation(name, "must not be negative")
+        for name in ("revision", "as_of")
+        if getattr(message, name) < 0
+    ]
+    if message.as_of and (has_rules or message.prune):
+        text = "is in the place of rate_limits and prune: send it without them"
+        violations.append(FieldViolation("as_of", text))
+    if violations:
+        raise RuleInvalidError(*violations)
+
+
+async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
+    """Return the answer about a whole set, with as many of the changes as it may have."""
+    answer = ratelimiter_pb2.ApplyRateLimitsResponse(
+        revision=applied.revision,
+        created=applied.counts["create"],
+        updated=applied.counts["update"],
+        deleted=applied.counts["delete"],
+        unchanged=applied.counts[""],
+    )
+    size = 0
+    for number, change in enumerate(applied.changes[:MAX_CHANGES], 1):
+        one = change_of(change, dry_run=dry_run)
+        size += one.ByteSize()
+        if size > MAX_CHANGES_BYTES:
+            break
+        answer.changes.append(one)
+        if not number % CHANGES_PER_STEP:
+            await asyncio.sleep(0)
+    return answer.SerializeToString()
 
 
 def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:

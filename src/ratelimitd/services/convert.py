@@ -38,6 +38,7 @@ from ratelimitd.model import (
     Rule,
     types_within,
 )
+from ratelimitd.rules.applying import Change
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.rules.store import (
     EDITABLE,
@@ -52,8 +53,10 @@ from ratelimitd.rules.validation import (
     CONTROL_CHARACTER,
     MAX_ENDPOINT_CHARS,
     MAX_QUOTED_CHARS,
+    RuleRow,
     canonical_id,
     choice_of,
+    rule_within,
     validated,
 )
 from ratelimitd.services.wire import (
@@ -491,6 +494,22 @@ def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
     )
 
 
+def change_of(change: Change, *, dry_run: bool) -> ratelimiter_pb2.RateLimitChange:
+    """Return the contract's message of a change; in a dry run the etag that the rule would get is not there."""
+    before, after = map(_row_message, change)
+    if after is not None and dry_run:
+        after.etag = ""
+    return ratelimiter_pb2.RateLimitChange(before=before, after=after)
+
+
+def _row_message(row: RuleRow | None) -> ratelimiter_pb2.RateLimit | None:
+    if row is None:
+        return None
+    rule = rule_within(row)
+    # What was written past the service, and is no rule, has no more than an id.
+    return rate_limit_of(rule) if isinstance(rule, Rule) else ratelimiter_pb2.RateLimit(id=row.id)
+
+
 def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
     return ratelimiter_pb2.Limit(
         name=limit.name,
@@ -527,7 +546,8 @@ def draft_of(message: WireRule) -> RuleDraft:
         first = fields["limits"][0]
         fields |= {name: fields[name] or getattr(first, name) for name in FIRST_LIMIT}
     enabled = message.enabled if message.HasField("enabled") else True
-    return RuleDraft(**{**fields, "enabled": enabled}, id=text_of(message.id))
+    identity = {"id": text_of(message.id), "etag": text_of(message.etag)}
+    return RuleDraft(**{**fields, **identity, "enabled": enabled})
 
 
 def _fields_of(message: WireRule) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ratelimitd.errors import (
     HoldsFullError,
     InvalidInputError,
     RateLimitdError,
+    RuleBookConflictError,
     RuleConflictError,
     RuleExistsError,
     RuleNotFoundError,
@@ -68,6 +69,7 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
     RuleConflictError: ErrorStatus(
         StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
     ),
+    RuleBookConflictError: ErrorStatus(StatusCode.ABORTED, "ETAG_MISMATCH"),
     AssignmentNotFoundError: ErrorStatus(StatusCode.NOT_FOUND, "ASSIGNMENT_NOT_FOUND"),
     AssignmentConflictError: ErrorStatus(
         StatusCode.ABORTED,

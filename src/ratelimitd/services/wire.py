@@ -10,7 +10,7 @@ Answers are written with the generated classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Final, Protocol, cast
@@ -77,7 +77,7 @@ MAX_TOP_LEVEL_FIELDS: Final = 2_000
 many."""
 
 ITEM_TAG: Final = b"\x0a"
-"""``BatchRateLimitRequest.requests``: field 1, length-delimited."""
+"""``BatchRateLimitRequest.requests`` and ``ApplyRateLimitsRequest.rate_limits``: field 1, length-delimited."""
 
 COUNT_ABOVE_BYTES: Final = 16_384
 """Longer messages have their fields counted before they are parsed. 4 MiB of empty entries of a repeated field block
@@ -94,6 +94,7 @@ _LONGEST_PREFIX_BYTES: Final = 3
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_GROUP_MARKS: Final = (3, 4)
 
 
 class WireIdentity(Protocol):
@@ -198,6 +199,15 @@ class WireList(Protocol):
     identifier_type: bytes
     page_size: int
     page_token: bytes
+
+
+class WireApply(Protocol):
+    """``ApplyRateLimitsRequest`` without its rules."""
+
+    prune: bool
+    dry_run: bool
+    revision: int
+    as_of: int
 
 
 class WireAssignment(Protocol):
@@ -310,6 +320,16 @@ def parse_list(data: bytes) -> WireList:
     return cast("WireList", _parse(_LIST, data))
 
 
+def parse_rule(data: bytes) -> WireRule:
+    """Read a ``RateLimit``."""
+    return cast("WireRule", _parse(_RULE, data))
+
+
+def parse_apply(data: bytes) -> WireApply:
+    """Read an ``ApplyRateLimitsRequest``, as far as :func:`rules_within` leaves it."""
+    return cast("WireApply", _parse(_APPLY, data))
+
+
 def parse_assign(data: bytes) -> WireAssign:
     """Read an ``AssignPlanRequest``."""
     return cast("WireAssign", _parse(_ASSIGN, data))
@@ -391,6 +411,32 @@ def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
     return items if position == end else None
 
 
+def rules_within(data: bytes, others: bytearray) -> Iterator[bytes]:
+    """Yield the rules of an ``ApplyRateLimitsRequest``, unparsed; add its other fields to ``others``.
+
+    Raises:
+        InvalidInputError: the bytes are no such message, or have too many other fields.
+    """
+    position, fields = 0, 0
+    while position < len(data):
+        start = position
+        tag, position = read_varint(data, position)
+        if tag == ITEM_TAG[0]:
+            size, first = read_varint(data, position)
+            position = first + size
+            if data[first - 1] >= ONE_BYTE or position > len(data):
+                raise _no_message(_APPLY)
+            yield data[first:position]
+            continue
+        if fields == MAX_FIELDS:
+            raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, "has too many fields"))
+        fields += 1
+        if tag & 7 in _GROUP_MARKS:
+            raise _no_message(_APPLY)
+        position = _after(data, position, tag & 7)
+        others += data[start:position]
+
+
 def count_top_level(data: bytes, number: int, at_most: int) -> int:
     """Count the length-delimited fields of this number, without parsing the message.
 
@@ -420,9 +466,12 @@ def _parse(message_class: type[Message], data: bytes) -> Message:
     try:
         return message_class.FromString(data)
     except DecodeError:
-        name = message_class.DESCRIPTOR.name
-        violation = FieldViolation(WHOLE_MESSAGE, f"the bytes are no {name} message")
-        raise InvalidInputError(violation) from None
+        raise _no_message(message_class) from None
+
+
+def _no_message(message_class: type[Message]) -> InvalidInputError:
+    text = f"the bytes are no {message_class.DESCRIPTOR.name} message"
+    return InvalidInputError(FieldViolation(WHOLE_MESSAGE, text))
 
 
 def _count_fields(  # noqa: PLR0917 -- a part of the data without a copy
@@ -516,6 +565,8 @@ _CREATE: Final = _message("ratelimiter.v1.CreateRateLimitRequest")
 _UPDATE: Final = _message("ratelimiter.v1.UpdateRateLimitRequest")
 _DELETE: Final = _message("ratelimiter.v1.DeleteRateLimitRequest")
 _LIST: Final = _message("ratelimiter.v1.ListRateLimitsRequest")
+_RULE: Final = _message("ratelimiter.v1.RateLimit")
+_APPLY: Final = _message("ratelimiter.v1.ApplyRateLimitsRequest")
 _ASSIGN: Final = _message("ratelimiter.v1.AssignPlanRequest")
 _ASSIGN_BATCH: Final = _message("ratelimiter.v1.BatchAssignPlansRequest")
 _UNASSIGN: Final = _message("ratelimiter.v1.UnassignPlanRequest")

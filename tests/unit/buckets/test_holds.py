@@ -164,6 +164,20 @@ async def test_what_ended_long_ago_is_not_restored():
     assert other.holds.in_flight == 0
 
 
+async def test_a_number_that_was_that_of_an_earlier_hold_owns_nothing_of_it():
+    scene = Scene()
+    await scene.hold(1, b"s", SLOTS, ttl_s=5)
+    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    scene.clock.advance(seconds=1_000)
+    await scene.hold(1, b"a", ttl_s=600)
+    changes |= {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    other = Scene()
+    other.clock.advance(seconds=1_000)
+    other.holds.restore(changes)
+    assert other.check(b"s", SLOTS)[1] == SLOTS.limit
+    assert (await other.settle(1, 0)).known
+
+
 async def test_a_slot_that_no_hold_owns_any_more_is_over():
     scene = Scene()
     await scene.hold(1, b"s", SLOTS)

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES
+from ratelimitd.rules.schema import rules_schema
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
@@ -31,8 +32,12 @@ def book(tmp_path):
     return write
 
 
-def writes(node):
-    return [method for method in node.methods() if method != "ListRateLimits"]
+def asked(node):
+    """The options of each call, and how many rules it has."""
+    return [
+        (len(call.request.rate_limits), call.request.prune, call.request.dry_run)
+        for call in node.seen
+    ]
 
 
 def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
@@ -47,22 +52,24 @@ def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
         "",
     )
     assert ask("rules", "apply", "-f", book()) == (0, "no changes\n", "")
-    assert len(writes(node)) == 2
+    assert asked(node) == [(2, False, False)] * 2
+
+
+def test_what_looks_like_a_pattern_and_is_none_is_told(ask, book):
+    file = book(BOOK.replace("/login", "/login/*"))
+    for command in ("apply", "diff"):
+        assert ask("rules", command, "-f", file).err.startswith("Warning: /login/* is the name of")
 
 
 def test_only_what_differs_is_changed_and_shown(ask, node, book):
     rule = node.add_rule("*", limit=10, enabled=False)
     node.add_rule("/login", "ip", limit=5, algorithm="fixed_window", enabled=False)
-    etag = rule.etag
     ended = ask("rules", "apply", "-f", book())
     assert ended.out == (
         "~ update * user\n    limit: 10 → 600\n    enabled: false → true\n"
         "0 created, 1 updated, 0 deleted\n"
     )
-    [update] = [call.request for call in node.seen if call.method == "UpdateRateLimit"]
-    assert list(update.update_mask.paths) == ["limit", "enabled"]
-    assert update.rate_limit.etag == etag
-    assert update.rate_limit.window_seconds == 0
+    assert (rule.limit, rule.enabled) == (600, True)
 
 
 PLANS = """\
@@ -88,9 +95,8 @@ def test_plans_are_applied_exported_and_shown(ask, node, book):
     assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
     changed = ask("rules", "apply", "-f", book(PLANS.replace("limit: 9", "limit: 8")))
     assert changed.out.splitlines()[1].startswith('    plans: {"pro": [{"name": "day", "limit": 9')
-    [update] = [call.request for call in node.seen if call.method == "UpdateRateLimit"]
-    assert list(update.update_mask.paths) == ["plans"]
-    assert update.rate_limit.plans["pro"].limits[0].limit == 8
+    [rule] = node.rules.values()
+    assert rule.plans["pro"].limits[0].limit == 8
 
 
 def test_other_rules_are_deleted_only_with_prune(ask, node, book):
@@ -102,7 +108,6 @@ def test_other_rules_are_deleted_only_with_prune(ask, node, book):
         "- delete /other user: 10 per 60 s, token_bucket\n0 created, 0 updated, 1 deleted\n"
     )
     assert other.id not in node.rules
-    assert node.seen[-1].request.etag == other.etag
 
 
 def test_a_dry_run_shows_the_same_and_changes_nothing(ask, node, book):
@@ -111,7 +116,8 @@ def test_a_dry_run_shows_the_same_and_changes_nothing(ask, node, book):
     assert ended.status == 0
     assert ended.out.startswith("+ create * user")
     assert ended.out.endswith("2 to create, 0 to update, 1 to delete; this was a dry run\n")
-    assert writes(node) == []
+    assert asked(node) == [(2, True, True)]
+    assert len(node.rules) == 1
 
 
 def test_a_wrong_file_changes_nothing_and_every_error_is_named(ask, node, book):
@@ -129,54 +135,85 @@ def test_a_wrong_file_changes_nothing_and_every_error_is_named(ask, node, book):
     assert node.seen == []
 
 
-def test_a_file_that_no_order_of_steps_leads_to_changes_nothing(ask, node, book):
-    node.add_rule("*")
-    file = book(
-        BOOK.replace('{endpoint: "*"', '{id: "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f", endpoint: "*"')
-    )
-    ended = ask("rules", "apply", "-f", file)
-    assert ended.status == 1
-    assert "rules[0].id: the rule for this endpoint and identifier_type has the id" in ended.err
-    assert writes(node) == []
-
-
-def test_a_node_that_refuses_half_way_is_told_with_the_rule_and_how_far_it_came(ask, node, book):
-    node.error = status(grpc.StatusCode.ALREADY_EXISTS, "somebody was faster")
-    node.errors_after = 2
-    ended = ask("rules", "apply", "-f", book())
-    assert ended.status == 1
-    assert ended.err == (
-        "Error: create /login ip: already exists: somebody was faster;"
-        " 1 of 2 changes were made before it\n"
+def test_what_the_node_refuses_is_named_by_its_place_in_the_file(ask, node, book):
+    text = "the rule for this endpoint and identifier_type has the id x"
+    violations = (("rate_limits[0].id", text), ("rate_limits", "3 more fields are wrong"))
+    node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "no", *violations)
+    file = book()
+    assert ask("rules", "apply", "-f", file) == (
+        1,
+        "",
+        (
+            f"Error: {file} is refused, nothing was changed:\n"
+            f"  rules[0].id: {text}\n"
+            "  rules: 3 more fields are wrong\n"
+        ),
     )
 
 
-def test_json_lists_the_steps_that_were_made(ask, node, book):
+def test_a_node_without_the_call_is_told_by_the_name_of_the_call(ask, node, book):
+    node.error = status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    for command in ("apply", "diff"):
+        ended = ask("rules", command, "-f", book())
+        assert ended.status == 1
+        assert ended.err == (
+            f"Error: the node at {node.address} has no ApplyRateLimits: it is of an earlier release\n"
+        )
+
+
+def test_rules_that_were_changed_after_a_revision_are_not_overwritten(ask, node, book):
+    node.error = status(grpc.StatusCode.ABORTED, "revision: rules were changed after 7")
+    ended = ask("rules", "apply", "-f", book(), "--revision", 7)
+    assert ended.status == 1
+    assert "aborted: revision: rules were changed after 7" in ended.err
+    assert node.seen[-1].request.revision == 7
+    assert ask("rules", "apply", "-f", book(), "--revision", -1).status == 2
+
+
+def test_json_is_the_answer_of_the_node(ask, node, book):
     rule = node.add_rule("*", limit=10)
     node.add_rule("/other")
-    steps = json.loads(ask("rules", "apply", "-f", book(), "--prune", "--json").out)
-    assert [step["action"] for step in steps] == ["update", "create", "delete"]
-    assert steps[0]["fields"] == ["limit"]
-    assert (steps[0]["rate_limit"]["id"], steps[0]["rate_limit"]["limit"]) == (rule.id, 600)
-    assert [step["rate_limit"]["endpoint"] for step in steps] == ["*", "/login", "/other"]
-    assert json.loads(ask("rules", "apply", "-f", book(), "--prune", "--json").out) == []
+    answer = json.loads(ask("rules", "apply", "-f", book(), "--prune", "--json").out)
+    assert (answer["created"], answer["updated"], answer["deleted"]) == (1, 1, 1)
+    updated, created, deleted = answer["changes"]
+    assert (updated["before"]["id"], updated["before"]["limit"]) == (rule.id, 10)
+    assert updated["after"]["limit"] == 600
+    assert ("before" in created, created["after"]["endpoint"]) == (False, "/login")
+    assert (deleted["before"]["endpoint"], "after" in deleted) == ("/other", False)
+    again = json.loads(ask("rules", "apply", "-f", book(), "--prune", "--json").out)
+    assert again["changes"] == []
 
 
-def test_json_of_a_plan_that_stopped_lists_what_was_made(ask, node, book):
-    node.error = status(grpc.StatusCode.ALREADY_EXISTS, "no")
-    node.errors_after = 2
-    ended = ask("rules", "apply", "-f", book(), "--json")
-    assert ended.status == 1
-    assert [step["rate_limit"]["endpoint"] for step in json.loads(ended.out)] == ["*"]
+def test_what_the_node_does_not_list_is_counted(ask, node, book):
+    node.max_changes = 1
+    ended = ask("rules", "diff", "-f", book())
+    assert ended.out.splitlines()[1:] == [
+        "… and 1 more",
+        "2 to create, 0 to update, 0 to delete; the rules are at revision 1",
+    ]
 
 
-def test_a_rule_that_was_changed_meanwhile_is_not_overwritten(ask, node, book):
-    rule = node.add_rule("*", limit=10)
-    node.after_list = lambda: setattr(rule, "etag", "another")
-    ended = ask("rules", "apply", "-f", book())
-    assert ended.status == 1
-    assert "update * user: aborted: the rule has another etag by now" in ended.err
-    assert node.rules[rule.id].limit == 10
+def test_a_difference_is_shown_and_ends_with_status_4(ask, node, book):
+    node.add_rule("/other")
+    ended = ask("rules", "diff", "-f", book(), "--prune")
+    assert ended.status == 4
+    assert ended.out == (
+        "+ create * user: 600 per 60 s, token_bucket\n"
+        "+ create /login ip: 5 per 60 s, fixed_window, disabled\n"
+        "- delete /other user: 10 per 60 s, token_bucket\n"
+        "2 to create, 0 to update, 1 to delete; the rules are at revision 1\n"
+    )
+    assert json.loads(ask("rules", "diff", "-f", book(), "--json").out)["created"] == 2
+    assert len(node.rules) == 1
+    ask("rules", "apply", "-f", book())
+    assert ask("rules", "diff", "-f", book()) == (0, "no changes\n", "")
+    assert ask("rules", "diff", "-f", book(), "--prune").status == 4
+
+
+def test_a_wrong_file_or_a_refusal_is_no_difference(ask, node, book):
+    assert ask("rules", "diff", "-f", book(BOOK.replace("600", "many"))).status == 1
+    node.error = status(grpc.StatusCode.UNAVAILABLE, "the rule database is locked")
+    assert ask("rules", "diff", "-f", book()).status == 1
 
 
 def test_the_book_may_come_from_standard_input(ask, node, monkeypatch):
@@ -251,3 +288,9 @@ def test_calendars_are_applied_compared_and_exported(ask, node, book):
     assert '"time_zone": "Europe/Berlin"' in edited.out
     assert '"time_zone": "Europe/Paris"' in edited.out
     assert rule.limits[1].time_zone == "Europe/Paris"
+
+
+def test_the_schema_of_rules_files_is_printed_without_a_node(run):
+    ended = run("rules", "schema")
+    assert (ended.status, ended.err) == (0, "")
+    assert json.loads(ended.out) == rules_schema()

@@ -52,6 +52,17 @@ def test_a_rule_is_created_with_what_was_typed(ask, node):
     )
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "is_warned"),
+    [("/x/*", True), ("*/x", True), ("*", False), ("**", False), ("/x/{id}", False)],
+)
+def test_what_looks_like_a_pattern_and_is_none_is_told(ask, endpoint, is_warned):
+    ended = ask("rules", "create", endpoint, "user", *NUMBERS)
+    assert (ended.status, ended.out.startswith("created")) == (0, True)
+    assert ended.err.startswith(f"Warning: {endpoint} is the name of one endpoint") == is_warned
+    assert bool(ended.err) == is_warned
+
+
 def test_a_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
     assert "5 per 60 s, token_bucket, burst 50" in ended.out
@@ -264,7 +275,12 @@ def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "name the window: --window-seconds or --period"),
+        ([], "name the window: --window, --window-seconds or --period"),
+        (["--window", "1 m"], "--window must be a duration such as 30s, 1m, 12h or 1d"),
+        (["--window", "0s"], "--window must be a duration"),
+        (["--window", "60"], "--window must be a duration"),
+        (["--window", "9999999999d"], "must be -2147483648 to 2147483647"),
+        (["--window", "1m", "--window-seconds", "60"], "give one of --window and --window-seconds"),
         (["--period", "year"], "'year' is not one of 'day', 'week', 'month'"),
         (["--period", "month", "--anchor-day", "0"], "Invalid value for '--anchor-day'"),
         (["--period", "month", "--anchor-day", "32"], "Invalid value for '--anchor-day'"),
@@ -274,3 +290,48 @@ def test_a_window_that_is_none_is_refused(ask, node, arguments, why):
     ended = ask("rules", "create", "/api", "user", "--limit", "9", *arguments)
     assert (ended.status, why in ended.err) == (2, True), ended.err
     assert not node.rules
+
+
+def test_a_window_is_given_as_a_duration(ask, node):
+    create = ("rules", "create", "/api", "user", "--limit", 9, "--window")
+    assert ask(*create, "1m").status == 0
+    [rule] = node.rules.values()
+    assert (rule.window_seconds, rule.algorithm) == (60, "token_bucket")
+    assert ask("rules", "update", rule.id, "--window", "12h").status == 0
+    assert rule.window_seconds == 43_200
+    ended = ask("rules", "update", rule.id, "--window", "soon")
+    assert (ended.status, "--window must be a duration" in ended.err) == (2, True)
+    assert rule.window_seconds == 43_200
+
+
+def test_a_rule_is_named_by_its_endpoint_and_type(ask, node):
+    limits = [
+        pb.Limit(
+            name=name, limit=9, window_seconds=60, algorithm="token_bucket", enforcement=enforcement
+        )
+        for name, enforcement in (("default", pb.ENFORCE), ("candidate", pb.OBSERVE))
+    ]
+    rule = node.add_rule("/api", limits=limits)
+    other = node.add_rule("/api", "ip")
+    assert ask("rules", "update", "/api", "user", "--limit", 7).status == 0
+    assert (rule.limit, other.limit) == (7, 10)
+    assert ask("rules", "promote", "/api", "user", "candidate").status == 0
+    assert [one.name for one in rule.limits] == ["candidate"]
+    assert ask("rules", "delete", "/api", "user").out == f"deleted {rule.id}\n"
+    assert list(node.rules) == [other.id]
+
+
+@pytest.mark.parametrize("command", [("update", "--limit", 7), ("delete",), ("promote", "x")])
+@pytest.mark.parametrize("endpoint", ["/none", ""])
+def test_a_rule_that_there_is_not_is_told_by_its_endpoint_and_type(ask, node, command, endpoint):
+    rule = node.add_rule("/api")
+    name, *options = command
+    ended = ask("rules", name, endpoint, "user", *options)
+    assert ended == (1, "", f"Error: there is no rule for {endpoint} user\n")
+    assert node.rules == {rule.id: rule}
+
+
+def test_a_promotion_names_a_rule_and_a_limit(ask, node):
+    for names in (["/api"], ["/api", "user", "candidate", "more"]):
+        ended = ask("rules", "promote", *names)
+        assert (ended.status, "name the rule, by its id" in ended.err) == (2, True)

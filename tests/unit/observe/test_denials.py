@@ -76,6 +76,20 @@ def test_more_than_can_be_looked_at_are_counted_by_the_last_of_them(node):
     assert (late.endpoint, late.per_minute) == ("/b", pytest.approx(4 * MAX_PENDING * 0.693, 0.01))
 
 
+def test_endpoints_without_a_rule_are_told_by_how_often_they_are_asked_for(node):
+    for endpoint, times in (("/a", 2), ("/b", 3 * MAX_PENDING)):
+        for _ in range(times):
+            node.stats.no_rule_total += 1
+            node.denials.note_without_rule(endpoint)
+        node.denials.fold()
+    often, seldom = node.denials.top_unmatched()
+    assert often == ("/b", pytest.approx(3 * MAX_PENDING * 0.693, 0.01))
+    assert seldom == ("/a", pytest.approx(2 * 0.693, 0.01))
+    node.denials.fade(HALF_LIFE_S)
+    assert node.denials.top_unmatched()[1].per_minute == pytest.approx(0.693, 0.01)
+    assert node.denials.top_endpoints() == []
+
+
 def test_denials_of_an_open_breaker_are_nobodys(node):
     node.stats.blocked_total += 100
     node.stats.breaker_denied_total += 100

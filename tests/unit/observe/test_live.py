@@ -60,12 +60,14 @@ class Scene:
     def __init__(self, *, alone=False):
         self.clock, self.stats = ManualClock(), CheckStats()
         self.board = None if alone else Board()
+        self.healthy = True
         self.denials = Denials(self.stats, digest=lambda name, _: name.hex())
         self.live = Live(
-            lambda: status_of(at_ms=self.now_ms),
+            lambda: status_of(at_ms=self.now_ms, healthy=self.healthy),
             self.denials,
             self.board,
             self.clock,
+            is_healthy=lambda: self.healthy,
         )
 
     @property
@@ -141,6 +143,17 @@ async def test_each_step_tells_the_others_how_the_node_is(scene):
         scene.now_ms,
     ]
     assert scene.board.noted == 2
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_verdict_that_has_changed_is_told_before_the_next_step(alone):
+    scene = Scene(alone=alone)
+    await scene.steps()
+    for healthy in (False, False, True):
+        scene.healthy = healthy
+        scene.live.watch()
+    told = [] if alone else [decode(one).healthy for one in scene.board.published]
+    assert told == ([] if alone else [True, False, True])
 
 
 async def test_a_node_that_is_silent_is_shown_as_gone_and_not_counted(scene):

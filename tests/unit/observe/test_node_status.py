@@ -48,7 +48,11 @@ BUSY = replace(
         for number in range(TOP)
     ],
     holds=[HeldLimit(f"/held/{number}", "user", "minute", 10**6, 10**9) for number in range(TOP)],
+    unmatched=[DeniedEndpoint(f"/unmatched/{number}", 99.5) for number in range(TOP)],
 )
+
+
+NONE: dict[str, list[object]] = {"endpoints": [], "identifiers": [], "holds": [], "unmatched": []}
 
 
 def changed(**fields):
@@ -56,15 +60,17 @@ def changed(**fields):
 
 
 def test_what_was_encoded_is_decoded():
-    assert decode(encode(STATUS)) == replace(STATUS, endpoints=[], identifiers=[], holds=[])
+    assert decode(encode(STATUS)) == replace(STATUS, **NONE)
     assert decode(encode(BUSY)).endpoints == BUSY.endpoints
     assert decode(encode(BUSY)).holds == BUSY.holds
+    assert decode(encode(BUSY)).unmatched == BUSY.unmatched
 
 
-def test_a_node_of_the_release_before_has_no_holds():
+def test_a_node_of_the_release_before_tells_neither_holds_nor_endpoints_without_a_rule():
     fields = json.loads(encode(BUSY))
-    del fields["holds"]
-    assert decode(json.dumps(fields).encode()) == replace(decode(encode(BUSY)), holds=[])
+    del fields["holds"], fields["unmatched"]
+    expected = replace(decode(encode(BUSY)), holds=[], unmatched=[])
+    assert decode(json.dumps(fields).encode()) == expected
 
 
 def test_a_status_is_small():
@@ -87,7 +93,7 @@ def test_endpoints_that_take_too_many_bytes_cost_the_lists_and_not_the_status():
     wide = [DeniedEndpoint("\x01" * MAX_ENDPOINT, 1.0)] * TOP * 2
     octets = encode(replace(BUSY, endpoints=wide))
     assert len(octets) < MAX_BYTES
-    assert decode(octets) == replace(STATUS, endpoints=[], identifiers=[], holds=[])
+    assert decode(octets) == replace(STATUS, **NONE)
 
 
 def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():

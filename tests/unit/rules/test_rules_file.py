@@ -98,7 +98,6 @@ rules:
             "rules[1].etag",
             "the node sets the etag, which changes with every edit: leave it out (line 12)",
         ),
-        ("rules[1].algorithm", "is missing (line 7)"),
         ("rules[1].id", "the id must be a UUID (line 13)"),
         (
             "rules[1].identifier_type",
@@ -474,3 +473,67 @@ class TestSeveralLimits:
             f"{path.removeprefix('rules[0].')}: {text}" for path, text in caught.value.violations
         ]
         assert found[: len(problems)] == problems
+
+
+def without(text, *fields):
+    """The rule without some of its lines."""
+    return "".join(
+        line for line in text.splitlines(keepends=True) if line.split(":")[0].strip() not in fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [("30s", 30), ("1m", 60), ("12h", 43_200), ("1d", 86_400), ('"7d"', 604_800)],
+)
+def test_a_window_is_a_duration_or_a_number_of_seconds(window, seconds):
+    text = f"rules:\n{without(RULE, 'window_seconds')}    window: {window}\n"
+    [draft] = parse_rules(text.encode())
+    assert draft == RuleDraft("/login", "ip", 5, seconds, "fixed_window")
+    assert "window:" not in dump_rules([draft])
+
+
+def test_limits_of_a_list_and_of_plans_have_such_windows_and_the_same_default():
+    text = """\
+rules:
+  - endpoint: /a
+    identifier_type: user
+    limits: [{limit: 1, window: 1s}, {name: day, limit: 9, window: 1d, algorithm: fixed_window}]
+    plans: {pro: [{limit: 5, window: 1m}]}
+"""
+    [draft] = parse_rules(text.encode())
+    assert (draft.window_seconds, draft.algorithm) == (1, "token_bucket")
+    assert [(one.window_seconds, one.algorithm) for one in draft.limits] == [
+        (1, "token_bucket"),
+        (86_400, "fixed_window"),
+    ]
+    [limit] = draft.plans[0].limits
+    assert (limit.window_seconds, limit.algorithm) == (60, "token_bucket")
+
+
+def test_a_rule_without_an_algorithm_is_a_token_bucket():
+    [draft] = parse_rules(f"rules:\n{without(RULE, 'algorithm')}".encode())
+    assert draft.algorithm == "token_bucket"
+    assert parse_rules(dump_rules([draft]).encode()) == (draft,)
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ("window: 1 minute", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
+        ("window: 0s", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
+        ("window: 60", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
+        ("window: 99999999d", ("rules[0].window_seconds", "the window must be at most 2147483647 (line 2)")),
+        ("{}", ("rules[0].window_seconds", "is missing (line 2)")),
+    ],
+)  # fmt: skip
+def test_a_window_that_is_none_is_named_once(given, wrong):
+    rule = without(RULE, "window_seconds", "algorithm")
+    more = "" if given == "{}" else f"    {given}\n"
+    assert violations(f"rules:\n{rule}{more}") == [wrong]
+
+
+def test_a_window_is_given_once():
+    assert violations(f"rules:\n{RULE}    window: 1m\n") == [
+        ("rules[0].window", "give it without window_seconds (line 7)")
+    ]

@@ -15,6 +15,8 @@ PARSERS = {
     wire.parse_list: pb.ListRateLimitsRequest,
     wire.parse_metrics: pb.MetricsRequest,
     wire.parse_reset: pb.ResetRequest,
+    wire.parse_rule: pb.RateLimit,
+    wire.parse_apply: pb.ApplyRateLimitsRequest,
 }
 
 
@@ -217,3 +219,18 @@ def varint(value):
 def test_a_batch_that_ends_within_a_length_is_not_split():
     assert wire.split_batch(b"\x0a\x80", 10) is None
     assert wire.split_batch(b"\x0a\x00\x0a\xff", 10) is None
+
+
+rule_bytes = st.binary(max_size=300)
+others = st.lists(st.sampled_from([b"\x10\x01", b"\x20\x07", b"\x7a\x02\x0a\x00", b"\x55abcd"]))
+
+
+@given(st.lists(rule_bytes, max_size=5), others, st.randoms())
+def test_the_rules_of_a_set_are_cut_out_wherever_they_are(rules, other_fields, random):
+    parts = [b"\x0a" + varint(len(rule)) + rule for rule in rules] + other_fields
+    order = list(range(len(parts)))
+    random.shuffle(order)
+    left = bytearray()
+    found = [*wire.rules_within(b"".join(parts[place] for place in order), left)]
+    assert found == [rules[place] for place in order if place < len(rules)]
+    assert left == b"".join(parts[place] for place in order if place >= len(rules))

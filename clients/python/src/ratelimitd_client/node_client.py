@@ -135,6 +135,37 @@ class NodeClient(NodeChannel):
                 return
             request.page_token = page.next_page_token
 
+    def apply_rules(
+        self,
+        rules: Iterable[pb.RateLimit],
+        *,
+        prune: bool = False,
+        dry_run: bool = False,
+        revision: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.ApplyRateLimitsResponse:
+        """Bring the rules to a whole set in one transaction, and return what changed.
+
+        ``prune`` deletes the others; with ``dry_run`` nothing is changed. If a rule was changed after ``revision``, or
+        has another ``etag`` than one that is sent, the node answers ABORTED.
+        """
+        request = pb.ApplyRateLimitsRequest(
+            rate_limits=rules, prune=prune, dry_run=dry_run, revision=revision
+        )
+        return self._call(self._rules.ApplyRateLimits, request, timeout_s)
+
+    def revert_rules(
+        self,
+        as_of: int,
+        *,
+        dry_run: bool = False,
+        revision: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.ApplyRateLimitsResponse:
+        """Bring the rules back to what they were at the revision ``as_of``; the rest as in :meth:`apply_rules`."""
+        request = pb.ApplyRateLimitsRequest(as_of=as_of, dry_run=dry_run, revision=revision)
+        return self._call(self._rules.ApplyRateLimits, request, timeout_s)
+
     def assign(self, assignment: pb.Assignment, *, timeout_s: float | None = None) -> pb.Assignment:
         """Assign an identity to a plan, in the place of what it had; return the assignment with its etag."""
         request = pb.AssignPlanRequest(assignment=assignment)

@@ -44,7 +44,7 @@ from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import RedisUrl, Server, TopologyKind, parse_redis_url
 
 if TYPE_CHECKING:
-    from ratelimitd.rules.sql.store import Contents
+    from ratelimitd.rules.sql.inspection import Contents
 
 OLDEST: Final = (7, 0)
 
@@ -398,7 +398,7 @@ MAX_NAMED: Final = 10
 async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     """Look at the database of the settings."""
     # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
-    from ratelimitd.rules.sql.store import inspect  # noqa: PLC0415
+    from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
 
     url = urls.parse_database_url(settings.database_url)
     if isinstance(url, urls.SqliteFile):

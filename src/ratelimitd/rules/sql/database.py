@@ -6,8 +6,10 @@ because a writer may bypass the service; :mod:`ratelimitd.rules.sql.migrations` 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -174,14 +176,32 @@ rule_audit = sa.Table(
     sa.Column("after", sa.Text, nullable=True),
     sa.Column("identifier_type", sa.String(32)),
     sa.Column("identifier", sa.LargeBinary),
-    sa.CheckConstraint("action IN ('create', 'update', 'delete')", name="rule_audit_action"),
+    sa.CheckConstraint(
+        "action IN ('create', 'update', 'delete', 'apply')", name="rule_audit_action"
+    ),
     sa.Index("rule_audit_rule", "rule_id", "revision"),
     sa.Index("rule_audit_identity", "identifier_type", "identifier", "revision"),
 )
 """One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was none.
 
-A change of an assignment has an empty ``rule_id``, and names the identity.
+A change of an assignment has an empty ``rule_id``, and names the identity. That of a whole set of rules has one, too,
+and its rows in ``rule_audit_changes``.
 """
+
+rule_audit_changes = sa.Table(
+    "rule_audit_changes",
+    metadata,
+    sa.Column("revision", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("rule_id", sa.String(36), primary_key=True),
+    sa.Column("action", sa.String(10), nullable=False),
+    sa.Column("before", sa.Text, nullable=True),
+    sa.Column("after", sa.Text, nullable=True),
+    sa.CheckConstraint(
+        "action IN ('create', 'update', 'delete')", name="rule_audit_changes_action"
+    ),
+    sa.Index("rule_audit_changes_rule", "rule_id", "revision"),
+)
+"""What an ``apply`` of the audit trail changed: one row per rule."""
 
 secrets = sa.Table(
     "secrets",
@@ -209,3 +229,12 @@ async def next_revision(connection: AsyncConnection) -> int:
 def storable(actor: str) -> str:
     """Return who made a change, in characters that every database stores; a certificate may hold others."""
     return actor.encode(errors="replace").decode().replace("\0", "?")[:MAX_ACTOR_CHARS]
+
+
+def fields_of(text: Any) -> Mapping[str, Any] | None:
+    """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

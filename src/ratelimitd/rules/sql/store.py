@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.sql.dml import UpdateBase
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -29,30 +36,38 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS
+from ratelimitd.rules.sql.applying import (
+    changes_of,
+    record,
+    refuse_changes_after,
+    want_all,
+    write,
+)
 from ratelimitd.rules.sql.assignments import (
     SqlAssignmentStore,
-    count_assignments,
     read_assigned,
     read_assignments,
     read_unassigned,
 )
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
-    assignments,
     current_revision,
+    fields_of,
     next_revision,
-    open_database,
     rule_audit,
+    rule_audit_changes,
     rule_revision,
     rules,
     secrets,
     storable,
 )
-from ratelimitd.rules.sql.migrations import require_current
+from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
+    Applied,
     AuditEntry,
     BookChanges,
     RuleChanges,
@@ -134,6 +149,22 @@ class SqlRuleStore:
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
         return len(drafts)
 
+    async def apply(
+        self, drafts: Sequence[RuleDraft], actor: str, *, prune: bool, dry_run: bool, since: int
+    ) -> Applied:
+        """Bring the rules to a whole set."""
+        # In a dry run a new rule has no id.
+        new_id = str if dry_run else lambda: str(self._new_id())
+        diff = BookDiff(self._types, prune=prune, new_id=new_id)
+        await want_all(diff, drafts)
+        compare = partial(changes_of, diff)
+        return await self._apply(compare, actor, dry_run=dry_run, since=since)
+
+    async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
+        """Bring the rules back to what they were."""
+        compare = partial(changes_back_to, to)
+        return await self._apply(compare, actor, dry_run=dry_run, since=since)
+
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule."""
         rule_id = canonical_id(rule_id, "rate_limit.id")
@@ -193,15 +224,15 @@ class SqlRuleStore:
 
     async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
         """Return a page of the audit trail."""
-        columns = [rule_audit.c[name] for name in AuditEntry._fields]
-        statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
+        statements = [_trail(rule_audit, rule_id, before, size)]
         if rule_id:
-            statement = statement.where(rule_audit.c.rule_id == rule_id)
-        if before is not None:
-            statement = statement.where(rule_audit.c.revision < before)
+            statements.append(_trail(rule_audit_changes, rule_id, before, size))
+        found: list[AuditEntry] = []
         async with self._database.reading() as connection:
-            rows = await connection.execute(statement)
-            return [_audit_entry(AuditEntry._make(row)) for row in rows]
+            for statement in statements:
+                rows = await connection.execute(statement)
+                found += [_audit_entry(AuditEntry._make(row)) for row in rows]
+        return sorted(found, key=lambda entry: -entry.revision)[:size]
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """Return what changed."""
@@ -216,11 +247,7 @@ class SqlRuleStore:
                     skipped_assignments=skipped,
                 )  # fmt: skip
             changed = await _read_all(connection, statement.where(rules.c.revision > revision))
-            deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
-            of_rules = deletions & (rule_audit.c.rule_id != "")
-            # Without DISTINCT, for which SQLite would walk the index of the rules, through the whole trail.
-            removed = await connection.scalars(sa.select(rule_audit.c.rule_id).where(of_rules))
-            removed_ids = list(dict.fromkeys(removed))  # some may exist again
+            removed_ids = await _removed_ids(connection, revision)
             found, skipped = await read_assigned(connection, revision)
             return BookChanges(
                 current, changed.rules, removed_ids, changed.skipped, assigned=found,
@@ -264,6 +291,47 @@ class SqlRuleStore:
         row = self._audit_row(change, before=before, after=after)
         await connection.execute(rule_audit.insert().values(row))
 
+    async def _apply(
+        self,
+        compare: Callable[[AsyncConnection, int], Awaitable[Sequence[Change]]],
+        actor: str,
+        *,
+        dry_run: bool,
+        since: int,
+    ) -> Applied:
+        """Compare with the stored rules, and write what differs, in one transaction."""
+        begin = self._database.reading if dry_run else self._database.writing
+        async with begin() as connection:
+            current = await (current_revision if dry_run else next_revision)(connection)
+            revision = current if dry_run else current - 1
+            if since:
+                await refuse_changes_after(connection, since, revision)
+            compared = await compare(connection, revision)
+            counts = Counter(one.action for one in compared)
+            await self._refuse_beyond_maximum(connection, counts["create"] - counts["delete"])
+            changes = [one for one in compared if one.action]
+            if changes and not dry_run:
+                revision += 1
+                change = _Change(revision, "apply", "", actor)
+                await self._write_all(connection, change, changes, counts)
+        return Applied(revision, changes, counts)
+
+    async def _write_all(
+        self,
+        connection: AsyncConnection,
+        change: _Change,
+        changes: Sequence[Change],
+        counts: Mapping[str, int],
+    ) -> None:
+        """Write the changes of a whole set, within its transaction."""
+        with _exists_if_taken():
+            await write(connection, changes, self._now())
+        await connection.execute(rule_revision.update().values(revision=change.revision))
+        row = self._audit_row(change, before=None, after=None)
+        numbers = json.dumps({f"{action}d": counts[action] for action in ACTIONS})
+        await connection.execute(rule_audit.insert().values({**row, "after": numbers}))
+        await record(connection, changes, change.revision, _json)
+
     async def _insert_batch(
         self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
     ) -> None:
@@ -299,67 +367,14 @@ class SqlRuleStore:
             "after": _json(after),
         }
 
-    async def _refuse_beyond_maximum(self, connection: AsyncConnection) -> None:
+    async def _refuse_beyond_maximum(self, connection: AsyncConnection, added: int = 1) -> None:
         count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0
-        if count >= self._max_rules:
-            message = f"there are {count} rules, the maximum of a store"
+        if added > 0 and count + added > self._max_rules:
+            message = f"there are {count} rules, and the maximum of a store is {self._max_rules}"
             raise RulesFullError(message)
 
     def _now(self) -> datetime:
         return _EPOCH + timedelta(microseconds=self._clock.now_us())
-
-
-class Contents(NamedTuple):
-    """The number of rules, the revision of the last change, and the identifier types that occur.
-
-    ``plans`` are those that rules name; ``assigned`` is the number of assignments of each identifier type and plan.
-    """
-
-    rules: int
-    revision: int
-    types: Sequence[str]
-    plans: AbstractSet[str] = frozenset()
-    assigned: Mapping[tuple[str, str], int] = MappingProxyType({})
-
-
-async def inspect(database_url: str) -> Contents:
-    """Try every read and write that a node needs, and roll back.
-
-    Raises:
-        StoreUnavailableError, StartupError: a node could not use the database; the message says why.
-        SettingsError: the URL names no database.
-    """
-    await require_current(database_url)
-    database = open_database(database_url)
-    try:
-        async with database.reading() as connection:
-            count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
-            types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
-            revision = await current_revision(connection)
-            stored = await connection.scalars(sa.select(rules.c.plans).distinct())
-            plans = frozenset(name for text in stored for name in _fields(text) or ())
-            contents = Contents(
-                count or 0, revision, types.all(), plans, await count_assignments(connection)
-            )
-        async with database.writing() as connection:
-            for statement in _writes_of_no_row():
-                await connection.execute(statement)
-            await connection.rollback()
-    finally:
-        await database.close()
-    return contents
-
-
-def _writes_of_no_row() -> Iterator[UpdateBase]:
-    """Yield writes that change no row; the server checks the permissions all the same."""
-    # The lock first, so that concurrent inspections wait for each other.
-    yield rule_revision.update().values(revision=rule_revision.c.revision)
-    for table in (rule_revision, rules, rule_audit, secrets, assignments):
-        column = next(iter(table.c))
-        no_rows = sa.select(*table.c).where(sa.false())
-        yield table.update().where(sa.false()).values({column: column})
-        yield table.insert().from_select(list(table.c.keys()), no_rows)
-        yield table.delete().where(sa.false())
 
 
 class _Batch(NamedTuple):
@@ -392,6 +407,17 @@ async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _
     return whole
 
 
+async def _removed_ids(connection: AsyncConnection, revision: int) -> Sequence[str]:
+    """Return the ids of the rules that were deleted after ``revision``; some may exist again."""
+    found: dict[str, None] = {}
+    for trail in (rule_audit.c, rule_audit_changes.c):
+        deletions = (trail.revision > revision) & (trail.action == "delete")
+        # Without DISTINCT, for which SQLite would walk the index of the rules, through the whole trail.
+        statement = sa.select(trail.rule_id).where(deletions & (trail.rule_id != ""))
+        found |= dict.fromkeys(await connection.scalars(statement))
+    return list(found)
+
+
 async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
     """Return the row of a rule, valid or not.
 
@@ -411,19 +437,21 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
     return found
 
 
+def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa.Select[Any]:
+    """Select a page of the audit trail: of its own rows, or of those beside it, with who changed them and when."""
+    columns = (changes.c.get(name, rule_audit.c[name]) for name in AuditEntry._fields)
+    statement = sa.select(*columns).order_by(changes.c.revision.desc()).limit(size)
+    if changes is not rule_audit:
+        statement = statement.join(rule_audit, rule_audit.c.revision == changes.c.revision)
+    if rule_id:
+        statement = statement.where(changes.c.rule_id == rule_id)
+    return statement if before is None else statement.where(changes.c.revision < before)
+
+
 def _audit_entry(row: AuditEntry) -> AuditEntry:
     """Return the change of a row; SQLite drops the time zone, which is always UTC."""
     at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
-    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
-
-
-def _fields(text: Any) -> Mapping[str, Any] | None:
-    """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return row._replace(at=at, before=fields_of(row.before), after=fields_of(row.after))
 
 
 class _Change(NamedTuple):

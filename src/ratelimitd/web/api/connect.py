@@ -144,16 +144,25 @@ class Connect:
 class ConnectJson(Connect):
     """Bodies of JSON."""
 
-    max_body_bytes = json_messages.MAX_BODY_BYTES
+    bounds = json_messages.USUAL
+    max_body_bytes = bounds.body_bytes
 
     async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
         """Read strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
-        return (await message_from_json(text, types.request, turn)).SerializeToString()
+        message = await message_from_json(text, types.request, turn, self.bounds)
+        return message.SerializeToString()
 
     async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
         """Every field is there, under the contract's name."""
         return Response(await json_of(types.answer.FromString(message), turn), media_type=JSON)
+
+
+class WholeBookJson(ConnectJson):
+    """Bodies of JSON that hold a whole set of rules."""
+
+    bounds = json_messages.WHOLE_BOOK
+    max_body_bytes = bounds.body_bytes
 
 
 class ConnectProto(Connect):

@@ -32,6 +32,7 @@ from ratelimitd.web.api.connect import (
     GrpcWeb,
     Types,
     UnaryProtocol,
+    WholeBookJson,
 )
 from ratelimitd.web.api.http_call import body_of, http_call
 from ratelimitd.web.api.json_messages import Turn
@@ -102,6 +103,10 @@ PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
 )
 """By content type. None of them is one that a browser sends across origins unasked (``text/plain`` and forms)."""
 
+WHOLE_BOOK_PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
+    {**PROTOCOLS, JSON: WholeBookJson()}
+)
+
 _DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"
 """Written by `make proto` from the contract and its comments, which the generated classes do not have."""
 
@@ -146,7 +151,10 @@ class JsonApi:
 
         check = self._methods[CHECK_METHOD]
         return [
-            *(self._route(path, method, PROTOCOLS) for path, method in self._methods.items()),
+            *(
+                self._route(path, method, WHOLE_BOOK_PROTOCOLS if _is_apply(path) else PROTOCOLS)
+                for path, method in self._methods.items()
+            ),
             self._route(CHECK_PATH, check, self._check_protocols),
             Route(OPENAPI_PATH, openapi),
         ]
@@ -189,6 +197,10 @@ def _methods_of(methods: Methods) -> Iterator[_Method]:
             types = Types(GetMessageClass(method.input_type), GetMessageClass(method.output_type))
             for path in (f"/{package}.{name}/{method.name}", f"/{name}/{method.name}"):
                 yield _Method(path, methods.unary[path], types)
+
+
+def _is_apply(path: str) -> bool:
+    return path.endswith("RateLimiterConfig/ApplyRateLimits")
 
 
 def _unsupported(protocols: Mapping[str, UnaryProtocol]) -> Response:

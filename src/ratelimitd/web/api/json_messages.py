@@ -8,6 +8,7 @@ messages are read and written in steps of the queue that all large calls share. 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.rpc.interface import LARGE_BYTES
+from ratelimitd.rpc.interface import LARGE_BYTES, MAX_MESSAGE_BYTES
 
 MAX_BODY_BYTES: Final = 1024 * 1024
 """1,000 checks with the longest names are 0.7 MB."""
@@ -29,6 +30,21 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 MAX_VALUES: Final = 20_000
 """Commas and opening brackets of a body, counted unread, for parsing cannot pause: it takes 1 to 8 ms for so many.
 1,000 checks have 8,000."""
+
+
+class Bounds(NamedTuple):
+    """What a body may hold."""
+
+    body_bytes: int = MAX_BODY_BYTES
+    values: int = MAX_VALUES
+    in_thread: bool = False
+    """A large one is parsed beside the event loop, which it would hold for 0.2 s."""
+
+
+USUAL: Final = Bounds()
+
+WHOLE_BOOK: Final = Bounds(MAX_MESSAGE_BYTES, 400_000, in_thread=True)
+"""Of a whole set of rules, from an administrator: 20,000 rules of one limit have 160,000 values."""
 
 SLICE_ITEMS: Final = 100
 """Items of a list that are read at a stretch: about 0.6 ms."""
@@ -70,15 +86,20 @@ class Turn(Protocol):
         """Return the result of ``step``, run when it is this caller's turn, or raise its error."""
 
 
-async def message_from_json(body: bytes, message_class: type[MessageT], turn: Turn) -> MessageT:
+async def message_from_json(
+    body: bytes, message_class: type[MessageT], turn: Turn, bounds: Bounds = USUAL
+) -> MessageT:
     """The message that a body says. One of at most ``LARGE_BYTES`` and ``SLICE_ITEMS`` items is read at once.
 
     Raises:
         InvalidInputError: it is no JSON, or not of this message; the text quotes names of fields only.
     """
     is_large = len(body) > LARGE_BYTES
-    parse = partial(_value_of, body)
-    value = await turn(parse) if is_large else parse()
+    parse = partial(_value_of, body, bounds)
+    if is_large and bounds.in_thread:
+        value = await asyncio.to_thread(parse)
+    else:
+        value = await turn(parse) if is_large else parse()
     message = message_class()
     reading = _Reading()
     read = partial(any, reading.fill(message, value, ""))
@@ -90,12 +111,12 @@ async def message_from_json(body: bytes, message_class: type[MessageT], turn: Tu
     return message
 
 
-def _value_of(body: bytes) -> object:
+def _value_of(body: bytes, bounds: Bounds) -> object:
     """What the text says, in Python's types."""
-    if len(body) > MAX_BODY_BYTES:
-        _refuse(f"must be at most {MAX_BODY_BYTES} bytes")
-    if sum(map(body.count, (b",", b"{", b"["))) > MAX_VALUES:
-        _refuse(f"must hold at most {MAX_VALUES} values")
+    if len(body) > bounds.body_bytes:
+        _refuse(f"must be at most {bounds.body_bytes} bytes")
+    if sum(map(body.count, (b",", b"{", b"["))) > bounds.values:
+        _refuse(f"must hold at most {bounds.values} values")
     try:
         text = body.decode()
     except UnicodeDecodeError:

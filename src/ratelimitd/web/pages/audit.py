@@ -40,6 +40,8 @@ class Change(NamedTuple):
     differences: Sequence[Difference]
     identity: str = ""
     """Whose assignment it was; empty for a change of a rule."""
+    counts: str = ""
+    """How many rules a whole set created, updated and deleted; empty for any other change."""
 
 
 class Changes(NamedTuple):
@@ -80,6 +82,9 @@ class AuditTrail:
 
 def _change(entry: AuditEntry) -> Change:
     fields = entry.after or entry.before or {}
+    if entry.action == "apply":
+        counts = ", ".join(f"{count} {what}" for what, count in fields.items())
+        return Change(entry, "", (), counts=counts)
     if not entry.rule_id:
         shown = assignment_differences(entry.before, entry.after)
         identity = f"{fields.get('identifier_type', '')} {fields.get('identifier', '')}"

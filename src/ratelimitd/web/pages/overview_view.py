@@ -5,13 +5,13 @@ The page and the live stream show the same, so one that a script keeps up to dat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-from ratelimitd.observe.denials import DeniedIdentifier
+from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
 from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
 from ratelimitd.observe.live import NodeView, Overview
@@ -126,6 +126,8 @@ class View:
     endpoints: Sequence[DeniedRow]
     identifiers: Sequence[DeniedRow]
     holds: Sequence[HeldRow]
+    unmatched: Sequence[DeniedRow]
+    """Endpoints without a rule."""
     named: bool
 
 
@@ -144,9 +146,8 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
         tiles=_tiles(overview, _recent(overview, history)),
         nodes=[_node_row(node, newest, unheard) for node in overview.nodes],
         gone=sum(node.gone for node in overview.nodes),
-        endpoints=[
-            DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in overview.endpoints
-        ],
+        endpoints=_endpoint_rows(overview.endpoints),
+        unmatched=_endpoint_rows(overview.unmatched),
         identifiers=[
             DeniedRow(_shown(one), one.identifier_type, faded(one.per_minute))
             for one in overview.identifiers
@@ -154,6 +155,10 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
         holds=[HeldRow(*one[:3], short(one.holds), short(one.tokens)) for one in overview.holds],
         named=named,
     )
+
+
+def _endpoint_rows(endpoints: Iterable[DeniedEndpoint]) -> Sequence[DeniedRow]:
+    return [DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in endpoints]
 
 
 def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:

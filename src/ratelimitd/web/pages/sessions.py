@@ -3,7 +3,7 @@
 A session is a signed cookie whose key comes from the admin token: every node with that token takes it, and a new token
 ends all of them. One that a token of TOKENS_FILE opened also ends with that token. Without an admin token there are no
 sessions, and forms are bound to a random cookie. A login link carries a signed code, which opens one session. See ADR
-0028, ADR 0042 and ADR 0058.
+0028, ADR 0042 and ADR 0059.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ async def test_each_permission_that_nodes_need_is_missed(postgres, postgresql_ur
         "CREATE ROLE reader LOGIN",
         "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
         "GRANT UPDATE ON rule_revision TO reader",
-        "GRANT INSERT, UPDATE, DELETE ON rule_revision, rules, secrets, assignments TO reader",
+        "GRANT INSERT, UPDATE, DELETE ON rule_revision, rule_audit_changes, rules, secrets, assignments TO reader",
         "GRANT INSERT, UPDATE ON rule_audit TO reader",
         database=name,
     )

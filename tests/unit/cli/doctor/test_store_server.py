@@ -27,6 +27,7 @@ def shared(tmp_path_factory):
 def valkey(shared):
     shared.ask(*NODES)
     yield shared
+    shared.ask("FLUSHALL")
     shared.ask("ACL", "DELUSER", "ratelimitd")
     for name, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction")):
         shared.ask("CONFIG", "SET", name, value)

@@ -29,14 +29,6 @@ NAME = b"a" * 16
 
 
 @pytest.fixture
-async def topology(valkey):
-    topology = standalone(parse_redis_url(valkey.url), PATIENT)
-    await topology.start()
-    yield topology
-    await topology.close()
-
-
-@pytest.fixture
 async def combiner(topology):
     """One that has sent nothing yet, though the server has the script."""
     await decide(Combiner(topology, DECIDE, decided), 4)

@@ -51,14 +51,6 @@ class Scene:
 
 
 @pytest.fixture
-async def topology(valkey):
-    topology = standalone(parse_redis_url(valkey.url), PATIENT)
-    await topology.start()
-    yield topology
-    await topology.close()
-
-
-@pytest.fixture
 async def scene(topology):
     return Scene(topology)
 

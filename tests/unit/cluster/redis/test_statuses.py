@@ -3,22 +3,12 @@
 import pytest
 
 from ratelimitd.cluster.redis.store import MAX_STATUS_BYTES, RedisStore
-from ratelimitd.cluster.redis.topology import standalone
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.observe.node_status import MAX_BYTES
-from ratelimitd.settings.urls import parse_redis_url
-from tests.unit.cluster.redis.asking import PATIENT, asked
+from tests.unit.cluster.redis.asking import asked
 from tests.unit.cluster.redis.test_store import Liar
 
 KEY = b"rl1:{00}:status:n1/a"
-
-
-@pytest.fixture
-async def topology(valkey):
-    topology = standalone(parse_redis_url(valkey.url), PATIENT)
-    await topology.start()
-    yield topology
-    await topology.close()
 
 
 @pytest.fixture

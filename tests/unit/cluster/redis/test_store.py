@@ -32,14 +32,6 @@ NOW_US = 1_700_006_400_000_000
 
 
 @pytest.fixture
-async def topology(valkey):
-    topology = standalone(parse_redis_url(valkey.url), PATIENT)
-    await topology.start()
-    yield topology
-    await topology.close()
-
-
-@pytest.fixture
 async def store(topology):
     return RedisStore(topology)
 

@@ -2,10 +2,10 @@ import pytest
 
 from ratelimitd.errors import SettingsError, StoreUnavailableError
 from ratelimitd.rules.sql.database import open_database
+from ratelimitd.rules.sql.inspection import Contents, inspect
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.postgresql import PostgresqlDatabase
 from ratelimitd.rules.sql.sqlite import SqliteDatabase
-from ratelimitd.rules.sql.store import Contents, inspect
 from ratelimitd.rules.store import RuleDraft
 from tests.rule_stores import store_at
 

@@ -15,7 +15,7 @@ from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
 from ratelimitd.rules.sql.database import metadata
 from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
 
-NEWEST = "0007"
+NEWEST = "0008"
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
 AUDIT = """
 INSERT INTO rule_audit (revision, at, actor, action, rule_id) VALUES (1, '2026-01-01', 'ada', 'create', 'r')

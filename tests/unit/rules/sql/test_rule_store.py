@@ -93,6 +93,59 @@ async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, b
     assert before_and_after == [[None, created], [created, updated], [updated, None]]
 
 
+async def test_a_set_of_rules_keeps_when_each_was_made_and_notes_each_beside_the_trail(
+    store, behind, clock
+):
+    await store.create(ORDERS, "me")
+    clock.advance(seconds=1)
+    moved = RuleDraft("/moved", "user", 10, 60, "token_bucket", id=ID)
+    new = RuleDraft("/orders", "user", 1, 1, "fixed_window", id=NEVER)
+    await store.apply([moved, new], "ops", prune=False, dry_run=False, since=0)
+    assert behind("SELECT id, created_at, updated_at FROM rules ORDER BY endpoint") == [
+        (ID, "2023-11-15 00:00:00.123456", "2023-11-15 00:00:01.123456"),
+        (NEVER, "2023-11-15 00:00:01.123456", "2023-11-15 00:00:01.123456"),
+    ]
+    place = "json_extract({}, '$.endpoint')"
+    columns = f"revision, rule_id, action, {place.format('before')}, {place.format('after')}"
+    assert behind(f"SELECT {columns} FROM rule_audit_changes ORDER BY action") == [  # noqa: S608
+        (2, NEVER, "create", None, "/orders"),
+        (2, ID, "update", "/orders", "/moved"),
+    ]
+    assert len(behind("SELECT * FROM rule_audit")) == 2
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("DELETE FROM rule_audit WHERE revision = 2", "does not have all changes since"),
+        ("DELETE FROM rule_audit_changes WHERE action = 'create'", "not have all changes since"),
+        ("UPDATE rule_revision SET revision = 9", "does not have all changes since"),
+        (
+            "UPDATE rule_audit SET before = json_set(before, '$.limit', 'x') WHERE revision = 2",
+            f"the rule {ID} was invalid then: limit",
+        ),
+    ],
+)
+async def test_rules_do_not_go_back_by_a_trail_with_gaps(store, behind, statement, problem):
+    await store.create(ORDERS, "me")
+    await store.update(ID, RuleChanges(limit=20), "", "me")
+    wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
+    await store.apply(wanted, "me", prune=True, dry_run=False, since=0)
+    behind(statement)
+    with pytest.raises(RuleInvalidError, match=problem):
+        await store.revert(1, "me", dry_run=False, since=0)
+    assert [rule.id for rule in await store.page("", "", None, 9)] == [NEVER]
+
+
+async def test_no_more_rules_go_back_than_a_set_may_have(store, behind, monkeypatch):
+    monkeypatch.setattr("ratelimitd.rules.sql.reverting.MAX_APPLIED", 1)
+    await store.create(ORDERS, "me")
+    wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
+    await store.apply(wanted, "me", prune=True, dry_run=False, since=0)
+    with pytest.raises(RuleInvalidError, match="more than 1 rules were changed since"):
+        await store.revert(1, "me", dry_run=False, since=0)
+
+
 async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
     many(behind, 1)
     assert await store.create_all([ORDERS], "me") == 0

@@ -1,3 +1,5 @@
+import json
+
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
@@ -74,3 +76,17 @@ async def test_while_the_database_is_away_the_page_says_so_and_is_no_success(vis
         assert "The rule database does not answer" in page.text
         assert "/orders" not in page.text
     assert (await visitor.get("/audit")).status_code == 200
+
+
+async def test_a_whole_set_of_rules_is_one_row(visitor):
+    rule = {
+        name: RULE[name] for name in ("identifier_type", "limit", "window_seconds", "algorithm")
+    }
+    body = {"rate_limits": [{**rule, "endpoint": place} for place in ("/a", "/b")]}
+    path = "/RateLimiterConfig/ApplyRateLimits"
+    answer = await visitor.send(path, json.dumps(body), "application/json")
+    assert answer.status_code == 200
+    page = " ".join((await visitor.get("/audit")).text.split())
+    assert '<th scope="row">a set of rules</th>' in page
+    assert "<td>applied</td>" in page
+    assert "<td>2 created, 0 updated, 0 deleted</td>" in page

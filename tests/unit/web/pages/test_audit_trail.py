@@ -93,3 +93,21 @@ async def test_a_row_without_any_rule_is_shown():
     at = datetime(2023, 11, 15, tzinfo=UTC)
     trail = AuditTrail(Reader(AuditEntry(1, at, "me", "delete", "x", None, None)))
     assert (await trail.page("", None)).changes[0].differences == []
+
+
+async def test_a_whole_set_of_rules_is_one_change_and_one_of_each_rule_in_it(store, trail):
+    rule = await store.create(ORDERS, "me")
+    wanted = [
+        RuleDraft("/orders", "user", 20, 60, "token_bucket"),
+        RuleDraft("/b", "ip", 1, 1, "fixed_window"),
+    ]
+    await store.apply(wanted, "ops", prune=True, dry_run=False, since=0)
+    newest, oldest = (await trail.page("", None)).changes
+    assert (newest.counts, newest.differences) == ("1 created, 1 updated, 0 deleted", ())
+    assert (oldest.counts, oldest.endpoint) == ("", "/orders")
+    of_rule = (await trail.page(rule.id, None)).changes[0]
+    assert (of_rule.entry.action, of_rule.entry.actor) == ("update", "ops")
+    assert of_rule.differences == [("Limit", "10", "20")]
+    stored = await trail.stored(rule.id)
+    assert stored
+    assert (stored.limit, stored.revision) == (20, 2)

@@ -56,6 +56,7 @@ class FakeLive:
             endpoints=[DeniedEndpoint("/<script>", 3.0)],
             identifiers=[DeniedIdentifier("00", "user", "ada…", 3.0, name)],
             holds=[HeldLimit("/<held>", "user", "minute", 2, 7_000)],
+            unmatched=[DeniedEndpoint("/<unmatched>", 3.0)],
         )
 
 
@@ -109,7 +110,8 @@ async def test_a_browser_is_shown_numbers_before_any_script_runs(site):
 
 async def test_what_came_from_callers_and_nodes_is_text(site):
     text = (await site.get("/", **HTML)).text
-    assert "/&lt;script&gt;" in text
+    for endpoint in ("script", "unmatched"):
+        assert f"/&lt;{endpoint}&gt;" in text
     assert "&lt;n1&gt;" in text
     assert "<script>" not in text
 

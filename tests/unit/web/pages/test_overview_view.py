@@ -255,6 +255,10 @@ def test_nothing_is_told_of_what_is_not_there():
     assert (latency.value, latency.met) == (NONE, True)
 
 
+def test_endpoints_without_a_rule_are_told():
+    assert view(unmatched=[DeniedEndpoint("/x/17", 12.3)]).unmatched == [("/x/17", "", "12")]
+
+
 def test_holds_in_flight_are_told_by_limit():
     held = HeldLimit("/v1/chat", "api_key", "minute", 12, 6_000)
     assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6\u202f000")]

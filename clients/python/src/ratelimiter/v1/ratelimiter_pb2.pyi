@@ -909,6 +909,113 @@ class ListRateLimitsResponse(_message.Message):
 Global___ListRateLimitsResponse: _TypeAlias = ListRateLimitsResponse  # noqa: Y015
 
 @_typing.final
+class ApplyRateLimitsRequest(_message.Message):
+    """A whole set of rules. All changes that it takes are made in one revision, or none is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RATE_LIMITS_FIELD_NUMBER: _builtins.int
+    PRUNE_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
+    prune: _builtins.bool
+    """delete the rules that are not among them"""
+    dry_run: _builtins.bool
+    """answer what would change, and change nothing"""
+    revision: _builtins.int
+    """of an earlier answer: ABORTED if a rule was changed after it; unset: whatever was changed"""
+    as_of: _builtins.int
+    """in place of rate_limits and prune: the rules as they were at this revision, from the audit trail"""
+    @_builtins.property
+    def rate_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RateLimit]:
+        """at most 20000; one with an id is that rule, one without the rule of its endpoint and identifier_type"""
+
+    def __init__(
+        self,
+        *,
+        rate_limits: _abc.Iterable[Global___RateLimit] | None = ...,
+        prune: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+        revision: _builtins.int = ...,
+        as_of: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "dry_run", b"dry_run", "prune", b"prune", "rate_limits", b"rate_limits", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRateLimitsRequest: _TypeAlias = ApplyRateLimitsRequest  # noqa: Y015
+
+@_typing.final
+class ApplyRateLimitsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    CREATED_FIELD_NUMBER: _builtins.int
+    UPDATED_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """of the last change of rules or assignments: of this one, if anything was changed"""
+    created: _builtins.int
+    updated: _builtins.int
+    deleted: _builtins.int
+    unchanged: _builtins.int
+    """of the rules in the request"""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RateLimitChange]:
+        """those of the request in its order, then the deleted ones; the first 1000, fewer if they are long"""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        created: _builtins.int = ...,
+        updated: _builtins.int = ...,
+        deleted: _builtins.int = ...,
+        unchanged: _builtins.int = ...,
+        changes: _abc.Iterable[Global___RateLimitChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "created", b"created", "deleted", b"deleted", "revision", b"revision", "unchanged", b"unchanged", "updated", b"updated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRateLimitsResponse: _TypeAlias = ApplyRateLimitsResponse  # noqa: Y015
+
+@_typing.final
+class RateLimitChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def before(self) -> Global___RateLimit:
+        """unset: created"""
+
+    @_builtins.property
+    def after(self) -> Global___RateLimit:
+        """unset: deleted; in a dry run a new rule has no id, and no rule a new etag"""
+
+    def __init__(
+        self,
+        *,
+        before: Global___RateLimit | None = ...,
+        after: Global___RateLimit | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RateLimitChange: _TypeAlias = RateLimitChange  # noqa: Y015
+
+@_typing.final
 class Assignment(_message.Message):
     """Which plan an identity has. One that has expired is as good as none."""
 

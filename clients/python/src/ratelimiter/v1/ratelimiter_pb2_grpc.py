@@ -176,6 +176,11 @@ class RateLimiterConfigStub:
                 request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsRequest.SerializeToString,
                 response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsResponse.FromString,
                 _registered_method=True)
+        self.ApplyRateLimits = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterConfig/ApplyRateLimits',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsResponse.FromString,
+                _registered_method=True)
 
 
 class RateLimiterConfigServicer:
@@ -205,6 +210,12 @@ class RateLimiterConfigServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyRateLimits(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RateLimiterConfigServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -227,6 +238,11 @@ def add_RateLimiterConfigServicer_to_server(servicer, server):
                     servicer.ListRateLimits,
                     request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsRequest.FromString,
                     response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsResponse.SerializeToString,
+            ),
+            'ApplyRateLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyRateLimits,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -337,6 +353,33 @@ class RateLimiterConfig:
             '/ratelimiter.v1.RateLimiterConfig/ListRateLimits',
             ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsRequest.SerializeToString,
             ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyRateLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterConfig/ApplyRateLimits',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,7 @@ class RateLimiterConfigStub:
     UpdateRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]
     DeleteRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]
     ListRateLimits: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]
+    ApplyRateLimits: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ApplyRateLimitsRequest, _ratelimiter_pb2.ApplyRateLimitsResponse]
 
 @_typing.type_check_only
 class RateLimiterConfigAsyncStub(RateLimiterConfigStub):
@@ -90,6 +91,7 @@ class RateLimiterConfigAsyncStub(RateLimiterConfigStub):
     UpdateRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]  # type: ignore[assignment]
     DeleteRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]  # type: ignore[assignment]
     ListRateLimits: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]  # type: ignore[assignment]
+    ApplyRateLimits: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ApplyRateLimitsRequest, _ratelimiter_pb2.ApplyRateLimitsResponse]  # type: ignore[assignment]
 
 class RateLimiterConfigServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -119,6 +121,13 @@ class RateLimiterConfigServicer(metaclass=_abc_1.ABCMeta):
         request: _ratelimiter_pb2.ListRateLimitsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ratelimiter_pb2.ListRateLimitsResponse, _abc.Awaitable[_ratelimiter_pb2.ListRateLimitsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ApplyRateLimits(
+        self,
+        request: _ratelimiter_pb2.ApplyRateLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.ApplyRateLimitsResponse, _abc.Awaitable[_ratelimiter_pb2.ApplyRateLimitsResponse]]: ...
 
 def add_RateLimiterConfigServicer_to_server(servicer: RateLimiterConfigServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -1,0 +1,146 @@
+"""The JSON Schema of a rules file, for editors: what they can check and complete while a file is written.
+
+Made of the reader's own fields and bounds. What a schema cannot say, such as that names differ, only the reader checks:
+it refuses more, and never less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ratelimitd.model import (
+    INT32_MAX,
+    RESERVED_PLANS,
+    TYPE_NAME,
+    Algorithm,
+    Enforcement,
+    Period,
+)
+from ratelimitd.rules.assignments import PLAN_NAME
+from ratelimitd.rules.rules_file import LIMIT_TYPES, RULE_TYPES, RULES_KEY, WINDOW
+from ratelimitd.rules.store import DEFAULT_ALGORITHM, MAX_RULES
+from ratelimitd.rules.validation import (
+    DURATION,
+    MAX_ANCHOR_DAY,
+    MAX_ENDPOINT_CHARS,
+    MAX_IDENTIFIER_TYPE_CHARS,
+    MAX_LIMITS,
+    MAX_PLANS,
+    RULE_ID,
+)
+from ratelimitd.rules.validation import WINDOW as WINDOW_PATTERN
+
+Json = dict[str, Any]
+
+SCHEMA_ID: Final = "https://json-schema.org/draft-07/schema#"
+"""The version that editors know best."""
+
+_ID: Final = RULE_ID.pattern.replace("a-f", "a-fA-F")
+_NAME: Final = PLAN_NAME.pattern
+_NUMBER: Final = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
+
+_FIELDS: Final[Mapping[str, Json]] = {
+    "id": {"pattern": f"^({_ID})?$", "description": "UUID of the rule; without it the node finds or makes one."},
+    "endpoint": {
+        "minLength": 1, "maxLength": MAX_ENDPOINT_CHARS,
+        "description": 'Endpoint of the checks, "*" for those without a rule, or "**" for all together.',
+    },
+    "identifier_type": {
+        "pattern": f"^{TYPE_NAME.pattern}(\\+{TYPE_NAME.pattern})*$",
+        "maxLength": MAX_IDENTIFIER_TYPE_CHARS,
+        "examples": ["user", "ip", "api_key", "ip+user", "all"],
+        "description": "user, ip, api_key or one of the node's IDENTIFIER_TYPES, several joined by +, or all.",
+    },
+    "limit": {**_NUMBER, "description": "Tokens per window."},
+    "window_seconds": {**_NUMBER, "description": "Length of the window in seconds."},
+    WINDOW: {
+        "pattern": f"^{WINDOW_PATTERN}$",
+        "examples": ["1s", "1m", "1h", "1d"],
+        "description": f"Length of the window, in the place of window_seconds: {DURATION}.",
+    },
+    "algorithm": {
+        "enum": [*map(str, Algorithm)], "default": str(DEFAULT_ALGORITHM), "description": "How to count.",
+    },
+    "enabled": {"default": True, "description": "Whether the rule is applied."},
+    "name": {"pattern": f"^({_NAME})?$", "description": "Unique in the rule or plan; the first limit may have none."},
+    "burst": {
+        "type": "integer", "minimum": 0, "maximum": INT32_MAX,
+        "description": "Capacity of a token bucket; 0: the limit.",
+    },
+    "period": {"enum": [*map(str, Period)], "description": "Calendar window of a fixed_window."},
+    "time_zone": {"default": "UTC", "description": "IANA time zone of the period."},
+    "anchor_day": {
+        "type": "integer", "minimum": 1, "maximum": MAX_ANCHOR_DAY,
+        "description": "Day of the month on which the period month begins.",
+    },
+    "enforcement": {
+        "enum": [*map(str, Enforcement)], "default": str(Enforcement.ENFORCE),
+        "description": "observe: counts what it would deny, and denies nothing.",
+    },
+}  # fmt: skip
+"""What a schema says of each field beside the type that the reader has for it."""
+
+_TYPES: Final = {
+    "text": "string",
+    DURATION: "string",
+    "a whole number": "integer",
+    "true or false": "boolean",
+    "a list": "array",
+    "a mapping": "object",
+}
+
+
+def rules_schema() -> Json:
+    """Return the schema of a rules file."""
+    lists: Mapping[str, Json] = {
+        "limits": {**_limits(at_least=0), "description": "Several limits, in the place of limit and window."},
+        "plans": {
+            "propertyNames": {"pattern": f"^{_NAME}$", "not": {"enum": [*RESERVED_PLANS]}},
+            "additionalProperties": _limits(at_least=1),
+            "maxProperties": MAX_PLANS,
+            "description": "Limits in the place of these for identities that are assigned to the plan.",
+        },
+    }  # fmt: skip
+    rule = _object(RULE_TYPES, {**_FIELDS, **lists}, ["endpoint", "identifier_type"])
+    listed = {"required": ["limits"], "properties": {"limits": {"minItems": 1}}}
+    rule["anyOf"] = [listed, *({"required": ["limit", window]} for window in _windows())]
+    book = {"type": "array", "items": rule, "maxItems": MAX_RULES}
+    return {
+        "$schema": SCHEMA_ID,
+        "title": "Rules of ratelimitd",
+        "type": "object",
+        "required": [RULES_KEY],
+        "properties": {RULES_KEY: book},
+        "additionalProperties": False,
+    }
+
+
+def _limits(*, at_least: int) -> Json:
+    """Return the schema of a list of limits, of which the first may be unnamed."""
+    first, further = (
+        _object(LIMIT_TYPES, _FIELDS, names) for names in (["limit"], ["limit", "name"])
+    )
+    for limit in (first, further):
+        limit["anyOf"] = [{"required": [window]} for window in (*_windows(), "period")]
+    return {
+        "type": "array", "items": [first], "additionalItems": further,
+        "minItems": at_least, "maxItems": MAX_LIMITS,
+    }  # fmt: skip
+
+
+def _object(types: Mapping[str, str], fields: Mapping[str, Json], required: Sequence[str]) -> Json:
+    """Return the schema of a mapping of exactly the fields that the reader takes."""
+    return {
+        "type": "object",
+        "required": required,
+        "properties": {
+            name: {"type": _TYPES[kind], **fields[name]} for name, kind in types.items()
+        },
+        "additionalProperties": False,
+        "not": {"required": [*_windows()]},
+    }
+
+
+def _windows() -> tuple[str, str]:
+    return ("window_seconds", WINDOW)

@@ -1,0 +1,133 @@
+"""A whole set of rules in SQL: compared with the rules of a store, and written in one revision.
+
+The audit trail gets one row, and a table beside it each rule that changed. See ADR 0058.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ratelimitd.errors import RuleBookConflictError
+from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
+from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.validation import RuleRow
+
+PER_STEP: Final = 64
+"""Rules that are validated, compared or written per event-loop iteration: about 1 ms."""
+
+T = TypeVar("T")
+
+
+async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
+    """Validate wanted rules, in steps.
+
+    Raises:
+        RuleInvalidError: names the violated fields.
+    """
+    for step in steps(drafts):
+        for draft in step:
+            diff.want(draft)
+        await asyncio.sleep(0)
+    diff.refuse()
+
+
+async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) -> Sequence[Change]:
+    """Return what becomes of each wanted rule, and of those that are to be deleted, after the revision ``current``.
+
+    Raises as ``diff`` does.
+    """
+    columns = [rules.c[name] for name in RuleRow._fields]
+    statement = sa.select(*columns).order_by(rules.c.endpoint, rules.c.identifier_type)
+    async with connection.stream(statement) as result:
+        async for rows in result.partitions(PER_STEP):
+            for row in rows:
+                diff.see(RuleRow._make(row))
+    changes: list[Change] = []
+    for step in steps(diff.changes(current + 1)):
+        changes += step
+        await asyncio.sleep(0)
+    diff.refuse()
+    return changes
+
+
+async def refuse_changes_after(connection: AsyncConnection, since: int, current: int) -> None:
+    """Refuse a set that was made for another state of the rules.
+
+    Raises:
+        RuleBookConflictError: a rule was changed after ``since``, or there was no such revision.
+    """
+    of_rules = (rule_audit.c.rule_id != "") | (rule_audit.c.action == "apply")
+    for statement in (
+        sa.select(rules.c.revision).where(rules.c.revision > since),
+        sa.select(rule_audit.c.revision).where((rule_audit.c.revision > since) & of_rules),
+    ):
+        # equivalent: of several rows the first would be taken
+        if since > current or await connection.scalar(statement.limit(1)) is not None:
+            message = f"revision: rules were changed after {since}: the revision is {current} now"
+            raise RuleBookConflictError(message)
+
+
+async def write(connection: AsyncConnection, changes: Iterable[Change], now: datetime) -> None:
+    """Write the rules that differ; rules may take each other's places."""
+    of = _by_action(changes)
+    by_id = rules.c.id == sa.bindparam("of_id")
+    for step in steps(row.id for row, _ in of["delete"]):
+        await connection.execute(rules.delete().where(rules.c.id.in_(step)))
+    # No endpoint of a rule may be another's for a moment: first those that move get one that is free, their id.
+    moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
+    for step in steps(moved):
+        parked = rules.update().where(rules.c.id.in_(step)).values(endpoint=rules.c.id)
+        await connection.execute(parked)
+    for updated in steps(of["update"]):
+        values = [{**after._asdict(), "updated_at": now, "of_id": after.id} for _, after in updated]
+        await connection.execute(rules.update().where(by_id), values)
+    for created in steps(of["create"]):
+        values = [{**after._asdict(), "created_at": now, "updated_at": now} for _, after in created]
+        await connection.execute(rules.insert(), values)
+
+
+async def record(
+    connection: AsyncConnection,
+    changes: Iterable[Change],
+    revision: int,
+    text_of: Callable[[RuleRow | None], str | None],
+) -> None:
+    """Insert the changes into the table beside the audit trail."""
+    for step in steps(changes):
+        rows = [
+            {
+                "revision": revision,
+                "rule_id": one.rule_id,
+                "action": one.action,
+                "before": text_of(one.before),
+                "after": text_of(one.after),
+            }
+            for one in step
+        ]
+        await connection.execute(rule_audit_changes.insert(), rows)
+
+
+def steps(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the items in parts of ``PER_STEP``."""
+    iterator = iter(items)
+    while step := list(islice(iterator, PER_STEP)):
+        yield step
+
+
+def _by_action(changes: Iterable[Change]) -> dict[str, list[Any]]:
+    of: dict[str, list[Any]] = {action: [] for action in ACTIONS}
+    for one in changes:
+        of[one.action].append(one)
+    return of
+
+
+def _pair(row: RuleRow) -> tuple[Any, Any]:
+    return row.endpoint, row.identifier_type
