@@ -2,6 +2,7 @@
 
 import html
 import re
+from contextlib import asynccontextmanager
 
 import httpx
 
@@ -33,6 +34,13 @@ class PageVisitor:
 
     async def get(self, path, **headers):
         return await self._http.get(path, headers=headers)
+
+    @asynccontextmanager
+    async def streaming(self, path):
+        """The lines of an event stream, as they come."""
+        async with self._http.stream("GET", path, timeout=None) as answer:
+            assert answer.status_code == 200
+            yield answer.aiter_lines()
 
     async def post(self, path, fields, *, token=None, **headers):
         """Send a form as a page of this node would; ``token`` replaces the one of the page."""

@@ -192,7 +192,11 @@ class Node:
         if settings.has_own_admin_token:
             self._admin_token = own_admin_token(state_dir.path)
         if settings.tokens_file is not None:
-            self._tokens = TokensFile(settings.tokens_file, self._now_s)
+            others = {
+                self._admin_token: settings.admin_token_name,
+                settings.check_token: "CHECK_TOKEN",
+            }
+            self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
         for warning in settings.warnings:
             _warn(warning)
         store = SqlRuleStore(

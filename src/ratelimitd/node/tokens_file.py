@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NoReturn
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.tls import stamp_of
 from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
-from ratelimitd.services.auth import NamedTokens, Role, Token
+from ratelimitd.services.auth import NamedTokens, Role, Token, digest_of
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 """Some 7,000 entries."""
@@ -38,15 +40,23 @@ _log = logging.getLogger(__name__)
 class TokensFile:
     """Keeps ``tokens`` as the file says; ``now_s`` is Unix time. The file is read once here.
 
+    ``others`` maps tokens that are set elsewhere, which no entry may have, to the names of their settings; empty ones
+    do not count.
+
     Raises:
         StartupError: it cannot be used; the message names the entry and its field.
     """
 
-    def __init__(self, path: Path, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        now_s: Callable[[], float],
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._path = path
+        self._others = others
         self._stamp = stamp_of(path)
-        self.tokens = NamedTokens(now_s, read_tokens(path))
-        self._checks_guarded = self.tokens.have_checks
+        self.tokens = NamedTokens(now_s, read_tokens(path, others))
 
     async def reload(self) -> None:
         """Read the file if it changed; never raises for what is in it. One ``stat`` while nothing changed."""
@@ -54,7 +64,7 @@ class TokensFile:
         if stamp == self._stamp:
             return
         try:
-            found = await asyncio.to_thread(read_tokens, self._path)
+            found = await asyncio.to_thread(read_tokens, self._path, self._others)
         except StartupError as error:
             self._stamp = stamp
             _log.error("%s; the %d tokens read before stay in force", error, len(self.tokens))
@@ -62,24 +72,29 @@ class TokensFile:
         if stamp_of(self._path) != stamp:
             return  # written to while it was read: the next time looks again
         self._stamp = stamp
+        guarded, had_checks = self.tokens.guard_checks, self.tokens.have_checks
         self.tokens.replace(found)
         _log.info("TOKENS_FILE: %d tokens are in force", len(self.tokens))
-        if self.tokens.have_checks and not self._checks_guarded:
+        if self.tokens.have_checks and not guarded:
             _log.warning(
-                "TOKENS_FILE has its first entry with the role check: checks that were open at the start need a"
-                " credential after a restart"
+                "TOKENS_FILE has an entry with the role check now: checks need a credential"
+            )
+        if had_checks and not self.tokens.have_checks:
+            _log.warning(
+                "TOKENS_FILE has no entry with the role check any more: checks need a credential until a restart"
             )
 
 
-def read_tokens(path: Path) -> list[Token]:
-    """Return the entries of the file.
+def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) -> list[Token]:
+    """Return the entries of the file. ``others``: as for :class:`TokensFile`.
 
     Raises:
         StartupError: it cannot be used; one line names the entry and its field, and quotes no value.
     """
     try:
-        with path.open("rb") as file:
-            return parse_tokens(file.read(MAX_FILE_BYTES + 1))
+        # Opening a pipe without O_NONBLOCK would wait for a writer, and the node with it.
+        with open(path, "rb", opener=_without_waiting) as file:
+            return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except YamlError as error:
@@ -88,8 +103,12 @@ def read_tokens(path: Path) -> list[Token]:
     raise StartupError(message)
 
 
-def parse_tokens(data: bytes) -> list[Token]:
-    """Return the entries of a file's content.
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def parse_tokens(data: bytes, others: Mapping[str, str] = MappingProxyType({})) -> list[Token]:
+    """Return the entries of a file's content. ``others``: as for :class:`TokensFile`.
 
     Raises:
         YamlError: it is wrong; the message names the entry and its field, and quotes no value.
@@ -104,7 +123,9 @@ def parse_tokens(data: bytes) -> list[Token]:
         message = "must be a mapping with one key, tokens: a list of entries"
         raise YamlError(message)
     tokens = []
-    places: dict[str | bytes, str] = {}
+    places: dict[str | bytes, str] = {
+        digest_of(text): name for text, name in others.items() if text
+    }
     for index, entry in enumerate(entries):
         place = f"{TOKENS_KEY}[{index}]"
         token = _token(place, entry)

@@ -36,7 +36,9 @@ class Certificates(NamedTuple):
 
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
-"""What tells that a file has changed: time of change in ns, size and inode of each; ``None`` for a missing one."""
+"""What tells that a file has changed: time of its last change in ns, size and inode; ``None`` for a missing one.
+
+Of its metadata, too: who may read it counts, and a copy that keeps the time of its source is new."""
 
 
 class CertificateSource:
@@ -98,7 +100,7 @@ def stamp_of(path: Path) -> tuple[int, int, int] | None:
         status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def _read(files: TlsFiles) -> Certificates:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import Final
 
 from ratelimitd.rpc.interface import Call, RpcError, StatusCode
@@ -67,6 +67,7 @@ class Token:
 
     role: Role
     digest: bytes = field(repr=False)
+    """SHA-256 of the token."""
     name: str = ""
     expires_s: float = math.inf
     """Unix time from which it is refused."""
@@ -79,13 +80,17 @@ class NamedTokens:
 
     def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
         self._now_s = now_s
+        self.guard_checks = False
+        """Whether one held the check role at any time: to remove the last one must not open the checks to everybody."""
         self.replace(tokens)
 
     def replace(self, tokens: Iterable[Token]) -> None:
         """Put ``tokens`` into force, and all others out of it."""
         self._by_name = {token.name: token for token in tokens}
-        self._by_digest = {token.digest: token for token in self._by_name.values()}
-        self._by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
+        by_digest = {token.digest: token for token in self._by_name.values()}
+        by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
+        self._by_key = {_key_of(digest): token for digest, token in by_digest.items()}
+        self.guard_checks |= self.have_checks
 
     def __len__(self) -> int:
         """Return the number of entries, expired ones included."""
@@ -98,7 +103,7 @@ class NamedTokens:
 
     def by_digest(self, digest: bytes) -> Token | None:
         """Return the token with this digest, unless it expired."""
-        return self._unexpired(self._by_digest.get(digest))
+        return self._unexpired(self._by_key.get(_key_of(digest)))
 
     def by_name(self, name: str) -> Token | None:
         """Return the token with this name, unless it expired."""
@@ -140,15 +145,12 @@ class Access:
     def __init__(self, credentials: Credentials, guesses: TokenGuesses) -> None:
         self._guesses = guesses
         given = ((Role.CHECK, credentials.check_token), (Role.ADMIN, credentials.admin_token))
-        # Looked up by digest: the timing depends on the SHA-256 of a guess, hashed with the secret key of the process.
-        # A caller cannot choose that digest, and the bits of one that timing might tell lead to no token.
         self._tokens = {
-            token.digest: token
+            _key_of(token.digest): token
             for token in (Token(role=role, digest=digest_of(text)) for role, text in given if text)
         }
         self._set = {role for role, text in given if text}
         self._named = credentials.named
-        self._named_check = self._named is not None and self._named.have_checks
         self._admin_sans = credentials.admin_sans
         self._check_sans = credentials.check_sans
         self._admin_token_name = credentials.admin_token_name
@@ -156,17 +158,23 @@ class Access:
         self._loopback_admin = credentials.loopback_admin and not guarded
 
     def requirement(self, role: Role) -> Requirement | None:
-        """Return the guard of a role; ``None`` if no credentials are needed, which saves the check path a call."""
-        if role is Role.OPEN:
+        """Return the guard of a role; ``None`` if no credentials are ever needed, which saves the check path a call."""
+        if role is Role.OPEN or (self.is_open(role) and self._named is None):
             return None
-        if role is Role.CHECK:
-            guarded = Role.CHECK in self._set or self._check_sans or self._named_check
-            if not guarded:
-                return None
-        elif self._loopback_admin:
+        if self._loopback_admin and role is not Role.CHECK:
             return _require_loopback
         # A check spends, so the read role does not include it.
-        return partial(self._require, frozenset({role, Role.ADMIN}), self._need(role))
+        required = partial(self._require, frozenset({role, Role.ADMIN}), self._need(role))
+        return (
+            partial(self._require_unless_open, role, required) if self.is_open(role) else required
+        )
+
+    def is_open(self, role: Role) -> bool:
+        """Return whether calls need no credential for this role now. A changed TOKENS_FILE may end that."""
+        if role is not Role.CHECK:
+            return role is Role.OPEN
+        guarded = Role.CHECK in self._set or self._check_sans
+        return not (guarded or (self._named is not None and self._named.guard_checks))
 
     def may_read(self, call: Call) -> None:
         """Refuse calls without the read role, for data that no method of the services returns.
@@ -215,6 +223,10 @@ class Access:
         # With a space, which is in no role and in no SAN: nobody else has this principal.
         return f"token {token.name}" if token.name else token.role
 
+    def _require_unless_open(self, role: Role, required: Requirement, call: Call) -> None:
+        if not self.is_open(role):
+            required(call)
+
     def _require(self, holders: frozenset[Role], need: str, call: Call) -> None:
         """Refuse calls without a role of ``holders``; ``need`` names the required credentials."""
         held = self._held(call)
@@ -249,7 +261,7 @@ class Access:
             return None
         self._guesses.admit(call, cost)
         digest = digest_of(text)
-        token = self._tokens.get(digest)
+        token = self._tokens.get(_key_of(digest))
         if token is None and self._named is not None:
             token = self._named.by_digest(digest)
         if token is None:
@@ -291,6 +303,18 @@ def is_loopback(call: Call) -> bool:
 def digest_of(token: str) -> bytes:
     """Return the digest under which a token is known, here and in TOKENS_FILE."""
     return sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+_KEY: Final = secrets.token_bytes(32)
+
+
+def _key_of(digest: bytes) -> bytes:
+    """Return the key under which a token is looked up.
+
+    The time of a comparison may tell how far two keys agree. They depend on a secret of the process: neither a caller
+    nor a reader of TOKENS_FILE knows which guess has which key. One look-up does, however many tokens there are.
+    """
+    return blake2b(digest, key=_KEY).digest()
 
 
 def _bearer(call: Call) -> str:

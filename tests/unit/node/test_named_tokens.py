@@ -1,5 +1,6 @@
 """A whole node with a TOKENS_FILE: gRPC, JSON and the page, and what a changed file does to them."""
 
+import asyncio
 import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -99,6 +100,72 @@ async def test_checks_need_a_credential_if_the_file_has_one_of_the_role(path):
         assert await status_of(node) == 401
         assert await status_of(node, "shop") == 200
         assert await status_of(node, "alice") == 403
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+async def test_the_first_check_entry_closes_checks_at_once_and_the_last_one_leaves_them_closed(
+    path, caplog, transport
+):
+    check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+
+    async def status_of(channel, name=""):
+        method = stubs.RateLimiterStub(channel).CheckRateLimit
+        try:
+            await method(check, metadata=bearer(name) if name else [])
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async with (
+        node_with(path, entry("alice"), transport=transport) as node,
+        grpc.aio.insecure_channel(node.grpc_address) as channel,
+    ):
+        assert await status_of(channel) is grpc.StatusCode.OK
+        await changed(node, path, entry("alice"), entry("shop", "check"))
+        assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
+        assert await status_of(channel, "shop") is grpc.StatusCode.OK
+        assert "checks need a credential" in caplog.text
+        await changed(node, path, entry("alice"))
+        assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
+        assert await status_of(channel, "shop") is grpc.StatusCode.UNAUTHENTICATED
+        assert await status_of(channel, "alice") is grpc.StatusCode.OK
+        assert "checks need a credential until a restart" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["removed", "demoted", "expired"])
+async def test_a_live_stream_ends_with_the_token_of_its_session(path, clock, change):
+    expires = (datetime.fromtimestamp(clock.now_us() / 1e6, UTC) + timedelta(hours=1)).isoformat()
+    async with (
+        node_with(path, entry("alice", expires=expires), clock=clock) as node,
+        PageVisitor(node.http_address) as visitor,
+        asyncio.timeout(20),
+    ):
+        await visitor.log_in(token_of("alice"))
+        async with visitor.streaming("/events?names=shown") as events:
+            assert await anext(events) == "retry: 2000"
+            if change == "expired":
+                clock.advance(seconds=3600)
+            else:
+                await changed(node, path, *[entry("alice", "read")][change == "removed" :])
+            assert [event async for event in events if event.startswith("event: now")] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"admin_token": "t"}, "ADMIN_TOKEN"), ({"check_token": "t"}, "CHECK_TOKEN"),
+     ({"admin_token": ""}, "STATE_DIR/admin-token")],
+)  # fmt: skip
+async def test_a_token_that_is_set_elsewhere_has_no_entry(tmp_path, path, settings, name):
+    state_dir = tmp_path / "state"
+    state_dir.mkdir(mode=0o700)
+    (state_dir / "admin-token").write_text("t")
+    (state_dir / "admin-token").chmod(0o600)
+    write(path, entry("alice", "read", token="t"))
+    given = {key: value for key, value in {"admin_token": ADMIN, **settings}.items() if value}
+    given |= {"loopback_admin": "off", "state_dir": state_dir}
+    with pytest.raises(StartupError, match=rf"tokens\[0\]\.sha256 is that of .*{name}, too"):
+        async with running_node(tokens_file=path, **given):
+            pass
 
 
 async def test_json_is_edited_by_name_and_read_by_readers(path):

@@ -1,14 +1,20 @@
 """TOKENS_FILE: what it may say, what it may not, and what is in force when it changes."""
 
+import errno
+import json
 import logging
 import math
+import os
 from datetime import UTC, datetime
 from hashlib import sha256
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ratelimitd.errors import StartupError
-from ratelimitd.node.tokens_file import TokensFile, read_tokens
+from ratelimitd.node.tokens_file import TokensFile, parse_tokens, read_tokens
+from ratelimitd.rules.rules_file import YamlError
 from ratelimitd.services.auth import Role
 from tests.named_tokens import digest_of, entry, token_of, write
 
@@ -167,11 +173,98 @@ async def test_a_file_that_became_wrong_keeps_the_last_good_tokens(path, caplog,
     assert (held(file, token_of("a")), held(file, token_of("b"))) == (None, ("b", Role.ADMIN))
 
 
-async def test_the_first_check_entry_of_a_running_node_is_warned_of(path, caplog):
+async def test_who_may_read_the_file_is_looked_at_again(path, caplog, monkeypatch):
     file = TokensFile(write(path, entry("a")), lambda: NOW_S)
-    write(path, entry("a"), entry("b", "check"))
+    path.chmod(0)
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", denied)  # root may read it all the same
+        await file.reload()
+    assert held(file, token_of("a")) == ("a", Role.ADMIN)
+    assert (
+        "cannot be read: Permission denied; the 1 tokens read before stay in force" in caplog.text
+    )
+    path.chmod(0o600)
+    caplog.set_level(logging.INFO)
     await file.reload()
-    assert "need a credential after a restart" in caplog.text
+    assert "1 tokens are in force" in caplog.text
+
+
+async def test_a_copy_that_keeps_size_and_time_is_noticed(path):
+    file = TokensFile(write(path, entry("a")), lambda: NOW_S)
+    status = path.stat()
+    with path.open("r+") as opened:
+        text = opened.read().replace(digest_of(token_of("a")), digest_of("new"))
+        opened.seek(0)
+        opened.write(text)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    await file.reload()
+    assert held(file, token_of("a")) is None
+    assert held(file, "new") == ("a", Role.ADMIN)
+
+
+def test_a_pipe_is_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(StartupError, match="must be a mapping"):
+        TokensFile(path, lambda: NOW_S)
+    writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with pytest.raises(StartupError, match="must be a mapping"):
+            TokensFile(path, lambda: NOW_S)
+    finally:
+        os.close(writer)
+
+
+@given(data=st.binary(max_size=300))
+@example(data=b"\xef\xbb\xbftokens: []")
+@example(data="tokens: []".encode("utf-16"))
+@example(data=b"tokens: " + b"[" * 10_000)
+@example(data=b"tokens: [&a {}, *a]")
+@example(data=b"tokens: [!!python/object:os.system {}]")
+def test_any_bytes_are_tokens_or_an_error_in_one_line(data):
+    judge(data)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+    | st.sampled_from(["a", "check", "read", "admin", DIGEST, "2026-01-01", "0001-01-01T00:00+23:59"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+ENTRIES = st.dictionaries(st.sampled_from(["name", "role", "sha256", "expires"]), VALUES)
+
+
+@given(entries=st.lists(ENTRIES, max_size=4))
+def test_values_of_any_type_are_tokens_or_an_error_in_one_line(entries):
+    judge(json.dumps({"tokens": entries}).encode())
+
+
+WHOLE = json.dumps({"tokens": [entry("a"), entry("b", "read", expires="2026-12-31")]}).encode()
+
+
+@given(length=st.integers(0, len(WHOLE) - 1))
+def test_a_part_of_a_file_is_refused(length):
+    with pytest.raises(YamlError):
+        parse_tokens(WHOLE[:length])
+
+
+def judge(data):
+    try:
+        tokens = parse_tokens(data)
+    except YamlError as error:
+        assert str(error).isprintable()  # noqa: PT017 -- either is right
+    else:
+        assert {len(token.digest) for token in tokens} <= {32}
+
+
+def test_a_key_that_stands_twice_is_not_quoted(path):
+    path.write_text(f"{SECRET}: 1\n{SECRET}: 2")
+    with pytest.raises(StartupError, match="line 2: a key appears twice") as refused:
+        read_tokens(path)
+    assert SECRET not in str(refused.value)
 
 
 def test_nothing_that_is_secret_is_shown(path):

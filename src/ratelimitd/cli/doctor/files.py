@@ -182,7 +182,8 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
     if path is None:
         return
     try:
-        tokens = read_tokens(path)
+        others = {settings.admin_token: "ADMIN_TOKEN", settings.check_token: "CHECK_TOKEN"}
+        tokens = read_tokens(path, others)
     except StartupError as error:
         remedy = "mend it; a running node keeps the tokens that it read before, and loads the mended file"
         yield problem("TOKENS_FILE", str(error).partition(": ")[2], remedy)

@@ -84,6 +84,14 @@ class Frame:
 
         return guarded
 
+    def still_admits(self, request: Request) -> bool:
+        """Return whether the visitor may go on reading an answer that lasts."""
+        try:
+            self._admit(request)
+        except Refused:
+            return False
+        return True
+
     def posting(self, endpoint: FormEndpoint) -> Endpoint:
         """Wrap ``endpoint`` for forms of visitors that may read; it gets the fields of the form."""
 
