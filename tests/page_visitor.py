@@ -18,10 +18,14 @@ BROWSER = {"Accept": "text/html,*/*", "Sec-Fetch-Site": "same-origin"}
 class PageVisitor:
     """At the address of an HTTP side, or in front of an ASGI application."""
 
-    def __init__(self, address="", *, app=None, client=("127.0.0.1", 50_000)) -> None:
+    def __init__(
+        self, address="", *, app=None, client=("127.0.0.1", 50_000), headers=(), **options
+    ) -> None:
         transport = httpx.ASGITransport(app=app, client=client) if app else None
         self._http = httpx.AsyncClient(
-            base_url=f"http://{address or 'localhost'}", headers=BROWSER, transport=transport
+            base_url=f"http://{address or 'localhost'}",
+            headers=[*BROWSER.items(), *headers],
+            **({"transport": transport} if transport else options),
         )
         self.cookies = self._http.cookies
 

@@ -68,7 +68,7 @@ from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.pages.sessions import login_link, no_session
+from ratelimitd.web.pages.sessions import ProxyUsers, login_link, no_session
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import FromParent
 
@@ -306,6 +306,7 @@ class Node:
                 may_administer=access.may_administer,
                 login=access.login,
                 session_of=self._tokens.tokens.session_of if self._tokens else no_session,
+                users=self._users(),
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
@@ -401,6 +402,14 @@ class Node:
                 named=self._tokens.tokens if self._tokens else None,
             ),
             TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
+        )
+
+    def _users(self) -> ProxyUsers:
+        settings = self._settings
+        if self._tokens is None:
+            return ProxyUsers()
+        return ProxyUsers(
+            settings.user_header, settings.trusted_proxies, self._tokens.tokens.user_of
         )
 
     def _methods(  # noqa: PLR0917 -- the parts that the services stand on

@@ -1,4 +1,4 @@
-"""TOKENS_FILE: people and programs, each with a role and the digest of a token; read at the start and when it changes.
+"""TOKENS_FILE: people and programs, each with a role, most with the digest of a token; read again when it changes.
 
 A file that became wrong or vanished leaves the last good tokens in force. No message quotes a value of the file: it may
 be a token in the wrong place. See ADR 0059.
@@ -26,8 +26,8 @@ MAX_FILE_BYTES: Final = 1024 * 1024
 """Some 7,000 entries."""
 
 TOKENS_KEY: Final = "tokens"
-REQUIRED: Final = frozenset({"name", "role", "sha256"})
-FIELDS: Final = REQUIRED | {"expires"}
+REQUIRED: Final = frozenset({"name", "role"})
+FIELDS: Final = REQUIRED | {"sha256", "expires"}
 
 _NAME: Final = re.compile(r"(?!RULES_FILE$|admin@)[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 """Not what the audit trail calls others."""
@@ -130,31 +130,24 @@ def parse_tokens(data: bytes, others: Mapping[str, str] = MappingProxyType({})) 
         place = f"{TOKENS_KEY}[{index}]"
         token = _token(place, entry)
         for field, value in (("name", token.name), ("sha256", token.digest)):
-            if places.setdefault(value, place) != place:
+            if value and places.setdefault(value, place) != place:
                 _refuse(entry, place, field, f"is that of {places[value]}, too")
         tokens.append(token)
     return tokens
 
 
 def _token(place: str, entry: Node) -> Token:
-    fields = entry.value
-    if not isinstance(fields, dict):
-        _refuse(entry, place, "", "must be a mapping")
-    if not REQUIRED <= fields.keys() <= FIELDS:
-        _refuse(
-            entry, place, "", "must have name, role and sha256, may have expires, and nothing else"
-        )
-    texts = {}
-    for field, node in fields.items():
-        if not isinstance(node.value, str):
-            _refuse(node, place, field, "must be text")
-        texts[field] = node.value
+    fields = _fields(place, entry)
+    texts = {field: str(node.value) for field, node in fields.items()}
     if not _NAME.fullmatch(texts["name"]):
         problem = "must be at most 64 letters, digits and ._@+-, and neither RULES_FILE nor admin@…"
         _refuse(fields["name"], place, "name", problem)
     if texts["role"] not in {Role.CHECK, Role.READ, Role.ADMIN}:
         _refuse(fields["role"], place, "role", "must be check, read or admin")
-    if not _SHA256.fullmatch(texts["sha256"]):
+    if texts["role"] == Role.CHECK and "sha256" not in texts:
+        problem = "must be there: an entry without a token is a user of the pages, who reads or administers"
+        _refuse(entry, place, "sha256", problem)
+    if "sha256" in texts and not _SHA256.fullmatch(texts["sha256"]):
         problem = "must be the SHA-256 of the token in 64 hexadecimal digits"
         _refuse(fields["sha256"], place, "sha256", problem)
     expires_s = math.inf
@@ -167,9 +160,23 @@ def _token(place: str, entry: Node) -> Token:
     return Token(
         name=texts["name"],
         role=Role(texts["role"]),
-        digest=bytes.fromhex(texts["sha256"]),
+        digest=bytes.fromhex(texts.get("sha256", "")),
         expires_s=expires_s,
     )
+
+
+def _fields(place: str, entry: Node) -> dict[str, Node]:
+    """Return the fields of an entry, all of them texts."""
+    fields = entry.value
+    if not isinstance(fields, dict):
+        _refuse(entry, place, "", "must be a mapping")
+    if not REQUIRED <= fields.keys() <= FIELDS:
+        problem = "must have name and role, may have sha256 and expires, and nothing else"
+        _refuse(entry, place, "", problem)
+    for field, node in fields.items():
+        if not isinstance(node.value, str):
+            _refuse(node, place, field, "must be text")
+    return fields
 
 
 def _unix_s(text: str) -> float:

@@ -66,8 +66,8 @@ class Token:
     """A bearer token that is known by its digest. ``name`` is empty for ADMIN_TOKEN and CHECK_TOKEN."""
 
     role: Role
-    digest: bytes = field(repr=False)
-    """SHA-256 of the token."""
+    digest: bytes = field(default=b"", repr=False)
+    """SHA-256 of the token; empty: there is none, and a trusted proxy names the user."""
     name: str = ""
     expires_s: float = math.inf
     """Unix time from which it is refused."""
@@ -87,7 +87,7 @@ class NamedTokens:
     def replace(self, tokens: Iterable[Token]) -> None:
         """Put ``tokens`` into force, and all others out of it."""
         self._by_name = {token.name: token for token in tokens}
-        by_digest = {token.digest: token for token in self._by_name.values()}
+        by_digest = {token.digest: token for token in self._by_name.values() if token.digest}
         by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
         self._by_key = {_key_of(digest): token for digest, token in by_digest.items()}
         self.guard_checks |= self.have_checks
@@ -112,7 +112,15 @@ class NamedTokens:
     def session_of(self, name: str) -> tuple[bytes, str] | None:
         """Return what binds a session to the token with this name, and what the session presents to the services."""
         token = self.by_name(name)
-        return (token.digest, f"Bearer {token.stand_in}") if token else None
+        return (token.digest, f"Bearer {token.stand_in}") if token and token.digest else None
+
+    def user_of(self, name: str) -> str | None:
+        """Return what a user whom a trusted proxy names presents to the services; ``None``: there is no such entry.
+
+        Entries with a token are none: a proxy that lets anybody in as anybody would be every program, too.
+        """
+        token = self.by_name(name)
+        return f"Bearer {token.stand_in}" if token and not token.digest else None
 
     def _unexpired(self, token: Token | None) -> Token | None:
         return token if token and self._now_s() < token.expires_s else None

@@ -131,6 +131,23 @@ def proxies(text: str) -> tuple[str, ...]:
     return found
 
 
+def user_header(text: str) -> str:
+    """Parse the name of a header that a proxy sets and callers have no use for; empty = none."""
+    if text and (
+        re.fullmatch(r"[A-Za-z0-9-]{1,64}", text) is None or text.lower() in _OTHER_HEADERS
+    ):
+        message = "must be the name of a header that the proxy sets, such as X-Forwarded-Email"
+        raise ValueError(message)
+    return text
+
+
+_OTHER_HEADERS: Final = frozenset(
+    {"accept", "authorization", "connection", "content-length", "content-type", "cookie", "forwarded", "host", "origin",
+     "referer", "user-agent", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}
+)  # fmt: skip
+"""Headers that say something else, and that callers send themselves."""
+
+
 def identifier_keys(text: str) -> tuple[str, ...]:
     """Parse ``KEY=TYPE`` separated by commas, TYPE an identifier type; empty = none."""
     found = names(text)

@@ -38,6 +38,7 @@ from ratelimitd.settings.parsing import (
     redis_url,
     shown,
     token,
+    user_header,
     whole_number,
 )
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
@@ -132,6 +133,8 @@ class Settings:
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
         "proxies whose X-Forwarded-For names the caller of a wrong token, comma-separated; unix for a socket")]
+    user_header: Annotated[str, SettingSpec("", user_header,
+        "header in which TRUSTED_PROXIES name the user of a page, such as X-Forwarded-Email; empty = off")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
         "key of the hash of bucket keys; empty = generated once, in the database", masked)]
     tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
@@ -368,6 +371,11 @@ _COMBINATIONS: Final = (
         ("TOKENS_FILE", "LOOPBACK_ADMIN"),
         lambda s: s.tokens_file is not None and s.loopback_admin,
         "LOOPBACK_ADMIN and TOKENS_FILE exclude each other: a caller from loopback would need no token",
+    ),
+    _Combination(
+        ("USER_HEADER", "TRUSTED_PROXIES", "TOKENS_FILE"),
+        lambda s: bool(s.user_header) and not (s.trusted_proxies and s.tokens_file),
+        "USER_HEADER needs TRUSTED_PROXIES, which may send it, and TOKENS_FILE, which has the roles of the users",
     ),
     _Combination(
         ("ADMIN_SANS", "CHECK_SANS"),

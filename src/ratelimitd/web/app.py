@@ -50,7 +50,7 @@ from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
-from ratelimitd.web.pages.sessions import SessionOf, Sessions
+from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf, Sessions
 from ratelimitd.web.pages.try_page import TryPage
 
 POLICY: Final = (
@@ -270,6 +270,7 @@ class Parts:
     may_administer: Requirement
     login: Login
     session_of: SessionOf
+    users: ProxyUsers
     actor: Callable[[Call], str]
     """Who the log names for a call."""
     admit: Requirement
@@ -299,6 +300,7 @@ def application(parts: Parts) -> ASGIApp:
         sessions=sessions,
         count=parts.refused,
         templates=templates,
+        users=parts.users,
     )
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)

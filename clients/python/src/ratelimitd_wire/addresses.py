@@ -81,6 +81,10 @@ class ClientAddresses:
             return str(ipaddress.IPv6Address(int(address) >> self._cut_bits << self._cut_bits))
         return str(address)
 
+    def trusts(self, peer: str) -> bool:
+        """Return whether the peer with this address is a trusted proxy; a text that is no address is none."""
+        return self._is_trusted(address_of(peer))
+
     def _is_trusted(self, address: Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
 

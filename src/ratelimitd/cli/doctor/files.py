@@ -192,6 +192,11 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
     if expired:
         what = f"expired: {', '.join(expired[:MAX_NAMES])}{', …' * (len(expired) > MAX_NAMES)}"
         yield warning("TOKENS_FILE", what, "remove them, or give them new tokens")
+    users = sum(not token.digest for token in tokens)
+    if users and not settings.user_header:
+        yield warning(
+            "TOKENS_FILE", f"{users} users without sha256", "set USER_HEADER, or remove them"
+        )
     yield _privacy("TOKENS_FILE", path) or ok("TOKENS_FILE", f"{len(tokens)} tokens")
 
 

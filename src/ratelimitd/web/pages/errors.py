@@ -33,6 +33,10 @@ class Cause(enum.StrEnum):
     BAD_FORM = "bad_form"
     """The body is no form."""
     UNKNOWN_HOST = "unknown_host"
+    USER_HEADER = "user_header"
+    """USER_HEADER from a peer that is no trusted proxy: it was ignored."""
+    UNKNOWN_USER = "unknown_user"
+    """A trusted proxy names a user who is not in TOKENS_FILE."""
 
 
 class Answer(NamedTuple):
@@ -84,6 +88,14 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
             421,
             "unknown Host",
             "HTTP_HOSTS lists the names under which the pages of this node are shown.",
+        ),
+        Cause.USER_HEADER: Answer(
+            401, "Log in first", "Only proxies of TRUSTED_PROXIES name users."
+        ),
+        Cause.UNKNOWN_USER: Answer(
+            403,
+            "You have no role here",
+            "The user whom the proxy names has no entry in TOKENS_FILE, or one with a token or an end that has passed.",
         ),
     }
 )

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from typing import Final, NamedTuple
 
 from itsdangerous import BadSignature, URLSafeSerializer
+from starlette.datastructures import Headers
+
+from ratelimitd_wire.addresses import ClientAddresses
 
 SESSION_S: Final = 8 * 3600
 """A session ends that long after its login, used or not."""
@@ -27,6 +30,7 @@ MAX_COOKIE_CHARS: Final = 512
 
 _SALT: Final = "ratelimitd page session"
 _LINK_SALT: Final = "ratelimitd login link"
+_USER_SALT: Final = b"ratelimitd page user "
 _FORM_KEY: Final = b"ratelimitd page forms"
 
 
@@ -49,6 +53,41 @@ class Session(NamedTuple):
     authorization: str = ""
 
 
+UserOf = Callable[[str], str | None]
+"""Maps the name of a user to what its requests present to the services; ``None``: there is no such user."""
+
+
+class ProxyUsers:
+    """Users whom trusted proxies name in ``header``; an empty one: none. See ADR 0060.
+
+    ``trusted_proxies`` are addresses and networks; a peer without an address is never one of them.
+    """
+
+    def __init__(
+        self, header: str = "", trusted_proxies: Iterable[str] = (), user_of: UserOf = no_session
+    ) -> None:
+        self._header = header
+        self._proxies = ClientAddresses(trusted_proxies)
+        self._user_of = user_of
+
+    def sends_header(self, headers: Headers) -> bool:
+        """Return whether a request has the header."""
+        return bool(self._header) and any(headers.getlist(self._header))
+
+    def trusts(self, peer: str) -> bool:
+        """Return whether the peer with this address may name users."""
+        return self._proxies.trusts(peer)
+
+    def find(self, headers: Headers) -> tuple[str, str] | None:
+        """Return the user that a trusted proxy names, and what it presents to the services; ``None``: nobody known.
+
+        A proxy that adds its header to one of the caller names two, and so nobody.
+        """
+        values = headers.getlist(self._header)
+        authorization = self._user_of(values[0]) if len(values) == 1 else None
+        return (values[0], authorization) if authorization else None
+
+
 class Sessions:
     """Opens and recognises sessions. ``now_s`` is Unix time; ``random_bytes`` is there for tests."""
 
@@ -63,7 +102,8 @@ class Sessions:
         self._now_s = now_s
         self._random_bytes = random_bytes
         self._session_of = session_of
-        key = admin_token or random_bytes(32)
+        key = admin_token.encode() or random_bytes(32)
+        self._key = key
         self._signed = _signer(key, _SALT)
         self._links = _signer(key, _LINK_SALT)
         self._used_links: dict[str, float] = {}
@@ -129,6 +169,12 @@ class Sessions:
         digest = b"" if found is None else found[0]
         return hmac.new(self._admin_token.encode(), digest, sha256).hexdigest()[:32]
 
+    def user_nonce(self, name: str) -> str:
+        """Return what binds forms to a user whom a proxy names. Keyed: a page of another site could else make it."""
+        return hmac.new(self._key, _USER_SALT + name.encode(), sha256).hexdigest()[
+            : 2 * NONCE_BYTES
+        ]
+
     def form_token(self, nonce: str) -> str:
         """Return the CSRF token of a visitor's forms, derived from the cookie.
 
@@ -137,7 +183,7 @@ class Sessions:
         return hmac.new(_FORM_KEY, nonce.encode("utf-8", "surrogatepass"), sha256).hexdigest()
 
 
-def _signer(key: str | bytes, salt: str) -> URLSafeSerializer:
+def _signer(key: bytes, salt: str) -> URLSafeSerializer:
     return URLSafeSerializer(
         key, salt=salt, signer_kwargs={"key_derivation": "hmac", "digest_method": sha256}
     )

@@ -89,6 +89,21 @@ def test_expired_tokens_are_named(tmp_path):
     assert not list(check_tokens_file(settings(), NOW))
 
 
+def test_users_of_a_proxy_need_the_header(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice"), {"name": "bob", "role": "read"})
+    path.chmod(0o600)
+    found, _ = check_tokens_file(settings(tokens_file=path), NOW)
+    assert (found.level, found.what) == ("warning", "1 users without sha256")
+    given = settings(tokens_file=path, user_header="X-User", trusted_proxies="::1")
+    assert one(check_tokens_file(given, NOW)).level == "ok"
+
+
+def test_a_token_that_is_set_elsewhere_is_a_problem(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice", token="t"))
+    finding = one(check_tokens_file(settings(tokens_file=path, admin_token="t"), NOW))
+    assert (finding.level, "that of ADMIN_TOKEN" in finding.what) == ("problem", True)
+
+
 def test_loopback_as_a_credential_is_warned_of():
     finding = one(check_admin_token(settings(loopback_admin="on")))
     assert (finding.area, finding.level) == ("LOOPBACK_ADMIN", "warning")
