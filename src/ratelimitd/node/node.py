@@ -42,7 +42,7 @@ from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
-from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -228,7 +228,9 @@ class Node:
         if settings.has_own_admin_token:
             state_dir.publish(self.grpc_address)
             if self.http_address:
-                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+                self.login_link = login_link(
+                    settings.http_scheme, self.http_address, self._admin_token, self._now_s()
+                )
 
     def _now_s(self) -> float:
         return self._clock.now_us() / US_PER_S
@@ -510,28 +512,27 @@ class Node:
         return live
 
     async def _start_http(self, parts: Parts) -> None:
-        listen = self._settings.http_listen
+        settings = self._settings
+        listen = settings.http_listen
         if listen is None:
             return
         app = application(parts)
         if self._reuse_port:
             # The address is the parent's, which passes on what is not for itself.
-            server = HttpServer.at(FromParent(app), self._settings.http_socket)
+            server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
         else:
-            server = HttpServer(app, *listen)
+            tls = web_context(_files_of(settings)) if settings.http_tls else None
+            server = HttpServer(app, *listen, tls=tls)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
 
     async def _start_grpc(self, methods: Methods) -> None:
         settings = self._settings
-        tls = None
-        if settings.tls_cert is not None and settings.tls_key is not None:
-            tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         server = server_of(settings.transport)(
             methods,
             listen=str(settings.listen),
             stats=self.stats,
-            tls=tls,
+            tls=_files_of(settings),
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self._reuse_port,
             queue=self._queue,
@@ -557,6 +558,10 @@ def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | N
         message = f"OTEL_ENDPOINT needs {error.name}: pip install 'ratelimitd[otel]'"
         raise StartupError(message) from None
     return OtelTracer(endpoint, node_id=node_id, ratio=ratio)
+
+
+def _files_of(settings: Settings) -> TlsFiles | None:
+    return TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def _warn(line: str) -> None:

@@ -141,6 +141,8 @@ class Settings:
     tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
     tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
         "CA of client certificates, PEM; enables mTLS")]
+    http_tls: Annotated[bool, SettingSpec("off", on_off,
+        "on: HTTP_LISTEN speaks TLS with TLS_CERT and TLS_KEY; it asks for no client certificate")]
     workers: Annotated[int, SettingSpec("1", whole_number(1, 64),
         "processes on one port; without REDIS_URL more than 1 share a private Valkey")]
     transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
@@ -287,6 +289,11 @@ class Settings:
         return frozenset((*own, *self.http_hosts))
 
     @property
+    def http_scheme(self) -> str:
+        """``https`` if HTTP_LISTEN speaks TLS, else ``http``."""
+        return "https" if self.http_tls else "http"
+
+    @property
     def http_socket(self) -> Path:
         """Socket of a worker's HTTP server, for its parent."""
         return self.state_dir / "http.sock"
@@ -351,6 +358,11 @@ _COMBINATIONS: Final = (
         ("TLS_CERT", "TLS_KEY"),
         lambda s: (s.tls_cert is None) != (s.tls_key is None),
         "TLS_CERT and TLS_KEY are set together or not at all",
+    ),
+    _Combination(
+        ("HTTP_TLS", "TLS_CERT"),
+        lambda s: s.http_tls and s.tls_cert is None,
+        "HTTP_TLS needs TLS_CERT and TLS_KEY",
     ),
     _Combination(
         ("TLS_CERT", "TLS_CLIENT_CA"),

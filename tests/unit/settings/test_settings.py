@@ -118,6 +118,7 @@ def test_everything_that_is_wrong_is_named_at_once():
         ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
+        ({"HTTP_TLS": "on"}, "HTTP_TLS needs TLS_CERT and TLS_KEY"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
         ({"CHECK_SANS": "app"}, "need TLS_CLIENT_CA"),
         ({"ADMIN_TOKEN": "same", "CHECK_TOKEN": "same"}, "ADMIN_TOKEN and CHECK_TOKEN are equal"),

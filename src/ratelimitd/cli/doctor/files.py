@@ -131,7 +131,8 @@ def check_admin_token(settings: Settings) -> Iterator[Finding]:
 
 def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     """The server's certificate, its key and the CA of client certificates."""
-    if settings.tls_cert is None or settings.tls_key is None:
+    files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    if files is None:
         if not _is_loopback(settings.listen.host):
             yield warning(
                 "TLS_CERT",
@@ -139,7 +140,14 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
                 "set TLS_CERT and TLS_KEY, or listen where only a proxy with TLS can reach",
             )
         return
-    files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    listen = settings.http_listen
+    if listen is not None and not (settings.http_tls or _is_loopback(listen.host)):
+        what = (
+            f"off: on {listen} anyone on the network path can read tokens and sessions of the page"
+        )
+        yield warning(
+            "HTTP_TLS", what, "set it on, or listen where only a proxy with TLS can reach"
+        )
     try:
         certificates = CertificateSource(files, lambda _line: None).load()
     except StartupError as error:
@@ -149,7 +157,7 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     yield _expiry("TLS_CERT", certificates.chain, now)
     if certificates.client_ca is not None:
         yield _expiry("TLS_CLIENT_CA", certificates.client_ca, now)
-    yield _privacy("TLS_KEY", settings.tls_key) or ok("TLS_KEY", f"{settings.tls_key} is private")
+    yield _privacy("TLS_KEY", files.key) or ok("TLS_KEY", f"{files.key} is private")
 
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:

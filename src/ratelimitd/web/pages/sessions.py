@@ -189,11 +189,11 @@ def _signer(key: bytes, salt: str) -> URLSafeSerializer:
     )
 
 
-def login_link(http_address: str, admin_token: str, now_s: float) -> str:
+def login_link(scheme: str, http_address: str, admin_token: str, now_s: float) -> str:
     """Return the address of a page that logs in who opens it first, within :data:`LINK_S` of ``now_s``, Unix time."""
     host = reachable(http_address)
     code = Sessions(admin_token, lambda: now_s).link_code(host)
-    return f"http://{host}/login?code={code}"
+    return f"{scheme}://{host}/login?code={code}"
 
 
 def reachable(http_address: str) -> str:
