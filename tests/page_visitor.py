@@ -16,14 +16,14 @@ BROWSER = {"Accept": "text/html,*/*", "Sec-Fetch-Site": "same-origin"}
 
 
 class PageVisitor:
-    """At the address of an HTTP side, or in front of an ASGI application."""
+    """At the address of an HTTP side, with ``verify`` over TLS, or in front of an ASGI application."""
 
     def __init__(
         self, address="", *, app=None, client=("127.0.0.1", 50_000), headers=(), **options
     ) -> None:
         transport = httpx.ASGITransport(app=app, client=client) if app else None
         self._http = httpx.AsyncClient(
-            base_url=f"http://{address or 'localhost'}",
+            base_url=f"http{'s' if 'verify' in options else ''}://{address or 'localhost'}",
             headers=[*BROWSER.items(), *headers],
             **({"transport": transport} if transport else options),
         )

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from ratelimitd.cli.doctor.files import (
     check_tokens_file,
 )
 from ratelimitd.node.admin_token import own_admin_token
+from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
 from tests.named_tokens import entry, token_of, write
 
@@ -166,6 +168,13 @@ def test_an_end_that_comes_soon_is_told_in_time(tls, left, level):
 
 def test_a_key_that_everybody_can_read_is_told(tls):
     assert list(check_tls(tls(key_mode=0o644), NOW))[-1].level == "warning"
+
+
+def test_pages_that_others_reach_without_tls_are_told(tls):
+    chosen = replace(tls(), http_listen=Address("192.0.2.1", 8080))
+    assert next(check_tls(chosen, NOW))[:2] == ("HTTP_TLS", "warning")
+    for well in ({"http_tls": True}, {"http_listen": None}):
+        assert next(check_tls(replace(chosen, **well), NOW)).area == "TLS_CERT"
 
 
 def test_a_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
