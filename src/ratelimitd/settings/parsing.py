@@ -6,6 +6,7 @@ quotes nothing of the text, which may be a secret.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.model import EVERYBODY, TYPE_NAME, IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
-from ratelimitd_wire.addresses import ClientAddresses
+from ratelimitd_wire.addresses import UNIX, ClientAddresses
 
 T = TypeVar("T")
 
@@ -129,6 +130,12 @@ def proxies(text: str) -> tuple[str, ...]:
         message = "must be IP addresses, networks or unix, separated by commas"
         raise ValueError(message) from None
     return found
+
+
+def covers_everything(found: tuple[str, ...]) -> bool:
+    """Return whether one of these proxies is a network of all addresses."""
+    networks = (name for name in found if name != UNIX)
+    return any(ipaddress.ip_network(name, strict=False).prefixlen == 0 for name in networks)
 
 
 def user_header(text: str) -> str:

@@ -20,6 +20,7 @@ from ratelimitd.settings import sources as lookup
 from ratelimitd.settings.parsing import (
     Address,
     address,
+    covers_everything,
     database_url,
     fraction,
     identifier_keys,
@@ -388,6 +389,11 @@ _COMBINATIONS: Final = (
         ("USER_HEADER", "TRUSTED_PROXIES", "TOKENS_FILE"),
         lambda s: bool(s.user_header) and not (s.trusted_proxies and s.tokens_file),
         "USER_HEADER needs TRUSTED_PROXIES, which may send it, and TOKENS_FILE, which has the roles of the users",
+    ),
+    _Combination(
+        ("USER_HEADER", "TRUSTED_PROXIES"),
+        lambda s: bool(s.user_header) and covers_everything(s.trusted_proxies),
+        "USER_HEADER and a network of all addresses in TRUSTED_PROXIES would let every caller be any user",
     ),
     _Combination(
         ("ADMIN_SANS", "CHECK_SANS"),

@@ -125,6 +125,10 @@ def test_everything_that_is_wrong_is_named_at_once():
         ({"TOKENS_FILE": "f", "LOOPBACK_ADMIN": "on"}, "LOOPBACK_ADMIN and TOKENS_FILE exclude"),
         ({"USER_HEADER": "X-U", "TOKENS_FILE": "f"}, "USER_HEADER needs TRUSTED_PROXIES"),
         ({"USER_HEADER": "X-U", "TRUSTED_PROXIES": "::1"}, "USER_HEADER needs TRUSTED_PROXIES"),
+        (
+            {"USER_HEADER": "X-U", "TOKENS_FILE": "f", "TRUSTED_PROXIES": "unix,::/0"},
+            "USER_HEADER and a network of all addresses",
+        ),
         ({"USER_HEADER": "Host"}, "USER_HEADER must be the name of a header that the proxy sets"),
         ({"USER_HEADER": "X_User"}, "USER_HEADER must be the name of a header that the proxy sets"),
         ({"USER_HEADER": "X-U "}, "USER_HEADER must be the name of a header that the proxy sets"),
