@@ -55,6 +55,14 @@ def bearer(name):
     return [("authorization", f"Bearer {token_of(name)}")]
 
 
+async def json_status(node, name=""):
+    """The status of a check with the token of ``name``, as JSON."""
+    check = {"identifier": "u", "identifierType": "user", "endpoint": "/a"}
+    headers = dict(bearer(name)) if name else {}
+    async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
+        return (await http.post("/v1/check", json=check, headers=headers)).status_code
+
+
 async def listed(node, name):
     """The status of a call with the token of ``name``."""
     async with grpc.aio.insecure_channel(node.grpc_address) as channel:
@@ -87,19 +95,12 @@ async def test_a_node_does_not_start_with_a_file_that_is_wrong(path):
 
 
 async def test_checks_need_a_credential_if_the_file_has_one_of_the_role(path):
-    check = {"identifier": "u", "identifierType": "user", "endpoint": "/a"}
-
-    async def status_of(node, name=""):
-        headers = dict(bearer(name)) if name else {}
-        async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
-            return (await http.post("/v1/check", json=check, headers=headers)).status_code
-
     async with node_with(path, entry("alice", "read")) as node:
-        assert await status_of(node) == 200
+        assert await json_status(node) == 200
     async with node_with(path, entry("alice", "read"), entry("shop", "check")) as node:
-        assert await status_of(node) == 401
-        assert await status_of(node, "shop") == 200
-        assert await status_of(node, "alice") == 403
+        assert await json_status(node) == 401
+        assert await json_status(node, "shop") == 200
+        assert await json_status(node, "alice") == 403
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
@@ -121,7 +122,9 @@ async def test_the_first_check_entry_closes_checks_at_once_and_the_last_one_leav
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
         assert await status_of(channel) is grpc.StatusCode.OK
+        assert await json_status(node) == 200
         await changed(node, path, entry("alice"), entry("shop", "check"))
+        assert await json_status(node) == 401
         assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
         assert await status_of(channel, "shop") is grpc.StatusCode.OK
         assert "checks need a credential" in caplog.text
