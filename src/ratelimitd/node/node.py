@@ -32,6 +32,7 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.startup import feed_of
+from ratelimitd.node.tokens_file import TokensFile
 from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history
 from ratelimitd.observe.denials import FOLD_S, Denials
@@ -41,7 +42,7 @@ from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
-from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -69,7 +70,7 @@ from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
 from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.pages.sessions import ProxyUsers, login_link, no_session
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.spop import SpopServer
 from ratelimitd.web.worker_proxy import FromParent
@@ -145,6 +146,7 @@ class Node:
         self._reuse_port = reuse_port
         self._may_listen = may_listen
         self._rules_log = RulesLog()
+        self._tokens: TokensFile | None = None
         self._draining = False
 
     async def start(self) -> None:
@@ -194,6 +196,12 @@ class Node:
         self._open.callback(state_dir.close)
         if settings.has_own_admin_token:
             self._admin_token = own_admin_token(state_dir.path)
+        if settings.tokens_file is not None:
+            others = {
+                self._admin_token: settings.admin_token_name,
+                settings.check_token: "CHECK_TOKEN",
+            }
+            self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
         for warning in settings.warnings:
             _warn(warning)
         store = SqlRuleStore(
@@ -225,7 +233,9 @@ class Node:
         if settings.has_own_admin_token:
             state_dir.publish(self.grpc_address)
             if self.http_address:
-                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+                self.login_link = login_link(
+                    settings.http_scheme, self.http_address, self._admin_token, self._now_s()
+                )
 
     def _now_s(self) -> float:
         return self._clock.now_us() / US_PER_S
@@ -302,7 +312,9 @@ class Node:
                 live=live,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
-                holds_admin_token=access.holds_admin_token,
+                login=access.login,
+                session_of=self._tokens.tokens.session_of if self._tokens else no_session,
+                users=self._users(),
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
@@ -397,8 +409,17 @@ class Node:
                 check_sans=frozenset(settings.check_sans),
                 loopback_admin=settings.loopback_admin,
                 admin_token_name=settings.admin_token_name,
+                named=self._tokens.tokens if self._tokens else None,
             ),
             TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
+        )
+
+    def _users(self) -> ProxyUsers:
+        settings = self._settings
+        if self._tokens is None:
+            return ProxyUsers()
+        return ProxyUsers(
+            settings.user_header, settings.trusted_proxies, self._tokens.tokens.user_of
         )
 
     def _methods(  # noqa: PLR0917 -- the parts that the services stand on
@@ -470,6 +491,8 @@ class Node:
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
         background.start("rules", feed.run)
+        if self._tokens is not None:
+            background.every(SAMPLE_S, "tokens", self._tokens.reload)
         return background
 
     def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
@@ -497,15 +520,17 @@ class Node:
         return live
 
     async def _start_http(self, parts: Parts) -> None:
-        listen = self._settings.http_listen
+        settings = self._settings
+        listen = settings.http_listen
         if listen is None:
             return
         app = application(parts)
         if self._reuse_port:
             # The address is the parent's, which passes on what is not for itself.
-            server = HttpServer.at(FromParent(app), self._settings.http_socket)
+            server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
         else:
-            server = HttpServer(app, *listen)
+            tls = web_context(_files_of(settings)) if settings.http_tls else None
+            server = HttpServer(app, *listen, tls=tls)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
 
@@ -535,14 +560,11 @@ class Node:
 
     async def _start_grpc(self, methods: Methods) -> None:
         settings = self._settings
-        tls = None
-        if settings.tls_cert is not None and settings.tls_key is not None:
-            tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         server = server_of(settings.transport)(
             methods,
             listen=str(settings.listen),
             stats=self.stats,
-            tls=tls,
+            tls=_files_of(settings),
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self._reuse_port,
             queue=self._queue,
@@ -568,6 +590,10 @@ def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | N
         message = f"OTEL_ENDPOINT needs {error.name}: pip install 'ratelimitd[otel]'"
         raise StartupError(message) from None
     return OtelTracer(endpoint, node_id=node_id, ratio=ratio)
+
+
+def _files_of(settings: Settings) -> TlsFiles | None:
+    return TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def _warn(line: str) -> None:

@@ -18,6 +18,7 @@ from ratelimitd.cli.doctor.files import (
     check_secrets,
     check_state_dir,
     check_tls,
+    check_tokens_file,
 )
 from ratelimitd.cli.doctor.finding import (
     Finding,
@@ -94,6 +95,7 @@ async def _look(settings: Settings) -> list[Finding]:
 
     findings = [
         *check_admin_token(settings),
+        *check_tokens_file(settings, datetime.now(UTC)),
         *check_tls(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),

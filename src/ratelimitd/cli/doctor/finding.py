@@ -6,6 +6,7 @@ import asyncio
 import enum
 import importlib.util
 import resource
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, NamedTuple
 
@@ -88,16 +89,18 @@ async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
     is_silent = settings.tls_cert is not None or settings.transport != "native"
     yield await _port("LISTEN", settings.listen, is_silent=is_silent)
     if settings.http_listen is not None:
-        yield await _port("HTTP_LISTEN", settings.http_listen)
+        yield await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)
 
 
-async def _port(name: str, address: Address, *, is_silent: bool = False) -> Finding:
-    """``is_silent``: a node there would not answer HTTP/1.1 in words."""
+async def _port(
+    name: str, address: Address, *, is_silent: bool = False, tls: bool = False
+) -> Finding:
+    """``is_silent``: a node there would not answer HTTP/1.1 in words. ``tls``: it would over TLS."""
     try:
         await demand_free(str(address))
     except StartupError as error:
         reason = str(error).rpartition(": ")[2]
-        answer = await _answer(address)
+        answer = await _answer(address, tls=tls)
         if any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
@@ -109,11 +112,14 @@ async def _port(name: str, address: Address, *, is_silent: bool = False) -> Find
     return ok(name, f"{address}: {chosen}")
 
 
-async def _answer(address: Address) -> bytes:
-    """The first bytes of the answer there; empty without one."""
+async def _answer(address: Address, *, tls: bool) -> bytes:
+    """The first bytes of the answer there; empty without one. Nothing secret is asked, so any certificate will do."""
+    context = ssl.create_default_context() if tls else None
+    if context is not None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
             try:
                 writer.write(QUESTION)
                 return await reader.readexactly(MAX_ANSWER)
