@@ -284,7 +284,7 @@ class Node:
             self._take_book(feed.book)
             self._rules_log.write()
         access = self._access()
-        methods = self._methods(limiter, holder, store, feed, self.metrics, access)
+        methods = self._methods(limiter, holder, store, feed, self.metrics, access, live)
         await self._start_http(
             Parts(
                 node_id=self.node_id,
@@ -401,12 +401,17 @@ class Node:
         feed: RuleFeed,
         metrics: Metrics,
         access: Access,
+        live: Live,
     ) -> Methods:
         settings = self._settings
         # Waits are known to a node's own buckets only.
         identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
         config = ConfigService(
-            store, self._cluster or feed, access.actor, types=settings.known_types
+            store,
+            self._cluster or feed,
+            access.actor,
+            types=settings.known_types,
+            is_unused=lambda rule_id: rule_id not in self.stats.used_rules,
         )
         holds = HoldsService(
             holder,
@@ -446,6 +451,7 @@ class Node:
                 limiter,
                 report=self._health.report,
                 samples=metrics.samples,
+                unmatched=live.unmatched,
                 actor=access.actor,
                 identities=identities,
             ).methods(),
