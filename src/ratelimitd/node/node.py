@@ -217,10 +217,10 @@ class Node:
             await self._start_in_cluster(store, feed)
         else:
             await self._start_alone(store, feed)
-        if settings.has_own_admin_token:
-            state_dir.publish(self.grpc_address)
-            if self.http_address:
-                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+        has_own_token = settings.has_own_admin_token
+        state_dir.publish(self.grpc_address, made_token=has_own_token)
+        if has_own_token and self.http_address:
+            self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
 
     def _now_s(self) -> float:
         return self._clock.now_us() / US_PER_S

@@ -125,7 +125,7 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     """
     listens_at, token = "", None
     with contextlib.suppress(OSError, StartupError):  # findings of their own
-        listens_at = StateDir.address_in(settings.state_dir)
+        listens_at = StateDir.address_in(settings.state_dir, made_token=False)
         token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
     if not listens_at or settings.tls_cert is not None:
         return
