@@ -129,3 +129,8 @@ def test_rules_of_everybody_and_of_products_are_for_checks_that_name_their_types
         "differs in case",
     ]
     assert nearest("/orders", *rules)[1] == ("/ORDERS", "differs in case, is for tenant+user")
+
+
+def test_of_a_long_path_a_bounded_number_of_parts_is_compared():
+    [(_, why)] = nearest("/a" * 120 + "/x", "/a" * 120 + "/longer")
+    assert why == "begins with the same 15 parts"
