@@ -56,6 +56,7 @@ class CheckStats:
         "token_guesses",
         "unexpected_total",
         "unlimited_total",
+        "used_rules",
         "would_deny",
     )
 
@@ -92,6 +93,8 @@ class CheckStats:
         self.would_deny: dict[str, list[int]] = {}
         """Rule id and name of a limit that only observes, joined by a comma → [checks it would have denied]; at most
         ``MAX_RULE_LABELS``, and one for all others."""
+        self.used_rules: set[str] = set()
+        """Ids of the rules that have judged a check since the start; no more than there are rules."""
         self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
         """Transport errors by cause, from a closed set of causes."""
         self.token_guesses = {"wrong": 0, "refused": 0}
@@ -140,13 +143,14 @@ class CheckStats:
         return self.would_deny.setdefault(key, [0])
 
     def forget_rules(self, exists: Callable[[str], bool]) -> None:
-        """Drop the counters of rules that are gone, so that their labels are free for others.
+        """Drop what is known of rules that are gone, so that the labels of their counters are free for others.
 
         Cached counter pairs of such a rule go stale; increments to them are lost.
         """
         gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
         for key in gone:
             del self.by_rule[key]
+        self.used_rules = {rule_id for rule_id in self.used_rules if exists(rule_id)}
         for key in [key for key in self.would_deny if not exists(key.partition(",")[0])]:
             del self.would_deny[key]
 

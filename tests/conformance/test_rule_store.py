@@ -411,3 +411,13 @@ async def test_a_rule_is_for_types_that_are_declared(open_store):
         with pytest.raises(RuleInvalidError, match="identifier_type"):
             await store.update(rule.id, RuleChanges(identifier_type="org"), "", ME)
         assert len(await store.page("", "", None, 10)) == 2
+
+
+async def test_one_rule_is_read_by_its_id_in_any_spelling(store):
+    rule = await store.create(ORDERS, ME)
+    await store.create(CARTS, ME)
+    assert await store.rule(rule.id.upper()) == rule
+    with pytest.raises(RuleNotFoundError):
+        await store.rule(UNKNOWN_ID)
+    with pytest.raises(RuleInvalidError, match="id: the id must be a UUID"):
+        await store.rule("1")

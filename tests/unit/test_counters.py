@@ -54,7 +54,9 @@ def test_rules_that_are_gone_release_their_labels():
     stats = CheckStats()
     for number in range(MAX_RULE_LABELS + 1):
         stats.rule_counters(f"rule {number}")[0] += 1
+    stats.used_rules |= {"rule 1", "rule 2"}
     stats.forget_rules({"rule 0", "rule 1"}.__contains__)
+    assert stats.used_rules == {"rule 1"}
     assert stats.by_rule == {"rule 0": [1, 0], "rule 1": [1, 0], OTHER_RULES: [1, 0]}
     stats.rule_counters("new")[1] += 1
     assert stats.by_rule["new"] == [0, 1]

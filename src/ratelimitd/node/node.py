@@ -230,12 +230,12 @@ class Node:
             await self._start_in_cluster(store, feed)
         else:
             await self._start_alone(store, feed)
-        if settings.has_own_admin_token:
-            state_dir.publish(self.grpc_address)
-            if self.http_address:
-                self.login_link = login_link(
-                    settings.http_scheme, self.http_address, self._admin_token, self._now_s()
-                )
+        has_own_token = settings.has_own_admin_token
+        state_dir.publish(self.grpc_address, made_token=has_own_token)
+        if has_own_token and self.http_address:
+            self.login_link = login_link(
+                settings.http_scheme, self.http_address, self._admin_token, self._now_s()
+            )
 
     def _now_s(self) -> float:
         return self._clock.now_us() / US_PER_S
@@ -299,7 +299,7 @@ class Node:
             self._take_book(feed.book)
             self._rules_log.write()
         access = self._access()
-        methods = self._methods(limiter, holder, store, feed, self.metrics, access)
+        methods = self._methods(limiter, holder, store, feed, self.metrics, access, live)
         auth = self._forward_auth(methods, access)
         await self._start_http(
             Parts(
@@ -430,12 +430,17 @@ class Node:
         feed: RuleFeed,
         metrics: Metrics,
         access: Access,
+        live: Live,
     ) -> Methods:
         settings = self._settings
         # Waits are known to a node's own buckets only.
         identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
         config = ConfigService(
-            store, self._cluster or feed, access.actor, types=settings.known_types
+            store,
+            self._cluster or feed,
+            access.actor,
+            types=settings.known_types,
+            is_unused=lambda rule_id: rule_id not in self.stats.used_rules,
         )
         holds = HoldsService(
             holder,
@@ -475,6 +480,7 @@ class Node:
                 limiter,
                 report=self._health.report,
                 samples=metrics.samples,
+                unmatched=live.unmatched,
                 actor=access.actor,
                 identities=identities,
             ).methods(),

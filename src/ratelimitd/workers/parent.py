@@ -98,8 +98,8 @@ async def _serve(settings: Settings) -> int:
             if not await stop.comes_before(starting):
                 starting.result()
                 link = ""
+                state_dir.publish(grpc_address, made_token=has_own_token)
                 if has_own_token:
-                    state_dir.publish(grpc_address)
                     link = http_address and login_link(
                         settings.http_scheme, http_address, settings.admin_token, time.time()
                     )

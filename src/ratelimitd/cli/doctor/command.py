@@ -26,6 +26,7 @@ from ratelimitd.cli.doctor.finding import (
     check_event_loop,
     check_open_files,
     check_ports,
+    check_unmatched,
     ok,
     problem,
 )
@@ -104,6 +105,7 @@ async def _look(settings: Settings) -> list[Finding]:
     findings += [finding async for finding in check_shared_state(settings)]
     findings += check_answer_without(settings)
     findings += [finding async for finding in check_ports(settings)]
+    findings += [finding async for finding in check_unmatched(settings)]
     return [*findings, *check_open_files(), *check_event_loop()]
 
 

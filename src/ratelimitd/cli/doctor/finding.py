@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import importlib.util
 import resource
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.interface import TransportLimits
 from ratelimitd.settings.parsing import Address
@@ -110,6 +113,55 @@ async def _port(
         return problem(name, f"cannot listen on {address}: {reason}", remedy)
     chosen = "a free port is picked" if address.port == 0 else "free"
     return ok(name, f"{address}: {chosen}")
+
+
+AREA: Final = "rules"
+
+MAX_NAMED: Final = 5
+"""Endpoints without a rule that the finding names."""
+
+
+async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
+    """Endpoints that the node is asked for and has no rule for, if it runs here; TLS is not spoken.
+
+    Nothing else is asked, and sent the admin token, than the node that holds the state directory.
+    """
+    listens_at, token = "", None
+    with contextlib.suppress(OSError, StartupError):  # findings of their own
+        listens_at = StateDir.address_in(settings.state_dir, made_token=False)
+        token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
+    if not listens_at or settings.tls_cert is not None:
+        return
+    # Brings gRPC, which takes 50 ms to import.
+    import grpc  # noqa: PLC0415
+
+    try:
+        endpoints = await asyncio.to_thread(_unmatched, _reached(listens_at), token)
+    except grpc.RpcError as error:
+        what = f"endpoints without a rule are not known: {error.code().name}"
+        yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
+        return
+    if not endpoints:
+        yield ok(AREA, "every check of the last minutes had a rule")
+        return
+    named = ", ".join(endpoints[:MAX_NAMED])
+    more = f" and {len(endpoints) - MAX_NAMED} more" if len(endpoints) > MAX_NAMED else ""
+    what = f"checks without a rule are all allowed: {named}{more}"
+    yield warning(AREA, what, "ratelimitd rules unmatched; ratelimitd explain names similar rules")
+
+
+def _unmatched(target: str, token: str | None) -> Sequence[str]:
+    from ratelimitd_client import NodeClient  # noqa: PLC0415 - as above
+
+    with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:
+        return [one.endpoint for one in client.unmatched()]
+
+
+def _reached(listens_at: str) -> str:
+    """Return where a node of this machine is reached."""
+    host, _, port = listens_at.rpartition(":")
+    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- what is listened to
+    return f"{own.get(host, host)}:{port}"
 
 
 async def _answer(address: Address, *, tls: bool) -> bytes:
