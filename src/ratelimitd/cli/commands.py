@@ -17,6 +17,7 @@ import typer
 from ratelimitd import __version__
 from ratelimitd.cli import dev, holds, options, plans, rules
 from ratelimitd.cli import serve as db
+from ratelimitd.cli.backtest import backtest
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
@@ -54,6 +55,7 @@ for command in (
     health,
     metrics,
     top,
+    backtest,
     bench,
     conformance,
 ):

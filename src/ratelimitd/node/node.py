@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from ratelimitd.backtest.recorder import TraceRecorder
 from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -121,6 +122,7 @@ class Node:
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
         self._assignments = Assignments()
+        self._recorder: TraceRecorder | None = None
         self._health = Health(
             node_id=self.node_id,
             stats=self.stats,
@@ -191,6 +193,7 @@ class Node:
             self._admin_token = own_admin_token(state_dir.path)
         for warning in settings.warnings:
             _warn(warning)
+        self._recorder = self._new_recorder()
         store = SqlRuleStore(
             open_database(settings.database_url), clock=self._clock, types=settings.known_types
         )
@@ -335,7 +338,24 @@ class Node:
             on_denied=self._denials.note,
             on_unmatched=self._denials.note_without_rule,
             assignments=self._assignments,
+            recorder=self._recorder,
         )
+
+    def _new_recorder(self) -> TraceRecorder | None:
+        settings = self._settings
+        if settings.record_dir is None:
+            return None
+        recorder = TraceRecorder(
+            settings.record_dir,
+            keys=self._keys,
+            assignments=self._assignments,
+            clock=self._clock,
+            stats=self.stats,
+            share=settings.record_share,
+            max_bytes=settings.record_bytes,
+        )
+        self._open.push_async_callback(recorder.drain)
+        return recorder
 
     def _new_holder(self, limiter: Limiter, holds: Holds) -> Holder:
         return Holder(limiter, holds, keys=self._keys, clock=self._clock, stats=self.stats)
@@ -461,6 +481,8 @@ class Node:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
+        if self._recorder is not None:
+            background.start("recording", self._recorder.run)
         background.start("rules", feed.run)
         return background
 

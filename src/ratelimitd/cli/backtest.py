@@ -1,0 +1,281 @@
+"""``ratelimitd backtest``: what other rules would have done with recorded checks.
+
+Asks no node: it reads a trace and a rules file, and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from ratelimitd.backtest.replay import (
+    BINS,
+    MAX_RETRIES,
+    OfLimit,
+    Report,
+    Retries,
+    Trace,
+)
+from ratelimitd.backtest.replay import (
+    backtest as replay,
+)
+from ratelimitd.backtest.sparing import SPARED_PERCENT
+from ratelimitd.cli.apply import content_of
+from ratelimitd.cli.client_options import EXIT_CHANGES, CliError, UsageError
+from ratelimitd.cli.output import Output, printable
+from ratelimitd.errors import RuleInvalidError, TraceInvalidError
+from ratelimitd.model import US_PER_S, Enforcement, Rule
+from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.rules.validation import validated
+
+RULES_OPTION: Final = "--rules"
+
+_WIDTH: Final = 720
+_HEIGHT: Final = 240
+_MARGIN: Final = 40
+
+
+def backtest(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="What RECORD_DIR was when checks were recorded, or one file of it.",
+        ),
+    ],
+    *,
+    rules: Annotated[
+        Path,
+        typer.Option(
+            RULES_OPTION, "-f", metavar="FILE", help="The rules, YAML; - reads standard input."
+        ),
+    ],
+    retries: Annotated[
+        Retries, typer.Option(help=f"What callers do after a denial, up to {MAX_RETRIES} times.")
+    ] = Retries.NONE,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw denials over time into this SVG file.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+) -> None:
+    """Replay recorded checks by the rules of a file, and print who would be denied, beside who was.
+
+    Buckets begin full, and plans are those that identities had. An identity is shown as the trace has it, by a digest.
+
+    Exit status: 0 when the rules deny nothing that was allowed, 4 when they do, 1 when the trace or the file is
+    refused.
+
+    Example:
+      ratelimitd backtest /var/lib/ratelimitd/trace --rules new.yaml
+      ratelimitd backtest trace -f new.yaml --retries backoff --json | jq .denied
+    """
+    wanted = _rules(rules)
+    try:
+        report = replay(Trace(trace), wanted, retries)
+    except TraceInvalidError as error:
+        raise CliError(str(error)) from None
+    except OSError as error:
+        message = f"TRACE: cannot read {error.filename or trace}: {error.strerror}"
+        raise UsageError(message) from None
+    if picture is not None:
+        _write(picture, _drawn(report))
+    output = Output(as_json=as_json)
+    if as_json:
+        output.json(_as_dict(report))
+    else:
+        _show(report, output)
+    if report.newly_denied:
+        raise typer.Exit(EXIT_CHANGES)
+
+
+def _rules(file: Path) -> list[Rule]:
+    """Read the rules; those that a file gives no id have their place for one."""
+    try:
+        drafts = parse_rules(content_of(file, RULES_OPTION))
+        return [
+            validated(draft, rule_id=draft.id or str(place), revision=1)
+            for place, draft in enumerate(drafts)
+        ]
+    except RuleInvalidError as error:
+        details = [f"{field}: {description}" for field, description in error.violations]
+        message = f"{file} is refused, nothing was replayed:"
+        raise CliError(message, details=details) from None
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"--picture: cannot write {file}: {error.strerror}"
+        raise UsageError(message) from None
+
+
+def _as_dict(report: Report) -> dict[str, Any]:
+    return {
+        **report._asdict(),
+        "first_us": report.first_us,
+        "pauses_s": dict(zip(("median", "p99", "longest"), report.pauses_s, strict=True)),
+        "endpoints": [one._asdict() for one in report.endpoints],
+        "limits": [
+            {
+                "endpoint": one.rule.endpoint,
+                "identifier_type": one.rule.identifier_type,
+                "name": one.limit.name,
+                "plan": one.plan,
+                "limit": one.limit.limit,
+                "window_seconds": one.limit.window_seconds,
+                "algorithm": one.limit.algorithm,
+                "enforcement": one.limit.enforcement,
+                "denied": one.denied,
+                "identities": one.identities,
+                "identities_denied": one.identities_denied,
+                "sparing": one.sparing or None,
+            }
+            for one in report.limits
+        ],
+        "named": [one._asdict() for one in report.named],
+        "bins": [{"denied_before": before, "denied": now} for before, now in report.bins],
+    }
+
+
+def _show(report: Report, output: Output) -> None:
+    begin, end = _time(report.first_us), _time(report.last_us)
+    output.line(f"{report.checks} checks of {report.identities} identities, {begin} to {end}")
+    output.pairs(
+        [
+            (
+                "denied",
+                f"{report.denied} ({_share(report.denied, report.checks)}), was {report.denied_before}",
+            ),
+            ("newly denied", str(report.newly_denied)),
+            ("newly allowed", str(report.newly_allowed)),
+            (
+                "identities denied",
+                f"{report.identities_denied}, was {report.identities_denied_before}",
+            ),
+            (
+                "denied for",
+                "median {:.1f} s, 99 % {:.1f} s, longest {:.1f} s".format(*report.pauses_s),
+            ),
+            *(
+                [("retries", f"{report.retried}, {report.allowed_later} allowed")]
+                if report.retried
+                else []
+            ),
+        ]
+    )
+    if report.endpoints:
+        output.line()
+        head = ("ENDPOINT", "TYPES", "CHECKS", "WAS DENIED", "DENIED")
+        output.table(head, [(printable(one.endpoint), *one[1:]) for one in report.endpoints])
+    if report.limits:
+        output.line()
+        head = (
+            "RULE",
+            "TYPE",
+            "LIMIT",
+            "PER S",
+            "ALGORITHM",
+            "DENIED",
+            "IDENTITIES",
+            f"SPARES {SPARED_PERCENT} %",
+        )
+        output.table(head, map(_limit_row, report.limits))
+    if report.named:
+        output.line()
+        head = ("IDENTITY", "TYPE", "WAS DENIED", "DENIED", "LONGEST S")
+        output.table(head, [(*one[:-1], f"{one.longest_s:.1f}") for one in report.named])
+    for line in _caveats(report):
+        output.line(output.styled(line, "warn"))
+
+
+def _limit_row(one: OfLimit) -> tuple[object, ...]:
+    name = (
+        f"{one.limit.limit}"
+        if one.limit.name == "default"
+        else f"{one.limit.limit} ({one.limit.name})"
+    )
+    if one.plan:
+        name += f", plan {one.plan}"
+    if one.limit.enforcement is Enforcement.OBSERVE:
+        name += ", observed"
+    return (
+        printable(one.rule.endpoint),
+        one.rule.identifier_type,
+        name,
+        one.limit.window_seconds,
+        one.limit.algorithm,
+        one.denied,
+        f"{one.identities_denied} of {one.identities}",
+        one.sparing or "",
+    )
+
+
+def _caveats(report: Report) -> Iterator[str]:
+    """Yield what makes the figures differ from what would happen."""
+    if report.lost:
+        yield f"{report.lost} checks could not be recorded"
+    if report.holds:
+        yield f"{report.holds} holds were made meanwhile, and are not in the trace"
+    if report.unfinished:
+        yield f"{report.unfinished} files are not finished, and were left out"
+    if report.evicted:
+        yield f"{report.evicted} buckets did not fit into memory, and began full again"
+
+
+def _time(at_us: int) -> str:
+    return datetime.fromtimestamp(at_us // US_PER_S, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2f} %" if whole else "0 %"
+
+
+def _drawn(report: Report) -> str:
+    """Denials over time as SVG: bars of what would be denied, a line of what was."""
+    most = max(1, *(max(one) for one in report.bins))
+    step = (_WIDTH - 2 * _MARGIN) / BINS
+    title = escape(
+        f"denied by these rules: {report.denied} of {report.checks}; was: {report.denied_before}"
+    )
+    bars = [_bar(place, now, most, step) for place, (_, now) in enumerate(report.bins) if now]
+    line = " ".join(
+        f"{_MARGIN + (place + 0.5) * step:.1f},{_level(before, most):.1f}"
+        for place, (before, _) in enumerate(report.bins)
+    )
+    floor = _HEIGHT - _MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12">',
+            f"<title>{title}</title>",
+            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+            f'<text x="{_MARGIN}" y="20">{title}</text>',
+            *bars,
+            f'<polyline points="{line}" fill="none" stroke="#333" stroke-width="1.5"/>',
+            f'<line x1="{_MARGIN}" y1="{floor}" x2="{_WIDTH - _MARGIN}" y2="{floor}" stroke="#999"/>',
+            f'<text x="{_MARGIN}" y="{floor + 18}">{_time(report.first_us)}</text>',
+            f'<text x="{_WIDTH - _MARGIN}" y="{floor + 18}" text-anchor="end">{_time(report.last_us)}</text>',
+            f'<text x="{_MARGIN - 4}" y="{_MARGIN + 4}" text-anchor="end">{most}</text>',
+            "</svg>\n",
+        ]
+    )
+
+
+def _level(value: int, most: int) -> float:
+    return _HEIGHT - _MARGIN - value * (_HEIGHT - 2 * _MARGIN) / most
+
+
+def _bar(place: int, value: int, most: int, step: float) -> str:
+    top = _level(value, most)
+    return (
+        f'<rect x="{_MARGIN + place * step:.1f}" y="{top:.1f}" width="{step * 0.8:.1f}"'
+        f' height="{_HEIGHT - _MARGIN - top:.1f}" fill="#d9534f"/>'
+    )
