@@ -15,10 +15,11 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from zlib import crc32
 
 from ratelimitd.backtest.trace import (
@@ -72,6 +73,8 @@ _ALL_HASHES: Final = 1 << 32
 
 _IDENTITY_PERSON: Final = b"rl-trace-id"
 
+_T = TypeVar("_T")
+
 _log = logging.getLogger(__name__)
 
 
@@ -120,10 +123,12 @@ class TraceRecorder:
         self._begin_block()
         self._file: Appender | None = None
         self._file_checks = 0
-        self._file_until_us = 0
+        self._until_us = 0
+        """When the file is to end that was begun, or is to begin with the checks that are there; 0: there are none."""
         self._no_file_before_us = 0
         self._holds = 0
         self._failing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
 
     def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
         """Note a check; see :class:`ratelimitd.limiter.limiter.Recorder`."""
@@ -147,13 +152,19 @@ class TraceRecorder:
                 await self._write_block()
             elif not number % CHECKS_PER_TURN:
                 await asyncio.sleep(0)
-        if self._file is not None and self._clock.monotonic_us() >= self._file_until_us:
+        if not (self._file or self._block.times):
+            return
+        now_us = self._clock.monotonic_us()
+        self._until_us = self._until_us or now_us + FILE_S * US_PER_S
+        if now_us >= self._until_us:
             await self._end_file()
 
     async def drain(self) -> None:
         """Write the rest, and end the file. The task of :meth:`run` must have ended."""
+        await self._in_thread(_nothing)  # after a write that was cancelled here and goes on there
         await self.step()
         await self._end_file()
+        self._thread.shutdown()
 
     def _add(self, identifier: bytes, check: Check, at_us: int, allowed: bool) -> None:  # noqa: FBT001 -- as noted
         block, kind = self._block, check.identifier_type
@@ -211,48 +222,51 @@ class TraceRecorder:
         self._lost += checks
         self._stats.recorded["lost"] += checks
 
+    async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Call in the one thread that writes, after the calls before it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
     async def _write_block(self) -> None:
         """Write the block, or lose its checks."""
         block = Block([*self._numbers], *self._block, self._lost)
         self._begin_block()
         try:
-            written = await asyncio.to_thread(self._write, block)
+            written = await self._in_thread(self._write, block)
         except OSError as error:
             self._fail(error)
-            written = False
-        if written:
+            written = 0
+        if self._file is not None and written:
             self._stats.recorded["written"] += len(block.times)
-            if self._file is not None and self._file.size >= self._max_bytes // FILES:
+            if self._file.size + written > self._max_bytes // FILES:
                 await self._end_file()
         else:
             self._lost += block.lost
             self._lose(len(block.times))
 
-    def _write(self, block: Block) -> bool:
-        """Write a block in a thread. False: the disk failed a short time ago."""
-        now_us = self._clock.monotonic_us()
-        if now_us < self._no_file_before_us:
-            return False
+    def _write(self, block: Block) -> int:
+        """Write a block in a thread; returns its bytes, 0 if the disk failed a short time ago."""
+        if self._clock.monotonic_us() < self._no_file_before_us:
+            return 0
         if self._file is None:
             self._make_room()
             name = f"{self._clock.now_us():016d}-{self._writer.hex()}{PART}"
             self._file = Appender(self._directory / name, header(self._trace, self._writer))
-            self._file_until_us = now_us + FILE_S * US_PER_S
             self._file_checks, self._holds = 0, self._stats.holds["made"]
-        self._file.append(encode_block(block))
+        octets = encode_block(block)
+        self._file.append(octets)
         self._file_checks += len(block.times)
-        return True
+        return len(octets)
 
     async def _end_file(self) -> None:
         """Write the rest of the checks and the end, and give the file its name."""
         if self._block.times:
             await self._write_block()
-        file, self._file = self._file, None
+        file, self._file, self._until_us = self._file, None, 0
         if file is None:
             return
         end = encode_end(End(self._file_checks, self._stats.holds["made"] - self._holds))
         try:
-            await asyncio.to_thread(_publish, file, end)
+            await self._in_thread(_publish, file, end)
         except OSError as error:
             self._file = file
             self._fail(error)
@@ -290,6 +304,10 @@ class TraceRecorder:
                 break
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _publish(file: Appender, end: bytes) -> None:

@@ -17,7 +17,9 @@ def limit(tokens, algorithm=Algorithm.FIXED_WINDOW, burst=0):
 
 
 def demand(*checks):
-    return array("q", [value for at_s, cost in checks for value in (AT_US + at_s * 1_000_000, cost)])
+    return array(
+        "q", [value for at_s, cost in checks for value in (AT_US + at_s * 1_000_000, cost)]
+    )
 
 
 def spared(tokens, algorithm, demands):
