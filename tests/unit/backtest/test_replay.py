@@ -30,15 +30,14 @@ from ratelimitd.testing import ManualClock
 FIXED, BUCKET, LOG = Algorithm.FIXED_WINDOW, Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW
 
 
-def rule(tokens, endpoint="/orders", kind="user", algorithm=FIXED, window_seconds=60, **more):
+def rule(tokens, endpoint="/orders", kind="user", algorithm=FIXED, **more):
     return Rule(
         f"{endpoint} {kind}",
         endpoint,
         kind,
         limit=tokens,
-        window_seconds=window_seconds,
         algorithm=algorithm,
-        **more,
+        **{"window_seconds": 60, **more},
     )
 
 
@@ -68,7 +67,7 @@ EVERYTHING = [
     ),
     rule(300, "**", "tenant", BUCKET),
     rule(40, "/search", "tenant+user"),
-    rule(2_000, "*", "all", LOG, 1),
+    rule(2_000, "*", "all", LOG, window_seconds=1),
 ]
 
 
