@@ -4,7 +4,7 @@ A check costs the path one checksum of its identifier, which says whether it is 
 replaces identifiers by digests, and lets a thread write full blocks. What it cannot keep up with is lost, and counted.
 
 A file is written as ``*.part`` and renamed when it is whole, after ``FILE_S`` seconds or a part of the bound. Processes
-that record into one directory write one trace; the oldest files go when it is full. See ADR 0059.
+that record into one directory write one trace; the oldest files go when it is full. See ADR 0061.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replays a trace by other rules: the limiter of a node, at the times of the trace, on buckets that begin fresh.
 
 Decides nothing of its own: each check goes to :class:`ratelimitd.limiter.limiter.Limiter`, as bulk checks do. What
-comes of it is counted beside what was recorded. See ADR 0059.
+comes of it is counted beside what was recorded. See ADR 0061.
 """
 
 from __future__ import annotations

@@ -121,7 +121,6 @@ def _write(file: Path, text: str) -> None:
 def _as_dict(report: Report) -> dict[str, Any]:
     return {
         **report._asdict(),
-        "first_us": report.first_us,
         "pauses_s": dict(zip(("median", "p99", "longest"), report.pauses_s, strict=True)),
         "endpoints": [one._asdict() for one in report.endpoints],
         "limits": [
@@ -174,25 +173,21 @@ def _show(report: Report, output: Output) -> None:
     )
     if report.endpoints:
         output.line()
-        head = ("ENDPOINT", "TYPES", "CHECKS", "WAS DENIED", "DENIED")
-        output.table(head, [(printable(one.endpoint), *one[1:]) for one in report.endpoints])
+        output.table(
+            ("ENDPOINT", "TYPES", "CHECKS", "WAS DENIED", "DENIED"),
+            [(printable(one.endpoint), *one[1:]) for one in report.endpoints],
+        )
     if report.limits:
         output.line()
-        head = (
-            "RULE",
-            "TYPE",
-            "LIMIT",
-            "PER S",
-            "ALGORITHM",
-            "DENIED",
-            "IDENTITIES",
-            f"SPARES {SPARED_PERCENT} %",
-        )
+        numbers = ("DENIED", "IDENTITIES", f"SPARES {SPARED_PERCENT} %")
+        head = ("RULE", "TYPE", "LIMIT", "PER S", "ALGORITHM", *numbers)
         output.table(head, map(_limit_row, report.limits))
     if report.named:
         output.line()
-        head = ("IDENTITY", "TYPE", "WAS DENIED", "DENIED", "LONGEST S")
-        output.table(head, [(*one[:-1], f"{one.longest_s:.1f}") for one in report.named])
+        output.table(
+            ("IDENTITY", "TYPE", "WAS DENIED", "DENIED", "LONGEST S"),
+            [(*one[:-1], f"{one.longest_s:.1f}") for one in report.named],
+        )
     for line in _caveats(report):
         output.line(output.styled(line, "warn"))
 
