@@ -117,6 +117,7 @@ class TraceRecorder:
         # The same identities in all processes of the trace; those of one trace say nothing about another.
         self.seed: Final = crc32(self._trace)
         self.below: Final = round(share * _ALL_HASHES)
+        self._share = share
         self._max_bytes = max_bytes
         self._noted: list[tuple[bytes, Check, int, bool]] = []
         self._hashers: dict[str, Callable[[], Any]] = {}
@@ -264,7 +265,9 @@ class TraceRecorder:
         file, self._file, self._until_us = self._file, None, 0
         if file is None:
             return
-        end = encode_end(End(self._file_checks, self._stats.holds["made"] - self._holds))
+        end = encode_end(
+            End(self._file_checks, self._stats.holds["made"] - self._holds, self._share)
+        )
         try:
             await self._in_thread(_publish, file, end)
         except OSError as error:

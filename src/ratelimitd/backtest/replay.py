@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias, cast
 
 from ratelimitd.backtest.sparing import Demand, sparing
-from ratelimitd.backtest.trace import Kind, Recorded, TraceReader, checks_of
+from ratelimitd.backtest.trace import End, Kind, Recorded, TraceReader, checks_of
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
@@ -74,6 +74,8 @@ class Trace:
         self.kinds: list[Kind] = []
         self.counts: list[int] = []
         """Checks of each kind."""
+        self.share = 1.0
+        """The smallest share of the identities of which a file has the checks."""
         self.first_us, self.last_us = 1 << 62, 0
         self._numbers: dict[Kind, int] = {}
         self._writers: dict[bytes, list[Path]] = {}
@@ -128,7 +130,9 @@ class Trace:
                 counts = Counter(block.numbers)
                 for number, kind in enumerate(block.kinds):
                     self._count(kind, counts[number])
-            self.holds += 0 if reader.end is None else reader.end.holds
+            end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
+            self.holds += end.holds
+            self.share = min(self.share, end.share)
 
     def _count(self, kind: Kind, checks: int) -> None:
         number = self._numbers.get(kind)
@@ -281,7 +285,8 @@ class Report(NamedTuple):
     Peeks are judged, and not counted. ``retried`` are further attempts, which are in none of the other counts;
     ``allowed_later`` the denied checks that one of these let through. ``pauses_s`` are median, 99th percentile and
     longest of the times from a denial to the next check of the kind that is allowed. ``bins`` are the denials, before
-    and now, in parts of the time. ``evicted`` buckets began fresh for want of memory.
+    and now, in parts of the time. ``share`` of the identities was recorded. ``evicted`` buckets began fresh for want of
+    memory.
     """
 
     checks: int
@@ -301,6 +306,7 @@ class Report(NamedTuple):
     bins: list[tuple[int, int]]
     first_us: int
     last_us: int
+    share: float
     lost: int
     holds: int
     unfinished: int
@@ -469,12 +475,10 @@ class _Backtest:
         for of_kind in self._kinds:
             for identity, (since_us, last_us) in of_kind.since.items():
                 self._note_pause(identity, last_us - since_us)
+        kinds = zip(trace.kinds, trace.counts, strict=True)
         denied = {key: one for key, one in self._identities.items() if one.denied}
         return Report(
-            checks=trace.checks
-            - sum(
-                count for kind, count in zip(trace.kinds, trace.counts, strict=True) if kind.peek
-            ),
+            checks=sum(count for kind, count in kinds if not kind.peek),
             denied_before=sum(one.before for one in self._kinds),
             denied=sum(one.denied for one in self._kinds),
             newly_denied=self._newly_denied,
@@ -488,23 +492,22 @@ class _Backtest:
             endpoints=self._endpoints(),
             limits=[self._of_limit(*one) for one in sparing],
             named=[
-                Named(
-                    key.hex(),
-                    trace.kinds[one.kind].types[0],
-                    one.before,
-                    one.denied,
-                    one.longest_us / US_PER_S,
-                )
-                for key, one in nlargest(TOP, denied.items(), key=lambda item: item[1].denied)
+                self._named(*item)
+                for item in nlargest(TOP, denied.items(), key=lambda item: item[1].denied)
             ],
             bins=[(before, now) for before, now in self._bins],
             first_us=trace.first_us,
             last_us=trace.last_us,
+            share=trace.share,
             lost=trace.lost,
             holds=trace.holds,
             unfinished=trace.unfinished,
             evicted=self.replayer.table.evicted_total,
         )
+
+    def _named(self, identity: bytes, of: _OfIdentity) -> Named:
+        kind = self._trace.kinds[of.kind].types[0]
+        return Named(identity.hex(), kind, of.before, of.denied, of.longest_us / US_PER_S)
 
     def _pauses_s(self) -> tuple[float, float, float]:
         pauses_us = sorted(self._pauses_us)

@@ -8,7 +8,8 @@ header, then blocks with a checksum each; all integers are little-endian:
     C   checks:   their number (4) · further identities (4) · checks lost before them (8) · length of the kinds (4) ·
                   kinds, JSON · then columns, a value for each check: time (8, µs since the Unix epoch) · identity (8) ·
                   cost (4) · number of the kind (2) · whether it was allowed (1); then further identities (8 each)
-    E   end:      checks in the file (8) · holds made meanwhile, which are not in the trace (8)
+    E   end:      checks in the file (8) · holds made meanwhile, which are not in the trace (8) · share of the
+                  identities that is recorded (8, a double)
 
 A *kind* is what checks have in common: identifier types, endpoint, peek, longest wait, and plans of the identities. An
 identity is a keyed digest of type and identifier; its key is of the trace alone, so that identities are the same in all
@@ -50,7 +51,7 @@ END: Final = b"E"
 _TITLE: Final = Struct("<cI")
 _CHECKSUM: Final = Struct("<I")
 _HEAD: Final = Struct("<IIQI")
-_END: Final = Struct("<QQ")
+_END: Final = Struct("<QQd")
 _CHECK_BYTES: Final = 8 + IDENTITY_BYTES + 4 + 2 + 1
 
 
@@ -87,10 +88,11 @@ class Block(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a file: the checks in it, and the holds that were made meanwhile."""
+    """The end of a file: the checks in it, the holds that were made meanwhile, and the share of recorded identities."""
 
     checks: int
-    holds: int
+    holds: int = 0
+    share: float = 1.0
 
 
 def header(trace: bytes, writer: bytes) -> bytes:
@@ -159,9 +161,10 @@ class TraceReader:
             yield block
             checks += len(block.times)
             self._offset += size
-        if len(payload) != _END.size or _END.unpack(payload)[0] != checks:
+        end = End(*_END.unpack(payload)) if len(payload) == _END.size else None
+        if end is None or end.checks != checks or not 0 <= end.share <= 1:
             self._refuse_malformed()
-        self.end = End(*_END.unpack(payload))
+        self.end = end
         self._offset += size
         if self._read(1):
             self._refuse(f"goes on after its end, at byte {self._offset}")

@@ -148,29 +148,7 @@ def _as_dict(report: Report) -> dict[str, Any]:
 def _show(report: Report, output: Output) -> None:
     begin, end = _time(report.first_us), _time(report.last_us)
     output.line(f"{report.checks} checks of {report.identities} identities, {begin} to {end}")
-    output.pairs(
-        [
-            (
-                "denied",
-                f"{report.denied} ({_share(report.denied, report.checks)}), was {report.denied_before}",
-            ),
-            ("newly denied", str(report.newly_denied)),
-            ("newly allowed", str(report.newly_allowed)),
-            (
-                "identities denied",
-                f"{report.identities_denied}, was {report.identities_denied_before}",
-            ),
-            (
-                "denied for",
-                "median {:.1f} s, 99 % {:.1f} s, longest {:.1f} s".format(*report.pauses_s),
-            ),
-            *(
-                [("retries", f"{report.retried}, {report.allowed_later} allowed")]
-                if report.retried
-                else []
-            ),
-        ]
-    )
+    output.pairs(_summary(report))
     if report.endpoints:
         output.line()
         output.table(
@@ -190,6 +168,20 @@ def _show(report: Report, output: Output) -> None:
         )
     for line in _caveats(report):
         output.line(output.styled(line, "warn"))
+
+
+def _summary(report: Report) -> Iterator[tuple[str, str]]:
+    share = 100 * report.denied / report.checks if report.checks else 0
+    yield "denied", f"{report.denied} ({share:.2f} %), was {report.denied_before}"
+    yield "newly denied", str(report.newly_denied)
+    yield "newly allowed", str(report.newly_allowed)
+    identities = f"{report.identities_denied}, was {report.identities_denied_before}"
+    yield "identities denied", identities
+    median_s, high_s, longest_s = report.pauses_s
+    times = f"median {median_s:.1f} s, 99 % {high_s:.1f} s, longest {longest_s:.1f} s"
+    yield "denied for", times
+    if report.retried:
+        yield "retries", f"{report.retried}, {report.allowed_later} allowed"
 
 
 def _limit_row(one: OfLimit) -> tuple[object, ...]:
@@ -216,22 +208,21 @@ def _limit_row(one: OfLimit) -> tuple[object, ...]:
 
 def _caveats(report: Report) -> Iterator[str]:
     """Yield what makes the figures differ from what would happen."""
+    if report.share < 1:
+        share = f"{100 * report.share:g} % of the identities were recorded"
+        yield f"{share}: limits that several identities share see only these checks"
     if report.lost:
         yield f"{report.lost} checks could not be recorded"
     if report.holds:
         yield f"{report.holds} holds were made meanwhile, and are not in the trace"
     if report.unfinished:
-        yield f"{report.unfinished} files are not finished, and were left out"
+        yield f"files that are not finished, and were left out: {report.unfinished}"
     if report.evicted:
         yield f"{report.evicted} buckets did not fit into memory, and began full again"
 
 
 def _time(at_us: int) -> str:
     return datetime.fromtimestamp(at_us // US_PER_S, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2f} %" if whole else "0 %"
 
 
 def _drawn(report: Report) -> str:

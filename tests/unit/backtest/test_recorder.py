@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import shutil
 from zlib import crc32
 
 import pytest
@@ -100,6 +101,7 @@ async def test_a_share_of_the_identities_is_recorded_and_of_those_every_check(re
     trace = Trace(at.directory)
     assert 60 < trace.identities < 140
     assert trace.checks == 2 * trace.identities
+    assert trace.share == 0.25
 
 
 async def test_bulk_checks_are_recorded_once_each(record):
@@ -280,12 +282,22 @@ async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
     assert at.files == []
 
 
+async def test_a_directory_that_is_gone_costs_checks(record):
+    at = record(ORDERS)
+    shutil.rmtree(at.directory)
+    at.limiter.check(CHECK)
+    await at.recorder.drain()
+    assert at.stats.recorded == {"written": 0, "lost": 1}
+
+
 async def test_it_records_until_it_is_cancelled(record, monkeypatch):
     monkeypatch.setattr(module, "STEP_S", 0)
     at = record(ORDERS)
     task = asyncio.create_task(at.recorder.run())
     at.limiter.check(CHECK)
-    await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not at.recorder._noted
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await at.recorder.drain()

@@ -33,7 +33,7 @@ BLOCK = Block(
     lost=9,
 )
 HEADER = header(b"T" * 16, b"W" * 8)
-WHOLE = HEADER + encode_block(BLOCK) + encode_block(BLOCK) + encode_end(End(6, 2))
+WHOLE = HEADER + encode_block(BLOCK) + encode_block(BLOCK) + encode_end(End(6, 2, 0.5))
 
 
 def read(data):
@@ -54,7 +54,7 @@ def block_of(payload, kind=b"C"):
 
 def test_a_trace_is_read_as_it_was_written():
     reader, blocks = read(WHOLE)
-    assert (reader.trace, reader.writer, reader.end) == (b"T" * 16, b"W" * 8, End(6, 2))
+    assert (reader.trace, reader.writer, reader.end) == (b"T" * 16, b"W" * 8, End(6, 2, 0.5))
     assert [(*map(list, block[:7]), block.lost) for block in blocks] == [
         (*map(list, BLOCK[:7]), 9)
     ] * 2
@@ -87,7 +87,7 @@ def test_a_trace_that_is_altered_anywhere_is_refused():
 
 
 def test_a_block_that_is_left_out_is_noticed():
-    assert "is malformed" in refusal(HEADER + encode_block(BLOCK) + encode_end(End(6, 2)))
+    assert "is malformed" in refusal(HEADER + encode_block(BLOCK) + encode_end(End(6, 2, 0.5)))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def test_a_block_that_is_left_out_is_noticed():
         (b"ratelimitd trace 2\n", "x.trace is of version 2 of the format"),
         (WHOLE + b"!", f"x.trace goes on after its end, at byte {len(WHOLE)}"),
         (HEADER + block_of(bytes(7), b"E"), "is malformed"),
+        (HEADER + encode_end(End(0, 0, float("nan"))), "is malformed"),
         (HEADER + block_of(b""), "is malformed: the block at byte 43"),
     ],
 )

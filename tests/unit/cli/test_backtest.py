@@ -28,7 +28,7 @@ def trace(tmp_path):
         allowed=[1, 1, 1, 0, 1],
         lost=7,
     )
-    octets = header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(End(5, 2))
+    octets = header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(End(5, 2, 0.25))
     (directory / "1.trace").write_bytes(octets)
     (directory / "2.part").write_bytes(b"")
     return directory
@@ -63,9 +63,10 @@ def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
         "\n"
         "IDENTITY          TYPE  WAS DENIED  DENIED  LONGEST S\n"
         "aaaaaaaaaaaaaaaa  user           1       2  1.0\n"
+        "25 % of the identities were recorded: limits that several identities share see only these checks\n"
         "7 checks could not be recorded\n"
         "2 holds were made meanwhile, and are not in the trace\n"
-        "1 files are not finished, and were left out\n"
+        "files that are not finished, and were left out: 1\n"
     )
 
 
