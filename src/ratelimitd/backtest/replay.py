@@ -17,6 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias, cast
 
+from ratelimitd.backtest.recorder import PART, WHOLE
 from ratelimitd.backtest.sparing import Demand, sparing
 from ratelimitd.backtest.trace import End, Kind, Recorded, TraceReader, checks_of
 from ratelimitd.buckets.keys import BucketKeys
@@ -61,15 +62,15 @@ class Retries(enum.StrEnum):
 class Trace:
     """The whole files of a trace, each of which has been read once, so that nothing is replayed of a broken one.
 
-    Opens ``path``: one file, or a directory, whose unfinished files are left out and counted. ``first_us`` and
-    ``last_us`` are in µs since the Unix epoch.
+    ``paths`` are files, or directories, whose unfinished files are left out and counted. ``first_us`` and ``last_us``
+    are in µs since the Unix epoch.
 
     Raises:
         TraceInvalidError: a file is no whole trace, or they are of different traces, or there is none.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, *paths: Path) -> None:
         self.checks = self.lost = self.holds = 0
         self.kinds: list[Kind] = []
         self.counts: list[int] = []
@@ -81,14 +82,16 @@ class Trace:
         self._writers: dict[bytes, list[Path]] = {}
         self._identities: set[bytes] = set()
         self._trace = b""
-        paths, self.unfinished = [path], 0
-        if path.is_dir():
-            paths = sorted(path.glob("*.trace"))
-            self.unfinished = len([*path.glob("*.part")])
-        for one in paths:
-            self._verify(one)
+        self.unfinished = 0
+        for path in paths:
+            files = [path]
+            if path.is_dir():
+                files = sorted(path.glob(f"*{WHOLE}"))
+                self.unfinished += len([*path.glob(f"*{PART}")])
+            for file in files:
+                self._verify(file)
         if not self.checks:
-            message = f"{path} has no whole file of a trace; a node ends one after 5 minutes and when it stops"
+            message = f"{paths[0]} has no whole file of a trace; a node ends one after 5 minutes and when it stops"
             raise TraceInvalidError(message)
 
     @property

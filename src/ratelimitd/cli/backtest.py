@@ -42,10 +42,10 @@ _MARGIN: Final = 40
 
 def backtest(
     trace: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
-            metavar="TRACE",
-            help="What RECORD_DIR was when checks were recorded, or one file of it.",
+            metavar="TRACE...",
+            help="What RECORD_DIR was when checks were recorded, or files of it.",
         ),
     ],
     *,
@@ -79,11 +79,11 @@ def backtest(
     """
     wanted = _rules(rules)
     try:
-        report = replay(Trace(trace), wanted, retries)
+        report = replay(Trace(*trace), wanted, retries)
     except TraceInvalidError as error:
         raise CliError(str(error)) from None
     except OSError as error:
-        message = f"TRACE: cannot read {error.filename or trace}: {error.strerror}"
+        message = f"TRACE: cannot read {error.filename}: {error.strerror}"
         raise UsageError(message) from None
     if picture is not None:
         _write(picture, _drawn(report))

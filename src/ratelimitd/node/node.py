@@ -312,6 +312,7 @@ class Node:
                 ratelimit_headers=self._settings.ratelimit_headers,
                 queue=self._queue,
                 types=self._settings.known_types,
+                record_dir=self._settings.record_dir,
             )
         )
         # Ends the streams of open pages, which would delay the drain.

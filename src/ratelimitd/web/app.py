@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -42,6 +43,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
+from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import LoginPages
@@ -287,6 +289,8 @@ class Parts:
     """Reads and writes large JSON in turn with the large calls of gRPC."""
     types: Sequence[str]
     """Identifier types that requests may name."""
+    record_dir: Path | None = None
+    """Where checks are recorded."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -325,6 +329,14 @@ def application(parts: Parts) -> ASGIApp:
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
         ).routes(),
         *TryPage(frame, services, parts.now_s, parts.types).routes(),
+        *BacktestPage(
+            frame,
+            parts.record_dir,
+            parts.book,
+            may_administer=parts.may_administer,
+            types=parts.types,
+            now_s=parts.now_s,
+        ).routes(),
         *audit_routes(frame, trail),
         *api.routes(),
     ]
