@@ -20,7 +20,10 @@ class PageVisitor:
     def __init__(self, address="", *, app=None, client=("127.0.0.1", 50_000)) -> None:
         transport = httpx.ASGITransport(app=app, client=client) if app else None
         self._http = httpx.AsyncClient(
-            base_url=f"http://{address or 'localhost'}", headers=BROWSER, transport=transport
+            base_url=f"http://{address or 'localhost'}",
+            headers=BROWSER,
+            transport=transport,
+            timeout=60,
         )
         self.cookies = self._http.cookies
 

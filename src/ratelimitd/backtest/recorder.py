@@ -282,6 +282,7 @@ class TraceRecorder:
             _log.warning("checks cannot be recorded: %s", error.strerror)
         self._failing = True
         self._no_file_before_us = self._clock.monotonic_us() + RETRY_US
+        self._until_us = 0
         if self._file is not None:
             with suppress(OSError):
                 self._file.discard()
