@@ -5,9 +5,9 @@ Asks no node: it reads a trace and a rules file, and replays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -26,6 +26,7 @@ from ratelimitd.backtest.replay import (
 )
 from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
+from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice
 from ratelimitd.cli.client_options import EXIT_CHANGES, CliError, UsageError
 from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import RuleInvalidError, TraceInvalidError
@@ -34,10 +35,6 @@ from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.rules.validation import validated
 
 RULES_OPTION: Final = "--rules"
-
-_WIDTH: Final = 720
-_HEIGHT: Final = 240
-_MARGIN: Final = 40
 
 
 def backtest(
@@ -225,43 +222,36 @@ def _time(at_us: int) -> str:
     return datetime.fromtimestamp(at_us // US_PER_S, UTC).isoformat().replace("+00:00", "Z")
 
 
+def _minute(at_us: int) -> str:
+    return _time(at_us)[5:16].replace("T", " ")
+
+
 def _drawn(report: Report) -> str:
-    """Denials over time as SVG: bars of what would be denied, a line of what was."""
-    most = max(1, *(max(one) for one in report.bins))
-    step = (_WIDTH - 2 * _MARGIN) / BINS
-    title = escape(
-        f"denied by these rules: {report.denied} of {report.checks}; was: {report.denied_before}"
+    """Denials over time as SVG: an area of what would be denied, a line of what was."""
+    head = f"denied by these rules: {report.denied:,} of {report.checks:,} checks; was: {report.denied_before:,}"
+    most = max(4, *(max(one) for one in report.bins))
+    step = nice(most / 4)
+    top = math.ceil(most / step) * step
+    panel = Panel(80, 50, WIDTH - 110, 160, BINS, 0, top)
+    now = "".join(
+        f"V{panel.y(now)}H{panel.x(bin_ + 1)}" for bin_, (_, now) in enumerate(report.bins)
     )
-    bars = [_bar(place, now, most, step) for place, (_, now) in enumerate(report.bins) if now]
-    line = " ".join(
-        f"{_MARGIN + (place + 0.5) * step:.1f},{_level(before, most):.1f}"
-        for place, (before, _) in enumerate(report.bins)
+    before = "".join(
+        f"V{panel.y(was)}H{panel.x(bin_ + 1)}" for bin_, (was, _) in enumerate(report.bins)
     )
-    floor = _HEIGHT - _MARGIN
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12">',
-            f"<title>{title}</title>",
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-            f'<text x="{_MARGIN}" y="20">{title}</text>',
-            *bars,
-            f'<polyline points="{line}" fill="none" stroke="#333" stroke-width="1.5"/>',
-            f'<line x1="{_MARGIN}" y1="{floor}" x2="{_WIDTH - _MARGIN}" y2="{floor}" stroke="#999"/>',
-            f'<text x="{_MARGIN}" y="{floor + 18}">{_time(report.first_us)}</text>',
-            f'<text x="{_WIDTH - _MARGIN}" y="{floor + 18}" text-anchor="end">{_time(report.last_us)}</text>',
-            f'<text x="{_MARGIN - 4}" y="{_MARGIN + 4}" text-anchor="end">{most}</text>',
-            "</svg>\n",
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 250" {ROLE}>',
+            f'<title id="title">{head}</title>',
+            '<desc id="desc">The area is what these rules deny, the line what was denied.</desc>',
+            f"<style>{STYLE}</style>",
+            f'<text class="title" x="20" y="28">{head}</text>',
+            *(panel.across(at * step, f"{at * step:,.10g}") for at in range(round(top / step) + 1)),
+            panel.up(0, _minute(report.first_us)),
+            panel.up(BINS, _minute(report.last_us)),
+            f'<path class="area" d="M{panel.x(0)},{panel.y(0)}{now}V{panel.y(0)}Z"/>',
+            f'<path class="line" d="M{panel.x(0)},{panel.y(0)}{before}"/>',
+            "</svg>",
+            "",
         ]
-    )
-
-
-def _level(value: int, most: int) -> float:
-    return _HEIGHT - _MARGIN - value * (_HEIGHT - 2 * _MARGIN) / most
-
-
-def _bar(place: int, value: int, most: int, step: float) -> str:
-    top = _level(value, most)
-    return (
-        f'<rect x="{_MARGIN + place * step:.1f}" y="{top:.1f}" width="{step * 0.8:.1f}"'
-        f' height="{_HEIGHT - _MARGIN - top:.1f}" fill="#d9534f"/>'
     )

@@ -109,8 +109,8 @@ def test_it_draws_a_picture(run, trace, rules, tmp_path):
     file = tmp_path / "denials.svg"
     run("backtest", trace, "-f", rules(TIGHT), "--picture", file)
     picture = ET.fromstring(file.read_text())  # noqa: S314 -- our own
-    assert picture.findtext("{*}title") == "denied by these rules: 2 of 5; was: 1"
-    assert len(picture.findall("{*}rect")) == 1 + 2
+    assert picture.findtext("{*}title") == "denied by these rules: 2 of 5 checks; was: 1"
+    assert len(picture.findall("{*}path")) == 2
 
 
 def test_a_picture_that_cannot_be_written_is_named(run, trace, rules, tmp_path):
