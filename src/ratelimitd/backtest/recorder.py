@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -119,7 +120,7 @@ class TraceRecorder:
         self.below: Final = round(share * _ALL_HASHES)
         self._share = share
         self._max_bytes = max_bytes
-        self._noted: list[tuple[bytes, Check, int, bool]] = []
+        self._noted: deque[tuple[bytes, Check, int, bool]] = deque()
         self._hashers: dict[str, Callable[[], Any]] = {}
         self._begin_block()
         self._file: Appender | None = None
@@ -146,9 +147,10 @@ class TraceRecorder:
 
     async def step(self) -> None:
         """Take what was noted; write the block if it is full, and end the file if it is due."""
-        noted, self._noted = self._noted, []
-        for number, one in enumerate(noted, 1):
-            self._add(*one)
+        noted = self._noted
+        # One by one, so that a step that is cancelled leaves the others to the next.
+        for number in range(1, len(noted) + 1):
+            self._add(*noted.popleft())
             if len(self._block.times) >= BLOCK_CHECKS:
                 await self._write_block()
             elif not number % CHECKS_PER_TURN:

@@ -236,6 +236,18 @@ async def test_other_work_is_done_between_many_checks(record):
     assert len(turns) >= 3
 
 
+async def test_a_step_that_is_cancelled_loses_nothing(record):
+    at = record(ORDERS)
+    for _ in range(3 * CHECKS_PER_TURN):
+        at.limiter.check(CHECK)
+    task = asyncio.create_task(at.recorder.step())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await at.recorder.drain()
+    assert Trace(at.directory).checks == 3 * CHECKS_PER_TURN
+
+
 async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypatch, caplog):
     at = record(ORDERS)
     broken = True
