@@ -91,19 +91,24 @@ def random_checks(count, seed=7):
 
 async def recorded(at, checks):
     decisions = []
-    for check in checks:
+    for number, check in enumerate(checks):
         decisions.append(at.limiter.check(check))
-        await at.recorder.step()
+        if not number % 100:
+            await at.recorder.step()
     await at.recorder.drain()
     return decisions
 
 
-async def test_a_replay_is_decision_by_decision_a_live_node_with_callers_time(record):
-    at = record(*EVERYTHING)
+@pytest.mark.parametrize(
+    "count",
+    [4_000, pytest.param(1_000_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
+async def test_a_replay_is_decision_by_decision_a_live_node_with_callers_time(record, count):
+    at = record(*EVERYTHING, max_bytes=1 << 30)
     at.assignments.put("user", b"user-1", "gold", 0)
     at.assignments.put("user", b"user-2", "unlimited", 0)
     at.assignments.put("user", b"user-3", "blocked", 0)
-    decisions = await recorded(at, random_checks(4_000))
+    decisions = await recorded(at, random_checks(count))
     trace = Trace(at.directory)
     replayer = Replayer(trace, EVERYTHING)
     assert len({decision.reason for decision in decisions}) == 4
