@@ -383,6 +383,7 @@ class _Backtest:
         self.replayer = Replayer(trace, rules)
         self._trace = trace
         self._retries = retries
+        self._first_us, self._span_us = trace.first_us, trace.last_us - trace.first_us + 1
         self._kinds = [_OfKind() for _ in trace.kinds]
         self._identities: dict[bytes, _OfIdentity] = {}
         self._limits: dict[tuple[str, str, str], tuple[list[int], set[bytes]]] = {}
@@ -417,7 +418,7 @@ class _Backtest:
         found = self._identities.get(identity)
         if found is None:
             found = self._identities[identity] = _OfIdentity(number)
-        at = self._bins[self._bin(at_us)]
+        at = self._bins[(at_us - self._first_us) * BINS // self._span_us]
         if not was_allowed:
             of_kind.before += 1
             found.before += 1
@@ -448,10 +449,6 @@ class _Backtest:
         found = self._identities[identity]
         found.longest_us = max(found.longest_us, pause_us)
         self._pauses_us.append(pause_us)
-
-    def _bin(self, at_us: int) -> int:
-        span_us = self._trace.last_us - self._trace.first_us + 1
-        return (at_us - self._trace.first_us) * BINS // span_us
 
     def _retry(self, at_us: int, attempts: int, check: Recorded, judged: Judged) -> None:
         """Let a denied check be tried again, if that is within the trace."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.model import INT32_MAX, Limit
@@ -28,11 +28,14 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
     wanted = -(-len(demands) * percent // 100)
     if not wanted:
         return 0
+    left = [
+        _Asked(sum(costs), max(costs), one) for one, costs in ((one, one[1::2]) for one in demands)
+    ]
     # Nothing is denied by a limit of all that is asked for.
-    low, high = 1, sorted([sum(demand[1::2]) for demand in demands])[wanted - 1]
+    low, high = 1, sorted([one.total for one in left])[wanted - 1]
     if high > INT32_MAX:
         return 0
-    spared, left = 0, list(demands)
+    spared = 0
     while low < high:
         middle = (low + high) // 2
         passed, denied = _divided(_scaled(limit, middle), left)
@@ -44,27 +47,34 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
     return low
 
 
+class _Asked(NamedTuple):
+    """A demand, the tokens of all its checks, and those of its most expensive one."""
+
+    total: int
+    most: int
+    demand: Demand
+
+
 def _scaled(limit: Limit, tokens: int) -> Limit:
     burst = limit.burst and min(-(-limit.burst * tokens // limit.limit), INT32_MAX)
     return replace(limit, limit=tokens, burst=burst)
 
 
-def _divided(limit: Limit, demands: Sequence[Demand]) -> tuple[list[Demand], list[Demand]]:
-    passed: list[Demand] = []
-    denied: list[Demand] = []
-    for demand in demands:
-        (passed if _passes(limit, demand) else denied).append(demand)
+def _divided(limit: Limit, asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
+    """Return those to whom a limit denies nothing, and the others."""
+    capacity = limit.capacity
+    passed: list[_Asked] = []
+    denied: list[_Asked] = []
+    for one in asked:
+        total, most, demand = one
+        passes = total <= capacity or (most <= capacity and _passes(limit, demand))
+        (passed if passes else denied).append(one)
     return passed, denied
 
 
 def _passes(limit: Limit, demand: Demand) -> bool:
-    costs = demand[1::2]
-    if sum(costs) <= limit.capacity:
-        return True
-    if max(costs) > limit.capacity:
-        return False
     decide, state = DECIDE[limit.algorithm], None
-    for at_us, cost in zip(demand[::2], costs, strict=True):
+    for at_us, cost in zip(demand[::2], demand[1::2], strict=True):
         outcome = decide(state, limit, at_us, cost)
         if not outcome[0]:
             return False
