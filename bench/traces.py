@@ -12,7 +12,8 @@ from bench.replay import replay
 from bench.report import Row
 from bench.servers import load_core, node
 from ratelimitd.backtest.recorder import TraceRecorder
-from ratelimitd.backtest.replay import Trace, backtest
+from ratelimitd.backtest.replay import Trace
+from ratelimitd.backtest.report import backtest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import SystemClock
 from ratelimitd.counters import CheckStats

@@ -13,17 +13,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ratelimitd.backtest.replay import (
-    BINS,
-    MAX_RETRIES,
-    OfLimit,
-    Report,
-    Retries,
-    Trace,
-)
-from ratelimitd.backtest.replay import (
-    backtest as replay,
-)
+from ratelimitd.backtest import report as reports
+from ratelimitd.backtest.replay import Trace
+from ratelimitd.backtest.report import BINS, MAX_RETRIES, OfLimit, Report, Retries
 from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice
@@ -76,7 +68,7 @@ def backtest(
     """
     wanted = _rules(rules)
     try:
-        report = replay(Trace(*trace), wanted, retries)
+        report = reports.backtest(Trace(*trace), wanted, retries)
     except TraceInvalidError as error:
         raise CliError(str(error)) from None
     except OSError as error:

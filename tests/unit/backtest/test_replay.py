@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.backtest import replay as module
+from ratelimitd.backtest import replay, report
 from ratelimitd.backtest.recorder import FILE_S
-from ratelimitd.backtest.replay import Replayer, Retries, Trace, backtest
+from ratelimitd.backtest.replay import Replayer, Trace
+from ratelimitd.backtest.report import Retries, backtest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
@@ -248,12 +249,12 @@ async def test_sparing_limits_of_several_identities_are_of_their_combination(rec
 
 async def test_in_a_very_long_trace_no_sparing_limits_are_looked_for(record, monkeypatch):
     trace = await traced(record, (b"a", 1), (b"a", 1))
-    monkeypatch.setattr(module, "MAX_DEMANDED", 1)
+    monkeypatch.setattr(report, "MAX_DEMANDED", 1)
     assert [one.sparing for one in backtest(trace, [rule(1)]).limits] == [0]
 
 
 async def test_buckets_that_do_not_fit_are_counted(record, monkeypatch):
-    monkeypatch.setattr(module, "MAX_BUCKETS", 2)
+    monkeypatch.setattr(replay, "MAX_BUCKETS", 2)
     trace = await traced(record, *[(b"%d" % number, 1) for number in range(9)])
     assert backtest(trace, [rule(1)]).evicted > 0
 

@@ -3,7 +3,8 @@
 import grpc
 import pytest
 
-from ratelimitd.backtest.replay import Replayer, Trace, backtest
+from ratelimitd.backtest.replay import Replayer, Trace
+from ratelimitd.backtest.report import backtest
 from ratelimitd.errors import StartupError
 from ratelimitd.model import Algorithm, Rule
 from ratelimitd.testing import ManualClock, running_node
