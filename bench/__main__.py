@@ -27,6 +27,7 @@ from bench import (
     rpc,
     rules,
     shared,
+    traces,
     workers,
 )
 from bench.servers import Missing
@@ -49,6 +50,7 @@ PARTS: dict[str, Part] = {
     "pauses": ("The shared state stands still, and three nodes at load", pauses.measure),
     "rules": ("100,000 rules", rules.measure),
     "assignments": ("1,000,000 assignments", assignments.measure),
+    "traces": ("Recording and replaying checks, CPU time", traces.measure),
     "page": ("The page: a node that is watched, and a first render", page.measure),
 }
 

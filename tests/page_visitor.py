@@ -25,6 +25,7 @@ class PageVisitor:
         self._http = httpx.AsyncClient(
             base_url=f"http{'s' if 'verify' in options else ''}://{address or 'localhost'}",
             headers=[*BROWSER.items(), *headers],
+            timeout=60,
             **({"transport": transport} if transport else options),
         )
         self.cookies = self._http.cookies

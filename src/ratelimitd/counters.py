@@ -51,6 +51,7 @@ class CheckStats:
         "latency_sum_s",
         "no_rule_total",
         "plan_blocked_total",
+        "recorded",
         "refused_by_web",
         "shared_state_errors_total",
         "token_guesses",
@@ -106,6 +107,8 @@ class CheckStats:
         """Tokens that holds held, that settles gave back, and that settles charged in addition."""
         self.holds_open = 0
         """Holds made here that have neither ended nor been settled here."""
+        self.recorded = {"written": 0, "lost": 0}
+        """Checks written to the trace, and those that could not be kept up with or written."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused by cause, from a closed set of causes."""
 

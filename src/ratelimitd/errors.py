@@ -21,6 +21,10 @@ class StartupError(RateLimitdError):
     """The node cannot start (port taken, state directory in use, database not writable); one line says why."""
 
 
+class TraceInvalidError(RateLimitdError):
+    """A trace is none, or is cut, altered or of another version; the message names the file and the byte."""
+
+
 class FieldViolation(NamedTuple):
     """One violated field of a message: its path in the contract and what is wrong with it."""
 

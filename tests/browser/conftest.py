@@ -4,12 +4,15 @@ import time
 
 import pytest
 
+from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
 from ratelimitd.web.pages.page_base import SESSION_COOKIE
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.browser.visit import Visit, chromium
 from tests.system.process import START_S, Files
 
+LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
+RECORDED_US = 1_700_006_400_000_000
 ADMIN_TOKEN = "token-of-the-tests"
 AS_ADMIN = [("authorization", f"Bearer {ADMIN_TOKEN}")]
 
@@ -39,7 +42,12 @@ def visit(browser):
 @pytest.fixture(scope="package")
 def served(tmp_path_factory):
     files = Files(tmp_path_factory.mktemp("node"))
-    with files.serving("--node-id", "n1", "--admin-token", ADMIN_TOKEN) as node:
+    trace = tmp_path_factory.mktemp("trace")
+    block = Block([Kind(("user",), LONG)], [RECORDED_US], [b"A" * 8], [2], [0], [1])
+    octets = header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(End(1))
+    (trace / f"{RECORDED_US}-{0:016x}.trace").write_bytes(octets)
+    options = ("--node-id", "n1", "--admin-token", ADMIN_TOKEN, "--record-dir", str(trace))
+    with files.serving(*options) as node:
         yield node
 
 

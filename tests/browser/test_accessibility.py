@@ -7,12 +7,10 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.accessibility import SIDEWAYS, tab_stops, violations
 from tests.browser.acts import RULE, create_rule, fill, press, reset, try_check
-from tests.browser.conftest import open_session
+from tests.browser.conftest import LONG, open_session
 from tests.browser.visit import PHONE
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
-
-LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
 
 
 class Walk(NamedTuple):
@@ -89,6 +87,16 @@ class Walk(NamedTuple):
         fill(form, {"Identifier": "alice", "Endpoint": LONG})
         press(form, "Reset …")
         expect(self.page.get_by_role("heading", name="Reset what was spent?")).to_be_visible()
+
+    def recorded(self):
+        self.page.goto(self.rule)
+        self.page.get_by_role("link", name="Try this rule on recorded checks").click()
+        self.page.get_by_label("Recorded").select_option("2023-11-15 00:00:00 UTC")
+
+    def replayed(self):
+        self.recorded()
+        press(self.page, "Replay")
+        expect(self.page.get_by_text("1 newly denied")).to_be_visible(timeout=60_000)
 
     def missing(self):
         self.page.goto("/no/such/page")

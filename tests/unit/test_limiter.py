@@ -797,6 +797,26 @@ class TestSharedBuckets:
         assert node.stats.by_rule == {"orders": [1, 1]}
         assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
+    async def test_what_waits_is_noted_once_when_it_is_answered(self):
+        noted = []
+
+        class Recorder:
+            seed, below = 0, 1 << 32
+
+            def note(self, *what, allowed):
+                noted.append((*what, allowed))
+
+        node = Sharing(ORDERS, recorder=Recorder())
+        assert node.limiter.check(check_of()) is None
+        assert noted == []
+        await node.wait(REFUSED)
+        await node.wait(AWAY)
+        now_us = node.clock.now_us()
+        assert noted == [
+            (b"ada", check_of(), now_us, False),
+            (b"ada", check_of(), now_us, True),
+        ]
+
     def test_in_bulk_nothing_is_counted_before_it_is_answered(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.charge(b"ada", scope, 0, 1) is None

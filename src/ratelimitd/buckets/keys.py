@@ -26,6 +26,8 @@ FINGERPRINT_BYTES: Final = 8
 IDENTIFIER_DIGEST_BYTES: Final = 8
 """Enough to distinguish the few identifiers shown to people."""
 
+TRACE_KEY_BYTES: Final = 32
+
 _LENGTH_BYTES: Final = 2
 
 _FINGERPRINT_PERSON: Final = b"rl-nodes"
@@ -33,6 +35,7 @@ _ADMIN_TOKEN_PERSON: Final = b"rl-admin"
 _IDENTIFIER_PERSON: Final = b"rl-ident"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
+_TRACE_PERSON: Final = b"rl-trace"
 
 
 def joined(identifiers: Sequence[bytes]) -> bytes:
@@ -124,6 +127,12 @@ class BucketKeys:
         name = self._new_stored()
         name.update(key)
         return name.digest()
+
+    def trace_key(self, trace: bytes) -> bytes:
+        """Return the key of the digests of one trace: who has that alone cannot make or link them."""
+        return blake2b(
+            trace, digest_size=TRACE_KEY_BYTES, key=self._secret, person=_TRACE_PERSON
+        ).digest()
 
     def identifier_digest(self, identifier: bytes, identifier_type: str) -> str:
         """Return a digest that is equal on all nodes and reveals nothing without the secret."""

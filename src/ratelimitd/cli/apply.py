@@ -194,15 +194,15 @@ def export(target: Target) -> None:
     target.output.line(dump(drafts).rstrip("\n"))
 
 
-def _content(file: Path) -> bytes:
-    """The bytes of the file, one more than allowed when it is too large."""
+def content_of(file: Path, option: str = "--file") -> bytes:
+    """The bytes of the file that an option names, one more than allowed when it is too large."""
     try:
         if file == STDIN:
             return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
         with file.open("rb") as stream:
             return stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        message = f"--file: cannot read {file}: {error.strerror}"
+        message = f"{option}: cannot read {file}: {error.strerror}"
         raise UsageError(message) from None
 
 
@@ -219,7 +219,7 @@ def _ask(
     import grpc  # noqa: PLC0415 - as in client_options
 
     try:
-        wanted = parse_rules(_content(file))
+        wanted = parse_rules(content_of(file))
     except RuleInvalidError as error:
         raise _refusal(file, error.violations) from None
     warn_of_patterns(rule.endpoint for rule in wanted)

@@ -17,6 +17,7 @@ import typer
 from ratelimitd import __version__
 from ratelimitd.cli import dev, holds, options, plans, rules
 from ratelimitd.cli import serve as db
+from ratelimitd.cli.backtest import backtest
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
@@ -57,6 +58,7 @@ for command in (
     metrics,
     top,
     token,
+    backtest,
     bench,
     conformance,
     demo,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from zlib import crc32
 
 from ratelimitd.algorithms import Decide, token_bucket
 from ratelimitd.algorithms.several import Bucket, Charge, deciding, passes, wait_ms
@@ -168,6 +169,21 @@ class Journal(Protocol):
         """
 
 
+class Recorder(Protocol):
+    """Notes checks for a trace; each call is as cheap as it can be, and must not raise."""
+
+    @property
+    def seed(self) -> int:
+        """Checks with ``crc32(identifier, seed) < below`` are recorded; no others need to be noted."""
+
+    @property
+    def below(self) -> int:
+        """See :attr:`seed`."""
+
+    def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
+        """Note a check of ``identifier``, whatever ``check`` has in its place, that was judged at ``at_us``, in µs."""
+
+
 OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
 """Takes the identifier and the scope of a check that a rule denied, or a plan; as cheap as it can be."""
 
@@ -200,7 +216,8 @@ class Limiter:
     the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
     exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either, nor must
     ``on_unmatched``, which takes the endpoint of a check without a rule.
-    ``assignments`` are the plans of identities, none unless given.
+    ``assignments`` are the plans of identities, none unless given. ``recorder`` hears of every check that is answered
+    while there are rules; callers of :meth:`charge` and :meth:`judge` tell it themselves.
     """
 
     def __init__(
@@ -218,7 +235,9 @@ class Limiter:
         on_denied: OnDenied = lambda _: None,
         on_unmatched: Callable[[str], object] = lambda _: None,
         assignments: Assignments | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder: Final = recorder
         self._buckets: Buckets
         self._reset_buckets: Callable[[Sequence[bytes], Sequence[Limit]], Awaitable[None]]
         if buckets is not None and shared is None:
@@ -255,17 +274,21 @@ class Limiter:
         """Put new rules in force, whole, from the next check on."""
         self.scopes.replace_book(book)
 
-    def check(self, check: Check, now_us: int | None = None) -> Decision | None:
+    def check(
+        self, check: Check, now_us: int | None = None, *, is_noted: bool = True
+    ) -> Decision | None:
         """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
 
-        ``None``, only where buckets are shared: nothing was charged, and :meth:`wait` brings the answer.
+        Not ``is_noted``: the caller tells the recorder. ``None``, only where buckets are shared: nothing was charged,
+        and :meth:`wait` brings the answer.
 
         Raises:
             CheckInvalidError: the policy is ``caller`` and the timestamp is out of range. Nothing else: whatever goes
                 wrong inside is answered fail-open.
         """
         try:
-            return self._decide(check, self._clock.now_us() if now_us is None else now_us)
+            now_us = self._clock.now_us() if now_us is None else now_us
+            return self._decide(check, now_us, is_noted=is_noted)
         except CheckInvalidError:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
@@ -299,16 +322,24 @@ class Limiter:
             if index and index % ASKED_PER_TURN == 0:
                 await asyncio.sleep(0)
             asked.append(self._ask(check))
-        answers: list[Decision | CheckInvalidError] = []
-        for one in asked:
-            if isinstance(one, _Asked):
-                try:
-                    answers.append(self.answer(await one.outcome, one.judging))
-                except Exception as error:  # noqa: BLE001 - as in check
-                    answers.append(self.failed(error))
-            else:
-                answers.append(one)
-        return answers
+        return [await self._awaited(check, one) for check, one in zip(checks, asked, strict=True)]
+
+    async def _awaited(
+        self, check: Check, asked: _Asked | Decision | CheckInvalidError
+    ) -> Decision | CheckInvalidError:
+        if not isinstance(asked, _Asked):
+            return asked
+        try:
+            decision = self.answer(await asked.outcome, asked.judging)
+        except Exception as error:  # noqa: BLE001 - as in check
+            decision = self.failed(error)
+        self._note(check, asked.judging.now_us, decision)
+        return decision
+
+    def _note(self, check: Check, at_us: int, decision: Decision) -> None:
+        recorder = self.recorder
+        if recorder is not None and crc32(check.identifier, recorder.seed) < recorder.below:
+            recorder.note(check.identifier, check, at_us, allowed=decision.allowed)
 
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
         """Whether checks would all pass at ``now_us``, one after the other; charges and counts nothing.
@@ -390,9 +421,8 @@ class Limiter:
         now_us = self._clock.now_us()
         scopes = self.scopes.apart()
         plans, judging = scopes.plans_of(check, now_us), scopes.judging_of(check, now_us)
-        scope = judging if isinstance(judging, Scope) else None
         if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, scope)
+            now_us = self._check_time_us(check.timestamp, now_us, judging)
         book = self.scopes.book
         looked_at = book.looked_at(check.endpoint, types)
         if isinstance(judging, Unjudged):
@@ -457,21 +487,29 @@ class Limiter:
             self._on_denied((identifier, scope))
         return outcome
 
-    def _decide(self, check: Check, now_us: int) -> Decision | None:
+    def _decide(self, check: Check, now_us: int, *, is_noted: bool) -> Decision | None:
         scope = (
             self.scopes.of_check(check)
             if check.also
             else self.scopes.find(check.endpoint, check.identifier_type)
         )
-        if not isinstance(scope, Scope):
-            if self.scopes.book is None:
-                return self._fail_open(Reason.FAIL_OPEN_ERROR)
+        if isinstance(scope, Scope):
+            judging: Scope | Unjudged = scope
+        elif self.scopes.book is None:
+            return self._fail_open(Reason.FAIL_OPEN_ERROR)
+        else:
             judging = self.scopes.judging_by(scope, check, now_us)
-            if isinstance(judging, Unjudged):
-                return self._decide_unjudged(check, judging, now_us)
-            scope = judging
         if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, scope)
+            now_us = self._check_time_us(check.timestamp, now_us, judging)
+        if isinstance(judging, Scope):
+            decision = self._decide_by(check, judging, now_us)
+        else:
+            decision = self._decide_unjudged(check, judging)
+        if self.recorder is not None and is_noted and decision is not None:
+            self._note(check, now_us, decision)
+        return decision
+
+    def _decide_by(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
         if scope.several or (check.max_wait_ms and self._own is not None):
@@ -485,9 +523,7 @@ class Limiter:
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
 
-    def _decide_unjudged(self, check: Check, unjudged: Unjudged, now_us: int) -> Decision:
-        if check.timestamp:
-            self._check_time_us(check.timestamp, now_us, None)
+    def _decide_unjudged(self, check: Check, unjudged: Unjudged) -> Decision:
         decision, stats = unjudged.decision, self._stats
         if unjudged.blocked is not None:
             stats.blocked_total += 1
@@ -617,10 +653,10 @@ class Limiter:
         if self.scopes.book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         scope = self.scopes.judging_of(check, now_us)
-        if isinstance(scope, Unjudged):
-            return self._decide_unjudged(check, scope, now_us)
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
+        if isinstance(scope, Unjudged):
+            return self._decide_unjudged(check, scope)
         return Judging(identifiers_of(check), scope.at(now_us), now_us)
 
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
@@ -689,12 +725,12 @@ class Limiter:
             scope.counters[1] += 1
             self._on_denied((scope.identifier(identifiers), scope))
 
-    def _check_time_us(self, timestamp: int, now_us: int, scope: Scope | None) -> int:
+    def _check_time_us(self, timestamp: int, now_us: int, judging: Scope | Unjudged) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
-        if self._timestamps is TimestampPolicy.SERVER or scope is None:
+        if self._timestamps is TimestampPolicy.SERVER or isinstance(judging, Unjudged):
             return now_us
-        window_us = min(one.window_us for one in scope.limits or (scope.limit,))
+        window_us = min(one.window_us for one in judging.limits or (judging.limit,))
         at_us = bounded(timestamp, now_us, window_us)
         if at_us is None:
             self._stats.clock_rejected_total += 1

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from ratelimitd.backtest.recorder import TraceRecorder
 from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -127,6 +128,7 @@ class Node:
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
         self._assignments = Assignments()
+        self._recorder: TraceRecorder | None = None
         self._health = Health(
             node_id=self.node_id,
             stats=self.stats,
@@ -204,6 +206,7 @@ class Node:
             self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
         for warning in settings.warnings:
             _warn(warning)
+        self._recorder = self._new_recorder()
         store = SqlRuleStore(
             open_database(settings.database_url), clock=self._clock, types=settings.known_types
         )
@@ -328,6 +331,7 @@ class Node:
                 queue=self._queue,
                 types=self._settings.known_types,
                 auth=auth,
+                record_dir=self._settings.record_dir,
             )
         )
         # Ends the streams of open pages, which would delay the drain.
@@ -355,7 +359,24 @@ class Node:
             on_denied=self._denials.note,
             on_unmatched=self._denials.note_without_rule,
             assignments=self._assignments,
+            recorder=self._recorder,
         )
+
+    def _new_recorder(self) -> TraceRecorder | None:
+        settings = self._settings
+        if settings.record_dir is None:
+            return None
+        recorder = TraceRecorder(
+            settings.record_dir,
+            keys=self._keys,
+            assignments=self._assignments,
+            clock=self._clock,
+            stats=self.stats,
+            share=settings.record_share,
+            max_bytes=settings.record_bytes,
+        )
+        self._open.push_async_callback(recorder.drain)
+        return recorder
 
     def _new_holder(self, limiter: Limiter, holds: Holds) -> Holder:
         return Holder(limiter, holds, keys=self._keys, clock=self._clock, stats=self.stats)
@@ -496,6 +517,8 @@ class Node:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
+        if self._recorder is not None:
+            background.start("recording", self._recorder.run)
         background.start("rules", feed.run)
         if self._tokens is not None:
             background.every(SAMPLE_S, "tokens", self._tokens.reload)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
+from zlib import crc32
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
+from ratelimitd.limiter.limiter import Recorder
 from ratelimitd.limiter.scopes import (
     MAX_BY_PLANS,
     MAX_OF_PLANS,
@@ -101,11 +103,17 @@ class BulkChecker(Protocol):
     def scopes(self) -> Scopes:
         """Finds what judges a check."""
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """Notes checks, if they are recorded."""
+
     def now_us(self) -> int:
         """Return the node's time, in µs since the Unix epoch."""
 
-    def check(self, check: Check, now_us: int | None = None) -> Decision | None:
-        """Answer one check; ``None``: it waits for the shared state.
+    def check(
+        self, check: Check, now_us: int | None = None, *, is_noted: bool = True
+    ) -> Decision | None:
+        """Answer one check; ``None``: it waits for the shared state. Not ``is_noted``: the caller records it.
 
         Raises:
             CheckInvalidError: the timestamp is refused.
@@ -124,10 +132,10 @@ class BulkChecker(Protocol):
         """
 
 
-_Known: TypeAlias = tuple["Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
-"""(scope, cost, whether identifiers are addresses, end of the answer after the reason, the same with the reason of an
-allowed check, parts of the answer if the scope has several) for requests with one ending. If the identifier may have a
-plan, the scope is found by that, and the parts are ``_OF_PLAN``.
+_Known: TypeAlias = tuple[Check, "Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
+"""(a check of which the identifier is any, scope, cost, whether identifiers are addresses, end of the answer after the
+reason, the same with the reason of an allowed check, parts of the answer if the scope has several) for requests with
+one ending. If the identifier may have a plan, the scope is found by that, and the parts are ``_OF_PLAN``.
 
 A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
 which the general path answers.
@@ -212,7 +220,7 @@ class BulkChecks:
                     or message[0] != _IDENTIFIER
                     or not 0 < size < ONE_BYTE
                     or not identifier.isascii()
-                    or (common[2] and not is_canonical_address(identifier))
+                    or (common[3] and not is_canonical_address(identifier))
                 ):
                     ask(None)
                 else:
@@ -221,11 +229,13 @@ class BulkChecks:
                 ask(None)
         return questions
 
-    def answer(  # noqa: C901 -- one loop: a call more costs every check 50 ns
+    def answer(  # noqa: C901, PLR0912 -- one loop: a call more costs every check 50 ns
         self, questions: Sequence[Question | None]
     ) -> list[bytes | None]:
         """Decide questions in order, at one instant; ``None`` where the general path has to answer."""
         charge, reset_times = self._limiter.charge, self._reset_times
+        recorder, sampled = self._limiter.recorder, []
+        seed, below = (recorder.seed, recorder.below) if recorder is not None else (0, 0)
         try:
             now_us = self._limiter.now_us()
         except Exception:  # noqa: BLE001 -- as below
@@ -236,7 +246,9 @@ class BulkChecks:
             if question is None:
                 tell(None)
                 continue
-            identifier, (scope, cost, _, rule_part, within_part, parts) = question
+            identifier, (_, scope, cost, _, rule_part, within_part, parts) = question
+            if below and crc32(identifier, seed) < below:
+                sampled.append(len(answers))
             try:
                 if parts is _OF_PLAN:
                     by_plan: _ByPlan = scope  # type: ignore[assignment]
@@ -244,7 +256,7 @@ class BulkChecks:
                     if of_plan is None:
                         tell(self._answer_wholly(identifier, by_plan, now_us))
                         continue
-                    scope, cost, _, rule_part, within_part, parts = of_plan
+                    _, scope, cost, _, rule_part, within_part, parts = of_plan
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
@@ -268,11 +280,21 @@ class BulkChecks:
             else:
                 start = _start(allowed, remaining)
                 tell(start + reset + _end(retry_after, reason) + rule_part)
+        for place in sampled:
+            self._note(questions[place], answers[place], now_us)
         return answers
+
+    def _note(self, question: Question | None, answer: bytes | None, now_us: int) -> None:
+        recorder = self._limiter.recorder
+        # Without an answer the general path notes the check.
+        if recorder is not None and question is not None and answer is not None:
+            identifier, known = question
+            recorder.note(identifier, known[0], now_us, allowed=answer.startswith(_ALLOWED))
 
     def _answer_wholly(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> bytes | None:
         """Answer a check of which no ending is kept in its turn: buckets may be shared with those that follow."""
-        decision = self._limiter.check(by_plan.check._replace(identifier=identifier), now_us)
+        check = by_plan.check._replace(identifier=identifier)
+        decision = self._limiter.check(check, now_us, is_noted=False)
         return None if decision is None else answer_of(decision).SerializeToString()
 
     def _of_plan(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> _Known | None:
@@ -364,7 +386,7 @@ class BulkChecks:
 def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     is_address = check.identifier_type == IdentifierType.IP
     if isinstance(scope, PlanScopes):
-        return _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
+        return check, _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
     if scope is None or scope.passed_over:
         return None
     if scope.several:
@@ -372,12 +394,12 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
         longest = sum(map(_longest, parts))
         if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
             return None
-        return scope, check.cost, is_address, b"", b"", parts
+        return check, scope, check.cost, is_address, b"", b"", parts
     rule_part = b"".join(_rule_part(scope))
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
         return None  # too long: the id was not made by a node
     within_part = _WITHIN_LIMIT + rule_part
-    return scope, check.cost, is_address, rule_part, within_part, ()
+    return check, scope, check.cost, is_address, rule_part, within_part, ()
 
 
 def _ending(wire: WireCheck) -> bytes:

@@ -175,6 +175,12 @@ class Settings:
         "minimum level that is logged")]
     log_format: Annotated[str, SettingSpec("auto", one_of("auto", "json", "console"),
         "auto: console on a terminal, else json")]
+    record_dir: Annotated[Path | None, SettingSpec("", optional(path),
+        "directory of the trace that checks are recorded to; empty = off")]
+    record_share: Annotated[float, SettingSpec("0.01", fraction,
+        "fraction of the identities whose checks are recorded, 0 to 1")]
+    record_bytes: Annotated[int, SettingSpec("1000000000", whole_number(16_000_000, 1_000_000_000_000),
+        "maximum size of the trace, bytes; the oldest checks are dropped")]
     otel_endpoint: Annotated[str, SettingSpec("", optional_url,
         "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
     otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,

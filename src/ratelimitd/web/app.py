@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -43,6 +44,7 @@ from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import Requirement, is_cross_site
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
+from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
@@ -280,6 +282,8 @@ class Parts:
     types: Sequence[str]
     """Identifier types that requests may name."""
     auth: ForwardAuth
+    record_dir: Path | None = None
+    """Where checks are recorded."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -319,6 +323,14 @@ def application(parts: Parts) -> ASGIApp:
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
         ).routes(),
         *TryPage(frame, services, parts.now_s, parts.types).routes(),
+        *BacktestPage(
+            frame,
+            parts.record_dir,
+            parts.book,
+            may_administer=parts.may_administer,
+            types=parts.types,
+            now_s=parts.now_s,
+        ).routes(),
         *audit_routes(frame, trail),
         *api.routes(),
     ]

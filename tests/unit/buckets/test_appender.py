@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ratelimitd.buckets.snapshot import Appender
+from ratelimitd.buckets.appender import Appender
 
 REAL_PWRITE = os.pwrite
 

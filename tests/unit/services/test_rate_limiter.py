@@ -48,6 +48,7 @@ class LimiterProbe:
 
     scopes = SimpleNamespace(book=None, find=lambda _endpoint, _identifier_type: None)
     charge = None
+    recorder = None
 
     def __init__(self):
         self.asked = []

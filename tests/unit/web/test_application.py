@@ -10,7 +10,7 @@ from tests.page_visitor import PageVisitor
 
 TOKEN = "token-of-the-tests"
 
-PAGES = ["/", "/rules", "/rules/new", "/rules/0/switch", "/try", "/audit", "/plans"]
+PAGES = ["/", "/rules", "/rules/new", "/rules/0/switch", "/try", "/audit", "/plans", "/backtest"]
 
 
 @pytest_asyncio.fixture

@@ -179,7 +179,7 @@ def _rates(slots: Sequence[Slot]) -> tuple[str, float]:
     return "".join(_HEIGHTS[round(rate / highest * top)] for rate in rates), highest
 
 
-_STYLE: Final = """
+STYLE: Final = """
     svg { background: #ffffff }
     text { font: 12px system-ui, sans-serif; fill: #57606a }
     .title { font-size: 15px; font-weight: 600; fill: #24292f }
@@ -202,14 +202,14 @@ _STYLE: Final = """
     }
   """
 
-_ROLE: Final = 'role="img" aria-labelledby="title desc"'
+ROLE: Final = 'role="img" aria-labelledby="title desc"'
 
 WIDTH, HEIGHT = 760, 560
 
 _NICE: Final = (1, 2, 5, 10)
 
 
-class _Panel(NamedTuple):
+class Panel(NamedTuple):
     """A rectangle of the picture, and how the two axes are laid over it; y grows upwards."""
 
     left: float
@@ -221,9 +221,11 @@ class _Panel(NamedTuple):
     y_max: float
 
     def x(self, value: float) -> float:
+        """Return how far right a value is."""
         return round(self.left + value / self.x_max * self.width, 1)
 
     def y(self, value: float) -> float:
+        """Return how far down a value is."""
         share = (value - self.y_min) / (self.y_max - self.y_min)
         return round(self.top + (1 - share) * self.height, 1)
 
@@ -245,10 +247,10 @@ def picture(result: Result, load: Load) -> str:
     head = f"{rate_of(result):,.0f} checks a second over {result.seconds:.1f} s"
     told = ", ".join(f"{name} {value:.3f} ms" for name, value in figures(result.latencies).items())
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {_ROLE}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {ROLE}>',
         f'<title id="title">{escape(head)}</title>',
         f'<desc id="desc">{escape(told)}</desc>',
-        f"<style>{_STYLE}</style>",
+        f"<style>{STYLE}</style>",
         f'<text class="title" x="20" y="28">{escape(head)}</text>',
         f'<text x="20" y="48">{escape(description(load))}</text>',
     ]
@@ -267,7 +269,7 @@ def _percentiles(latencies: Latencies) -> Iterator[str]:
     most = 1 - 0.5 / latencies.count
     nines = max(1, math.ceil(-math.log10(1 - most)))
     low, high = _decades(max(1, latencies.min_us), max(1, latencies.max_us))
-    panel = _Panel(80, 90, WIDTH - 110, 180, nines, low, high)
+    panel = Panel(80, 90, WIDTH - 110, 180, nines, low, high)
     yield '<text x="20" y="76">latency by percentile</text>'
     for decade in range(low, high + 1):
         yield panel.across(decade, f"{10**decade / US_PER_MS:g} ms")
@@ -283,13 +285,13 @@ def _percentiles(latencies: Latencies) -> Iterator[str]:
 def _over_time(slots: Sequence[Slot], planned: float | None) -> Iterator[str]:
     """Answers a second over time, with what failed below."""
     highest = max([*(slot.rate for slot in slots), planned or 0.0, 1.0])
-    step = _nice(highest / 4)
+    step = nice(highest / 4)
     top = math.ceil(highest / step) * step
-    panel = _Panel(80, 350, WIDTH - 110, 160, slots[-1].to_s, 0, top)
+    panel = Panel(80, 350, WIDTH - 110, 160, slots[-1].to_s, 0, top)
     yield '<text x="20" y="336">answers a second</text>'
     for number in range(round(top / step) + 1):
         yield panel.across(number * step, f"{number * step:,.10g}")
-    second = _nice(slots[-1].to_s / 8)
+    second = nice(slots[-1].to_s / 8)
     for number in range(math.floor(slots[-1].to_s / second) + 1):
         yield panel.up(number * second, f"{number * second:g} s")
     steps = "".join(f"V{panel.y(slot.rate)}H{panel.x(slot.to_s)}" for slot in slots)
@@ -312,7 +314,7 @@ def _decades(low_us: int, high_us: int) -> tuple[int, int]:
     return low, max(low + 1, math.ceil(math.log10(high_us)))
 
 
-def _nice(value: float) -> float:
+def nice(value: float) -> float:
     """1, 2 or 5 times a power of ten, the next from ``value`` upwards."""
     scale = 10.0 ** math.floor(math.log10(value))
     return next(step * scale for step in _NICE if step * scale >= value * (1 - 1e-9))

@@ -1,0 +1,354 @@
+"""Records the checks of a node into a trace, beside the check path: bounded in memory and in bytes on disk.
+
+A check costs the path one checksum of its identifier, which says whether it is recorded, and if so one append. A job
+replaces identifiers by digests, and lets a thread write full blocks. What it cannot keep up with is lost, and counted.
+
+A file is written as ``*.part`` and renamed when it is whole, after ``FILE_S`` seconds or a part of the bound. Processes
+that record into one directory write one trace; the oldest files go when it is full. See ADR 0063.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+from zlib import crc32
+
+from ratelimitd.backtest.trace import (
+    IDENTITY_BYTES,
+    TRACE_BYTES,
+    WRITER_BYTES,
+    Block,
+    End,
+    Kind,
+    encode_block,
+    encode_end,
+    header,
+)
+from ratelimitd.buckets.appender import Appender
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.clock import Clock
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import StartupError
+from ratelimitd.model import US_PER_S, Check
+from ratelimitd.rules.assignments import Assignments
+
+STEP_S: Final = 0.05
+"""Pause between two steps of the job."""
+
+CHECKS_PER_TURN: Final = 1_000
+"""Checks encoded in one turn of the event loop: about 1 ms."""
+
+MAX_NOTED: Final = 50_000
+"""Recorded checks between two steps; further ones are lost. 20 MB at most."""
+
+BLOCK_CHECKS: Final = 4_096
+"""Checks in a block: 100 KB, and encoding it takes the interpreter for 0.5 ms."""
+
+FILES: Final = 16
+"""A file takes this part of the bound, so that dropping the oldest one loses little."""
+
+FILE_S: Final = 300
+"""Longest time that a file is for: what was recorded since is not in the trace yet, and lost if the node is killed."""
+
+RETRY_US: Final = 60 * US_PER_S
+"""Pause after the disk failed; checks are lost meanwhile."""
+
+TRACE_FILE: Final = "trace-id"
+WHOLE: Final = ".trace"
+PART: Final = ".part"
+
+FILE_NAME: Final = re.compile(r"([0-9]{16})-[0-9a-f]{16}(\.trace|\.part)")
+"""When the file was begun, in µs since the Unix epoch, and its writer."""
+
+_ALL_HASHES: Final = 1 << 32
+
+_IDENTITY_PERSON: Final = b"rl-trace-id"
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+class _Columns(NamedTuple):
+    """The columns of a block that is being filled."""
+
+    times: list[int]
+    identities: list[bytes]
+    costs: list[int]
+    numbers: list[int]
+    allowed: list[bool]
+    further: list[bytes]
+
+
+class TraceRecorder:
+    """Records the checks of one process; a :class:`ratelimitd.limiter.limiter.Recorder`.
+
+    :meth:`run` is a background task, :meth:`drain` ends the last file. ``share`` of the identities is recorded, at most
+    ``max_bytes`` in the directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keys: BucketKeys,
+        assignments: Assignments,
+        clock: Clock,
+        stats: CheckStats,
+        share: float,
+        max_bytes: int,
+    ) -> None:
+        self._directory = directory
+        self._trace = _trace_of(directory)
+        self._writer = secrets.token_bytes(WRITER_BYTES)
+        self._keys = keys
+        self._assignments = assignments
+        self._clock = clock
+        self._stats = stats
+        # The same identities in all processes of the trace; those of one trace say nothing about another.
+        self.seed: Final = crc32(self._trace)
+        self.below: Final = round(share * _ALL_HASHES)
+        self._share = share
+        self._max_bytes = max_bytes
+        self._noted: deque[tuple[bytes, Check, int, bool]] = deque()
+        self._hashers: dict[str, Callable[[], Any]] = {}
+        self._begin_block()
+        self._file: Appender | None = None
+        self._file_checks = 0
+        self._until_us = 0
+        """When the file is to end that was begun, or is to begin with the checks that are there; 0: there are none."""
+        self._no_file_before_us = 0
+        self._holds = 0
+        self._failing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+
+    def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
+        """Note a check; see :class:`ratelimitd.limiter.limiter.Recorder`."""
+        if len(self._noted) < MAX_NOTED:
+            self._noted.append((identifier, check, at_us, allowed))
+        else:
+            self._lose(1)
+
+    async def run(self) -> None:
+        """Record until cancelled."""
+        while True:
+            await asyncio.sleep(STEP_S)
+            await self.step()
+
+    async def step(self) -> None:
+        """Take what was noted; write the block if it is full, and end the file if it is due."""
+        noted = self._noted
+        # One by one, so that a step that is cancelled leaves the others to the next.
+        for number in range(1, len(noted) + 1):
+            self._add(*noted.popleft())
+            if len(self._block.times) >= BLOCK_CHECKS:
+                await self._write_block()
+            elif not number % CHECKS_PER_TURN:
+                await asyncio.sleep(0)
+        if not (self._file or self._block.times):
+            return
+        now_us = self._clock.monotonic_us()
+        self._until_us = self._until_us or now_us + FILE_S * US_PER_S
+        if now_us >= self._until_us:
+            await self._end_file()
+
+    async def drain(self) -> None:
+        """Write the rest, and end the file. The task of :meth:`run` must have ended."""
+        await self._in_thread(_nothing)  # after a write that was cancelled here and goes on there
+        await self.step()
+        await self._end_file()
+        self._thread.shutdown()
+
+    def _add(self, identifier: bytes, check: Check, at_us: int, allowed: bool) -> None:  # noqa: FBT001 -- as noted
+        block, kind = self._block, check.identifier_type
+        if check.also or self._assignments.has_type(kind):
+            number = self._number(self._kind_of(identifier, check, at_us))
+            block.further.extend([self._digest(*identity) for identity in check.also])
+        else:
+            key = kind, check.endpoint, check.peek, check.max_wait_ms
+            found = self._plain.get(key)
+            if found is None:
+                found = self._plain[key] = self._number(Kind((str(kind),), *key[1:]))
+            number = found
+        block.times.append(at_us)
+        block.identities.append(self._digest(kind, identifier))
+        block.costs.append(check.cost)
+        block.numbers.append(number)
+        block.allowed.append(allowed)
+
+    def _number(self, kind: Kind) -> int:
+        return self._numbers.setdefault(kind, len(self._numbers))
+
+    def _kind_of(self, identifier: bytes, check: Check, at_us: int) -> Kind:
+        identities = ((check.identifier_type, identifier), *check.also)
+        found = [self._assignments.plan_of(*identity, at_us) for identity in identities]
+        plans = tuple(["" if one is None else one[0] for one in found])
+        return Kind(
+            tuple([str(one) for one, _ in identities]),
+            check.endpoint,
+            check.peek,
+            check.max_wait_ms,
+            plans if any(plans) else (),
+        )
+
+    def _digest(self, identifier_type: str, identifier: bytes) -> bytes:
+        new = self._hashers.get(identifier_type)
+        if new is None:
+            # Not before there are rules: until then the secret may be another one.
+            key = self._keys.trace_key(self._trace)
+            hashed = blake2b(digest_size=IDENTITY_BYTES, key=key, person=_IDENTITY_PERSON)
+            hashed.update(f"{identifier_type}\0".encode())
+            # A copy takes half as long as a new hash that first takes the key in.
+            new = self._hashers[identifier_type] = hashed.copy
+        digest = new()
+        digest.update(identifier)
+        return digest.digest()
+
+    def _begin_block(self) -> None:
+        self._numbers: dict[Kind, int] = {}
+        self._plain: dict[tuple[str, str, bool, int], int] = {}
+        """Numbers of kinds of one identity without a plan, found faster."""
+        self._block = _Columns([], [], [], [], [], [])
+        self._lost = 0
+
+    def _lose(self, checks: int) -> None:
+        self._lost += checks
+        self._stats.recorded["lost"] += checks
+
+    async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Call in the one thread that writes, after the calls before it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def _write_block(self) -> None:
+        """Write the block, or lose its checks."""
+        block = Block([*self._numbers], *self._block, self._lost)
+        self._begin_block()
+        try:
+            written = await self._in_thread(self._write, block)
+        except OSError as error:
+            self._fail(error)
+            written = 0
+        if self._file is not None and written:
+            self._stats.recorded["written"] += len(block.times)
+            if self._file.size + written > self._max_bytes // FILES:
+                await self._end_file()
+        else:
+            self._lost += block.lost
+            self._lose(len(block.times))
+
+    def _write(self, block: Block) -> int:
+        """Write a block in a thread; returns its bytes, 0 if the disk failed a short time ago."""
+        if self._clock.monotonic_us() < self._no_file_before_us:
+            return 0
+        if self._file is None:
+            self._make_room()
+            name = f"{self._clock.now_us():016d}-{self._writer.hex()}{PART}"
+            self._file = Appender(self._directory / name, header(self._trace, self._writer))
+            self._file_checks, self._holds = 0, self._stats.holds["made"]
+        octets = encode_block(block)
+        self._file.append(octets)
+        self._file_checks += len(block.times)
+        return len(octets)
+
+    async def _end_file(self) -> None:
+        """Write the rest of the checks and the end, and give the file its name."""
+        if self._block.times:
+            await self._write_block()
+        file, self._file, self._until_us = self._file, None, 0
+        if file is None:
+            return
+        end = encode_end(
+            End(self._file_checks, self._stats.holds["made"] - self._holds, self._share)
+        )
+        try:
+            await self._in_thread(_publish, file, end)
+        except OSError as error:
+            self._file = file
+            self._fail(error)
+        else:
+            self._failing = False
+
+    def _fail(self, error: OSError) -> None:
+        """Give the file up."""
+        if not self._failing:
+            _log.warning("checks cannot be recorded: %s", error.strerror)
+        self._failing = True
+        self._no_file_before_us = self._clock.monotonic_us() + RETRY_US
+        self._until_us = 0
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.discard()
+            self._file = None
+
+    def _make_room(self) -> None:
+        """Remove the oldest files until there is room for one more; one that may still be written counts as full."""
+        room = self._max_bytes // FILES
+        since_us = self._clock.now_us() - 2 * FILE_S * US_PER_S
+        total, removable = room, []
+        for path in sorted(self._directory.iterdir()):
+            named = FILE_NAME.fullmatch(path.name)
+            if named is None:
+                continue
+            is_written = named[2] == PART and int(named[1]) > since_us
+            with suppress(FileNotFoundError):  # other processes make room, too
+                size = max(room, path.stat().st_size) if is_written else path.stat().st_size
+                total += size
+                if not is_written:
+                    removable.append((path, size))
+        for path, size in removable:
+            if total <= self._max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _publish(file: Appender, end: bytes) -> None:
+    file.append(end)
+    file.publish(file.path.with_suffix(WHOLE))
+    file.close()
+
+
+def _trace_of(directory: Path) -> bytes:
+    """Return the number of the trace in a directory; the first process that records there makes both.
+
+    Raises:
+        StartupError: the directory cannot be made or read, or has something else in the place of the number.
+    """
+    path = directory / TRACE_FILE
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _make_trace(path)
+        trace = path.read_bytes()
+    except OSError as error:
+        message = f"RECORD_DIR: {directory} cannot be used: {error.strerror}"
+        raise StartupError(message) from error
+    if len(trace) != TRACE_BYTES:
+        message = f"RECORD_DIR: {path} is not what a node wrote; remove it to begin another trace"
+        raise StartupError(message)
+    return trace
+
+
+def _make_trace(path: Path) -> None:
+    draft = path.with_suffix(f".{secrets.token_hex(8)}")
+    draft.touch(mode=0o600)
+    try:
+        draft.write_bytes(secrets.token_bytes(TRACE_BYTES))
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)
+    finally:
+        draft.unlink()

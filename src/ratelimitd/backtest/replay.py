@@ -1,0 +1,218 @@
+"""Replays a trace by other rules: the limiter of a node, at the times of the trace, on buckets that begin fresh.
+
+Decides nothing of its own: each check goes to :class:`ratelimitd.limiter.limiter.Limiter`, as bulk checks do. See ADR
+0063.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Final, TypeAlias, cast
+
+from ratelimitd.backtest.recorder import PART, WHOLE
+from ratelimitd.backtest.trace import End, Kind, Recorded, TraceReader, checks_of
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import SystemClock
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import TraceInvalidError
+from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.limiter.scopes import Scope
+from ratelimitd.model import Check, Decision, Limit, Outcome, Rule
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.book import RuleBook
+
+MAX_BUCKETS: Final = 1_000_000
+"""As many as a node holds by default. Beyond them the least recently used begin fresh, which is counted."""
+
+_SECRET: Final = bytes(32)
+"""Buckets of a replay are in nobody's reach."""
+
+
+class Trace:
+    """The whole files of a trace, each of which has been read once, so that nothing is replayed of a broken one.
+
+    ``paths`` are files, or directories, whose unfinished files are left out and counted. ``first_us`` and ``last_us``
+    are in µs since the Unix epoch.
+
+    Raises:
+        TraceInvalidError: a file is no whole trace, or they are of different traces, or there is none.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self.checks = self.lost = self.holds = 0
+        self.kinds: list[Kind] = []
+        self.counts: list[int] = []
+        """Checks of each kind."""
+        self.share = 1.0
+        """The smallest share of the identities of which a file has the checks."""
+        self.first_us, self.last_us = 1 << 62, 0
+        self._numbers: dict[Kind, int] = {}
+        self._writers: dict[bytes, list[Path]] = {}
+        self._identities: set[bytes] = set()
+        self._trace = b""
+        self.unfinished = 0
+        for path in paths:
+            files = [path]
+            if path.is_dir():
+                files = sorted(path.glob(f"*{WHOLE}"))
+                self.unfinished += len([*path.glob(f"*{PART}")])
+            for file in files:
+                self._verify(file)
+        if not self.checks:
+            message = f"{paths[0]} has no whole file of a trace; a node ends one after 5 minutes and when it stops"
+            raise TraceInvalidError(message)
+
+    @property
+    def identities(self) -> int:
+        """Number of first identities."""
+        return len(self._identities)
+
+    @property
+    def planned(self) -> frozenset[str]:
+        """The identifier types of identities with plans."""
+        return frozenset(
+            kind
+            for one in self.kinds
+            for kind, plan in zip(one.types, one.plans, strict=False)
+            if plan
+        )
+
+    def __iter__(self) -> Iterator[Recorded]:
+        """Yield the checks in their order; those of several processes by their time."""
+        streams = [
+            chain.from_iterable(map(self._checks, paths)) for paths in self._writers.values()
+        ]
+        return streams[0] if len(streams) == 1 else merge(*streams, key=itemgetter(0))
+
+    def _verify(self, path: Path) -> None:
+        with path.open("rb") as file:
+            reader = TraceReader(file, str(path))
+            if self._trace not in {b"", reader.trace}:
+                message = f"{path} is of another trace than the files before it"
+                raise TraceInvalidError(message)
+            self._trace = reader.trace
+            self._writers.setdefault(reader.writer, []).append(path)
+            for block in reader.blocks():
+                self.first_us = min(self.first_us, *block.times)
+                self.last_us = max(self.last_us, *block.times)
+                self.checks += len(block.times)
+                self.lost += block.lost
+                self._identities.update(block.identities)
+                counts = Counter(block.numbers)
+                for number, kind in enumerate(block.kinds):
+                    self._count(kind, counts[number])
+            end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
+            self.holds += end.holds
+            self.share = min(self.share, end.share)
+
+    def _count(self, kind: Kind, checks: int) -> None:
+        number = self._numbers.get(kind)
+        if number is None:
+            number = self._numbers[kind] = len(self.kinds)
+            self.kinds.append(kind)
+            self.counts.append(0)
+        self.counts[number] += checks
+
+    def _checks(self, path: Path) -> Iterator[Recorded]:
+        numbers = self._numbers
+        with path.open("rb") as file:
+            for block in TraceReader(file, str(path)).blocks():
+                yield from checks_of(block, [numbers[kind] for kind in block.kinds])
+
+
+class RecordedPlans(Assignments):
+    """The plans that identities had when a check was recorded: those of the check that is being replayed."""
+
+    __slots__ = ("_planned", "current")
+
+    def __init__(self, planned: frozenset[str]) -> None:
+        super().__init__()
+        self._planned = planned
+        self.current: dict[str, str] = {}
+
+    def has_type(self, identifier_type: str) -> bool:
+        """Return whether any identity of this type has a plan in the trace."""
+        return identifier_type in self._planned
+
+    def plan_of(
+        self, identifier_type: str, identifier: bytes, now_us: int
+    ) -> tuple[str, int] | None:
+        """Return the plan that an identity of this type has in the current check, without its end."""
+        del identifier, now_us
+        plan = self.current.get(identifier_type, "")
+        return (plan, 0) if plan else None
+
+
+Judged: TypeAlias = Outcome | Decision
+"""What came of a check. Allowed, retry delay and reason have the same places in both."""
+
+
+class Replayer:
+    """Judges the checks of a trace by rules, in their order."""
+
+    def __init__(self, trace: Trace, rules: Sequence[Rule]) -> None:
+        self.table = BucketTable(MAX_BUCKETS, callers_time=True)
+        self._plans = RecordedPlans(trace.planned)
+        self._limiter = Limiter(
+            buckets=self.table,
+            clock=SystemClock(),
+            stats=CheckStats(),
+            timestamps="server",
+            keys=BucketKeys(_SECRET),
+            on_error=_raise,
+            assignments=self._plans,
+        )
+        self._limiter.replace_book(RuleBook.of(rules, 1))
+        self._kinds = trace.kinds
+        self.scopes = [self._scope(kind) for kind in trace.kinds]
+        """What judges checks of each kind, by its number; ``None``: no limit."""
+        # Those that bulk checks charge themselves: one bucket, of the first identity, at once.
+        self._plain = [
+            scope
+            if scope is not None
+            and not (scope.several or scope.windows or kind.peek or kind.max_wait_ms)
+            else None
+            for kind, scope in zip(trace.kinds, self.scopes, strict=True)
+        ]
+
+    def judge(self, check: Recorded) -> Judged:
+        """Return what the rules say of a check, and charge it."""
+        at_us, identity, cost, number, _, further = check
+        scope = self._plain[number]
+        if scope is not None:
+            # Own buckets always have an answer.
+            return cast("Judged", self._limiter.charge(identity, scope, at_us, cost))
+        kind = self._kinds[number]
+        self._plans.current = dict(zip(kind.types, kind.plans, strict=False))
+        also = tuple(zip(kind.types[1:], further, strict=True))
+        asked = Check(
+            identity, kind.types[0], kind.endpoint, cost, 0, kind.peek, also, kind.max_wait_ms
+        )
+        return cast("Judged", self._limiter.check(asked, at_us))
+
+    def limit_of(self, check: Recorded, judged: Judged) -> tuple[Rule | None, Limit | None, str]:
+        """Return the rule and the limit that decided a check, and its plan."""
+        scope = self._plain[check[3]]
+        if scope is not None:
+            return scope.rule, scope.told, scope.plan
+        decision = cast("Decision", judged)
+        return decision.rule, decision.limit, decision.plan
+
+    def _scope(self, kind: Kind) -> Scope | None:
+        self._plans.current = dict(zip(kind.types, kind.plans, strict=False))
+        also = tuple([(one, b"") for one in kind.types[1:]])
+        asked = Check(b"", kind.types[0], kind.endpoint, also=also)
+        judging = self._limiter.scopes.judging_of(asked, 0)
+        return judging if isinstance(judging, Scope) else None
+
+
+def _raise(error: Exception) -> None:
+    """Let an error end the replay, which a node would answer fail-open."""
+    raise error

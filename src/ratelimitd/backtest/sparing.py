@@ -1,0 +1,82 @@
+"""The smallest limit that spares most identities, by the algorithm itself. Pure.
+
+Each limit is looked at alone. A larger one of the same window denies an identity nothing that a smaller one allows, so
+halving finds the smallest, and each step leaves fewer identities to look at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeAlias
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.model import INT32_MAX, Limit
+
+SPARED_PERCENT: Final = 99
+
+Demand: TypeAlias = "array[int]"
+"""What one bucket was asked for: time in µs since the Unix epoch and cost, by turns, in the order of the checks."""
+
+
+def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PERCENT) -> int:
+    """Return the smallest limit that denies nothing to ``percent`` of the buckets, in tokens per window.
+
+    A burst keeps its ratio to the limit. 0: no limit does, or no bucket was asked for anything.
+    """
+    wanted = -(-len(demands) * percent // 100)
+    if not wanted:
+        return 0
+    left = [
+        _Asked(sum(costs), max(costs), one) for one, costs in ((one, one[1::2]) for one in demands)
+    ]
+    # Nothing is denied by a limit of all that is asked for.
+    low, high = 1, sorted([one.total for one in left])[wanted - 1]
+    if high > INT32_MAX:
+        return 0
+    spared = 0
+    while low < high:
+        middle = (low + high) // 2
+        passed, denied = _divided(_scaled(limit, middle), left)
+        if spared + len(passed) >= wanted:
+            high, left = middle, passed
+        else:
+            low, left = middle + 1, denied
+            spared += len(passed)
+    return low
+
+
+class _Asked(NamedTuple):
+    """A demand, the tokens of all its checks, and those of its most expensive one."""
+
+    total: int
+    most: int
+    demand: Demand
+
+
+def _scaled(limit: Limit, tokens: int) -> Limit:
+    burst = limit.burst and min(-(-limit.burst * tokens // limit.limit), INT32_MAX)
+    return replace(limit, limit=tokens, burst=burst)
+
+
+def _divided(limit: Limit, asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
+    """Return those to whom a limit denies nothing, and the others."""
+    capacity = limit.capacity
+    passed: list[_Asked] = []
+    denied: list[_Asked] = []
+    for one in asked:
+        total, most, demand = one
+        passes = total <= capacity or (most <= capacity and _passes(limit, demand))
+        (passed if passes else denied).append(one)
+    return passed, denied
+
+
+def _passes(limit: Limit, demand: Demand) -> bool:
+    decide, state = DECIDE[limit.algorithm], None
+    for at_us, cost in zip(demand[::2], demand[1::2], strict=True):
+        outcome = decide(state, limit, at_us, cost)
+        if not outcome[0]:
+            return False
+        state = outcome[5]
+    return True

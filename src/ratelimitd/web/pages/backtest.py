@@ -1,0 +1,212 @@
+"""``/backtest``: who would be denied by edited rules among the checks that were recorded, before they are saved.
+
+The replay runs in a process of its own, as the command does: it takes seconds of a core. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ratelimitd.backtest.recorder import FILE_NAME, WHOLE
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import US_PER_S, Rule
+from ratelimitd.rpc.interface import RpcError
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.rules_file import dump_rules, dump_rules_json, parse_rules
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.validation import RuleRow
+from ratelimitd.web.api.http_call import Requirement
+from ratelimitd.web.pages.errors import Cause, Refused
+from ratelimitd.web.pages.page_base import Fields, Frame
+
+MAX_WINDOW_BYTES: Final = 50_000_000
+"""Of a window the newest files of this size are replayed: two million checks, some 10 s."""
+
+MAX_WINDOWS: Final = 288
+"""Files that can be picked: of a day, if the node is not too busy."""
+
+MAX_RULES: Final = 2_000
+"""Rules of a book that is replayed here: writing it for the other process takes the event loop for 20 ms."""
+
+REPLAY_S: Final = 60.0
+"""Longest replay."""
+
+COMMAND: Final = (
+    sys.executable, "-P", "-c",
+    "import os; os.nice(10); from ratelimitd.cli import main; raise SystemExit(main())", "backtest",
+)  # fmt: skip
+
+_REPLAYED: Final = {0, 4}
+"""Statuses of a command that has replayed."""
+
+WINDOWS: Final[Mapping[str, float]] = {"the last hour": 3_600, "the last day": 86_400}
+"""Names of windows that end now, and how long they are, in seconds."""
+
+EXAMPLE: Final = "rules: []\n"
+
+
+class BacktestPage:
+    """The endpoints. ``directory`` is RECORD_DIR, ``None`` without; ``now_s`` is Unix time."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        directory: Path | None,
+        book: Callable[[], RuleBook | None],
+        *,
+        may_administer: Requirement,
+        types: Collection[str],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._frame = frame
+        self._directory = directory
+        self._book = book
+        self._may_administer = may_administer
+        self._types = types
+        self._now_s = now_s
+        self._one = asyncio.Lock()
+
+    def routes(self) -> list[BaseRoute]:
+        """Where they are."""
+        return [
+            Route("/backtest", self._frame.reading(self.show)),
+            Route("/backtest", self._frame.posting(self.replay), methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """The form; the parameter ``rule`` is the id of the rule to edit."""
+        book = self._book()
+        rule = book.get(request.query_params.get("rule", "")) if book else None
+        text = EXAMPLE if rule is None else dump_rules([_draft_of(rule)])
+        return await self._page(request, next(iter(WINDOWS)), text)
+
+    async def replay(self, request: Request, fields: Fields) -> Response:
+        """What the rules of the form would do, in the place of those of the same endpoint and type."""
+        self._admit(request)
+        window, text = fields.get("window", ""), fields.get("rules", "")
+        try:
+            edited = parse_rules(text.encode(), self._types)
+        except RuleInvalidError as error:
+            wrong = "; ".join(f"{field}: {what}" for field, what in error.violations)
+            return await self._page(request, window, text, status_code=422, wrong=wrong)
+        rules = self._with(edited)
+        paths = _within(await self._files(), window, self._now_s())
+        problem = ""
+        if len(rules) > MAX_RULES:
+            problem = f"There are more than {MAX_RULES} rules: use ratelimitd backtest."
+        elif not paths:
+            problem = "Nothing was recorded then."
+        elif self._one.locked():
+            problem = "Another replay is running. Try again in some seconds."
+        if problem:
+            return await self._page(request, window, text, status_code=409, problem=problem)
+        async with self._one:
+            report, problem = await _replayed(paths, dump_rules_json(rules).encode())
+        status = 200 if report else 500
+        return await self._page(
+            request, window, text, status_code=status, report=report, problem=problem
+        )
+
+    def _admit(self, request: Request) -> None:
+        try:
+            self._may_administer(self._frame.call(request, request.url.path))
+        except RpcError as error:
+            raise Refused(Cause.NOT_ALLOWED, error.message) from None
+
+    def _with(self, edited: Iterable[RuleDraft]) -> list[RuleDraft]:
+        """Return the rules of the book, with the edited ones in their places; at most one more than is replayed."""
+        book = self._book()
+        rules = islice(book.rules(), MAX_RULES + 1) if book is not None else ()
+        drafts = [_draft_of(rule) for rule in rules]
+        return [*{(one.endpoint, one.identifier_type): one for one in (*drafts, *edited)}.values()]
+
+    async def _files(self) -> list[Path]:
+        return [] if self._directory is None else await asyncio.to_thread(_files, self._directory)
+
+    async def _page(
+        self, request: Request, window: str, text: str, *, status_code: int = 200, **context: Any
+    ) -> Response:
+        given = {"wrong": "", "problem": "", "report": None, **context}
+        windows = [*WINDOWS, *map(_begin, await self._files())]
+        return self._frame.page(
+            request,
+            "backtest.html",
+            status_code=status_code,
+            is_on=self._directory is not None,
+            window=window,
+            windows=windows,
+            rules=text,
+            **given,
+        )
+
+
+def _draft_of(rule: Rule) -> RuleDraft:
+    """Return a rule as a file has it, without its id, which tells nothing here."""
+    row = RuleRow.of(rule)
+    # A member of an enumeration is no text for the writer of YAML.
+    return row._replace(algorithm=str(row.algorithm)).draft()
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the newest whole files, the newest first."""
+    with suppress(OSError):
+        files = [path for path in directory.iterdir() if FILE_NAME.fullmatch(path.name)]
+        return sorted([path for path in files if path.suffix == WHOLE], reverse=True)[:MAX_WINDOWS]
+    return []
+
+
+def _begin(path: Path) -> str:
+    """Return when a file was begun; it may be from a little earlier."""
+    at_s = int(path.name[:16]) // US_PER_S
+    return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ").removesuffix("+00:00") + " UTC"
+
+
+def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:
+    """Return the newest files of a window, in their order, as many as are replayed here."""
+    if window in WINDOWS:
+        since_us = (now_s - WINDOWS[window]) * US_PER_S
+        files = [path for path in files if int(path.name[:16]) >= since_us]
+    else:
+        files = [path for path in files if _begin(path) == window]
+    found: list[Path] = []
+    size = 0
+    for path in files:
+        with suppress(FileNotFoundError):  # it was dropped just now
+            size += path.stat().st_size
+            if found and size > MAX_WINDOW_BYTES:
+                break
+            found.append(path)
+    return found[::-1]
+
+
+async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, Any] | None, str]:
+    """Run the command; returns its report, or what is wrong."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, *map(str, paths), "--rules", "-", "--json",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(REPLAY_S):
+            out, problem = await process.communicate(rules)
+    except TimeoutError:
+        return None, f"The replay took more than {REPLAY_S:.0f} s: use ratelimitd backtest."
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode in _REPLAYED:
+        report: Mapping[str, Any] = json.loads(out)
+        return report, ""
+    return None, problem.decode(errors="replace").removeprefix("Error: ").strip()

@@ -1,0 +1,54 @@
+"""A limiter whose checks are recorded, at a time that is set by hand."""
+
+import pytest
+
+from ratelimitd.backtest.recorder import TraceRecorder
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.testing import ManualClock
+
+
+class Recording:
+    """One process that records into a directory, and what it works with."""
+
+    def __init__(self, directory, *rules, share=1.0, max_bytes=1 << 24, secret=b"k" * 32):
+        self.directory = directory
+        self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
+        self.keys = BucketKeys(secret)
+        self.recorder = TraceRecorder(
+            directory,
+            keys=self.keys,
+            assignments=self.assignments,
+            clock=self.clock,
+            stats=self.stats,
+            share=share,
+            max_bytes=max_bytes,
+        )
+        self.limiter = Limiter(
+            buckets=BucketTable(100_000, callers_time=True),
+            clock=self.clock,
+            stats=self.stats,
+            timestamps="caller",
+            keys=self.keys,
+            assignments=self.assignments,
+            recorder=self.recorder,
+        )
+        if rules:
+            self.put(*rules)
+
+    def put(self, *rules):
+        self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    @property
+    def files(self):
+        """The names of the files with checks."""
+        return sorted(one.name for one in self.directory.iterdir() if one.name != "trace-id")
+
+
+@pytest.fixture
+def record(tmp_path):
+    return lambda *rules, **options: Recording(tmp_path / "trace", *rules, **options)

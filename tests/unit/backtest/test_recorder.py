@@ -1,0 +1,343 @@
+import asyncio
+import errno
+import shutil
+from zlib import crc32
+
+import pytest
+
+from ratelimitd.backtest import recorder as module
+from ratelimitd.backtest.recorder import BLOCK_CHECKS, CHECKS_PER_TURN, FILE_S, TraceRecorder
+from ratelimitd.backtest.replay import Trace
+from ratelimitd.backtest.trace import Kind
+from ratelimitd.buckets.appender import Appender
+from ratelimitd.errors import StartupError
+from ratelimitd.model import Algorithm, Check, Rule
+from ratelimitd.services.bulk_checks import BulkChecks
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+ORDERS = Rule("a", "/orders", "user", limit=2, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+CHECK = Check(b"alice@example.org", "user", "/orders")
+
+
+async def test_checks_are_recorded_with_their_time_cost_and_verdict(record):
+    at = record(ORDERS)
+    now_us = at.clock.now_us()
+    at.limiter.check(CHECK)
+    at.clock.advance(seconds=1)
+    at.limiter.check(CHECK._replace(cost=2))
+    at.limiter.check(CHECK._replace(peek=True, max_wait_ms=5, timestamp=1_700_000_000))
+    at.limiter.check(CHECK._replace(endpoint="/unruled"))
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert trace.kinds == [
+        Kind(("user",), "/orders"),
+        Kind(("user",), "/orders", peek=True, max_wait_ms=5),
+        Kind(("user",), "/unruled"),
+    ]
+    [identity] = {check[1] for check in trace}
+    assert [*trace] == [
+        (now_us, identity, 1, 0, 1, ()),
+        (now_us + 1_000_000, identity, 2, 0, 0, ()),
+        (1_700_000_000_000_000, identity, 1, 1, 1, ()),
+        (now_us + 1_000_000, identity, 1, 2, 1, ()),
+    ]
+    assert at.stats.recorded == {"written": 4, "lost": 0}
+
+
+async def test_further_identities_and_plans_are_recorded(record):
+    at = record(ORDERS)
+    at.assignments.put("tenant", b"acme", "gold", 0)
+    at.limiter.check(CHECK._replace(also=(("tenant", b"acme"), ("ip", b"10.0.0.1"))))
+    at.limiter.check(CHECK._replace(also=(("ip", b"10.0.0.1"),)))
+    at.limiter.check(Check(b"acme", "tenant", "/orders"))
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert trace.kinds == [
+        Kind(("user", "tenant", "ip"), "/orders", plans=("", "gold", "")),
+        Kind(("user", "ip"), "/orders"),
+        Kind(("tenant",), "/orders", plans=("gold",)),
+    ]
+    first, second, third = trace
+    assert first[1] == second[1]
+    assert first[5] == (third[1], second[5][0])
+
+
+async def test_no_identifier_is_in_a_trace(record):
+    at = record(ORDERS)
+    identifiers = [b"alice@example.org", b"10.1.2.3", b"sk-live-1234567890", b"acme-inc"]
+    for identifier in identifiers:
+        also = (("tenant", b"acme-inc"),)
+        at.limiter.check(Check(identifier, "user", "/orders", also=also))
+        at.limiter.check(Check(identifier, "api_key", "/orders"))
+    await at.recorder.drain()
+    content = b"".join(path.read_bytes() for path in at.directory.iterdir())
+    names = " ".join(path.name for path in at.directory.iterdir()).encode()
+    for identifier in identifiers:
+        assert identifier not in content
+        assert identifier.hex().encode() not in content + names
+
+
+async def test_digests_are_of_one_trace_and_one_secret(tmp_path, record):
+    def identity_of(recording):
+        [check] = Trace(recording.directory)
+        return check[1]
+
+    found = []
+    for directory, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("b", b"l" * 32)):
+        at = type(record())(tmp_path / directory, ORDERS, secret=secret)
+        at.limiter.check(CHECK)
+        await at.recorder.drain()
+        found.append({check[1] for check in Trace(at.directory)})
+    assert len(found[0] | found[1] | found[2]) == 3
+    assert len(found[2]) == 2
+
+
+async def test_a_share_of_the_identities_is_recorded_and_of_those_every_check(record):
+    at = record(ORDERS, share=0.25)
+    users = [b"user-%d" % number for number in range(400)]
+    for user in users * 2:
+        at.limiter.check(Check(user, "user", "/orders"))
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert 60 < trace.identities < 140
+    assert trace.checks == 2 * trace.identities
+    assert trace.share == 0.25
+
+
+async def test_bulk_checks_are_recorded_once_each(record):
+    at = record(ORDERS)
+    at.assignments.put("user", b"free", "unlimited", 0)
+    bulk = BulkChecks(at.limiter, at.stats, lambda: 0.0)
+    asked = [("a", "/orders"), ("a", "/orders"), ("a", "/orders"), ("free", "/orders"), ("a", "/x")]
+    answers = bulk.answer_calls(
+        [
+            pb.RateLimitRequest(
+                identifier=who, identifier_type="user", endpoint=endpoint, tokens_requested=1
+            ).SerializeToString()
+            for who, endpoint in asked
+        ]
+    )
+    allowed = [one and pb.RateLimitResponse.FromString(one).allowed for one in answers]
+    assert allowed == [True, True, False, True, True]
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert [check[4] for check in trace] == [1, 1, 0, 1, 1]
+    assert [trace.kinds[check[3]].plans for check in trace] == [(), (), (), ("unlimited",), ()]
+
+
+async def test_bulk_checks_without_an_answer_are_left_to_the_general_path(record):
+    at = record(ORDERS)
+    bulk = BulkChecks(at.limiter, at.stats, lambda: 0.0)
+    message = pb.RateLimitRequest(
+        identifier="a", identifier_type="user", endpoint="/orders"
+    ).SerializeToString()
+    questions = bulk.read([message])
+    at.limiter.charge = lambda *_: None
+    assert BulkChecks.answer(bulk, questions) == [None]
+    at.recorder.note = pytest.fail
+    await at.recorder.drain()
+    assert at.files == []
+
+
+async def test_a_recorder_without_a_share_is_asked_for_nothing(record):
+    at = record(ORDERS, share=0.0)
+    at.recorder.note = pytest.fail
+    at.limiter.check(CHECK)
+    await at.recorder.drain()
+    assert at.files == []
+
+
+async def test_without_rules_nothing_is_recorded(record):
+    at = record()
+    assert at.limiter.check(CHECK).allowed
+    await at.recorder.drain()
+    assert at.files == []
+
+
+async def test_a_file_is_whole_when_its_time_is_over(record):
+    at = record(ORDERS)
+    for number in range(BLOCK_CHECKS):
+        at.limiter.check(Check(b"%d" % number, "user", "/orders"))
+    await at.recorder.step()
+    assert [name[-5:] for name in at.files] == [".part"]
+    at.clock.advance(seconds=FILE_S - 1)
+    at.limiter.check(CHECK)
+    await at.recorder.step()
+    assert [name[-5:] for name in at.files] == [".part"]
+    at.clock.advance(seconds=1)
+    await at.recorder.step()
+    assert [name[-6:] for name in at.files] == [".trace"]
+    assert Trace(at.directory).checks == BLOCK_CHECKS + 1
+
+
+async def test_a_quiet_node_writes_its_file_when_its_time_is_over(record):
+    at = record(ORDERS)
+    at.limiter.check(CHECK)
+    await at.recorder.step()
+    at.clock.advance(seconds=FILE_S)
+    at.limiter.check(CHECK)
+    await at.recorder.step()
+    assert [name[-6:] for name in at.files] == [".trace"]
+
+
+async def test_holds_are_counted(record):
+    at = record(ORDERS)
+    for _ in range(BLOCK_CHECKS):
+        at.limiter.check(CHECK)
+    await at.recorder.step()
+    at.stats.holds["made"] += 3
+    await at.recorder.drain()
+    assert Trace(at.directory).holds == 3
+
+
+async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatch):
+    monkeypatch.setattr(module, "FILES", 4)
+    at = record(ORDERS, max_bytes=4 * 100_000)
+    (at.directory / "notes.txt").write_text("kept")
+    foreign = at.directory / f"{0:016d}-{0:016x}.part"
+    foreign.write_bytes(bytes(50_000))
+    fresh = at.directory / f"{at.clock.now_us():016d}-{0:016x}.part"
+    fresh.write_bytes(b"")
+    for number in range(8):
+        at.clock.advance(seconds=1)
+        for who in range(BLOCK_CHECKS):
+            at.limiter.check(Check(b"%d" % who, "user", f"/{number}"))
+        await at.recorder.step()
+        await at.recorder.step()
+    await at.recorder.drain()
+    sizes = [path.stat().st_size for path in at.directory.glob("*.trace")]
+    assert sum(sizes) <= 400_000
+    assert [kind.endpoint for kind in Trace(at.directory).kinds] == ["/5", "/6", "/7"]
+    assert not foreign.exists()
+    assert fresh.exists()
+    assert (at.directory / "notes.txt").exists()
+
+
+async def test_what_is_noted_is_bounded_and_what_is_lost_is_told(record, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NOTED", 10)
+    at = record(ORDERS)
+    for _ in range(25):
+        at.limiter.check(CHECK)
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert (trace.checks, trace.lost) == (10, 15)
+    assert at.stats.recorded == {"written": 10, "lost": 15}
+
+
+async def test_other_work_is_done_between_many_checks(record):
+    at = record(ORDERS)
+    for _ in range(2 * CHECKS_PER_TURN):
+        at.limiter.check(CHECK)
+    turns = []
+    task = asyncio.create_task(at.recorder.step())
+    while not task.done():
+        turns.append(1)
+        await asyncio.sleep(0)
+    assert len(turns) >= 3
+
+
+async def test_a_step_that_is_cancelled_loses_nothing(record):
+    at = record(ORDERS)
+    for _ in range(3 * CHECKS_PER_TURN):
+        at.limiter.check(CHECK)
+    task = asyncio.create_task(at.recorder.step())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await at.recorder.drain()
+    assert Trace(at.directory).checks == 3 * CHECKS_PER_TURN
+
+
+async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypatch, caplog):
+    at = record(ORDERS)
+    broken = True
+    append = Appender.append
+
+    def appended(self, data, *, durable=False):
+        if broken and len(data) > 1_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, data, durable=durable)
+
+    monkeypatch.setattr(Appender, "append", appended)
+
+    async def fill():
+        for _ in range(BLOCK_CHECKS):
+            at.limiter.check(CHECK)
+        await at.recorder.step()
+
+    await fill()
+    await fill()  # is not tried
+    assert at.files == []
+    at.clock.advance(seconds=60)
+    await fill()
+    assert at.stats.recorded == {"written": 0, "lost": 3 * BLOCK_CHECKS}
+    assert [one.getMessage() for one in caplog.records] == [
+        "checks cannot be recorded: No space left on device"
+    ]
+    broken = False
+    at.clock.advance(seconds=60)
+    await fill()
+    await at.recorder.drain()
+    trace = Trace(at.directory)
+    assert (trace.checks, trace.lost) == (BLOCK_CHECKS, 3 * BLOCK_CHECKS)
+
+
+async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
+    at = record(ORDERS)
+    at.limiter.check(CHECK)
+
+    def publish(_self, _name):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Appender, "publish", publish)
+    await at.recorder.drain()
+    assert at.files == []
+
+
+async def test_a_directory_that_is_gone_costs_checks(record):
+    at = record(ORDERS)
+    shutil.rmtree(at.directory)
+    at.limiter.check(CHECK)
+    await at.recorder.drain()
+    assert at.stats.recorded == {"written": 0, "lost": 1}
+
+
+async def test_it_records_until_it_is_cancelled(record, monkeypatch):
+    monkeypatch.setattr(module, "STEP_S", 0)
+    at = record(ORDERS)
+    task = asyncio.create_task(at.recorder.run())
+    at.limiter.check(CHECK)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not at.recorder._noted
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await at.recorder.drain()
+    assert Trace(at.directory).checks == 1
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path, record):
+    (tmp_path / "trace").write_text("")
+    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace cannot be used: File exists"):
+        record()
+
+
+def test_something_else_in_the_place_of_the_number_is_named(record):
+    at = record()
+    (at.directory / "trace-id").write_bytes(b"?")
+    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace-id is not what a node wrote"):
+        record()
+
+
+def test_processes_that_begin_at_once_have_one_trace(record, tmp_path):
+    directory = tmp_path / "trace"
+    first = record()
+    path = directory / "trace-id"
+    number = path.read_bytes()
+    module._make_trace(path)
+    assert path.read_bytes() == number
+    assert [one.name for one in directory.iterdir()] == ["trace-id"]
+    assert isinstance(first.recorder, TraceRecorder)
+    assert first.recorder.seed == crc32(number)
+    assert path.stat().st_mode & 0o077 == 0
+    assert directory.stat().st_mode & 0o077 == 0

@@ -1,0 +1,330 @@
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.backtest import replay, report
+from ratelimitd.backtest.recorder import FILE_S
+from ratelimitd.backtest.replay import Replayer, Trace
+from ratelimitd.backtest.report import Retries, backtest
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import TraceInvalidError
+from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.model import (
+    Algorithm,
+    Calendar,
+    Check,
+    Enforcement,
+    Limit,
+    Period,
+    Plan,
+    Reason,
+    Rule,
+)
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.testing import ManualClock
+
+FIXED, BUCKET, LOG = Algorithm.FIXED_WINDOW, Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW
+
+
+def rule(tokens, endpoint="/orders", kind="user", algorithm=FIXED, **more):
+    return Rule(
+        f"{endpoint} {kind}",
+        endpoint,
+        kind,
+        limit=tokens,
+        algorithm=algorithm,
+        **{"window_seconds": 60, **more},
+    )
+
+
+EVERYTHING = [
+    rule(9, algorithm=BUCKET, burst=20, plans=(Plan("gold", (rule(40),)),)),
+    rule(25, "/search", algorithm=LOG),
+    rule(
+        60,
+        "*",
+        more=(
+            Limit(limit=4, window_seconds=1, algorithm=BUCKET, name="second"),
+            Limit(
+                limit=2,
+                window_seconds=60,
+                algorithm=LOG,
+                name="candidate",
+                enforcement=Enforcement.OBSERVE,
+            ),
+            Limit(
+                limit=90,
+                window_seconds=86_400,
+                algorithm=FIXED,
+                name="day",
+                calendar=Calendar(Period.DAY, "Europe/Berlin"),
+            ),
+        ),
+    ),
+    rule(300, "**", "tenant", BUCKET),
+    rule(40, "/search", "tenant+user"),
+    rule(2_000, "*", "all", LOG, window_seconds=1),
+]
+
+
+def random_checks(count, seed=7):
+    """Checks of every kind, at times of callers who do not agree about them."""
+    chosen = random.Random(seed)
+    now_us = 1_700_006_399_000_000
+    for _ in range(count):
+        now_us += chosen.randrange(200_000)
+        yield Check(
+            b"user-%d" % min(int(chosen.paretovariate(0.7)), 50),
+            "user",
+            chosen.choice(["/orders", "/search", "/other"]),
+            chosen.choice([1, 1, 1, 2, 30]),
+            now_us - chosen.choice([0, 0, 0, 900_000]),
+            peek=chosen.random() < 0.1,
+            also=(("tenant", b"t-%d" % chosen.randrange(3)),) if chosen.random() < 0.5 else (),
+            max_wait_ms=chosen.choice([0, 0, 2_000]),
+        )
+
+
+async def recorded(at, checks):
+    decisions = []
+    for number, check in enumerate(checks):
+        decisions.append(at.limiter.check(check))
+        if not number % 100:
+            await at.recorder.step()
+    await at.recorder.drain()
+    return decisions
+
+
+@pytest.mark.parametrize(
+    "count",
+    [4_000, pytest.param(1_000_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
+async def test_a_replay_is_decision_by_decision_a_live_node_with_callers_time(record, count):
+    at = record(*EVERYTHING, max_bytes=1 << 30)
+    at.assignments.put("user", b"user-1", "gold", 0)
+    at.assignments.put("user", b"user-2", "unlimited", 0)
+    at.assignments.put("user", b"user-3", "blocked", 0)
+    decisions = await recorded(at, random_checks(count))
+    trace = Trace(at.directory)
+    replayer = Replayer(trace, EVERYTHING)
+    assert len({decision.reason for decision in decisions}) == 4
+    for check, live in zip(trace, decisions, strict=True):
+        judged = replayer.judge(check)
+        deciding = replayer.limit_of(check, judged)
+        assert judged[0] == live.allowed == check[4]
+        assert judged[3:5] == live[3:5] or live.reason is Reason.BLOCKED
+        assert deciding[0] == live.rule
+        assert deciding[2] == live.plan
+
+
+async def test_other_rules_are_as_a_live_node_with_them(record):
+    at = record(rule(5, "*"))
+    checks = [*random_checks(3_000)]
+    await recorded(at, checks)
+    trace = Trace(at.directory)
+    replayer = Replayer(trace, EVERYTHING)
+    live = Limiter(
+        buckets=BucketTable(100_000, callers_time=True),
+        clock=ManualClock(),
+        stats=CheckStats(),
+        timestamps="caller",
+        keys=BucketKeys(b"another secret, of 32 bytes, yes"),
+        assignments=Assignments(),
+    )
+    live.replace_book(RuleBook.of(EVERYTHING, 1))
+    for check, recorded_check in zip(checks, trace, strict=True):
+        assert replayer.judge(recorded_check)[:5] == live.check(check)[:5]
+
+
+async def traced(record, *checks, limit=2):
+    """Record checks, each an identifier and how many seconds after the one before it."""
+    at = record(rule(limit))
+    for identifier, after_s in checks:
+        at.clock.advance(seconds=after_s)
+        at.limiter.check(Check(identifier, "user", "/orders"))
+    await at.recorder.drain()
+    return Trace(at.directory)
+
+
+async def test_a_report_says_who_would_be_denied_beside_who_was(record):
+    trace = await traced(record, *[(b"a", 1)] * 4, (b"b", 1), (b"a", 60), limit=3)
+    report = backtest(trace, [rule(1)])
+    assert (report.checks, report.identities) == (6, 2)
+    assert (report.denied_before, report.denied) == (1, 3)
+    assert (report.newly_denied, report.newly_allowed) == (2, 0)
+    assert (report.identities_denied_before, report.identities_denied) == (1, 1)
+    [named] = report.named
+    assert (named.identifier_type, named.denied_before, named.denied) == ("user", 1, 3)
+    assert named.longest_s == 63
+    assert report.pauses_s == (63, 63, 63)
+    assert report.endpoints == [("/orders", "user", 6, 1, 3)]
+    [limit] = report.limits
+    assert limit[3:] == (3, 2, 1, 4)
+    assert sum(now for _, now in report.bins) == 3
+    assert sum(before for before, _ in report.bins) == 1
+
+
+async def test_rules_that_allow_more_are_seen_as_well(record):
+    trace = await traced(record, *[(b"a", 1)] * 4, limit=1)
+    report = backtest(trace, [rule(3)])
+    assert (report.newly_denied, report.newly_allowed) == (0, 2)
+    assert (report.denied_before, report.denied) == (3, 1)
+    assert report.pauses_s == (0, 0, 0)
+
+
+async def test_an_allowed_check_ends_a_pause_whatever_it_was(record):
+    trace = await traced(record, (b"a", 1), (b"a", 1), (b"a", 4), limit=1)
+    bucket = rule(12, algorithm=BUCKET, burst=1)
+    report = backtest(trace, [bucket])
+    assert (report.denied, report.newly_allowed, report.pauses_s[2]) == (1, 1, 4)
+
+
+async def test_without_rules_nothing_is_denied(record):
+    report = backtest(await traced(record, *[(b"a", 1)] * 4), [])
+    assert (report.denied, report.limits, report.named) == (0, [], [])
+
+
+async def test_a_plan_that_blocks_is_no_limits_denial(record):
+    at = record(rule(5))
+    at.assignments.put("user", b"a", "blocked", 0)
+    at.limiter.check(Check(b"a", "user", "/orders"))
+    await at.recorder.drain()
+    report = backtest(Trace(at.directory), [rule(5)])
+    assert (report.denied, report.limits) == (1, [])
+
+
+async def test_peeks_are_judged_and_not_counted(record):
+    at = record(rule(1))
+    for peek in (False, True, True):
+        at.limiter.check(Check(b"a", "user", "/orders", peek=peek))
+    await at.recorder.drain()
+    report = backtest(Trace(at.directory), [rule(1)])
+    assert (report.checks, report.denied, report.endpoints[0].checks) == (1, 0, 1)
+
+
+async def test_callers_who_try_again_at_once_take_what_comes_free(record):
+    trace = await traced(record, (b"a", 1), (b"a", 0.9), (b"b", 9), (b"b", 9))
+    rules = [rule(1, window_seconds=1, algorithm=BUCKET)]
+    report = backtest(trace, rules, Retries.IMMEDIATE)
+    assert (report.denied, report.retried, report.allowed_later) == (1, 1, 1)
+    assert report.pauses_s == (0.1, 0.1, 0.1)
+
+
+async def test_callers_who_back_off_wait_as_long_as_they_are_told(record):
+    trace = await traced(record, (b"a", 1), (b"a", 0), (b"a", 0), (b"b", 100))
+    rules = [rule(1, window_seconds=10, algorithm=BUCKET)]
+    report = backtest(trace, rules, Retries.BACKOFF)
+    # Both are told 10 s; the second finds the token gone, and comes again.
+    assert (report.denied, report.retried, report.allowed_later) == (2, 3, 2)
+
+
+async def test_callers_give_up_in_the_end(record):
+    trace = await traced(record, (b"a", 1), (b"a", 0), (b"b", 9))
+    report = backtest(trace, [rule(1)], Retries.IMMEDIATE)
+    assert (report.denied, report.retried, report.allowed_later) == (1, 3, 0)
+
+
+async def test_a_limit_of_a_calendar_has_no_sparing_one(record):
+    trace = await traced(record, (b"a", 1), (b"a", 1))
+    day = rule(1, window_seconds=86_400, calendar=Calendar(Period.DAY, "UTC"))
+    [limit] = backtest(trace, [day]).limits
+    assert (limit.denied, limit.sparing) == (1, 0)
+
+
+async def test_sparing_limits_of_several_identities_are_of_their_combination(record):
+    at = record(rule(100))
+    for tenant in (b"t", b"t", b"u"):
+        at.limiter.check(Check(b"a", "user", "/orders", also=(("tenant", tenant),)))
+    await at.recorder.drain()
+    limits = backtest(
+        Trace(at.directory), [rule(1, kind="tenant+user"), rule(1, "**", "all")]
+    ).limits
+    assert [(one.identities, one.sparing) for one in limits] == [(2, 2), (1, 3)]
+
+
+async def test_in_a_very_long_trace_no_sparing_limits_are_looked_for(record, monkeypatch):
+    trace = await traced(record, (b"a", 1), (b"a", 1))
+    monkeypatch.setattr(report, "MAX_DEMANDED", 1)
+    assert [one.sparing for one in backtest(trace, [rule(1)]).limits] == [0]
+
+
+async def test_buckets_that_do_not_fit_are_counted(record, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_BUCKETS", 2)
+    trace = await traced(record, *[(b"%d" % number, 1) for number in range(9)])
+    assert backtest(trace, [rule(1)]).evicted > 0
+
+
+async def test_what_a_limiter_cannot_judge_ends_the_replay(record):
+    trace = await traced(record, (b"a", 1))
+    broken = replace(rule(1), more=(Limit(limit=1, window_seconds=60, algorithm=LOG, name="x"),))
+    replayer = Replayer(trace, [broken])
+    replayer.table.apply_all = None
+    with pytest.raises(TypeError):
+        replayer.judge(next(iter(trace)))
+
+
+async def test_files_of_several_processes_are_one_trace_by_time(record):
+    first, second = record(rule(5)), record(rule(5))
+    second.clock.advance(us=500_000)
+    for _ in range(3):
+        for at in (first, second):
+            at.limiter.check(Check(b"a", "user", "/orders"))
+            at.clock.advance(seconds=1)
+    await first.recorder.drain()
+    await second.recorder.drain()
+    trace = Trace(first.directory)
+    times = [check[0] for check in trace]
+    assert len(times) == 6
+    assert times == sorted(times)
+    assert trace.identities == 1
+
+
+async def test_unfinished_files_are_left_out_and_counted(record):
+    at = record(rule(5))
+    at.limiter.check(Check(b"a", "user", "/orders"))
+    await at.recorder.step()
+    at.clock.advance(seconds=FILE_S)
+    await at.recorder.step()
+    (at.directory / "0-0.part").write_bytes(b"")
+    trace = Trace(at.directory)
+    assert (trace.checks, trace.unfinished) == (1, 1)
+    assert backtest(trace, []).unfinished == 1
+
+
+async def test_one_file_of_a_trace_is_one_as_well(record):
+    at = record(rule(5))
+    at.limiter.check(Check(b"a", "user", "/orders"))
+    await at.recorder.drain()
+    [path] = at.directory.glob("*.trace")
+    assert Trace(path).checks == 1
+
+
+async def test_files_of_different_traces_are_refused(record, tmp_path):
+    for directory in ("a", "b"):
+        at = type(record())(tmp_path / directory, rule(5))
+        at.limiter.check(Check(b"a", "user", "/orders"))
+        await at.recorder.drain()
+    [path] = (tmp_path / "b").glob("*.trace")
+    shutil.copy(path, tmp_path / "a" / "z.trace")
+    with pytest.raises(TraceInvalidError, match=r"z.trace is of another trace than the files"):
+        Trace(tmp_path / "a")
+
+
+async def test_a_broken_file_is_named_before_anything_is_replayed(record):
+    at = record(rule(5))
+    at.limiter.check(Check(b"a", "user", "/orders"))
+    await at.recorder.drain()
+    [path] = at.directory.glob("*.trace")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TraceInvalidError, match=r"\.trace is cut: the block at byte "):
+        Trace(at.directory)
+
+
+def test_a_directory_without_whole_files_is_no_trace(tmp_path):
+    with pytest.raises(TraceInvalidError, match="has no whole file of a trace"):
+        Trace(tmp_path)

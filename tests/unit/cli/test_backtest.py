@@ -1,0 +1,151 @@
+"""`backtest`: what other rules would have done with a trace, as text, JSON and a picture; what is wrong is named."""
+
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
+from ratelimitd.cli.backtest import backtest
+from ratelimitd.cli.options import help_of
+
+AT_US = 1_700_006_400_000_000
+TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 2, window: 1m, algorithm: fixed_window}]"
+WIDE = TIGHT.replace("limit: 2", "limit: 100")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Four checks a second apart, of which the last was denied, and one of somebody else."""
+    directory = tmp_path / "trace"
+    directory.mkdir()
+    block = Block(
+        kinds=[Kind(("user",), "/orders")],
+        times=[AT_US + second * 1_000_000 for second in range(5)],
+        identities=[b"\xaa" * 8] * 4 + [b"\xbb" * 8],
+        costs=[1] * 5,
+        numbers=[0] * 5,
+        allowed=[1, 1, 1, 0, 1],
+        lost=7,
+    )
+    octets = header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(End(5, 2, 0.25))
+    (directory / "1.trace").write_bytes(octets)
+    (directory / "2.part").write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def rules(tmp_path):
+    def write(text):
+        file = tmp_path / "rules.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
+    ended = run("backtest", trace, "--rules", rules(TIGHT))
+    assert (ended.status, ended.err) == (4, "")
+    assert ended.out == (
+        "5 checks of 2 identities, 2023-11-15T00:00:00Z to 2023-11-15T00:00:04Z\n"
+        "  denied             2 (40.00 %), was 1\n"
+        "  newly denied       1\n"
+        "  newly allowed      0\n"
+        "  identities denied  1, was 1\n"
+        "  denied for         median 1.0 s, 99 % 1.0 s, longest 1.0 s\n"
+        "\n"
+        "ENDPOINT  TYPES  CHECKS  WAS DENIED  DENIED\n"
+        "/orders   user        5           1       2\n"
+        "\n"
+        "RULE     TYPE  LIMIT  PER S  ALGORITHM     DENIED  IDENTITIES  SPARES 99 %\n"
+        "/orders  user  2         60  fixed_window       2  1 of 2                4\n"
+        "\n"
+        "IDENTITY          TYPE  WAS DENIED  DENIED  LONGEST S\n"
+        "aaaaaaaaaaaaaaaa  user           1       2  1.0\n"
+        "25 % of the identities were recorded: limits that several identities share see only these checks\n"
+        "7 checks could not be recorded\n"
+        "2 holds were made meanwhile, and are not in the trace\n"
+        "files that are not finished, and were left out: 1\n"
+    )
+
+
+def test_rules_that_deny_nothing_new_end_it_with_0(run, trace, rules):
+    ended = run("backtest", trace, "-f", rules(WIDE), "--json")
+    assert ended.status == 0
+    report = json.loads(ended.out)
+    assert (report["denied"], report["denied_before"], report["newly_allowed"]) == (0, 1, 1)
+    assert report["limits"][0]["sparing"] == 4
+    assert report["pauses_s"] == {"median": 0, "p99": 0, "longest": 0}
+
+
+def test_a_trace_without_a_judging_rule_and_without_denials_is_short(run, trace, rules):
+    ended = run("backtest", trace, "-f", rules("rules: []"))
+    assert ended.status == 0
+    assert "RULE " not in ended.out
+    assert "IDENTITY " not in ended.out
+
+
+def test_plans_names_and_observed_limits_are_told_apart(run, trace, rules):
+    text = """\
+rules:
+  - endpoint: /orders
+    identifier_type: user
+    limits:
+      - {name: minute, limit: 2, window: 1m, algorithm: fixed_window}
+      - {name: hour, limit: 1, window: 1h, algorithm: fixed_window, enforcement: observe}
+"""
+    out = run("backtest", trace, "-f", rules(text)).out
+    assert "/orders  user  2 (minute)             60" in out
+    assert "/orders  user  1 (hour), observed   3600" in out
+
+
+def test_callers_may_try_again(run, trace, rules):
+    out = run("backtest", trace, "-f", rules(TIGHT), "--retries", "immediate").out
+    assert "  retries            6, 0 allowed\n" in out
+
+
+def test_it_draws_a_picture(run, trace, rules, tmp_path):
+    file = tmp_path / "denials.svg"
+    run("backtest", trace, "-f", rules(TIGHT), "--picture", file)
+    picture = ET.fromstring(file.read_text())  # noqa: S314 -- our own
+    assert picture.findtext("{*}title") == "denied by these rules: 2 of 5 checks; was: 1"
+    assert len(picture.findall("{*}path")) == 2
+
+
+def test_a_picture_that_cannot_be_written_is_named(run, trace, rules, tmp_path):
+    ended = run("backtest", trace, "-f", rules(TIGHT), "--picture", tmp_path / "no" / "x.svg")
+    assert (ended.status, ended.out) == (2, "")
+    assert "--picture: cannot write" in ended.err
+
+
+def test_a_broken_trace_is_named_and_nothing_is_printed(run, trace, rules):
+    file = trace / "1.trace"
+    file.write_bytes(file.read_bytes()[:-3])
+    ended = run("backtest", trace, "-f", rules(TIGHT))
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith(f"Error: {file} is cut: the block at byte ")
+
+
+def test_a_trace_that_is_not_there_is_named(run, rules, tmp_path):
+    ended = run("backtest", tmp_path / "none", "-f", rules(TIGHT))
+    assert (ended.status, ended.out) == (2, "")
+    assert (
+        ended.err == f"Error: TRACE: cannot read {tmp_path / 'none'}: No such file or directory\n"
+    )
+
+
+def test_a_wrong_file_is_named_with_the_place_of_each_error(run, trace, rules):
+    ended = run("backtest", trace, "-f", rules(TIGHT.replace("limit: 2", "limit: 0")))
+    assert (ended.status, ended.out) == (1, "")
+    assert "is refused, nothing was replayed:\n  rules[0].limit: " in ended.err
+
+
+def test_a_file_that_is_not_there_is_named(run, trace, tmp_path):
+    ended = run("backtest", trace, "-f", tmp_path / "none.yaml")
+    assert ended.status == 2
+    assert ended.err.startswith("Error: --rules: cannot read ")
+
+
+def test_its_help_has_an_example():
+    assert "ratelimitd backtest trace -f new.yaml" in help_of(backtest)

@@ -1,0 +1,151 @@
+import asyncio
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
+from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web.pages import backtest as module
+from tests.page_visitor import PageVisitor, text_of
+
+TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 1, window: 1m, algorithm: fixed_window}]"
+NOW_US = ManualClock().now_us()
+
+
+@pytest.fixture
+def trace(tmp_path):
+    directory = tmp_path / "trace"
+    directory.mkdir()
+    for begun_us, checks in ((NOW_US - 7_200_000_000, 1), (NOW_US - 600_000_000, 3)):
+        block = Block(
+            kinds=[Kind(("user",), "/orders")],
+            times=[begun_us + number for number in range(checks)],
+            identities=[b"\xaa" * 8] * checks,
+            costs=[1] * checks,
+            numbers=[0] * checks,
+            allowed=[1] * checks,
+        )
+        octets = header(b"T" * 16, b"W" * 8) + encode_block(block)
+        file = directory / f"{begun_us:016d}-{0:016x}.trace"
+        file.write_bytes(octets + encode_end(End(checks, 2, 0.5)))
+    (directory / f"{NOW_US:016d}-{0:016x}.part").write_bytes(b"")
+    (directory / "trace-id").write_bytes(b"T" * 16)
+    return directory
+
+
+@pytest_asyncio.fixture
+async def node(clock, tmp_path, trace):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(TIGHT.replace("limit: 1", "limit: 9"))
+    async with running_node(clock=clock, rules_file=rules, record_dir=trace) as found:
+        yield found
+
+
+async def replay(visitor, window="the last hour", rules=TIGHT):
+    answer = await visitor.post("/backtest", {"window": window, "rules": rules})
+    return answer.status_code, text_of(answer)
+
+
+async def test_edited_rules_are_tried_before_they_are_saved(visitor, node):
+    status, text = await replay(visitor)
+    assert status == 200
+    assert "2 newly denied of 3 checks" in text
+    assert "Denied 2, was 0" in text
+    assert "default: 1 in 1 min 2 1 of 1 3" in text
+    assert "aaaaaaaaaaaaaaaa user 0 2" in text
+    assert "50.0 % of the identities" in text
+    assert "0 checks, 2 holds" in text
+    [rule] = node._limiter.book.rules()
+    assert rule.limit == 9
+
+
+async def test_without_an_edit_the_rules_of_the_node_are_tried(visitor):
+    text = (await replay(visitor, "the last day", "rules: []"))[1]
+    assert "nothing newly denied of 4 checks" in text
+    assert "default: 9 in 1 min" in text
+
+
+async def test_one_file_is_a_window(visitor):
+    page = await visitor.get("/backtest")
+    assert "2023-11-14 22:00:00 UTC" in page.text
+    assert "of 1 checks" in (await replay(visitor, "2023-11-14 22:00:00 UTC"))[1]
+
+
+async def test_a_rule_is_there_to_be_edited(visitor, node):
+    [rule] = node._limiter.book.rules()
+    text = text_of(await visitor.get(f"/backtest?rule={rule.id}"))
+    assert "endpoint: /orders" in text
+    assert "rules: []" in text_of(await visitor.get("/backtest?rule=none"))
+
+
+async def test_a_wrong_rule_is_named_at_its_place(visitor):
+    status, text = await replay(visitor, rules=TIGHT.replace("limit: 1", "limit: 0"))
+    assert status == 422
+    assert "rules[0].limit: " in text
+
+
+@pytest.mark.parametrize("window", ["", "2020-01-01 00:00:00 UTC"])
+async def test_a_window_without_checks_is_told(visitor, window):
+    status, text = await replay(visitor, window)
+    assert status == 409
+    assert "Nothing was recorded then." in text
+
+
+async def test_a_book_that_is_too_large_is_for_the_command(visitor, monkeypatch):
+    monkeypatch.setattr(module, "MAX_RULES", 0)
+    status, text = await replay(visitor)
+    assert status == 409
+    assert "more than 0 rules: use ratelimitd backtest" in text
+
+
+async def test_the_newest_files_of_a_long_window_are_replayed(visitor, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WINDOW_BYTES", 200)
+    assert "of 3 checks" in (await replay(visitor, "the last day"))[1]
+
+
+async def test_a_broken_trace_is_named(visitor, trace):
+    file = sorted(trace.glob("*.trace"))[1]
+    file.write_bytes(file.read_bytes()[:-1])
+    status, text = await replay(visitor)
+    assert status == 500
+    assert ".trace is cut: the block at byte" in text
+
+
+async def test_one_replay_runs_at_a_time(visitor, monkeypatch):
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def replayed(_paths, _rules):
+        begun.set()
+        await may_end.wait()
+        return None, "It was slow."
+
+    monkeypatch.setattr(module, "_replayed", replayed)
+    first = asyncio.create_task(replay(visitor))
+    await begun.wait()
+    assert "Another replay is running" in (await replay(visitor))[1]
+    may_end.set()
+    assert "It was slow." in (await first)[1]
+
+
+async def test_a_replay_that_takes_too_long_ends(visitor, monkeypatch):
+    monkeypatch.setattr(module, "REPLAY_S", 0.0)
+    assert "took more than 0 s: use ratelimitd backtest" in (await replay(visitor))[1]
+
+
+async def test_without_recording_there_is_nothing_to_pick():
+    async with running_node() as node, PageVisitor(node.http_address) as visitor:
+        assert "This node records no checks" in text_of(await visitor.get("/backtest"))
+        status, text = await replay(visitor)
+        assert status == 409
+        assert "Nothing was recorded then." in text
+
+
+async def test_a_directory_that_is_gone_is_as_good_as_empty(visitor, trace):
+    trace.rename(trace.with_name("gone"))
+    assert (await visitor.get("/backtest")).status_code == 200
+
+
+async def test_it_is_for_administrators(tmp_path):
+    options = {"admin_token": "t" * 16, "record_dir": tmp_path / "x"}
+    async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
+        assert (await visitor.get("/backtest")).status_code == 303
