@@ -22,9 +22,6 @@ FOCUSED = """
 }
 """
 
-SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-"""Whether the page is wider than its window."""
-
 
 def violations(page: Page) -> list[str]:
     """What keeps somebody from using the page: the rule of axe-core, and the elements that break it."""

@@ -20,7 +20,7 @@ from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
-from ratelimitd.observe.node_status import NodeStatus
+from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
@@ -34,11 +34,15 @@ IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l�
 
 
 class PaintedLive:
-    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them."""
+    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them.
+
+    ``strained``: with the longest names and figures that there may be, and everything in trouble.
+    """
 
     ended = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, strained: bool = False) -> None:
+        self._strained = strained
         chance = random.Random(1)
         now_ms = int(time.time() * 1_000)
         self._samples = [
@@ -64,6 +68,8 @@ class PaintedLive:
             NodeView(_status(number, samples), is_this=number == 0, age_s=0.0, gone=False)
             for number, samples in enumerate(self._samples)
         ]
+        if self._strained:
+            return _strained(self.history[-1], nodes)
         return Overview(
             total=self.history[-1],
             nodes=nodes,
@@ -82,13 +88,13 @@ class PaintedLive:
 
 
 @contextlib.contextmanager
-def painted(count: int) -> Iterator[str]:
-    """``host:port`` of a page that shows so many nodes."""
+def painted(count: int, *, strained: bool = False) -> Iterator[str]:
+    """``host:port`` of a page that shows so many nodes, as :class:`PaintedLive` does."""
     addresses: list[str] = []
     ready, done = Event(), Event()
 
     def with_paint(parts: Parts) -> ASGIApp:
-        return application(replace(parts, live=PaintedLive(count)))
+        return application(replace(parts, live=PaintedLive(count, strained=strained)))
 
     async def run() -> None:
         with patch("ratelimitd.node.node.application", with_paint):
@@ -157,4 +163,41 @@ def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
         excess_bound_ratio=0.06,
         admin_token_digest="",
         sample=samples[-1],
+    )
+
+
+LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
+
+
+def _strained(total: Sample, nodes: Sequence[NodeView]) -> Overview:
+    def trouble(node: NodeView) -> NodeView:
+        status = replace(
+            node.status,
+            node_id=f"{node.status.node_id}-ratelimitd-7f9c6d5b8-x2x9q",
+            grpc_address="ratelimitd-7f9c6d5b8-x2x9q.ratelimitd.svc.cluster.local:9090",
+            http_address="ratelimitd-7f9c6d5b8-x2x9q.ratelimitd.svc.cluster.local:8080",
+            rules_revision=12_345_678,
+            healthy=False,
+            shared_state_connected=False,
+            hit_ratio=0.1234,
+            hit_ratio_met=False,
+            breaker_state="half_open",
+            retry_s=29.6,
+            sync_lag_s=12_345.6,
+            clock_error_s=-12_345.6,
+            excess_ratio=12.345,
+            sample=total._replace(allowed_per_s=1_234_567.8, fail_open_per_s=1_234_567.8),
+        )
+        gone = not node.is_this
+        return node._replace(status=status, gone=gone, age_s=59.0 if gone else 0.0)
+
+    return Overview(
+        total=total,
+        nodes=[trouble(node) for node in nodes],
+        unheard_s=None,
+        shares=True,
+        endpoints=[DeniedEndpoint(LONG, 1_234_567.0)],
+        identifiers=[DeniedIdentifier("0", "api_key+session+user", "m" * 64, 1_234_567.0)],
+        holds=[HeldLimit(LONG, "api_key+session+user", "n" * 32, 1_234_567, 1_234_567_890)],
+        unmatched=[DeniedEndpoint(LONG, 1_234_567.0)],
     )

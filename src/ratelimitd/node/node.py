@@ -309,6 +309,9 @@ class Node:
                 ratelimit_headers=self._settings.ratelimit_headers,
                 queue=self._queue,
                 types=self._settings.known_types,
+                on_breaker_open=self._settings.on_breaker_open
+                if self._settings.consistency == "eventual"
+                else "",
             )
         )
         # Ends the streams of open pages, which would delay the drain.

@@ -287,6 +287,8 @@ class Parts:
     """Reads and writes large JSON in turn with the large calls of gRPC."""
     types: Sequence[str]
     """Identifier types that requests may name."""
+    on_breaker_open: str
+    """The setting; empty for a strict node, which has no state of its own to go by."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -315,6 +317,7 @@ def application(parts: Parts) -> ASGIApp:
         front_page(parts.grpc_address),
         may_administer=parts.may_administer,
         actor=parts.actor,
+        on_breaker_open=parts.on_breaker_open,
     )
     routes: list[BaseRoute] = [
         *overview.routes(),

@@ -159,7 +159,11 @@ _log = logging.getLogger(__name__)
 
 
 class OverviewPage:
-    """The page and its stream. ``may_administer`` guards names; ``actor`` says who the log names for asking."""
+    """The page and its stream.
+
+    ``may_administer`` guards names; ``actor`` says who the log names for asking; ``on_breaker_open`` is the setting,
+    empty where there is no choice.
+    """
 
     def __init__(
         self,
@@ -169,8 +173,10 @@ class OverviewPage:
         *,
         may_administer: Requirement,
         actor: Callable[[Call], str],
+        on_breaker_open: str = "",
     ) -> None:
         self._frame = frame
+        self._on_breaker_open = on_breaker_open
         self._live = live
         self._words = words
         self._may_administer = may_administer
@@ -231,7 +237,8 @@ class OverviewPage:
             parts[name] = self._frame.fragment(f"overview_{name}.html", **context)
         return parts
 
-    @staticmethod
-    def _context(overview: Overview, history: Sequence[Sample], *, named: bool) -> dict[str, Any]:
-        view = view_of(overview, history, named=named)
+    def _context(
+        self, overview: Overview, history: Sequence[Sample], *, named: bool
+    ) -> dict[str, Any]:
+        view = view_of(overview, history, named=named, on_breaker_open=self._on_breaker_open)
         return {"view": view, "headings": headings_of(view), "summary": summary_of(history)}
