@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.history import History, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
 from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
@@ -26,6 +26,9 @@ from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
 
 PEAK_PER_S = 4_200.0
+KEPT_S = 900
+AGO_S = [*range(86_400 - 60, KEPT_S, -60), *range(KEPT_S - 2, -1, -2)]
+"""When samples were taken: each minute of a day, and every two seconds of the last quarter of an hour."""
 OUTAGE = range(210, 222)
 """Samples in which the shared state was away."""
 
@@ -46,10 +49,10 @@ class PaintedLive:
         chance = random.Random(1)
         now_ms = int(time.time() * 1_000)
         self._samples = [
-            [_sample(number, now_ms, 1 / count, chance) for number in range(MAX_SAMPLES)]
-            for _ in range(count)
+            [_sample(ago_s, now_ms, 1 / count, chance) for ago_s in AGO_S] for _ in range(count)
         ]
-        self.history = [summed(samples) for samples in zip(*self._samples, strict=True)]
+        self._history = History(summed(samples) for samples in zip(*self._samples, strict=True))
+        self.history = self._history.samples
 
     def listen(self, listener: Listener) -> None:
         """There are no more steps, but one at once, which the page waits for."""
@@ -64,14 +67,15 @@ class PaintedLive:
     def overview(self, *, named: bool = False) -> Overview:
         """The last moment of the history."""
         assert not named
+        total = summed([samples[-1] for samples in self._samples])
         nodes = [
             NodeView(_status(number, samples), is_this=number == 0, age_s=0.0, gone=False)
             for number, samples in enumerate(self._samples)
         ]
         if self._strained:
-            return _strained(self.history[-1], nodes)
+            return _strained(total, nodes)
         return Overview(
-            total=self.history[-1],
+            total=total,
             nodes=nodes,
             unheard_s=None,
             shares=True,
@@ -111,8 +115,9 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
     thread.join()
 
 
-def _sample(number: int, now_ms: int, share: float, chance: random.Random) -> Sample:
+def _sample(ago_s: int, now_ms: int, share: float, chance: random.Random) -> Sample:
     """One of a load that comes in two waves, with a burst that is mostly denied."""
+    number = (KEPT_S - 2 - ago_s) // 2
     wave = 0.62 + 0.22 * math.sin(number / 47) + 0.1 * math.sin(number / 11)
     asked = share * PEAK_PER_S * wave * chance.uniform(0.94, 1.06)
     burst = math.exp(-(((number - 330) / 22) ** 2))
@@ -128,15 +133,15 @@ def _sample(number: int, now_ms: int, share: float, chance: random.Random) -> Sa
     counts = [round(checks * part) for part in shares]
     counts += [0] * (len(LATENCY_BOUNDS_S) + 1 - len(counts))
     return Sample(
-        at_ms=now_ms - 2_000 * (MAX_SAMPLES - 1 - number),
+        at_ms=now_ms - 1_000 * ago_s,
         allowed_per_s=asked - blocked,
         blocked_per_s=blocked,
         fail_open_per_s=asked * 0.3 if away else 0.0,
         looked_per_s=asked,
         known_per_s=asked * (0.991 - 0.03 * burst),
         latency_counts=tuple(counts),
-        buckets=round(share * (61_000 + 40 * number + 6_000 * burst)),
-        memory_bytes=round(118e6 + 4e4 * number),
+        buckets=round(share * (70_000 + 9_000 * math.sin(number / 300) + 6_000 * burst)),
+        memory_bytes=round(136e6 + 4e6 * math.sin(number / 300)),
         loop_lag_s=0.0004,
     )
 

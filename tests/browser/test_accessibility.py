@@ -205,6 +205,10 @@ def test_without_javascript_all_forms_work_and_numbers_are_there(node, visit):
     expect(page.get_by_role("status")).to_contain_text("The change was stored.")
     page.goto("/")
     expect(page.get_by_role("main")).to_contain_text("Allowed")
+    expect(page.get_by_role("table", name="Means")).to_contain_text("99 % within")
+    assert page.locator("svg:visible, button[type=button]:visible").count() == 0
+    page.get_by_role("link", name="1 h").click()
+    expect(page.get_by_role("heading", name="The last hour")).to_be_visible()
     page.goto(f"{rule}/delete")
     press(page, "Delete the rule")
     expect(page.get_by_role("status")).to_contain_text("The rule was deleted.")

@@ -1,4 +1,4 @@
-"""The state of the node and its cluster, now and over the last 15 minutes, for the page.
+"""The state of the node and its cluster, now and over the last 24 hours, for the page.
 
 Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
 looks, reads what they tell. Without an open page it reads only every ten seconds, so that a page that is opened has a
@@ -20,7 +20,7 @@ from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.model import US_PER_S, InFlight
 from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, summed
+from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, Span, summed
 from ratelimitd.observe.metrics import NodeParts, resident_bytes
 from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, decode, encode
 
@@ -125,10 +125,9 @@ class Live:
         self.ended = False
         """End the steps of a stopping node."""
 
-    @property
-    def history(self) -> Sequence[Sample]:
-        """Return the samples of all nodes over the last 15 minutes, oldest first."""
-        return self._history.samples
+    def history(self, span: Span) -> Sequence[Sample]:
+        """Return the samples of all nodes over one of :data:`ratelimitd.observe.history.SPANS`, oldest first."""
+        return self._history.samples(span)
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` after each step from now on, and at the end."""

@@ -6,7 +6,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import Denials, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import SAMPLE_S, Sample
+from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
 from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
 from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
 from ratelimitd.testing import ManualClock
@@ -118,7 +118,7 @@ async def test_a_node_that_is_alone_shows_itself():
     assert overview.unheard_s is None
     assert not overview.shares
     assert overview.total == overview.this.sample
-    assert [sample.at_ms for sample in scene.live.history] == [
+    assert [sample.at_ms for sample in scene.live.history(SPANS["15m"])] == [
         scene.now_ms - 4_000,
         scene.now_ms - 2_000,
         scene.now_ms,
@@ -189,7 +189,7 @@ async def test_two_nodes_of_one_name_are_both_shown(scene):
 async def test_with_nobody_looking_the_others_are_read_now_and_then(scene):
     await scene.steps(2 * STEPS_UNSEEN)
     assert scene.board.reads == 2
-    assert len(scene.live.history) == 2
+    assert len(scene.live.history(SPANS["15m"])) == 2
 
 
 async def test_while_somebody_looks_they_are_read_in_each_step(scene):

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
-from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.history import SPANS, Sample, Span, folded, summed
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.web.pages.rendering import (
@@ -25,6 +25,7 @@ from ratelimitd.web.pages.rendering import (
     seconds,
     short,
     size,
+    time_of_day,
 )
 
 P99: Final = 6
@@ -32,7 +33,7 @@ HIT_RATIO: Final = 7
 """Columns of a row that the chart summaries use."""
 
 
-@lru_cache(maxsize=2 * MAX_SAMPLES)
+@lru_cache(maxsize=2 * sum(span.most for span in SPANS.values()))
 def row(sample: Sample) -> Sequence[float | None]:
     """A sample as the charts take it.
 
@@ -199,6 +200,37 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
             f"now {short(now.buckets)}, at most {short(max(one.buckets for one in history))}",
         ),
     )
+
+
+TABLE_ROWS: Final = 12
+
+
+class TableRow(NamedTuple):
+    """One line of the table that stands in for the charts."""
+
+    until: str
+    figures: Sequence[str]
+
+
+TABLE_HEADINGS: Final = ("Allowed", "Blocked", "Fail-open", "99 % within", "Hit ratio", "Buckets")
+
+
+def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
+    """The charts as a table, newest first: means of a twelfth of the span each."""
+    return [
+        TableRow(
+            time_of_day(one.at_ms // 1_000),
+            (
+                short(one.allowed_per_s),
+                short(one.blocked_per_s),
+                short(one.fail_open_per_s),
+                milliseconds(one.percentile_ms(0.99)),
+                percent(one.hit_ratio),
+                short(one.buckets),
+            ),
+        )
+        for one in reversed(folded(history, span.kept_s // TABLE_ROWS))
+    ]
 
 
 def _course(now: float, highest: float) -> str:
