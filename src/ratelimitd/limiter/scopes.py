@@ -341,6 +341,7 @@ class Scopes:
         types: tuple[str, ...],
         plan: str,
     ) -> Scope:
+        self._stats.used_rules.add(rule.id)
         is_observed = limit.enforcement is Enforcement.OBSERVE
         as_of_book = self._as_of_book(book, limit)
         return Scope(

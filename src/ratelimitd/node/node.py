@@ -33,12 +33,13 @@ from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.startup import feed_of
 from ratelimitd.node.transports import CAUSES, server_of
-from ratelimitd.observe import history
+from ratelimitd.observe import history, rule_traffic
 from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import EMBEDDED, Health
 from ratelimitd.observe.live import WATCH_S, Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
@@ -120,6 +121,7 @@ class Node:
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
+        self._rule_traffic = RuleTraffic(self.stats, self._clock.now_us)
         self._assignments = Assignments()
         self._health = Health(
             node_id=self.node_id,
@@ -294,6 +296,7 @@ class Node:
                 hosts=self._settings.http_names,
                 methods=methods,
                 live=live,
+                rule_traffic=self._rule_traffic,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
                 holds_admin_token=access.holds_admin_token,
@@ -488,6 +491,7 @@ class Node:
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
         )
         background.every(history.SAMPLE_S, "live view", live.step)
+        background.every(rule_traffic.STEP_S, "rule traffic", self._rule_traffic.sample)
         background.every(WATCH_S, "verdict", live.watch)
         return live
 

@@ -36,6 +36,7 @@ from ratelimitd import __version__
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
@@ -264,6 +265,8 @@ class Parts:
     assignments: Assignments
     """The plans of identities in force."""
     audit: AuditReader
+    rule_traffic: RuleTraffic
+    """What the rules decide on this node."""
     live: LiveStatus
     """What the overview shows."""
     may_read: Requirement
@@ -323,7 +326,9 @@ def application(parts: Parts) -> ASGIApp:
         *overview.routes(),
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
-        *RulesPages(frame, services, parts.book, trail, types=parts.types).routes(),
+        *RulesPages(
+            frame, services, parts.book, trail, traffic=parts.rule_traffic, types=parts.types
+        ).routes(),
         *PlansPage(
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
         ).routes(),

@@ -14,6 +14,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
@@ -21,14 +22,12 @@ from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import (
     PERIODS,
-    STATES,
     RuleForm,
-    RuleQuery,
     consequences,
     differences,
-    place_of,
-    search,
 )
+from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
+from ratelimitd.web.pages.traffic_view import SORT_WORDS, traffic_of
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
@@ -63,6 +62,7 @@ class RulesPages:
         book: Callable[[], RuleBook | None],
         trail: AuditTrail,
         *,
+        traffic: RuleTraffic,
         types: Sequence[str] = tuple(IdentifierType),
     ) -> None:
         self._types = types
@@ -70,6 +70,7 @@ class RulesPages:
         self._services = services
         self._book = book
         self._trail = trail
+        self._traffic = traffic
 
     def routes(self) -> list[BaseRoute]:
         """Where the pages are."""
@@ -90,19 +91,14 @@ class RulesPages:
         """The rules that are looked for, a page of them."""
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
-        found = await search(book, query)
-        earlier = later = ""
-        if found.rules and found.first > 1:
-            earlier = query.address("before", place_of(found.rules[0]))
-        if found.last < found.total and found.rules:
-            later = query.address("after", place_of(found.rules[-1]))
+        found = await search(book, query, self._traffic.of)
         return self._frame.page(
             request,
             "rules.html",
             query=query,
             found=found,
-            earlier=earlier,
-            later=later,
+            traffic={rule.id: traffic_of(rule.id, self._traffic) for rule in found.rules},
+            sorts=SORT_WORDS,
             revision=book.revision,
             loaded=self._book() is not None,
             done=DONE.get(request.query_params.get("done", ""), ""),
