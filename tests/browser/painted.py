@@ -11,12 +11,16 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 from unittest.mock import patch
 
 from starlette.types import ASGIApp
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
+from ratelimitd.model import US_PER_S
+from ratelimitd.node.node import Node
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import History, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
@@ -25,6 +29,7 @@ from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
 
+RULES = Path(__file__).parents[2] / "examples/rules.yaml"
 PEAK_PER_S = 4_200.0
 KEPT_S = 900
 AGO_S = [*range(86_400 - 60, KEPT_S, -60), *range(KEPT_S - 2, -1, -2)]
@@ -102,7 +107,8 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
 
     async def run() -> None:
         with patch("ratelimitd.node.node.application", with_paint):
-            async with running_node(node_id="n1") as node:
+            async with running_node(node_id="n1", rules_file=RULES) as node:
+                await _paint_rules(node)
                 addresses.append(node.http_address)
                 ready.set()
                 await asyncio.to_thread(done.wait)
@@ -113,6 +119,25 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
     yield addresses[0]
     done.set()
     thread.join()
+
+
+async def _paint_rules(node: Node) -> None:
+    """An hour of traffic of all rules but the last, the second of which blocks much."""
+    limiter, traffic, chance = node._limiter, node._rule_traffic, random.Random(2)
+    assert limiter is not None
+    assert limiter.book is not None
+    now_us = int(time.time() * 1e6)
+    rules = sorted(limiter.book.rules(), key=lambda rule: rule.endpoint, reverse=True)[1:]
+    for number in range(361):
+        at_us = now_us - (360 - number) * 10 * US_PER_S
+        traffic._now_us = partial(int, at_us)
+        for place, rule in enumerate(rules):
+            wave = 1 + 0.5 * math.sin(number / 13 + place)
+            counters = node.stats.rule_counters(rule.id)
+            node.stats.used_rules.add(rule.id)
+            counters[0] += round(10 * wave * 40 / (place + 1) * chance.uniform(0.9, 1.1))
+            counters[1] += round(9 * wave * 20 * (place == 1) * chance.uniform(0.5, 1.5))
+        await traffic.sample()
 
 
 def _sample(ago_s: int, now_ms: int, share: float, chance: random.Random) -> Sample:

@@ -51,9 +51,9 @@ def _minute(time):
     return 60 * hours + minutes
 
 
-@pytest.mark.parametrize("touch", [False, True])
-def test_a_pointer_is_told_the_values_of_its_moment_and_then_those_of_now(cluster, visit, touch):
-    page = visit(cluster, has_touch=touch).go("/")
+def test_a_pointer_is_told_the_values_of_its_moment_and_then_those_of_now(cluster, visit):
+    page = visit(cluster).go("/")
+    expect(page.locator("#live")).to_have_text("Live, every two seconds.")
     chart = page.locator("[data-chart=latency]")
     values = chart.locator(".key b")
     expect(values.first).to_have_text(re.compile(r"^[\d.]+ ms$"))
@@ -77,3 +77,39 @@ def test_a_chart_is_drawn_anew_for_another_width(cluster, visit):
     expect(page.locator("[data-chart=buckets] svg")).to_have_attribute(
         "viewBox", re.compile(r"^0 0 [23]\d\d ")
     )
+
+
+def test_a_rule_has_a_chart_of_its_own(cluster, visit):
+    page = visit(cluster).go("/rules?sort=-blocked")
+    page.locator("tbody th a").first.click()
+    expect(
+        page.get_by_role("heading", name="Traffic on this node, the last 15 minutes")
+    ).to_be_visible()
+    chart = page.locator("[data-chart=rule]")
+    expect(chart.locator("path.line2")).to_have_attribute("d", re.compile("L"))
+    expect(chart.locator(".key b").first).to_have_text(re.compile(r"^[\d.]+$"))
+    page.get_by_role("link", name="1 h", exact=True).click()
+    expect(page.get_by_role("heading", name="Traffic on this node, the last hour")).to_be_visible()
+    assert chart.locator("path.line1").get_attribute("d").count("L") > 300
+
+
+def test_a_rule_that_was_never_matched_says_so_in_the_table_and_on_its_page(cluster, visit):
+    page = visit(cluster).go("/rules?sort=match")
+    row = page.locator("tbody tr").first
+    expect(row).to_contain_text("never since start")
+    row.get_by_role("link").first.click()
+    expect(page.get_by_role("main")).to_contain_text("never since start")
+    assert page.locator("[data-chart]").count() == 0
+
+
+def test_rules_are_sorted_by_their_headings_and_on_a_phone_by_the_form(cluster, visit):
+    page = visit(cluster).go("/rules")
+    page.get_by_role("link", name="Blocked").click()
+    heading = page.get_by_role("columnheader", name="Blocked")
+    expect(heading).to_have_attribute("aria-sort", "descending")
+    most = page.locator("tbody th").first.inner_text()
+    page.set_viewport_size({"width": 375, "height": 800})
+    page.get_by_label("Sorted by").select_option("most allowed")
+    page.get_by_role("button", name="Search").click()
+    expect(page).to_have_url(re.compile("sort=-allowed"))
+    assert page.locator("tbody th").first.inner_text() != most

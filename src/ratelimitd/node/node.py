@@ -489,6 +489,7 @@ class Node:
             self._denials,
             addresses=lambda: (self.grpc_address, self.http_address),
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
+            busiest=lambda: self._rule_traffic.busiest,
         )
         background.every(history.SAMPLE_S, "live view", live.step)
         background.every(rule_traffic.STEP_S, "rule traffic", self._rule_traffic.sample)

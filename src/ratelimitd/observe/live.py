@@ -22,7 +22,14 @@ from ratelimitd.model import US_PER_S, InFlight
 from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, Span, summed
 from ratelimitd.observe.metrics import NodeParts, resident_bytes
-from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, decode, encode
+from ratelimitd.observe.node_status import (
+    MAX_ENDPOINT,
+    BusyRule,
+    HeldLimit,
+    NodeStatus,
+    decode,
+    encode,
+)
 
 SILENT_S: Final = 6.0
 """Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
@@ -294,6 +301,7 @@ def live_of(
     *,
     addresses: Callable[[], tuple[str, str]],
     admin_token_digest: Callable[[], str],
+    busiest: Callable[[], Sequence[BusyRule]],
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
     sampler = Sampler(
@@ -332,6 +340,7 @@ def live_of(
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),
             unmatched=denials.top_unmatched(),
+            rules=busiest(),
         )
 
     board = parts.cluster.board if parts.cluster else None

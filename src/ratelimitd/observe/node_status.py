@@ -43,6 +43,14 @@ class HeldLimit(NamedTuple):
     tokens: int
 
 
+class BusyRule(NamedTuple):
+    """A rule that is among the busiest of a node, and the checks per second that it decides there."""
+
+    rule_id: str
+    allowed_per_s: float
+    blocked_per_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """The status of one node. Its ``sample`` has the time and the recent counts.
@@ -78,12 +86,14 @@ class NodeStatus:
     holds: Sequence[HeldLimit] = ()
     unmatched: Sequence[DeniedEndpoint] = ()
     """Endpoints without a rule, with their checks per minute."""
+    rules: Sequence[BusyRule] = ()
+    """The busiest rules."""
 
 
 def encode(status: NodeStatus) -> bytes:
     """Encode for other nodes in at most :data:`MAX_BYTES`, without the names of identifiers.
 
-    Endpoints of many multi-byte characters cost the lists, not the status.
+    Where that is too little, rules are left out, and then, for endpoints of many multi-byte characters, all lists.
     """
     fields = {
         "v": FORMAT,
@@ -96,9 +106,12 @@ def encode(status: NodeStatus) -> bytes:
             for one in status.identifiers
         ],
         "holds": [[one.endpoint[:MAX_ENDPOINT], *one[1:]] for one in status.holds],
+        "rules": [[one.rule_id, *(round(rate, 2) for rate in one[1:])] for one in status.rules],
     }
     octets = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     if len(octets) > MAX_BYTES:
+        if status.rules:
+            return encode(replace(status, rules=()))
         without_lists = replace(status, endpoints=(), identifiers=(), holds=(), unmatched=())
         return octets if status == without_lists else encode(without_lists)
     return octets
@@ -124,6 +137,7 @@ def decode(octets: bytes) -> NodeStatus:
             # A node of the release before has none of these.
             unmatched=[_endpoint(one) for one in _list(fields.get("unmatched", []), TOP)],
             holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
+            rules=[_busy(one) for one in _list(fields.get("rules", []), TOP)],
         )
     except (ValueError, KeyError, RecursionError) as error:
         message = "the status of a node is none"
@@ -168,6 +182,11 @@ def _held(value: Any) -> HeldLimit:
     return HeldLimit(
         _text(endpoint), _text(identifier_type), _text(name), _count(holds), _count(tokens)
     )
+
+
+def _busy(value: Any) -> BusyRule:
+    rule_id, allowed_per_s, blocked_per_s = _list(value, 3, exactly=True)
+    return BusyRule(_text(rule_id), _number(allowed_per_s), _number(blocked_per_s))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

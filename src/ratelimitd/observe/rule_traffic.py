@@ -11,12 +11,15 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from itertools import islice
+from statistics import fmean
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ratelimitd.counters import OTHER_RULES, CheckStats
 from ratelimitd.model import US_PER_MS
+from ratelimitd.observe.denials import TOP
 from ratelimitd.observe.history import Span
+from ratelimitd.observe.node_status import BusyRule
 
 STEP_S: Final = 10
 
@@ -35,6 +38,8 @@ SPANS: Final[Mapping[str, Span]] = MappingProxyType(
     {"5m": Span(300, 10), "15m": Span(900, 10), "1h": Span(3_600, 10), "24h": Span(86_400, 240)}
 )
 """The spans of :data:`ratelimitd.observe.history.SPANS` in the steps that are kept here."""
+
+LAST_MINUTE: Final = Span(60, STEP_S)
 
 FADE: Final = 0.5 ** (STEP_S / 600)
 """Traffic of ten minutes ago counts half when the busiest rules are chosen."""
@@ -112,6 +117,8 @@ class RuleTraffic:
         self._rules: dict[str, _Rule] = {}
         self._number = -1
         self._ends_ms = [[0] * SLOTS for _ in SAMPLES_PER_SLOT]
+        self.busiest: Sequence[BusyRule] = ()
+        """The :data:`TOP` busiest rules with their rates of the last minute."""
 
     async def sample(self) -> None:
         """Take the sample that is due every :data:`STEP_S` seconds."""
@@ -129,6 +136,7 @@ class RuleTraffic:
             await asyncio.sleep(0)
         self._rules = seen
         self._choose()
+        self.busiest = self._busiest()
 
     def of(self, rule_id: str) -> Traffic:
         """Return what a rule has decided up to now."""
@@ -162,6 +170,15 @@ class RuleTraffic:
             yield Rates(
                 self._ends_ms[level][place], allowed[place] / elapsed_s, blocked[place] / elapsed_s
             )
+
+    def _busiest(self) -> Sequence[BusyRule]:
+        found = []
+        with_past = [(rule_id, rule) for rule_id, rule in self._rules.items() if rule.past]
+        for rule_id, _ in nlargest(TOP, with_past, key=lambda one: one[1].weight):
+            if rates := self.rates(rule_id, LAST_MINUTE):
+                _, allowed_per_s, blocked_per_s = map(fmean, zip(*rates, strict=True))
+                found.append(BusyRule(rule_id, allowed_per_s, blocked_per_s))
+        return found
 
     def _take(self, rule: _Rule, counts: tuple[int, int], now_ms: int) -> None:
         rule.weight = rule.weight * FADE + sum(counts)

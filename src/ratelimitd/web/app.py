@@ -327,7 +327,13 @@ def application(parts: Parts) -> ASGIApp:
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
         *RulesPages(
-            frame, services, parts.book, trail, traffic=parts.rule_traffic, types=parts.types
+            frame,
+            services,
+            parts.book,
+            trail,
+            traffic=parts.rule_traffic,
+            live=parts.live,
+            types=parts.types,
         ).routes(),
         *PlansPage(
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s

@@ -11,6 +11,7 @@ from ratelimitd.observe.history import Sample
 from ratelimitd.observe.node_status import (
     MAX_BYTES,
     MAX_ENDPOINT,
+    BusyRule,
     HeldLimit,
     NodeStatus,
     decode,
@@ -49,10 +50,12 @@ BUSY = replace(
     ],
     holds=[HeldLimit(f"/held/{number}", "user", "minute", 10**6, 10**9) for number in range(TOP)],
     unmatched=[DeniedEndpoint(f"/unmatched/{number}", 99.5) for number in range(TOP)],
+    rules=[BusyRule(f"00000000-0000-4000-8000-{number:012}", 12.25, 0.5) for number in range(TOP)],
 )
 
 
-NONE: dict[str, list[object]] = {"endpoints": [], "identifiers": [], "holds": [], "unmatched": []}
+LISTS = ("endpoints", "identifiers", "holds", "unmatched", "rules")
+NONE: dict[str, list[object]] = {name: [] for name in LISTS}
 
 
 def changed(**fields):
@@ -64,18 +67,19 @@ def test_what_was_encoded_is_decoded():
     assert decode(encode(BUSY)).endpoints == BUSY.endpoints
     assert decode(encode(BUSY)).holds == BUSY.holds
     assert decode(encode(BUSY)).unmatched == BUSY.unmatched
+    assert decode(encode(BUSY)).rules == BUSY.rules
 
 
-def test_a_node_of_the_release_before_tells_neither_holds_nor_endpoints_without_a_rule():
+def test_a_node_of_the_release_before_tells_neither_holds_nor_rules_nor_endpoints_without_one():
     fields = json.loads(encode(BUSY))
-    del fields["holds"], fields["unmatched"]
-    expected = replace(decode(encode(BUSY)), holds=[], unmatched=[])
+    del fields["holds"], fields["unmatched"], fields["rules"]
+    expected = replace(decode(encode(BUSY)), holds=[], unmatched=[], rules=[])
     assert decode(json.dumps(fields).encode()) == expected
 
 
 def test_a_status_is_small():
     assert len(encode(STATUS)) < 1_024
-    assert len(encode(BUSY)) < 2_048
+    assert len(encode(BUSY)) < 2_560
 
 
 def test_no_name_of_an_identifier_leaves_the_node():
@@ -94,6 +98,14 @@ def test_endpoints_that_take_too_many_bytes_cost_the_lists_and_not_the_status():
     octets = encode(replace(BUSY, endpoints=wide))
     assert len(octets) < MAX_BYTES
     assert decode(octets) == replace(STATUS, **NONE)
+
+
+def test_where_there_is_no_room_for_all_rules_are_left_out_first():
+    wide = [DeniedEndpoint("\x01" * (MAX_ENDPOINT // 2), 1.0)] * TOP
+    octets = encode(replace(BUSY, endpoints=wide))
+    assert len(octets) < MAX_BYTES
+    assert decode(octets).rules == []
+    assert decode(octets).holds == BUSY.holds
 
 
 def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():

@@ -9,7 +9,7 @@ from ratelimitd.observe.denials import Denials
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.live import live_of
 from ratelimitd.observe.metrics import NodeParts, Runtime
-from ratelimitd.observe.node_status import decode
+from ratelimitd.observe.node_status import BusyRule, decode
 from ratelimitd.testing import ManualClock
 
 
@@ -45,6 +45,7 @@ class Parts:
             self.denials,
             addresses=lambda: ("127.0.0.1:1", "127.0.0.1:2"),
             admin_token_digest=str,
+            busiest=lambda: [BusyRule("1", 2.0, 0.5)],
         )
 
     async def step(self):
@@ -66,6 +67,7 @@ async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
     assert (status.sample.loop_lag_s, status.clock_error_s) == (0.25, -1.5)
     assert status.sample.memory_bytes > 1_000_000
     assert (status.sync_lag_s, status.excess_bound_ratio) == (0.0, 0.0)
+    assert status.rules == [BusyRule("1", 2.0, 0.5)]
 
 
 async def test_who_was_denied_is_told_masked():

@@ -6,6 +6,8 @@ import pytest
 from ratelimitd import counters
 from ratelimitd.counters import CheckStats
 from ratelimitd.observe import rule_traffic
+from ratelimitd.observe.denials import TOP
+from ratelimitd.observe.node_status import BusyRule
 from ratelimitd.observe.rule_traffic import SPANS, STEP_S, Rates, RuleTraffic, Traffic
 from ratelimitd.testing import ManualClock
 
@@ -133,6 +135,20 @@ async def test_the_busiest_rules_have_a_past_and_a_rule_gives_it_up_for_one_twic
     assert [bool(node.rates(one)) for one in "abc"] == [True, False, False]
     await node.step()
     assert [bool(node.rates(one)) for one in "abc"] == [True, False, True]
+
+
+async def test_the_busiest_rules_are_told_with_their_rates_of_the_last_minute(node):
+    assert node.traffic.busiest == ()
+    rules = {f"rule {number}": 10 * (number + 1) for number in range(TOP + 2)}
+    await node.step(**rules)
+    assert node.traffic.busiest == []
+    for _ in range(9):
+        await node.step(**rules)
+    node.decide("rule 11", blocked=6)
+    await node.step(**rules)
+    busiest = node.traffic.busiest
+    assert [one.rule_id for one in busiest] == [f"rule {number}" for number in range(11, 1, -1)]
+    assert busiest[0] == BusyRule("rule 11", 12.0, pytest.approx(0.1))
 
 
 async def test_many_rules_give_others_their_turn(node):

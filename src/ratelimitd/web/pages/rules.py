@@ -19,6 +19,7 @@ from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.overview import SPAN_WORDS, LiveStatus
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import (
     PERIODS,
@@ -27,7 +28,7 @@ from ratelimitd.web.pages.rule_changes import (
     differences,
 )
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
-from ratelimitd.web.pages.traffic_view import SORT_WORDS, traffic_of
+from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
@@ -63,6 +64,7 @@ class RulesPages:
         trail: AuditTrail,
         *,
         traffic: RuleTraffic,
+        live: LiveStatus,
         types: Sequence[str] = tuple(IdentifierType),
     ) -> None:
         self._types = types
@@ -71,6 +73,7 @@ class RulesPages:
         self._book = book
         self._trail = trail
         self._traffic = traffic
+        self._live = live
 
     def routes(self) -> list[BaseRoute]:
         """Where the pages are."""
@@ -105,6 +108,11 @@ class RulesPages:
             types=sorted({*self._types, *book.types}),
             **CHOICES,
         )
+
+    async def _view(self, request: Request, rule: Rule) -> RuleView:
+        await self._live.refresh()
+        span = request.query_params.get("range", "")
+        return view_of_rule(rule.id, span, self._traffic, self._live.overview())
 
     async def new(self, request: Request) -> Response:
         """The empty form; parameters of the address fill it, so that others can link to it."""
@@ -142,6 +150,8 @@ class RulesPages:
             etag=rule.etag,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
+            traffic=await self._view(request, rule),
+            spans=SPAN_WORDS,
         )
 
     async def edit(self, request: Request, fields: Fields) -> Response:
@@ -235,6 +245,7 @@ class RulesPages:
     ) -> Response:
         """The form, of a new rule or of ``rule``."""
         given = {"etag": "", "errors": {}, "problem": "", "history": None, "done": "", **context}
+        given.setdefault("traffic", None)
         return self._frame.page(
             request,
             "rule_form.html",

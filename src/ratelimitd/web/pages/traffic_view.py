@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import groupby
+from statistics import fmean
 from typing import Final, NamedTuple
 
+from ratelimitd.observe.history import DEFAULT_SPAN
+from ratelimitd.observe.live import Overview
 from ratelimitd.observe.rule_traffic import SPANS, Rates, RuleTraffic, Traffic
-from ratelimitd.web.pages.rendering import instant, number, short
+from ratelimitd.web.pages.rendering import instant, number, short, time_of_day
 
 SORT_WORDS: Final = {
     "endpoint": "endpoint",
@@ -84,3 +89,67 @@ def _path(values: Sequence[float], top: float) -> str:
         for place, value in enumerate(points)
     ]
     return "M" + "L".join(places)
+
+
+TABLE_ROWS: Final = 12
+
+
+class RuleView(NamedTuple):
+    """The traffic of one rule on its own page. ``rows`` are those of the chart, in JSON; empty without a past."""
+
+    row: RuleRow
+    path: str
+    span: str
+    rows: str
+    table: Sequence[tuple[str, str, str]]
+    on_all_nodes: str
+
+    @property
+    def span_ms(self) -> int:
+        """How long the chart is."""
+        return SPANS[self.span].kept_s * 1_000
+
+    @property
+    def step_ms(self) -> int:
+        """How long each of its rows is."""
+        return SPANS[self.span].step_s * 1_000
+
+    def address(self, span: str) -> str:
+        """Where the chart is of another span."""
+        return self.path + ("" if span == DEFAULT_SPAN else f"?range={span}")
+
+
+def view_of_rule(rule_id: str, span: str, traffic: RuleTraffic, overview: Overview) -> RuleView:
+    """The traffic of a rule for its page; a span that there is not is the default."""
+    span = span if span in SPANS else DEFAULT_SPAN
+    rates = traffic.rates(rule_id, SPANS[span])
+    rows = [[at_ms, round(allowed, 3), round(blocked, 3)] for at_ms, allowed, blocked in rates]
+    return RuleView(
+        traffic_of(rule_id, traffic),
+        f"/rules/{rule_id}",
+        span,
+        json.dumps(rows, separators=(",", ":")) if rows else "",
+        _table(rates, SPANS[span].kept_s // TABLE_ROWS * 1_000),
+        on_all_nodes(rule_id, overview),
+    )
+
+
+def on_all_nodes(rule_id: str, overview: Overview) -> str:
+    """What a rule decides on the nodes that tell of it; empty if no other node does."""
+    told = [one for status in overview.alive for one in status.rules if one.rule_id == rule_id]
+    if not told or not overview.alive[1:]:
+        return ""
+    allowed = short(sum(one.allowed_per_s for one in told))
+    blocked = short(sum(one.blocked_per_s for one in told))
+    nodes = f"{len(told)} of {len(overview.alive)} nodes"
+    return f"{allowed} allowed and {blocked} blocked a second on {nodes}"
+
+
+def _table(rates: Sequence[Rates], stretch_ms: int) -> Sequence[tuple[str, str, str]]:
+    """Means of equal stretches of time, the newest first."""
+    found = []
+    for _, group in groupby(rates, key=lambda one: one.at_ms // stretch_ms):
+        some = [*group]
+        allowed, blocked = (fmean(column) for column in list(zip(*some, strict=True))[1:])
+        found.append((time_of_day(some[-1].at_ms // 1_000), short(allowed), short(blocked)))
+    return found[::-1]
