@@ -65,6 +65,13 @@ class Walk(NamedTuple):
     def changes(self):
         self.page.goto("/audit")
 
+    def found_changes(self):
+        self.page.goto("/audit?who=admin&action=create")
+
+    def revert_form(self):
+        self.page.goto("/audit/revert?to=1")
+        expect(self.page.get_by_role("heading", name="Bring the rules back")).to_be_visible()
+
     def plans(self):
         self.page.goto("/plans")
         form = self.page.get_by_role("region", name="Assign", exact=True)

@@ -42,7 +42,7 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
-from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
+from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import LoginPages
@@ -339,7 +339,7 @@ def application(parts: Parts) -> ASGIApp:
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
         ).routes(),
         *TryPage(frame, services, parts.now_s, parts.types).routes(),
-        *audit_routes(frame, trail),
+        *AuditPages(frame, services, trail).routes(),
         *api.routes(),
     ]
 

@@ -138,10 +138,11 @@ def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> lis
 def summary(rule: Rule) -> str:
     """The rule in a few words."""
     plans = ", ".join(plan.name for plan in rule.plans)
-    return "; ".join(map(_limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
+    return "; ".join(map(limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
 
 
-def _limit_summary(limit: Limit | LimitDraft) -> str:
+def limit_summary(limit: Limit | LimitDraft) -> str:
+    """A limit in a few words, without its name."""
     name = limit.algorithm.replace("_", " ")
     burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
@@ -194,7 +195,7 @@ def _plans_edited(was: Rule, will: Rule) -> list[str]:
         if name in before:
             told += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
         else:
-            shown = "; ".join(map(_limit_summary, limits))
+            shown = "; ".join(map(limit_summary, limits))
             told.append(f"Who is assigned to the plan {name} has limits of its own: {shown}.")
     return told
 
@@ -209,7 +210,7 @@ def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
     told = [f"There is no limit {name} from now on." for name in before if name not in after]
     for name, limit in after.items():
         if name not in before:
-            told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
+            told.append(f"{name}: {limit_summary(limit)} from now on, and all buckets are full.")
             continue
         if _numbers(limit) != _numbers(before[name]):
             told.append(f"{name}: {_limit_edited(before[name], limit)}")
@@ -296,7 +297,7 @@ def _list_shown(stored: str) -> dict[str, str]:
         noted += f", {_window(LimitDraft(**{**dict.fromkeys(FIRST_LIMIT), **first}))}"
     noted += ", observed" if "enforcement" in first else ""
     shown = {first["name"]: f"the first{noted}"}
-    return shown | {limit["name"]: _limit_summary(LimitDraft(**limit)) for limit in more}
+    return shown | {limit["name"]: limit_summary(LimitDraft(**limit)) for limit in more}
 
 
 def _plans_shown(stored: str) -> str:
@@ -304,9 +305,7 @@ def _plans_shown(stored: str) -> str:
     try:
         return "; ".join(
             f"{plan}: "
-            + ", ".join(
-                f"{limit['name']} {_limit_summary(LimitDraft(**limit))}" for limit in limits
-            )
+            + ", ".join(f"{limit['name']} {limit_summary(LimitDraft(**limit))}" for limit in limits)
             for plan, limits in json.loads(stored).items()
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
