@@ -490,6 +490,7 @@ class Node:
             addresses=lambda: (self.grpc_address, self.http_address),
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
             busiest=lambda: self._rule_traffic.busiest,
+            seal=self._keys,
         )
         background.every(history.SAMPLE_S, "live view", live.step)
         background.every(rule_traffic.STEP_S, "rule traffic", self._rule_traffic.sample)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Final, NamedTuple
@@ -27,8 +27,11 @@ from ratelimitd.observe.node_status import (
     BusyRule,
     HeldLimit,
     NodeStatus,
+    Seal,
     decode,
     encode,
+    names_within,
+    sealed_names,
 )
 
 SILENT_S: Final = 6.0
@@ -118,9 +121,11 @@ class Live:
         clock: Clock,
         *,
         is_healthy: Callable[[], bool],
+        seal: Seal,
     ) -> None:
         self._own = own
         self._is_healthy = is_healthy
+        self._seal = seal
         self._denials = denials
         self._board = board
         self._clock = clock
@@ -181,7 +186,7 @@ class Live:
             await self._read()
 
     def overview(self, *, named: bool = False) -> Overview:
-        """Return a snapshot; ``named``: with the names of denied identifiers that this node may show."""
+        """Return a snapshot; ``named``: with the names of denied identifiers that may be shown."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
         own = self._denials
@@ -192,11 +197,18 @@ class Live:
             shares=self._board is not None,
             endpoints=_merged_endpoints([own.top_endpoints(), *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers(
-                [own.top_identifiers(named=named), *(one.identifiers for one in alive)]
+                [own.top_identifiers(named=named), *(one.identifiers for one in alive)],
+                self._names(alive) if named else {},
             ),
             unmatched=_merged_endpoints([own.top_unmatched(), *(one.unmatched for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
+
+    def _names(self, others: Iterable[NodeStatus]) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for one in others:
+            found |= names_within(one.names, self._seal)
+        return found
 
     async def _read(self) -> None:
         if self._board is None:
@@ -262,14 +274,17 @@ def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[Den
     return nlargest(TOP, map(DeniedEndpoint._make, found.items()), key=_per_minute)
 
 
-def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence[DeniedIdentifier]:
-    """Merge the top identifiers; names come from the first node, which is this one."""
+def _merged_identifiers(
+    lists: Iterable[Iterable[DeniedIdentifier]], names: Mapping[str, str]
+) -> Sequence[DeniedIdentifier]:
+    """Merge the top identifiers; names come from the first node, which is this one, and else from ``names``."""
     found: dict[str, DeniedIdentifier] = {}
     for one in (one for each in lists for one in each):
         first = found.get(one.digest)
         per_minute = one.per_minute + (first.per_minute if first else 0.0)
         found[one.digest] = (first or one)._replace(per_minute=per_minute)
-    return nlargest(TOP, found.values(), key=_per_minute)
+    most = nlargest(TOP, found.values(), key=_per_minute)
+    return [one if one.name else one._replace(name=names.get(one.digest, "")) for one in most]
 
 
 def _merged_holds(lists: Iterable[Iterable[HeldLimit]]) -> Sequence[HeldLimit]:
@@ -302,6 +317,7 @@ def live_of(
     addresses: Callable[[], tuple[str, str]],
     admin_token_digest: Callable[[], str],
     busiest: Callable[[], Sequence[BusyRule]],
+    seal: Seal,
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
     sampler = Sampler(
@@ -341,9 +357,15 @@ def live_of(
             holds=_most_held(parts.in_flight()),
             unmatched=denials.top_unmatched(),
             rules=busiest(),
+            names=sealed_names(denials.top_identifiers(named=True), seal) if cluster else "",
         )
 
     board = parts.cluster.board if parts.cluster else None
     return Live(
-        status, denials, board, parts.clock, is_healthy=lambda: parts.health.report().healthy
+        status,
+        denials,
+        board,
+        parts.clock,
+        is_healthy=lambda: parts.health.report().healthy,
+        seal=seal,
     )
