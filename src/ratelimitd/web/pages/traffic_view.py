@@ -59,11 +59,11 @@ def traffic_of(rule_id: str, traffic: RuleTraffic) -> RuleRow:
 
 
 def last_match(traffic: Traffic) -> str:
-    """When a rule last decided a check, or why that is not known."""
+    """When a rule last decided a check, in UTC, or why that is not known."""
     if not traffic.counted:
         return TOGETHER
     if traffic.last_ms:
-        return instant(traffic.last_ms // 1_000)
+        return instant(traffic.last_ms // 1_000).removesuffix(" UTC")
     return BESIDE if traffic.judged else NEVER
 
 

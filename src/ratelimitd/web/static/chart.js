@@ -5,7 +5,7 @@ const SVG = 'http://www.w3.org/2000/svg';
 const ROOM = { left: 54, right: 14, top: 10, bottom: 24 }; // around the lines, for the labels
 const MIN_GAP_MS = 25_000; // where nothing is known for longer there is no line
 const TICKS_MS = [1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360].map((minutes) => minutes * 60_000);
-const PX_PER_TICK = 64;
+const PX_PER_TICK = 56;
 
 const clock = (style) => new Intl.DateTimeFormat('en-GB', { hour: '2-digit', minute: '2-digit', ...style });
 const ofTick = clock({});
@@ -23,17 +23,18 @@ function add(parent, name, attributes, text = '') {
   return made;
 }
 
-// The next number above that people read easily: 1, 2 or 5 with zeros.
+// The next number above that people read easily.
 function rounded(least) {
   const size = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].find((factor) => factor * size >= least * .999) * size;
+  return [1, 2, 2.5, 5, 10].find((factor) => factor * size >= least * .999) * size;
 }
 
 export class Chart {
   // A figure whose rows begin with their time in ms; `columns` says which values of a row are its lines, `format` how one
-  // is written, `top` what the highest line of the grid is where it is always the same.
-  constructor(figure, { columns, format = plain, top }) {
-    Object.assign(this, { columns, format, fixed: top, rows: [], at: null });
+  // is written, `top` what the highest line of the grid is where it is always the same, `live` that the newest row is of
+  // now.
+  constructor(figure, { columns, format = plain, top, live = true }) {
+    Object.assign(this, { columns, format, fixed: top, live, rows: [], at: null });
     this.svg = figure.querySelector('svg');
     this.moment = figure.querySelector('.moment');
     this.values = [...figure.querySelectorAll('.key b')];
@@ -119,7 +120,7 @@ export class Chart {
       const found = row[this.columns[index]];
       value.textContent = found === null ? '–' : this.format(found);
     });
-    this.moment.textContent = this.at === null ? 'now' : `at ${ofMoment.format(row[0])}`;
+    this.moment.textContent = this.at === null && this.live ? 'now' : `at ${ofMoment.format(row[0])}`;
     const x = this.x(row[0]);
     this.cursor?.setAttribute('d', this.at === null ? '' : `M${x} ${this.y(0)}V${this.y(this.top)}`);
   }

@@ -4,6 +4,6 @@ import { Chart } from './chart.js';
 const charts = document.querySelector('.charts');
 if (charts) {
   const { rows, spanMs, stepMs } = charts.dataset;
-  const chart = new Chart(charts.querySelector('.chart'), { columns: [1, 2] });
+  const chart = new Chart(charts.querySelector('.chart'), { columns: [1, 2], live: false });
   chart.draw(JSON.parse(rows), Number(spanMs), Number(stepMs));
 }
