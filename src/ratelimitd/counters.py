@@ -19,7 +19,7 @@ MAX_RULE_LABELS: Final = 1_000
 """Rules that are labels of metrics; further ones share ``OTHER_RULES``, so that labels stay bounded."""
 
 MAX_FURTHER_RULES: Final = 20_000
-"""Rules beyond these labels that get counters of their own, 170 bytes each, for the page."""
+"""Rules beyond these labels that get counters of their own, 250 bytes each, for the page."""
 
 OTHER_RULES: Final = "other"
 

@@ -24,13 +24,13 @@ from ratelimitd.observe.node_status import BusyRule
 STEP_S: Final = 10
 
 KEPT_RULES: Final = 1_000
-"""Rules with a past: 6 KB each."""
+"""Rules with a past: 6 KiB each."""
 
-RULES_PER_TURN: Final = 1_000
-"""Rules sampled per event-loop iteration, in about 1 ms."""
+RULES_PER_TURN: Final = 100
+"""Rules sampled per event-loop iteration, in about 0.5 ms."""
 
-SLOTS: Final = 360
-"""Slots of each ring: an hour of samples, and a day of sums of 24 samples."""
+SLOTS: Final = 361
+"""Slots of each ring: an hour of samples, or a day of sums of 24 samples, and one that is written meanwhile."""
 
 SAMPLES_PER_SLOT: Final = (1, 24)
 
@@ -107,6 +107,14 @@ class _Rule:
         self.allowed, self.blocked = allowed, blocked
         return counts
 
+    def take(self, counts: tuple[int, int], number: int, now_ms: int) -> None:
+        """Note what the counters grew by up to the sample ``number``."""
+        self.weight = self.weight * FADE + sum(counts)
+        if any(counts):
+            self.last_ms = now_ms
+        if self.past is not None:
+            self.past.add(number, counts)
+
 
 class RuleTraffic:
     """The traffic of the rules of one node; ``now_us`` is the time in µs since the Unix epoch."""
@@ -122,20 +130,21 @@ class RuleTraffic:
 
     async def sample(self) -> None:
         """Take the sample that is due every :data:`STEP_S` seconds."""
-        self._number += 1
+        number = self._number + 1
         now_ms = self._now_us() // US_PER_MS
-        for samples, ends_ms in zip(SAMPLES_PER_SLOT, self._ends_ms, strict=True):
-            ends_ms[self._number // samples % SLOTS] = now_ms
         counters = iter([*self._stats.by_rule.items(), *self._stats.further_rules.items()])
         seen: dict[str, _Rule] = {}
         while batch := [*islice(counters, RULES_PER_TURN)]:
             for rule_id, (allowed, blocked) in batch:
                 if rule_id != OTHER_RULES:
                     rule = seen[rule_id] = self._rules.get(rule_id) or _Rule()
-                    self._take(rule, rule.grown(allowed, blocked), now_ms)
+                    rule.take(rule.grown(allowed, blocked), number, now_ms)
             await asyncio.sleep(0)
-        self._rules = seen
+        for samples, ends_ms in zip(SAMPLES_PER_SLOT, self._ends_ms, strict=True):
+            ends_ms[number // samples % SLOTS] = now_ms
+        self._number, self._rules = number, seen
         self._choose()
+        await asyncio.sleep(0)
         self.busiest = self._busiest()
 
     def of(self, rule_id: str) -> Traffic:
@@ -179,13 +188,6 @@ class RuleTraffic:
                 _, allowed_per_s, blocked_per_s = map(fmean, zip(*rates, strict=True))
                 found.append(BusyRule(rule_id, allowed_per_s, blocked_per_s))
         return found
-
-    def _take(self, rule: _Rule, counts: tuple[int, int], now_ms: int) -> None:
-        rule.weight = rule.weight * FADE + sum(counts)
-        if any(counts):
-            rule.last_ms = now_ms
-        if rule.past is not None:
-            rule.past.add(self._number, counts)
 
     def _choose(self) -> None:
         """Give the busiest rules a past, which begins with the next sample."""

@@ -152,7 +152,7 @@ async def test_the_busiest_rules_are_told_with_their_rates_of_the_last_minute(no
 
 
 async def test_many_rules_give_others_their_turn(node):
-    for number in range(3 * rule_traffic.RULES_PER_TURN):
+    for number in range(3_000):
         node.decide(str(number), 1)
     turns = 0
 
@@ -165,9 +165,22 @@ async def test_many_rules_give_others_their_turn(node):
     running = asyncio.create_task(others())
     await node.step()
     running.cancel()
-    assert turns >= 3
+    assert turns >= 3_000 / rule_traffic.RULES_PER_TURN
     assert node.traffic.of("2999").last_ms == node.now_ms
     for _ in range(2):
         await node.step(**{"2999": 10})
     kept = [one for one in range(3_000) if node.rates(str(one))]
     assert len(kept) == rule_traffic.KEPT_RULES
+
+
+async def test_a_page_that_is_made_during_a_sample_shows_the_one_before(node):
+    for number in range(400):
+        await node.step(**{"a": 10 * number, "0": 1})
+    before = node.traffic.rates("a", SPANS["1h"])
+    for number in range(3 * rule_traffic.RULES_PER_TURN):
+        node.decide(f"other {number}", 1)
+    sampling = asyncio.create_task(node.step(a=70))
+    await asyncio.sleep(0)
+    assert node.traffic.rates("a", SPANS["1h"]) == before
+    await sampling
+    assert node.rates("a")[-1] == 7.0

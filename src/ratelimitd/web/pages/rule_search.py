@@ -15,23 +15,28 @@ from ratelimitd.observe.rule_traffic import Traffic
 from ratelimitd.rules.book import RuleBook
 
 PAGE_RULES: Final = 50
-RULES_PER_TURN: Final = 1_000
-"""About 1 ms."""
+RULES_PER_TURN: Final = 100
+"""About 0.5 ms, if they are sorted by their traffic."""
 
 STATES: Final = ("enabled", "disabled")
 
 TrafficOf = Callable[[str], Traffic]
 """Returns the traffic of a rule by its id."""
 
-SORTS: Final[Mapping[str, Callable[[Rule, Traffic], Any]]] = {
+SORTS: Final[Mapping[str, Callable[[Rule, TrafficOf], Any]]] = {
     "endpoint": lambda rule, _: rule.endpoint,
     "type": lambda rule, _: rule.identifier_type,
     "limit": lambda rule, _: rule.limit,
-    "allowed": lambda _, traffic: traffic.allowed,
-    "blocked": lambda _, traffic: traffic.blocked,
-    "match": lambda _, traffic: traffic.last_ms or traffic.judged,
+    "allowed": lambda rule, traffic: traffic(rule.id).allowed,
+    "blocked": lambda rule, traffic: traffic(rule.id).blocked,
+    "match": lambda rule, traffic: _match(traffic(rule.id)),
 }
 """What rules are sorted by; among equals by endpoint, then identifier type."""
+
+
+def _match(traffic: Traffic) -> int:
+    return traffic.last_ms or int(traffic.judged)
+
 
 DEFAULT_SORT: Final = "endpoint"
 MOST_FIRST: Final = frozenset({"allowed", "blocked", "match"})
@@ -132,7 +137,7 @@ async def search(book: RuleBook, query: RuleQuery, traffic: TrafficOf) -> Found:
     key_of, is_down = SORTS[query.sort.removeprefix("-")], query.sort.startswith("-")
 
     def placed(rule: Rule) -> tuple[Any, ...]:
-        return (key_of(rule, traffic(rule.id)), rule.endpoint, rule.identifier_type, rule)
+        return (key_of(rule, traffic), rule.endpoint, rule.identifier_type, rule)
 
     runs = []
     rules = book.rules()
