@@ -95,12 +95,14 @@ class RulesPages:
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
         found = await search(book, query, self._traffic.of)
+        await self._live.refresh()
+        overview = self._live.overview()
         return self._frame.page(
             request,
             "rules.html",
             query=query,
             found=found,
-            traffic={rule.id: traffic_of(rule.id, self._traffic) for rule in found.rules},
+            traffic={rule.id: traffic_of(rule.id, self._traffic, overview) for rule in found.rules},
             sorts=SORT_WORDS,
             revision=book.revision,
             loaded=self._book() is not None,

@@ -43,19 +43,24 @@ class Spark(NamedTuple):
 
 
 class RuleRow(NamedTuple):
-    """The traffic of one line of the table of rules; ``spark`` is ``None`` for all but the busiest."""
+    """The traffic of one line of the table of rules; ``spark`` is ``None`` for all but the busiest.
+
+    ``together``: what the nodes decide by it that tell of it; empty if there is no other node, or none tells.
+    """
 
     allowed: str
     blocked: str
     last_match: str
     spark: Spark | None
+    together: str
 
 
-def traffic_of(rule_id: str, traffic: RuleTraffic) -> RuleRow:
+def traffic_of(rule_id: str, traffic: RuleTraffic, overview: Overview) -> RuleRow:
     """The traffic of a rule for the table."""
     now = traffic.of(rule_id)
     counts = (number(now.allowed), number(now.blocked)) if now.counted else ("–", "–")
-    return RuleRow(*counts, last_match(now), _spark(traffic.rates(rule_id, SPANS["15m"])))
+    spark = _spark(traffic.rates(rule_id, SPANS["15m"]))
+    return RuleRow(*counts, last_match(now), spark, _together(rule_id, overview))
 
 
 def last_match(traffic: Traffic) -> str:
@@ -102,7 +107,6 @@ class RuleView(NamedTuple):
     span: str
     rows: str
     table: Sequence[tuple[str, str, str]]
-    on_all_nodes: str
 
     @property
     def span_ms(self) -> int:
@@ -125,17 +129,15 @@ def view_of_rule(rule_id: str, span: str, traffic: RuleTraffic, overview: Overvi
     rates = traffic.rates(rule_id, SPANS[span])
     rows = [[at_ms, round(allowed, 3), round(blocked, 3)] for at_ms, allowed, blocked in rates]
     return RuleView(
-        traffic_of(rule_id, traffic),
+        traffic_of(rule_id, traffic, overview),
         f"/rules/{rule_id}",
         span,
         json.dumps(rows, separators=(",", ":")) if rows else "",
         _table(rates, SPANS[span].kept_s // TABLE_ROWS * 1_000),
-        on_all_nodes(rule_id, overview),
     )
 
 
-def on_all_nodes(rule_id: str, overview: Overview) -> str:
-    """What a rule decides on the nodes that tell of it; empty if no other node does."""
+def _together(rule_id: str, overview: Overview) -> str:
     told = [one for status in overview.alive for one in status.rules if one.rule_id == rule_id]
     if not told or not overview.alive[1:]:
         return ""

@@ -1,12 +1,15 @@
 """Through a real node over HTTP, as a person without scripts uses the pages."""
 
 import html
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Calendar, Period
+from ratelimitd.observe.live import Live
+from ratelimitd.observe.node_status import BusyRule
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
@@ -423,6 +426,26 @@ async def test_the_table_has_the_traffic_of_each_rule_and_is_sorted_by_it(visito
     assert '<option value="-allowed" selected>most allowed</option>' in page
     odd = (await visitor.get("/rules?sort=-type")).text
     assert '<option value="-type" selected>as in the table</option>' in odd
+
+
+async def test_what_nodes_decide_together_stands_beside_the_traffic_of_this_one(
+    visitor, node, monkeypatch
+):
+    address = await created(visitor)
+    [rule] = book_of(node).rules()
+    of_this_node = Live.overview
+
+    def of_two(live, **options):
+        overview = of_this_node(live, **options)
+        [this] = overview.nodes
+        rules = [BusyRule(rule.id, 2.0, 1.0), BusyRule("another", 7.0, 7.0)]
+        other = this._replace(status=replace(this.status, rules=rules), is_this=False)
+        return replace(overview, nodes=[this, other])
+
+    monkeypatch.setattr(Live, "overview", of_two)
+    told = "2 allowed and 1 blocked a second on 1 of 2 nodes"
+    assert told in (await visitor.get("/rules")).text
+    assert told in (await visitor.get(address)).text
 
 
 async def test_before_the_rules_are_loaded_the_page_says_so(tmp_path):

@@ -30,7 +30,7 @@ class Node:
         return view_of_rule("a", span, self.traffic, overview_of(*statuses or [status_of()]))
 
     def row(self, rule_id="a"):
-        return traffic_of(rule_id, self.traffic)
+        return traffic_of(rule_id, self.traffic, overview_of(status_of()))
 
 
 def overview_of(*statuses):
@@ -45,19 +45,19 @@ def node():
 
 
 async def test_a_rule_that_nothing_asked_for_was_never_matched(node):
-    assert node.row() == ("0", "0", NEVER, None)
+    assert node.row() == ("0", "0", NEVER, None, "")
 
 
 async def test_a_rule_that_only_judged_beside_others_says_so(node):
     node.decide("a")
-    assert node.row() == ("0", "0", BESIDE, None)
+    assert node.row() == ("0", "0", BESIDE, None, "")
 
 
 async def test_a_rule_that_is_counted_with_others_has_no_numbers(node, monkeypatch):
     monkeypatch.setattr("ratelimitd.counters.MAX_RULE_LABELS", 0)
     monkeypatch.setattr("ratelimitd.counters.MAX_FURTHER_RULES", 0)
     node.decide("a", 3)
-    assert node.row() == ("–", "–", TOGETHER, None)
+    assert node.row() == ("–", "–", TOGETHER, None, "")
 
 
 async def test_a_busy_rule_has_its_counts_its_last_match_and_its_last_quarter_of_an_hour(node):
@@ -111,8 +111,8 @@ def test_what_all_nodes_decide_is_told_where_they_tell_it(node):
     here = status_of(rules=[told, BusyRule("b", 1.0, 1.0)])
     there = status_of("n2", rules=[told._replace(allowed_per_s=3.0)])
     silent = status_of("n3")
-    assert node.view("", here, there, silent).on_all_nodes == (
+    assert node.view("", here, there, silent).row.together == (
         "5 allowed and 1 blocked a second on 2 of 3 nodes"
     )
-    assert not node.view("", here).on_all_nodes
-    assert not node.view("", silent, status_of("n4")).on_all_nodes
+    assert not node.view("", here).row.together
+    assert not node.view("", silent, status_of("n4")).row.together
