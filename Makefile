@@ -100,6 +100,10 @@ format: setup ## format the code and mend what ruff can mend
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
+.PHONY: recording
+recording: setup ## record `ratelimitd demo` for a minute, for the README
+	@$(BIN)/python tools/record_demo.py docs/pictures/demo.svg
+
 .PHONY: bench
 bench: setup ## measure checks per second and latencies
 	@$(BIN)/python -m bench

@@ -134,6 +134,8 @@ def _over_http(client: httpx.Client, headers: Mapping[str, str]) -> Iterator[Att
             yield Attempt(protocol, path, role, passed)
     answer = client.post("/v1/check", json=BUCKET, headers=headers)
     yield Attempt("/v1/check", "/v1/check", Role.CHECK, answer.status_code != 401)
+    answer = client.get("/v1/auth", headers=headers)
+    yield Attempt("/v1/auth", "/v1/auth", Role.CHECK, answer.status_code != 401)
 
 
 def _as_pages(client: httpx.Client, headers: Mapping[str, str]) -> Iterator[Attempt]:

@@ -23,6 +23,7 @@ UNPACKED=(
     prometheus=usr/bin/prometheus # the alerts and the dashboard, by promtool and by a real server
     nginx=usr/sbin/nginx # a node behind a plain proxy
     haproxy=usr/sbin/haproxy # the same, by TCP and by HTTP
+    caddy=usr/bin/caddy # a proxy that asks a node before it passes a request on
     "liblua5.3-0=$library/liblua5.3.so.0" # of haproxy, and the next two
     "libopentracing-c-wrapper0=$library/libopentracing-c-wrapper.so.0"
     "libopentracing1=$library/libopentracing.so.1"

@@ -45,6 +45,7 @@ class CheckStats:
         "fail_open_breaker_total",
         "fail_open_error_total",
         "false_positives_total",
+        "forwarding_ignored_total",
         "further_rules",
         "hold_tokens",
         "holds",
@@ -78,6 +79,8 @@ class CheckStats:
         self.fail_open_breaker_total = 0
         self.fail_open_error_total = 0
         self.false_positives_total = 0
+        self.forwarding_ignored_total = 0
+        """Requests for forward auth whose forwarding headers were ignored: their peer is no trusted proxy."""
         self.shared_state_errors_total = 0
         self.unexpected_total = 0
         """Calls answered INTERNAL: defects."""
@@ -181,6 +184,10 @@ class CheckStats:
     def transport_error(self, cause: str) -> None:
         """Count one transport error of a closed set of causes."""
         self.errors_by_transport[cause] = self.errors_by_transport.get(cause, 0) + 1
+
+    def ignored_forwarding(self) -> None:
+        """Count one request for forward auth whose forwarding headers were ignored."""
+        self.forwarding_ignored_total += 1
 
     def web_refusal(self, cause: str) -> None:
         """Count one request that a page refused, for a cause of a closed set."""

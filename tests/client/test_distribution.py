@@ -1,4 +1,4 @@
-"""What an application gets with the client: grpcio, protobuf, and nothing else."""
+"""What an application gets with the client: gRPC, the messages that it needs, and nothing else."""
 
 import os
 import shutil
@@ -40,6 +40,8 @@ with RateLimiterClient(address, timeout_s=30) as limiter:
 assert allowed + asyncio.run(ask()) == [True] * 5 + [False]
 """
 
+REQUIRED = {"googleapis-common-protos", "grpcio", "protobuf"}
+
 OPTIONAL = {"aiohttp", "asgiref", "flask", "opentelemetry", "prometheus_client"}
 """What each middleware and observer imports first that the distribution does not require; asgiref is Django's."""
 
@@ -74,7 +76,8 @@ def alone(tmp_path_factory):
     [wheel] = tmp_path.glob("*.whl")
 
     constraints = tmp_path / "constraints.txt"
-    pins = [f"{name}=={version(name)}\n" for name in ("grpcio", "protobuf", "typing-extensions")]
+    required = (*REQUIRED, "typing-extensions")
+    pins = [f"{name}=={version(name)}\n" for name in required]
     constraints.write_text("".join(pins))
     venv.create(tmp_path / "venv", with_pip=True)
     python = str(tmp_path / "venv" / "bin" / "python")
@@ -91,7 +94,7 @@ def pip(python, *arguments):
 @pytest.mark.timeout(300)
 def test_installed_alone_it_is_whole_and_asks_a_real_node(alone, real_node):
     names = {line.split("==")[0].partition(" @ ")[0] for line in pip(alone, "freeze").splitlines()}
-    assert names - {"typing_extensions"} == {"grpcio", "protobuf", "ratelimitd-client"}
+    assert names - {"typing_extensions"} == REQUIRED | {"ratelimitd-client"}
     assert "No broken requirements" in pip(alone, "check")
     # -I: nothing of the checkout, which is where the tests run, is found.
     command = [alone, "-I", "-c", USED, real_node.grpc_address]

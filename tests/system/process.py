@@ -239,3 +239,17 @@ def until(condition: object, what: str) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline_s, f"waited in vain until {what}"
         time.sleep(0.02)
+
+
+class Shown:
+    """The command while it runs, and what it has shown so far."""
+
+    def __init__(self, process):
+        self.process = process
+        self.lines = []
+
+    def until(self, text):
+        while not any(text in line for line in self.lines):
+            line = self.process.stdout.readline()
+            assert line, f"it ended: {self.process.communicate(timeout=START_S)}"
+            self.lines.append(line)

@@ -13,25 +13,15 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.postgres_server import let_others_enter
 from tests.servers import free_port, until
-from tests.system.process import COMMAND, START_S, clean_environment
+from tests.system.process import COMMAND, START_S, Shown, clean_environment
 
 pytestmark = pytest.mark.system
 
 ROW = re.compile(r"(n\d) +(\S+) +http://(\S+)/ +(\d+)\n")
 
 
-class Shown:
-    """The command while it runs, and what it has shown so far."""
-
-    def __init__(self, process):
-        self.process = process
-        self.lines = []
-
-    def until(self, text):
-        while not any(text in line for line in self.lines):
-            line = self.process.stdout.readline()
-            assert line, f"it ended: {self.process.communicate(timeout=START_S)}"
-            self.lines.append(line)
+class Nodes(Shown):
+    """The command that shows nodes."""
 
     @property
     def nodes(self):
@@ -51,7 +41,7 @@ def cluster(request):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        shown = Shown(process)
+        shown = Nodes(process)
         shown.until("stops everything")
         yield shown
         process.send_signal(signal.SIGINT)  # the second of two is nothing new

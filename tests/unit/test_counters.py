@@ -7,7 +7,7 @@ from ratelimitd.counters import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, 
 def test_everything_starts_at_zero():
     stats = CheckStats()
     totals = [getattr(stats, name) for name in CheckStats.__slots__ if name.endswith("_total")]
-    assert totals == [0] * 14
+    assert totals == [0] * 15
     assert stats.latency_counts == [0] * (len(LATENCY_BOUNDS_S) + 1)
     assert (stats.latency_sum_s, stats.by_rule, stats.errors_by_transport) == (0.0, {}, {})
 

@@ -5,7 +5,6 @@ What a file changes, the node says: it compares and applies in one transaction.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -80,6 +79,9 @@ _IN_FILE: Final = re.compile(r"^rate_limits\b")
 
 RULES_PER_S: Final = 500
 """The node gets a second more for so many rules; it applies thousands."""
+
+_OF_FIRST: Final = frozenset({"limit", "window_seconds", "algorithm"})
+"""Fields that repeat the first of several limits."""
 
 LONG: Final = 1_000
 """Fewer rules are applied before anybody reads that they are."""
@@ -302,10 +304,11 @@ def _print_change(change: pb.RateLimitChange, output: Output) -> None:
         output.line(output.styled(f"- delete {_name(before)}: {_values(before)}", "bad"))
         return
     output.line(output.styled(f"~ update {_name(before)}", "warn"))
+    hidden = _OF_FIRST if before.limits or after.limits else {"limits"}
     for name in EDITABLE:
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new:
-            output.line(f"    {name}: {_text(old)} → {_text(new)}")
+        old, new = _text(before, name), _text(after, name)
+        if old != new and name not in hidden:
+            output.line(f"    {name}: {old} → {new}")
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
@@ -345,10 +348,15 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
     """The limits of a rule in one line; with their names if there are several."""
     if isinstance(rule, pb.RateLimit):
         rule = draft_of(rule)
-    own = f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
+    return _own_text(rule) + plans
+
+
+def _own_text(rule: RuleDraft) -> str:
+    """The limits of identities without a plan."""
     if rule.limits:
-        own = _list_text(rule.limits)
-    return own + "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
+        return _list_text(rule.limits)
+    return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
 
 
 def _list_text(limits: Iterable[LimitDraft]) -> str:
@@ -368,13 +376,11 @@ def window_text(limit: LimitDraft) -> str:
     return f"{limit.period}{anchor} ({printable(limit.time_zone)})"
 
 
-def _text(value: object) -> str:
-    """A value as the file spells it."""
-    if isinstance(value, tuple):
-        plans = {one.name: one.limits for one in value if isinstance(one, PlanDraft)}
-        value = json.dumps(plans or value, default=_as_listed)
+def _text(rule: RuleDraft, name: str) -> str:
+    """A field of a rule in one line."""
+    if name == "limits":
+        return _own_text(rule)
+    if name == "plans":
+        return "; ".join(f"{one.name}: {_list_text(one.limits)}" for one in rule.plans) or "none"
+    value = getattr(rule, name)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))
-
-
-def _as_listed(limit: LimitDraft) -> dict[str, Any]:
-    return asdict(limit)

@@ -21,6 +21,7 @@ from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.conformance import conformance
+from ratelimitd.cli.dev.demo import demo
 from ratelimitd.cli.doctor import Given, doctor
 from ratelimitd.cli.health import health, metrics, reset
 from ratelimitd.cli.options import help_of, takes_settings
@@ -56,6 +57,7 @@ for command in (
     top,
     bench,
     conformance,
+    demo,
 ):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))

@@ -12,17 +12,17 @@ from ratelimitd.ledger.shared_state import SharedState
 Packed: TypeAlias = int | tuple[int, bytes | int]
 """The numbers of a state, with its log or its burst if it has one; the collector stops tracking such a tuple."""
 
-_LATEST_SHIFT: Final = 1
-_LIMIT_SHIFT: Final = _LATEST_SHIFT + 53
+LATEST_SHIFT: Final = 1
+_LIMIT_SHIFT: Final = LATEST_SHIFT + 53
 _REVISION_SHIFT: Final = _LIMIT_SHIFT + 31
 _GENERATION_SHIFT: Final = _REVISION_SHIFT + 63
-_SPENT_SHIFT: Final = _GENERATION_SHIFT + 31
+SPENT_SHIFT: Final = _GENERATION_SHIFT + 31
 
 _LATEST_MASK: Final = (1 << 53) - 1
 _LIMIT_MASK: Final = (1 << 31) - 1
 _GENERATION_MASK: Final = (1 << 31) - 1
 _REVISION_MASK: Final = (1 << 63) - 1
-_HEAD_MASK: Final = (1 << _SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
+_HEAD_MASK: Final = (1 << SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
 
 
 def pack(shared: SharedState) -> Packed:
@@ -34,7 +34,7 @@ def pack(shared: SharedState) -> Packed:
         return number, state
     if state is not None:
         # What a fixed window has beyond these matters to late spends only, and a packed bucket has none.
-        number |= state[0] << _SPENT_SHIFT | state[1] << _LATEST_SHIFT | 1
+        number |= state[0] << SPENT_SHIFT | state[1] << LATEST_SHIFT | 1
     return (number, burst) if burst else number
 
 
@@ -42,28 +42,20 @@ def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
     """Return the limit of a packed state without a log or a burst, and the algorithm's state."""
     limit = packed >> _LIMIT_SHIFT & _LIMIT_MASK
     if packed & 1:
-        return limit, (packed >> _SPENT_SHIFT, packed >> _LATEST_SHIFT & _LATEST_MASK)
+        return limit, (packed >> SPENT_SHIFT, packed >> LATEST_SHIFT & _LATEST_MASK)
     return limit, None
 
 
-def is_of(packed: int, base: int) -> bool:
-    """Whether two packed states have the same generation, revision and limit."""
-    return not (packed ^ base) & _HEAD_MASK
+def is_usual(packed: Packed, base: int, most: int) -> bool:
+    """Whether a packed state has the generation, revision and limit of ``base``, and at most ``most`` was spent."""
+    return (
+        type(packed) is int and not (packed ^ base) & _HEAD_MASK and packed >> SPENT_SHIFT <= most
+    )
 
 
 def head_of(packed: int) -> int:
     """Return the generation, revision and limit of a packed state, where they are in it."""
     return packed & _HEAD_MASK
-
-
-def pack_beside(head: int, spent: int, latest_us: int) -> int:
-    """Pack a state that is (spent, latest_us), with a head from :func:`head_of`."""
-    return spent << _SPENT_SHIFT | latest_us << _LATEST_SHIFT | head | 1
-
-
-def spent_of(packed: int) -> int:
-    """Return what an algorithm's state says was spent, 0 without a state."""
-    return packed >> _SPENT_SHIFT
 
 
 def generation_of(packed: int) -> int:

@@ -114,7 +114,7 @@ class SharedBuckets:
         # The usual case is inlined, here and in _by_view: a call is 50 ns of a check's 1,500.
         bucket = self._cache.young.get(key)
         if bucket is None:
-            found = self._cache.get_old(key) or self._charged_cold(key, rule, decide, now_us, cost)
+            found = self._charged_cold(key, rule, decide, now_us, cost)
             if not isinstance(found, Bucket):
                 return found
             bucket = found
@@ -422,25 +422,13 @@ class SharedBuckets:
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | Bucket | None:
         """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
-        name = self._stored_name(key)
-        tag, cache = self._tags[name[0]], self._cache
+        name, cache = self._stored_name(key), self._cache
+        tag = self._tags[name[0]]
         if tag.server.is_open or rule.algorithm is CONCURRENCY:
-            return self._known(key, rule, name)
+            return cache.get_old(key) or self._known(key, rule, name)
         packed = cache.pop_packed(name)
         if packed is None or name in tag.buckets:
-            spent = tag.cold.get(name)
-            if spent is not None and spent.rule is rule:
-                members, share_of = self._membership.count, tag.make_view.share_of
-                base = numbers_of(spent.base)[1]
-                added = cold.add(spent, base, decide, now_us, members, cost, share_of)
-                if added is not None:
-                    tag.cold[name] = added[1]
-                    return added[0]
-            bucket = tag.bucket(name)
-            if bucket is not None:
-                return self._in_use(bucket, key)
-            self._miss(key, name)
-            return None
+            return cache.get_old(key) or self._charged_again(key, name, rule, decide, now_us, cost)
         if type(packed) is int and not rule.burst and len(tag.cold) < tag.most_cold:
             limit, state = numbers_of(packed)
             members = self._membership.count
@@ -455,6 +443,25 @@ class SharedBuckets:
                 tag.cold[name] = tuple.__new__(ColdSpend, (rule, packed, at_us, cost, 0, 1))
                 return outcome
         return self._in_use(Bucket(key, name, tag, rule, unpack(packed)), key)
+
+    def _charged_again(  # noqa: PLR0917 -- as apply
+        self, key: bytes, name: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
+    ) -> Outcome | Bucket | None:
+        """Add a check to the cold spend of a bucket, or return the bucket; ``None``: it is unknown."""
+        tag = self._tags[name[0]]
+        spent = tag.cold.get(name)
+        if spent is not None and spent.rule is rule:
+            members, share_of = self._membership.count, tag.make_view.share_of
+            base = numbers_of(spent.base)[1]
+            added = cold.add(spent, base, decide, now_us, members, cost, share_of)
+            if added is not None:
+                tag.cold[name] = added[1]
+                return added[0]
+        bucket = tag.bucket(name)
+        if bucket is not None:
+            return self._in_use(bucket, key)
+        self._miss(key, name)
+        return None
 
     def _known(self, key: bytes, rule: Limit, name: bytes = b"") -> Bucket | None:
         """Return a bucket that is known but not in use: packed, or evicted before everything was settled.

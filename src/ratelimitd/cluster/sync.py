@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ratelimitd.cluster.packed import Packed, is_of, spent_of, unpack
+from ratelimitd.cluster.packed import Packed, is_usual, unpack
 from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
@@ -299,13 +299,13 @@ class Partition:
     def _settled_cold(self, states: Mapping[bytes, Packed]) -> None:
         settled, rule, most = {}, None, 0
         for name, spent in self._end_cold():
-            packed, base = states[name], spent[1]
+            packed = states[name]
             if spent[0] is not rule:
                 rule = spent[0]
                 most = plenty(rule)
-            # Called once for each: without calls that are not needed.
-            is_usual = type(packed) is int and is_of(packed, base) and spent_of(packed) <= most
-            settled[name] = packed if is_usual else self._accounted(name, spent, packed)
+            if not is_usual(packed, spent[1], most):
+                packed = self._accounted(name, spent, packed)
+            settled[name] = packed
         self._node.cache.end_cold(settled)
 
     def _accounted(self, name: bytes, spent: ColdSpend, packed: Packed) -> Packed:

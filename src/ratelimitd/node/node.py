@@ -66,10 +66,13 @@ from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
+from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
+from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.pages.sessions import login_link
 from ratelimitd.web.server import HttpServer
+from ratelimitd.web.spop import SpopServer
 from ratelimitd.web.worker_proxy import FromParent
 
 if TYPE_CHECKING:
@@ -103,6 +106,8 @@ class Node:
         """``host:port`` that gRPC listens on, once started."""
         self.http_address = ""
         """``host:port`` that HTTP listens on, or the path of its socket, once started; empty when it is off."""
+        self.spoe_address = ""
+        """``host:port`` that HAProxy asks at, once started; empty when it is off."""
         self.login_link = ""
         """Opens the pages once, shortly after the start; empty unless the node made its admin token."""
         self.node_id = settings.node_name
@@ -287,6 +292,7 @@ class Node:
             self._rules_log.write()
         access = self._access()
         methods = self._methods(limiter, holder, store, feed, self.metrics, access)
+        auth = self._forward_auth(methods, access)
         await self._start_http(
             Parts(
                 node_id=self.node_id,
@@ -315,10 +321,12 @@ class Node:
                 on_breaker_open=self._settings.on_breaker_open
                 if self._settings.consistency == "eventual"
                 else "",
+                auth=auth,
             )
         )
         # Ends the streams of open pages, which would delay the drain.
         self._open.push_async_callback(live.end)
+        await self._start_spop(auth)
         await self._start_grpc(methods)
 
     def _new_limiter(
@@ -509,6 +517,30 @@ class Node:
             server = HttpServer(app, *listen)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
+
+    def _forward_auth(self, methods: Methods, access: Access) -> ForwardAuth:
+        settings = self._settings
+        options = AuthOptions(
+            identifiers=settings.auth_identifiers,
+            endpoints=settings.auth_endpoints,
+            trusted_proxies=settings.trusted_proxies,
+            ignored=self.stats.ignored_forwarding,
+        )
+        return ForwardAuth(
+            methods.unary[CHECK_METHOD],
+            options,
+            admit=admission(access),
+            translate=self._edge.translate,
+            now_s=self._now_s,
+            revision=settings.ratelimit_headers,
+        )
+
+    async def _start_spop(self, auth: ForwardAuth) -> None:
+        listen = self._settings.spoe_listen
+        if listen is not None:
+            server = SpopServer(auth, *listen, reuse_port=self._reuse_port)
+            self._open.push_async_callback(server.stop)
+            self.spoe_address = await server.start()
 
     async def _start_grpc(self, methods: Methods) -> None:
         settings = self._settings

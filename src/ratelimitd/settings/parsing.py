@@ -25,6 +25,21 @@ MIN_KEY_SECRET_BYTES: Final = 16
 MAX_KEY_SECRET_BYTES: Final = 64
 """The longest key BLAKE2b takes."""
 
+FORWARDED_FOR: Final = "x-forwarded-for"
+
+MAX_TEMPLATES: Final = 256
+"""Path templates are tried in order: a path that matches none takes some 0.2 ms."""
+MAX_ENDPOINT_CHARS: Final = 255
+"""As in rules."""
+
+_SEGMENT: Final = r"(?:[^/{}*?#%\s]*|\{\w+\})"
+PATH_TEMPLATE: Final = re.compile(
+    r"(?:(?P<method>[A-Z]+) )?(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)+)?"
+    rf"(?P<path>(?:/{_SEGMENT})*/(?:{_SEGMENT}|\{{\w+\.\.\.\}}))"
+)
+"""Written as patterns of Go's ServeMux. ``*`` and ``%`` would be taken literally, which is seldom meant; a host without
+a dot would be a path whose slash was forgotten."""
+
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 
@@ -138,6 +153,35 @@ def identifier_keys(text: str) -> tuple[str, ...]:
     keys = [key for key, _, _ in pairs]
     if not all(keys) or len(set(keys)) < len(keys) or not all(_is_type(kind) for *_, kind in pairs):
         message = "must be KEY=TYPE separated by commas, each KEY once, TYPE an identifier type"
+        raise ValueError(message)
+    return found
+
+
+def identifier_headers(text: str) -> tuple[str, ...]:
+    """Parse ``HEADER=TYPE`` separated by commas; X-Forwarded-For is an address. Header names in lower case."""
+    found = tuple(pair.lower() for pair in identifier_keys(text))
+    named = [pair.rpartition("=")[::2] for pair in found]
+    if len({header for header, _ in named}) < len(named) or not all(
+        re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
+        for header, kind in named
+    ):
+        message = f"must be HEADER=TYPE separated by commas, each HEADER once, {FORWARDED_FOR}=ip"
+        raise ValueError(message)
+    return found
+
+
+def path_templates(text: str) -> tuple[str, ...]:
+    """Parse path templates, ``[METHOD ][HOST]/path/{name}/{rest...}``, separated by commas; empty = none."""
+    found = names(text)
+    if (
+        len(found) > MAX_TEMPLATES
+        or len(set(found)) < len(found)
+        or not all(PATH_TEMPLATE.fullmatch(one) and len(one) <= MAX_ENDPOINT_CHARS for one in found)
+    ):
+        message = (
+            f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once,"
+            " separated by commas: [METHOD ][HOST]/path, where {name} is a whole segment and {name...} the rest"
+        )
         raise ValueError(message)
     return found
 

@@ -22,6 +22,7 @@ from ratelimitd.settings.parsing import (
     address,
     database_url,
     fraction,
+    identifier_headers,
     identifier_keys,
     identifier_types,
     key_secret,
@@ -34,6 +35,7 @@ from ratelimitd.settings.parsing import (
     optional,
     optional_url,
     path,
+    path_templates,
     proxies,
     redis_url,
     shown,
@@ -129,7 +131,7 @@ class Settings:
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
-        "proxies whose X-Forwarded-For names the caller of a wrong token, comma-separated; unix for a socket")]
+        "proxies whose X-Forwarded headers count for wrong tokens and /v1/auth, comma-separated; unix for a socket")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
         "key of the hash of bucket keys; empty = generated once, in the database", masked)]
     tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
@@ -178,7 +180,13 @@ class Settings:
     envoy_fields: Annotated[str, SettingSpec("all", one_of("all", "standard", "none"),
         "header fields for Envoy to add; standard: no X-RateLimit-*")]
     ratelimit_headers: Annotated[str, SettingSpec(NEWEST_REVISION, one_of(*REVISIONS),
-        "revision of the IETF draft that RateLimit fields follow, for /v1/check and Envoy")]
+        "revision of the IETF draft that RateLimit fields follow, for /v1/check, /v1/auth and Envoy")]
+    spoe_listen: Annotated[Address | None, SettingSpec("", optional(address),
+        "address for HAProxy's stream processing offload (SPOE), which asks as /v1/auth is asked; empty = off")]
+    auth_identifiers: Annotated[tuple[str, ...], SettingSpec("x-api-key=api_key,x-forwarded-for=ip",
+        identifier_headers, "headers that identify callers of proxies for /v1/auth: HEADER=TYPE, comma-separated")]
+    auth_endpoints: Annotated[tuple[str, ...], SettingSpec("", path_templates,
+        "endpoints of /v1/auth by the path of the request, the first that matches: [METHOD ][HOST]/path/{name}")]
     # fmt: on
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -328,6 +336,11 @@ class _Combination(NamedTuple):
 
 _COMBINATIONS: Final = (
     _Combination(
+        ("AUTH_IDENTIFIERS", "IDENTIFIER_TYPES"),
+        lambda s: not {pair.rpartition("=")[2] for pair in s.auth_identifiers} <= {*s.known_types},
+        "AUTH_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
+    ),
+    _Combination(
         ("ENVOY_IDENTIFIERS", "IDENTIFIER_TYPES"),
         lambda s: not {pair.rpartition("=")[2] for pair in s.envoy_identifiers} <= {*s.known_types},
         "ENVOY_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
@@ -371,5 +384,13 @@ _COMBINATIONS: Final = (
         ("LISTEN", "HTTP_LISTEN"),
         lambda s: s.listen == s.http_listen and s.listen.port != 0,
         "LISTEN and HTTP_LISTEN are the same address",
+    ),
+    _Combination(
+        ("LISTEN", "HTTP_LISTEN", "SPOE_LISTEN"),
+        lambda s: (
+            s.spoe_listen in {s.listen, s.http_listen}
+            and bool(s.spoe_listen and s.spoe_listen.port)
+        ),
+        "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
     ),
 )

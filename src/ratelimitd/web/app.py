@@ -1,7 +1,7 @@
 """The HTTP side of a node: the routes of all areas joined, with what holds for each of them around.
 
-The only module that knows them all. ``/metrics``, ``/healthz`` and ``/readyz`` are for machines and stand outside of
-what pages and JSON are held to. See ADR 0028.
+The only module that knows them all. ``/metrics``, ``/healthz``, ``/readyz`` and ``/v1/auth`` are for machines and stand
+outside of what pages and JSON are held to. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.web.api.http_call import Requirement
+from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
+from ratelimitd.web.api.http_call import Requirement, is_cross_site
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
@@ -74,9 +75,6 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
 
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
-_OWN_SITE: Final = frozenset({"same-origin", "none"})
-"""``none``: the person's own doing, such as sending a form once more."""
-
 
 class Guard:
     """Adds the headers to each answer, and refuses what another site's page sends with a visitor's browser."""
@@ -103,18 +101,8 @@ class Guard:
         await app(scope, receive, send_guarded)
 
 
-def is_cross_site(headers: Headers) -> bool:
-    """Whether a browser says that the request comes from a page of another origin; other programs say nothing."""
-    if headers.get("sec-fetch-site", "none") not in _OWN_SITE:
-        return True
-    origin = headers.get("origin")
-    # The scheme is not compared: a proxy that terminates TLS speaks HTTP to this node.
-    return (
-        origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
-    )
-
-
-FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
+FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
+"""Asked for under any ``Host``; a proxy may pass on that of its client."""
 
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
@@ -189,9 +177,12 @@ def worker_application(
     metrics: Metrics,
     readiness: Callable[[], Readiness | Awaitable[Readiness]],
     others: ASGIApp,
+    auth: ForwardAuth | None = None,
 ) -> ASGIApp:
-    """The pages for machines, and ``others`` for every other path."""
+    """The pages for machines, with ``auth`` if it is this process's, and ``others`` for every other path."""
     routes = machine_routes(metrics=metrics, readiness=readiness)
+    if auth is not None:
+        routes.append(Route(AUTH_PATH, auth))
     return Starlette(routes=[*routes, Mount("/", others)])
 
 
@@ -292,6 +283,7 @@ class Parts:
     """Identifier types that requests may name."""
     on_breaker_open: str
     """The setting; empty for a strict node, which has no state of its own to go by."""
+    auth: ForwardAuth
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -355,5 +347,7 @@ def application(parts: Parts) -> ASGIApp:
         middleware=[Middleware(Guard, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
-    whole = worker_application(metrics=parts.metrics, readiness=parts.readiness, others=people)
+    whole = worker_application(
+        metrics=parts.metrics, readiness=parts.readiness, others=people, auth=parts.auth
+    )
     return HostCheck(whole, parts.hosts, parts.refused)

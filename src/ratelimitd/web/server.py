@@ -1,6 +1,6 @@
 """The HTTP server: uvicorn inside the node's own event loop, with a bound on everything a peer can hold.
 
-Takes no signals and logs no requests. Probes and scrapes are few and small, so the bounds are tight.
+Takes no signals and logs no requests. Requests are small, so the bounds are tight.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def _is_stream(message: Message) -> bool:
     return content_type.partition(";")[0].strip().lower() == EVENT_STREAM
 
 
-MAX_CONNECTIONS: Final = 100
-"""Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few."""
+MAX_CONNECTIONS: Final = 500
+"""Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few, proxies
+that ask for each of their requests more."""
 
 CONNECTION_LIFE_S: Final = 30.0
 """Longest life of a connection, ended between two requests if possible; bounds slow senders."""
@@ -132,8 +133,9 @@ STOP_POLL_S: Final = 0.01
 DATE_S: Final = 1.0
 """Interval at which the header ``Date`` is renewed."""
 
-MAX_HEADER_BYTES: Final = 16_384
-"""Limit of request line and headers together."""
+MAX_HEADER_BYTES: Final = 65_536
+"""Limit of request line and headers together: above what nginx (32 KiB) and HAProxy (16 KiB) take of a client, so that
+no client of theirs can make the request for its check fail."""
 
 BACKLOG: Final = 128
 
@@ -183,7 +185,7 @@ class HttpServer:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0)
-        return str(self._path or _address_of(self._socket))
+        return str(self._path or address_of(self._socket))
 
     async def stop(self) -> None:
         """Close the address and every connection. Safe to call at any time, also more than once."""
@@ -210,8 +212,10 @@ class HttpServer:
         return answer
 
 
-async def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the first address of ``host``, not yet listening.
+async def bind(
+    host: str, port: int, *, setting: str = "HTTP_LISTEN", reuse_port: bool = False
+) -> socket.socket:
+    """Return a socket that is bound to the first address of ``host``; ``setting`` is named by an error.
 
     Raises:
         StartupError: the name is unknown or the address cannot be had.
@@ -223,13 +227,15 @@ async def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         # Bound is not taken: another process may have bound it too, and listened first.
         sock.listen(BACKLOG)
     except OSError as error:
         if sock is not None:
             sock.close()
-        message = f"cannot listen on {host}:{port} (HTTP_LISTEN): {error.strerror or error}"
+        message = f"cannot listen on {host}:{port} ({setting}): {error.strerror or error}"
         raise StartupError(message) from error
     return sock
 
@@ -242,7 +248,8 @@ async def _bind_at(path: Path) -> socket.socket:
         raise StartupError(message) from error
 
 
-def _address_of(sock: socket.socket) -> str:
+def address_of(sock: socket.socket) -> str:
+    """Return the bound address as ``host:port``, an IPv6 host in brackets."""
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

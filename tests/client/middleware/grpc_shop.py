@@ -1,6 +1,10 @@
 """A service of all four kinds of methods, for the tests of both interceptors, as a blocking and as an asyncio one."""
 
+from types import SimpleNamespace
+
 import grpc
+from google.rpc.error_details_pb2 import QuotaFailure, RetryInfo
+from grpc_status import rpc_status
 
 from ratelimitd_client.middleware import limited
 
@@ -126,3 +130,17 @@ def ask(channel, method, request=b"x", metadata=()):
         except grpc.RpcError:
             answers = []
     return answers, ended.code(), ended.details(), dict(ended.trailing_metadata())
+
+
+def error_details(code, details, metadata):
+    """The retry delay in s and the violations of an ended call, as a library of gRPC reads them; ``None`` without."""
+    pairs = tuple(metadata.items())
+    ended = SimpleNamespace(
+        code=lambda: code, details=lambda: details, trailing_metadata=lambda: pairs
+    )
+    status = rpc_status.from_call(ended)
+    retry, failure = RetryInfo(), QuotaFailure()
+    for detail in () if status is None else status.details:
+        assert detail.Unpack(retry) or detail.Unpack(failure)
+    delay_s = retry.retry_delay.seconds if retry.HasField("retry_delay") else None
+    return delay_s, [(one.subject, one.description) for one in failure.violations]

@@ -7,13 +7,16 @@ import grpc
 import pytest
 
 from ratelimitd_client import Check, RateLimiterClient
+from ratelimitd_client.decision import Decision, LimitStatus, Reason
 from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.grpc_server import (
+    STATUS_KEY,
     Call,
     RateLimitInterceptor,
     handler_of,
     info_of,
     peer_of,
+    status_of,
 )
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from tests.client.middleware.grpc_shop import (
@@ -26,6 +29,7 @@ from tests.client.middleware.grpc_shop import (
     UNARY,
     RequestId,
     ask,
+    error_details,
     service_of,
 )
 
@@ -71,6 +75,7 @@ def test_calls_of_every_kind_are_let_through_until_the_limit(limiter, method, an
     assert (given, code) == ([], DENIED)
     assert details == "Too many requests. Try again in 60 s."
     assert metadata["retry-after"] == "60"
+    assert error_details(code, details, metadata) == (60, [("", "limit default: 1 in 60 s")])
     assert limiter.checks == [Check("127.0.0.1", "ip", method)] * 2
 
 
@@ -115,7 +120,32 @@ def test_a_call_that_cannot_be_checked_is_unavailable_where_that_is_chosen(limit
         given, code, details, metadata = ask(channel, LIST)
     assert (given, code) == ([], grpc.StatusCode.UNAVAILABLE)
     assert details == "Temporarily unavailable. Try again in 1 s."
-    assert metadata == {"retry-after": "1"}
+    assert metadata["retry-after"] == "1"
+    assert error_details(code, details, metadata) == (1, [])
+
+
+def test_a_denial_names_each_limit_that_was_exceeded_and_no_identifier():
+    limit = LimitStatus("id", "burst", "user", False, 0, 5, 3, 10, 1, observed=False)
+    limits = (
+        limit,
+        limit._replace(name="day", identifier_type="tenant", limit=500, window_seconds=86_400),
+        limit._replace(name="calm", allowed=True),
+        limit._replace(name="candidate", observed=True),
+    )
+    denied = Decision(False, 0, 5, 3, Reason.LIMIT_EXCEEDED, 10, 1, "id", limits=limits)
+    status = status_of(denied, DENIED, "no")
+    found = error_details(DENIED, "no", {STATUS_KEY: status.SerializeToString()})
+    assert found == (
+        3,
+        [("user", "limit burst: 10 in 1 s"), ("tenant", "limit day: 500 in 86400 s")],
+    )
+
+
+def test_a_check_that_no_delay_makes_pass_is_given_none(limiter):
+    with shop(limiter, Options(cost=2)) as channel:
+        _, code, details, metadata = ask(channel, UNARY)
+    assert code is DENIED
+    assert error_details(code, details, metadata) == (None, [("", "limit default: 1 in 60 s")])
 
 
 def test_a_function_says_who_else_a_call_is_counted_for(limiter):

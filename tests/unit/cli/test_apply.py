@@ -94,7 +94,8 @@ def test_plans_are_applied_exported_and_shown(ask, node, book):
     assert "plans:" in exported
     assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
     changed = ask("rules", "apply", "-f", book(PLANS.replace("limit: 9", "limit: 8")))
-    assert changed.out.splitlines()[1].startswith('    plans: {"pro": [{"name": "day", "limit": 9')
+    day = "pro: day: {} per 60 s, token_bucket"
+    assert changed.out.splitlines()[1] == f"    plans: {day.format(9)} → {day.format(8)}"
     [rule] = node.rules.values()
     assert rule.plans["pro"].limits[0].limit == 8
 
@@ -285,8 +286,12 @@ def test_calendars_are_applied_compared_and_exported(ask, node, book):
     exported = ask("rules", "export").out
     assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
     edited = ask("rules", "apply", "-f", book(CALENDARS.replace("Berlin", "Paris")))
-    assert '"time_zone": "Europe/Berlin"' in edited.out
-    assert '"time_zone": "Europe/Paris"' in edited.out
+    day, month = "default: 10 per day (UTC), fixed_window", "month: 200 per month from day 15"
+    [line] = [line for line in edited.out.splitlines() if line.startswith("    ")]
+    assert line == (
+        f"    limits: {day}; {month} (Europe/Berlin), fixed_window"
+        f" → {day}; {month} (Europe/Paris), fixed_window"
+    )
     assert rule.limits[1].time_zone == "Europe/Paris"
 
 

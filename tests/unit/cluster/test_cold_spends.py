@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.cache import IDLE_US
-from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
+from ratelimitd.cluster.packed import generation_of, is_usual, pack, unpack
 from ratelimitd.cluster.redis.codec import NUMBERS, settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
@@ -498,12 +498,15 @@ def test_so_is_one_whose_numbers_are_none_of_a_bucket(algorithm):
             settle_reply(batch, [b"", 0, head + bytes(24), head + broken])
 
 
-def test_packed_states_are_compared_by_what_orders_them():
+def test_a_state_is_usual_that_no_reset_or_edit_made_and_of_which_little_was_spent():
     base = pack(SharedState(5, 2, 10, (7, 100)))
     assert generation_of(base) == 5
-    assert is_of(pack(SharedState(5, 2, 10, (9, 200))), base)
+    later = SharedState(5, 2, 10, (9, 200))
+    assert is_usual(pack(later), base, 9)
+    assert not is_usual(pack(later), base, 8)
+    assert not is_usual(pack(later._replace(state=bytes(16))), base, 9)
     for other in (SharedState(6, 2, 10), SharedState(5, 3, 10), SharedState(5, 2, 11)):
-        assert not is_of(pack(other), base)
+        assert not is_usual(pack(other), base, 9)
         assert unpack(pack(other)) == other
 
 

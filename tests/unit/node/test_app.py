@@ -28,6 +28,7 @@ from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.settings.table import Settings
 from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web import spop
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.servers import Valkey
@@ -319,13 +320,27 @@ async def everything_is_closed(kept, threads_before):
             assert not thread.is_alive(), thread.name
 
 
+async def test_haproxy_is_answered_at_its_own_address_until_the_drain(kept):
+    async with running_node(**kept, spoe_listen="127.0.0.1:0") as node:
+        host, _, port = node.spoe_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        hello = spop.pairs({b"supported-versions": b"2.0", b"max-frame-size": 16_380})
+        writer.write(spop.frame(spop.FrameType.HAPROXY_HELLO, hello))
+        writer.write(spop.frame(spop.FrameType.NOTIFY, b"\x05check\x00", 1, 1))
+        answers = await reader.readuntil(b"status\x03" + spop.varint(200))
+        assert b"pipelining" in answers
+    assert spop.FrameType.AGENT_DISCONNECT in (await reader.read())[:5]
+    writer.close()
+
+
 @pytest.fixture
 def threads_before():
     return set(threading.enumerate())
 
 
 @pytest.mark.parametrize(
-    ("setting", "named"), [("listen", "LISTEN"), ("http_listen", "HTTP_LISTEN")]
+    ("setting", "named"),
+    [("listen", "LISTEN"), ("http_listen", "HTTP_LISTEN"), ("spoe_listen", "SPOE_LISTEN")],
 )
 async def test_a_taken_port_is_one_line_and_leaves_nothing_open(
     kept, threads_before, setting, named

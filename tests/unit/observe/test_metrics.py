@@ -275,6 +275,11 @@ def test_refused_requests_for_pages_are_reported_by_cause(metrics, stats):
     assert value(metrics, "rate_limiter_web_refused_total", cause="cross_site") == 1
 
 
+def test_ignored_forwarding_headers_are_reported(metrics, stats):
+    stats.ignored_forwarding()
+    assert value(metrics, "rate_limiter_auth_forwarding_ignored_total") == 1
+
+
 async def test_without_names_every_metric_is_reported(metrics, stats):
     stats.rule_counters("r")
     stats.observed_counter("r", "day")

@@ -116,6 +116,11 @@ def test_everything_that_is_wrong_is_named_at_once():
             "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
         ),
         ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
+        (
+            {"SPOE_LISTEN": "127.0.0.1:8080"},
+            "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
+        ),
+        ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),

@@ -107,6 +107,23 @@ async def test_pages_for_machines_are_as_open_as_ever(stranger):
         assert "content-security-policy" not in answer.headers
 
 
+async def test_a_proxy_may_ask_with_whatever_its_client_sent():
+    async with (
+        running_node(trusted_proxies="127.0.0.1") as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as http,
+    ):
+        of_client = {"Host": "shop.example", "Origin": "null", "Sec-Fetch-Site": "cross-site"}
+        for method in ("GET", "HEAD", "POST", "DELETE"):
+            headers = {**of_client, "X-Forwarded-Uri": "/a?" + "x" * 50_000}
+            answer = await http.request(method, "/v1/auth", headers=headers, content=b"body")
+            assert answer.status_code == 200
+            assert "content-security-policy" not in answer.headers
+        headers = {**of_client, "X-Forwarded-Uri": "/" + "x" * 60_000}
+        answer = await http.get("/v1/auth", headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument")
+        assert (await http.get("/v1/auth", headers=of_client)).status_code == 403
+
+
 async def test_the_services_are_there_in_json(node):
     async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
         answer = await http.post(

@@ -3,7 +3,8 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
-from ratelimitd.web.app import SECURITY_HEADERS, Guard, is_cross_site
+from ratelimitd.web.api.http_call import is_cross_site
+from ratelimitd.web.app import SECURITY_HEADERS, Guard
 from ratelimitd.web.pages.errors import Cause
 
 POLICY = SECURITY_HEADERS["Content-Security-Policy"]

@@ -148,6 +148,14 @@ def test_one_text_in_place_of_several_is_refused():
         ClientAddresses("10.0.0.1")
 
 
+def test_a_peer_is_a_proxy_if_it_is_listed():
+    listed = ClientAddresses(["10.0.0.0/8"])
+    assert [listed.trusts(peer) for peer in ("10.1.2.3", "11.0.0.1", "x", "", None)] == [
+        True, False, False, False, False,
+    ]  # fmt: skip
+    assert ClientAddresses(["unix"]).trusts(None)
+
+
 @pytest.mark.parametrize("prefix", [0, 129])
 def test_a_prefix_that_ipv6_does_not_have_is_refused(prefix):
     with pytest.raises(ValueError, match="ipv6_prefix"):

@@ -67,7 +67,7 @@ class ClientAddresses:
             forwarded_for: the values of X-Forwarded-For, one per line, in order.
         """
         address = address_of(peer) if peer else None
-        if self._trusts_unix if not peer else self._is_trusted(address):
+        if self.trusts(peer):
             for hop in _from_the_right(forwarded_for):
                 found = address_of(hop)
                 if found is None:
@@ -80,6 +80,10 @@ class ClientAddresses:
         if address.version == 6 and self._cut_bits:
             return str(ipaddress.IPv6Address(int(address) >> self._cut_bits << self._cut_bits))
         return str(address)
+
+    def trusts(self, peer: str | None) -> bool:
+        """Return whether the peer is a trusted proxy; ``None`` or empty for a Unix socket."""
+        return self._is_trusted(address_of(peer)) if peer else self._trusts_unix
 
     def _is_trusted(self, address: Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,12 +63,12 @@ class NodePlan:
         self,
         directory: Path,
         *,
-        redis_url: str,
-        database_url: str,
         rules_file: Path,
-        identifier_types: str,
+        redis_url: str = "",
+        database_url: str = "",
+        identifier_types: str = "",
     ) -> list[str]:
-        """Its command line; what it writes stays in ``directory``."""
+        """Its command line; what it writes stays in ``directory``. Without the URLs it shares nothing."""
         return [
             *PROGRAM,
             "serve",
@@ -76,7 +76,7 @@ class NodePlan:
             *("--listen", self.grpc_address),
             *("--http-listen", self.http_address),
             *("--redis-url", redis_url),
-            *("--database-url", database_url),
+            *("--database-url", database_url or f"sqlite:///{directory / 'rules.db'}"),
             *("--rules-file", str(rules_file)),
             *("--identifier-types", identifier_types),
             *("--state-dir", str(directory / f"{self.name}-state")),
@@ -94,15 +94,20 @@ def nodes(
     Raises:
         UsageError: there are not so many ports above the first ones.
     """
-    grpc_ports = _ports(grpc_port, count, is_free, taken=())
-    http_ports = _ports(http_port, count, is_free, taken=grpc_ports)
+    grpc_ports = free_ports(grpc_port, count, is_free, taken=())
+    http_ports = free_ports(http_port, count, is_free, taken=grpc_ports)
     ports = zip(grpc_ports, http_ports, strict=True)
     return [NodePlan(f"n{number}", *both) for number, both in enumerate(ports, 1)]
 
 
-def _ports(
+def free_ports(
     first: int, count: int, is_free: Callable[[int], bool], *, taken: Sequence[int]
 ) -> list[int]:
+    """So many ports from ``first`` on that nobody listens on and that are not ``taken``.
+
+    Raises:
+        UsageError: there are not so many.
+    """
     found: list[int] = []
     for port in range(first, LAST_PORT + 1):
         if port not in taken and is_free(port):
@@ -143,6 +148,32 @@ def is_free(port: int) -> bool:
 READY: Final = b"ratelimitd ready "
 
 
+async def until_stopped(live: Callable[[Children, Path], Awaitable[None]], output: Output) -> None:
+    """Run ``live``, which starts children and keeps files in a directory, until it ends or a signal comes.
+
+    Both are gone afterwards.
+
+    Raises:
+        CliError: something could not be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="ratelimitd-dev-") as name:
+        directory = Path(name)
+        children = Children(directory)
+        with _stopped_by_signals() as stop:
+            living = asyncio.ensure_future(live(children, directory))
+            asked = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait((living, asked), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (living, asked):
+                    task.cancel()
+                await asyncio.wait((living, asked))
+                output.line("stopping")
+                await children.stop()
+        if not living.cancelled():
+            living.result()
+
+
 class Cluster:
     """One run of the command."""
 
@@ -167,22 +198,7 @@ class Cluster:
         Raises:
             CliError: something could not be started.
         """
-        with tempfile.TemporaryDirectory(prefix="ratelimitd-dev-") as name:
-            directory = Path(name)
-            children = Children(directory)
-            with _stopped_by_signals() as stop:
-                living = asyncio.create_task(self._live(children, directory))
-                asked = asyncio.create_task(stop.wait())
-                try:
-                    await asyncio.wait((living, asked), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in (living, asked):
-                        task.cancel()
-                    await asyncio.wait((living, asked))
-                    self._output.line("stopping")
-                    await children.stop()
-            if not living.cancelled():
-                living.result()
+        await until_stopped(self._live, self._output)
 
     async def _live(self, children: Children, directory: Path) -> None:
         """Start everything and watch it; returns when the quit key is pressed."""
@@ -203,8 +219,8 @@ class Cluster:
             )
             nodes.append(await children.start(planned.name, command, read=True))
             if len(nodes) == 1:  # it seeds the rule book, which only one node may do
-                await _ready(nodes[0])
-        await asyncio.gather(*map(_ready, nodes[1:]))
+                await ready(nodes[0])
+        await asyncio.gather(*map(ready, nodes[1:]))
         self._show_nodes(nodes)
         places = {"shared state": redis_url, "rules": database_url, "logs": f"{directory}/*.log"}
         self._output.pairs(places.items())
@@ -236,7 +252,7 @@ class Cluster:
         self._output.flush()
 
     async def _watch(self, children: Children, watched: Sequence[Child]) -> None:
-        with _pressed_keys() as quit_pressed:
+        with pressed_keys() as quit_pressed:
             reports = [asyncio.create_task(self._report(children, child)) for child in watched]
             try:
                 await quit_pressed.wait()
@@ -252,7 +268,7 @@ class Cluster:
             self._output.flush()
 
 
-async def _ready(node: Child) -> None:
+async def ready(node: Child) -> None:
     """Wait until a node serves.
 
     Raises:
@@ -285,7 +301,7 @@ def _stopped_by_signals() -> Iterator[asyncio.Event]:
 
 
 @contextlib.contextmanager
-def _pressed_keys() -> Iterator[asyncio.Event]:
+def pressed_keys() -> Iterator[asyncio.Event]:
     """Set when the quit key is pressed; never where there is no keyboard."""
     pressed = asyncio.Event()
     with single_keys() as keyboard:

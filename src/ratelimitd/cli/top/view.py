@@ -72,7 +72,7 @@ def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """The last values as bars, the highest of them full; at most ``width`` characters."""
-    shown = values[-width:]
+    shown = [*values][-width:]
     highest = max(shown, default=0) or 1
     return "".join(BARS[min(len(BARS) - 1, int(value / highest * len(BARS)))] for value in shown)
 

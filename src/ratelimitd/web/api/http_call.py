@@ -71,6 +71,21 @@ def peer_of(request: HTTPConnection) -> str:
     return f"ipv4:{address}:{port}"
 
 
+_OWN_SITE: Final = frozenset({"same-origin", "none"})
+"""``none``: the person's own doing, such as sending a form once more."""
+
+
+def is_cross_site(headers: Headers) -> bool:
+    """Whether a browser says that the request comes from a page of another origin; other programs say nothing."""
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITE:
+        return True
+    origin = headers.get("origin")
+    # The scheme is not compared: a proxy that terminates TLS speaks HTTP to this node.
+    return (
+        origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    )
+
+
 async def settled(answer: bytes | Awaitable[bytes]) -> bytes:
     """What a handler answered, at once or later."""
     return answer if isinstance(answer, bytes) else await answer

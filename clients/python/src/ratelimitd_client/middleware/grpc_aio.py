@@ -17,12 +17,11 @@ from ratelimitd_client.middleware.grpc_server import (
     Behaviour,
     Call,
     Handler,
-    add_metadata,
     call_of,
     enforce,
+    finish,
     handler_of,
     info_of,
-    status_of,
 )
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
@@ -105,10 +104,8 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
     async def _check(self, call: Call, behaviour: Behaviour, context: Any) -> None:
         """Check a call; abort a denied one by gRPC's exception."""
         decision = await self._decision(call, behaviour)
-        if decision is not None:
-            add_metadata(self._policy, decision, context)
-            if not decision.allowed:
-                await context.abort(*status_of(self._policy, decision))
+        if decision is not None and (denial := finish(self._policy, decision, context)):
+            await context.abort(*denial)
 
     async def _decision(self, call: Call, behaviour: Behaviour) -> Decision | None:
         return await self._policy.decide_async(self._limiter, call, info_of(call, behaviour))

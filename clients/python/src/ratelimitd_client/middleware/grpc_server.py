@@ -11,9 +11,12 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import QuotaFailure, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from ratelimitd_client import RateLimiter
-from ratelimitd_client.decision import Decision
+from ratelimitd_client.decision import Decision, LimitStatus, Reason
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import RequestInfo
@@ -24,6 +27,12 @@ METHOD: Final = "POST"
 DENIED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
+STATUS_KEY: Final = "grpc-status-details-bin"
+"""The metadata key in which gRPC libraries look for the ``google.rpc.Status`` of a call."""
+
+_NOT_ON_RETRY: Final = frozenset({Reason.COST_EXCEEDS_LIMIT, Reason.INVALID_REQUEST})
+"""Denials of checks that no delay makes pass."""
+
 _HAVE_ADDRESSES: Final = ("ipv4", "ipv6")
 
 Behaviour = Callable[[Any, Any], Any]
@@ -33,7 +42,8 @@ class RateLimitInterceptor(grpc.ServerInterceptor):
     """Checks each call before its handler runs; a stream once, when it begins.
 
     A denied call ends with RESOURCE_EXHAUSTED, or UNAVAILABLE if no limit denied it. Its trailing metadata has
-    ``retry-after``. Allowed calls have the fields of the limit there, unless the handler sets the metadata.
+    ``retry-after``, and its status ``google.rpc.RetryInfo`` and ``QuotaFailure`` as details. Allowed calls have the
+    fields of the limit in the trailing metadata, unless the handler sets it.
 
     Args:
         limiter: a blocking client, or a fake. The caller closes it.
@@ -135,13 +145,30 @@ def peer_of(text: str) -> str | None:
     return unquote(address) if kind in _HAVE_ADDRESSES else None
 
 
-def add_metadata(policy: Policy[Call], decision: Decision, context: Any) -> None:
-    """Add the fields of the limit to the trailing metadata, beside those of interceptors before this one."""
-    added = tuple((name.lower(), value) for name, value in policy.headers(decision).items())
+def finish(
+    policy: Policy[Call], decision: Decision, context: Any
+) -> tuple[grpc.StatusCode, str] | None:
+    """Add a decision to the trailing metadata, beside that of interceptors before this one.
+
+    Returns:
+        The status of a denied call and its message; ``None`` for an allowed one.
+    """
+    added: list[tuple[str, str | bytes]] = [
+        (name.lower(), value) for name, value in policy.headers(decision).items()
+    ]
+    denial = None
+    if not decision.allowed:
+        denial = UNAVAILABLE if decision.fail_closed else DENIED, _message(policy, decision)
+        added.append((STATUS_KEY, status_of(decision, *denial).SerializeToString()))
     if added:
         names = {name for name, _ in added}
         others = [pair for pair in _trailing(context) if pair[0] not in names]
         context.set_trailing_metadata((*others, *added))
+    return denial
+
+
+def _message(policy: Policy[Call], decision: Decision) -> str:
+    return policy.denied(decision).body.decode().rstrip("\n")
 
 
 def _trailing(context: Any) -> Sequence[tuple[str, str | bytes]]:
@@ -151,15 +178,41 @@ def _trailing(context: Any) -> Sequence[tuple[str, str | bytes]]:
         return ()
 
 
-def status_of(policy: Policy[Call], decision: Decision) -> tuple[grpc.StatusCode, str]:
-    """Return the status of a denied call, and its details."""
-    code = UNAVAILABLE if decision.fail_closed else DENIED
-    return code, policy.denied(decision).body.decode().rstrip("\n")
+def status_of(decision: Decision, code: grpc.StatusCode, message: str) -> Status:
+    """Return the status of a denied call: when to retry, if that helps, and which limits were exceeded.
+
+    Identifiers are left out, since errors are logged.
+    """
+    status = Status(code=code.value[0], message=message)
+    if decision.retry_after_seconds and decision.reason not in _NOT_ON_RETRY:
+        delay = Duration(seconds=decision.retry_after_seconds)
+        status.details.add().Pack(RetryInfo(retry_delay=delay))
+    violations = [
+        QuotaFailure.Violation(subject=whose, description=what)
+        for whose, what in _exceeded(decision)
+    ]
+    if violations:
+        status.details.add().Pack(QuotaFailure(violations=violations))
+    return status
+
+
+def _exceeded(decision: Decision) -> list[tuple[str, str]]:
+    """Return the identifier type and a description of each limit that denied a check."""
+    if not decision.limits:
+        # The type is not in the answer of a single limit.
+        return [("", _described(decision.limit_name, decision))] if decision.limit else []
+    return [
+        (one.identifier_type, _described(one.name, one))
+        for one in decision.limits
+        if not (one.allowed or one.observed)
+    ]
+
+
+def _described(name: str, of: Decision | LimitStatus) -> str:
+    return f"limit {name or 'default'}: {of.limit} in {of.window_seconds} s"
 
 
 def enforce(policy: Policy[Call], decision: Decision | None, context: Any) -> None:
     """Add the metadata, and abort a denied call by gRPC's exception. For blocking handlers."""
-    if decision is not None:
-        add_metadata(policy, decision, context)
-        if not decision.allowed:
-            context.abort(*status_of(policy, decision))
+    if decision is not None and (denial := finish(policy, decision, context)):
+        context.abort(*denial)

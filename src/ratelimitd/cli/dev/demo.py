@@ -1,0 +1,266 @@
+"""``ratelimitd demo``: a node, an API that asks it, and callers of that API, to see a limit act and edit it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import webbrowser
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ratelimitd.cli.dev import run
+from ratelimitd.cli.dev.run import HOST, NodePlan
+from ratelimitd.cli.output import Output, table_lines
+
+if TYPE_CHECKING:
+    from ratelimitd.cli.dev.servers import Children
+    from ratelimitd_client import AsyncRateLimiter
+
+ENDPOINT: Final = "/orders"
+
+GRPC_PORT: Final = 9090
+"""Where the command line asks unless told otherwise."""
+
+RULES: Final = f"""\
+rules:
+  - endpoint: {ENDPOINT}
+    identifier_type: user
+    limit: 5
+    window_seconds: 1
+    algorithm: token_bucket
+"""
+
+POLITE: Final = ("ann", "ben", "cleo")
+GREEDY: Final = "greedy"
+POLITE_PER_S: Final = 2
+GREEDY_PER_S: Final = 30
+
+SHOWN_S: Final = 1.0
+"""Interval between two readings on a terminal; the rates are whole numbers."""
+
+PIPED_S: Final = 5.0
+"""The same where it is not one."""
+
+TIMEOUT_S: Final = 1.0
+"""Of a check. Longer than an application's, because a busy desktop is to show limits and no missed deadlines."""
+
+HISTORY: Final = 30
+"""Readings in the picture of a caller."""
+
+HEAD: Final = ("CALLER", "ALLOWED/S", "DENIED/S", "LIMIT", "ALLOWED")
+
+_LIMIT: Final = re.compile(rb"q=(\d+);w=(\d+)")
+"""The quota and the window of the header ``RateLimit-Policy``."""
+
+
+def demo(
+    *,
+    grpc_port: Annotated[
+        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the node.")
+    ] = GRPC_PORT,
+    http_port: Annotated[
+        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the node.")
+    ] = 8080,
+    api_port: Annotated[
+        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="Port of the API.")
+    ] = 8000,
+    browser: Annotated[bool, typer.Option(help="Open the page of the node in the browser.")] = True,
+) -> None:
+    """Watch a limit act: a node, a small API, three polite callers and a greedy one.
+
+    Edit the limit on the page or on the command line, and see it act at once. Needs nothing else, and leaves nothing
+    behind. Ports that are taken are left out. q or Ctrl-C stops everything.
+
+    Example:
+      ratelimitd demo
+      ratelimitd demo --no-browser
+    """
+    [node] = run.nodes(1, grpc_port=grpc_port, http_port=http_port, is_free=run.is_free)
+    taken = (node.grpc_port, node.http_port)
+    [port] = run.free_ports(api_port, 1, run.is_free, taken=taken)
+    asyncio.run(Demo(node, port, Output(), opens_page=browser).run())
+
+
+@dataclass(slots=True)
+class Caller:
+    """Somebody who calls the API so many times a second, and what was answered."""
+
+    name: str
+    per_s: int
+    allowed: int = 0
+    denied: int = 0
+    limit: str = ""
+    """The limit that the last answer told."""
+    _before: tuple[int, int] = (0, 0)
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    async def call(self, port: int) -> None:
+        """Call the API on ``port``, again and again."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            due_s = max(due_s + 1 / self.per_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+            with contextlib.suppress(
+                OSError
+            ):  # one that the API could not take is as good as not sent
+                self._note(await _get(port, self.name))
+
+    def _note(self, answer: bytes) -> None:
+        if answer.startswith(b"HTTP/1.1 200"):
+            self.allowed += 1
+        else:
+            self.denied += 1
+        if found := _LIMIT.search(answer):
+            self.limit = f"{int(found[1])} in {int(found[2])} s"
+
+    def reading(self, seconds: float) -> Sequence[object]:
+        """The row of the table for the time since the reading before."""
+        from ratelimitd.cli.top.view import sparkline  # noqa: PLC0415 -- imports what only a view needs
+
+        now = self.allowed, self.denied
+        allowed, denied = [
+            round((after - before) / seconds)
+            for after, before in zip(now, self._before, strict=True)
+        ]
+        self._before = now
+        self._rates.append(allowed)
+        picture = sparkline(self._rates, HISTORY)
+        return self.name, allowed, denied, self.limit, picture
+
+
+async def _get(port: int, user: str) -> bytes:
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        head = f"GET {ENDPOINT} HTTP/1.1\r\nHost: {HOST}\r\nX-User: {user}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+class Demo:
+    """One run of the command: ``node`` is started, and the API serves on ``api_port``."""
+
+    def __init__(
+        self, node: NodePlan, api_port: int, output: Output, *, opens_page: bool = False
+    ) -> None:
+        self._node = node
+        self._api_port = api_port
+        self._output = output
+        self._opens_page = opens_page
+        self._callers = [
+            *(Caller(name, POLITE_PER_S) for name in POLITE),
+            Caller(GREEDY, GREEDY_PER_S),
+        ]
+
+    async def run(self) -> None:
+        """Start everything, show it until somebody wants it to end, and leave nothing behind.
+
+        Raises:
+            CliError: the node could not be started.
+            StartupError: the port of the API cannot be bound.
+        """
+        await run.until_stopped(self._live, self._output)
+
+    async def _live(self, children: Children, directory: Path) -> None:
+        # A quarter of a second to import, which no other command waits for.
+        from ratelimitd.web.server import HttpServer  # noqa: PLC0415
+        from ratelimitd_client import AsyncRateLimiterClient  # noqa: PLC0415
+
+        rules_file = directory / "rules.yaml"
+        rules_file.write_text(RULES)
+        command = self._node.command(directory, rules_file=rules_file)
+        node = await children.start(self._node.name, command, read=True)
+        await run.ready(node)
+        async with AsyncRateLimiterClient(self._node.grpc_address, timeout_s=TIMEOUT_S) as limiter:
+            api = HttpServer(api_of(limiter), HOST, self._api_port)
+            await api.start()
+            calling = [asyncio.create_task(one.call(self._api_port)) for one in self._callers]
+            try:
+                self._show_what_to_try()
+                await self._watch()
+            finally:
+                for task in calling:
+                    task.cancel()
+                await asyncio.gather(*calling, return_exceptions=True)
+                await api.stop()
+
+    def _show_what_to_try(self) -> None:
+        page = f"http://{self._node.http_address}/"
+        is_default = self._node.grpc_port == GRPC_PORT
+        target = "" if is_default else f" --target {self._node.grpc_address}"
+        self._output.line(
+            f"An API allows each user 5 requests a second. {GREEDY} sends {GREEDY_PER_S}. Edit the limit:"
+        )
+        self._output.pairs(
+            {
+                "on the page": f"{page}rules",
+                "or": f"ratelimitd rules update {ENDPOINT} user --limit 15{target}",
+                "and call": f"curl -i -H 'X-User: you' http://{HOST}:{self._api_port}{ENDPOINT}",
+            }.items()
+        )
+        self._output.line("q or Ctrl-C stops everything")
+        self._output.line()
+        self._output.flush()
+        if self._opens_page and may_open_page(os.environ):
+            webbrowser.open(page)
+
+    async def _watch(self) -> None:
+        """Show a reading after each interval, on a terminal in the place of the one before."""
+        # 50 ms to import, as above.
+        from rich.console import Console  # noqa: PLC0415
+        from rich.live import Live  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        console = Console(highlight=False, markup=False, emoji=False)
+        if not console.is_terminal:
+            async for rows in self._readings(PIPED_S):
+                self._output.table(HEAD, rows)
+                self._output.flush()
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            async for rows in self._readings(SHOWN_S):
+                live.update(Text("\n".join(table_lines(HEAD, rows, console.width))), refresh=True)
+
+    async def _readings(self, seconds: float) -> AsyncIterator[Sequence[Sequence[object]]]:
+        """What the callers were answered in each interval, until the quit key is pressed."""
+        with run.pressed_keys() as quit_pressed:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await quit_pressed.wait()
+                        return
+                yield [one.reading(seconds) for one in self._callers]
+
+
+def api_of(limiter: AsyncRateLimiter) -> Any:
+    """An ASGI application with one answer, whose callers are named by ``X-User`` and limited by ``limiter``."""
+    from ratelimitd_client.middleware import Identity, Options  # noqa: PLC0415 -- as above
+    from ratelimitd_client.middleware.asgi import RateLimitMiddleware  # noqa: PLC0415
+
+    async def orders(_scope: object, _receive: object, send: Any) -> None:
+        headers = [(b"content-type", b"text/plain")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"no orders\n"})
+
+    def user(scope: Mapping[str, Any]) -> Identity:
+        name = dict(scope["headers"]).get(b"x-user", b"you")
+        return Identity(name.decode("latin-1"), "user")
+
+    options = Options(endpoint=lambda _: ENDPOINT, identify=user)
+    return RateLimitMiddleware(orders, limiter, options)
+
+
+def may_open_page(environ: Mapping[str, str]) -> bool:
+    """Whether there is a desktop: elsewhere a browser would take over the terminal."""
+    is_desktop = sys.platform in {"darwin", "win32"}
+    return is_desktop or bool(environ.get("DISPLAY") or environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,408 @@
+"""Forward auth for HAProxy, which has no HTTP subrequests: an agent of its stream processing offload, SPOP 2.0.
+
+Each NOTIFY frame is one request to :class:`ratelimitd.web.api.forward_auth.ForwardAuth`: its arguments are the headers,
+``query`` among them is the query. The answer sets variables: ``status`` and the header fields. See ADR 0061, and
+doc/SPOE.txt of HAProxy for the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
+from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
+
+VERSION: Final = b"2.0"
+
+MAX_FRAME_BYTES: Final = 65_536
+"""HAProxy's own bound is its buffer, 16 KiB unless it is told otherwise."""
+MIN_FRAME_BYTES: Final = 7
+_LENGTH_BYTES: Final = 4
+_MAX_VARINT_BYTES: Final = 10
+
+MAX_CONNECTIONS: Final = 500
+"""One more closes the connection that has been silent for the longest time."""
+MAX_PENDING: Final = 200
+"""Requests of a connection that wait for the shared state; further ones are not read."""
+
+_FIN: Final = 1
+_TRANSACTION: Final = 2
+"""Scope of the variables: request and response."""
+_SET_VAR: Final = 1
+_BIG_VARINT: Final = 240
+_CONTINUED: Final = 128
+_TRUE: Final = 0x10
+
+
+class FrameType(enum.IntEnum):
+    """The types of frames."""
+
+    HAPROXY_HELLO = 1
+    HAPROXY_DISCONNECT = 2
+    NOTIFY = 3
+    AGENT_HELLO = 101
+    AGENT_DISCONNECT = 102
+    ACK = 103
+
+
+class Status(enum.IntEnum):
+    """Why a connection ends, as AGENT-DISCONNECT says it."""
+
+    NORMAL = 0
+    TOO_BIG = 3
+    INVALID = 4
+    BAD_VERSION = 8
+
+
+class SpopError(Exception):
+    """Ends a connection."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Frame(NamedTuple):
+    """One whole frame."""
+
+    kind: int
+    stream_id: int
+    frame_id: int
+    payload: bytes
+
+
+class _Reader:
+    """Reads one frame. Its methods raise :class:`SpopError` where it is malformed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def take(self, count: int) -> bytes:
+        """Return the next octets."""
+        end = self._at + count
+        if end > len(self._data):
+            raise SpopError(Status.INVALID)
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def rest(self) -> bytes:
+        """Return all that is left."""
+        return self.take(len(self._data) - self._at)
+
+    def varint(self) -> int:
+        """Return an integer of variable length."""
+        value = self.take(1)[0]
+        if value < _BIG_VARINT:
+            return value
+        for shift in range(4, 4 + 7 * _MAX_VARINT_BYTES, 7):
+            octet = self.take(1)[0]
+            value += octet << shift
+            if octet < _CONTINUED:
+                return value
+        raise SpopError(Status.INVALID)
+
+    def text(self) -> bytes:
+        """Return a string with its length in front."""
+        return self.take(self.varint())
+
+    def pairs(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield names and values up to the end."""
+        while self:
+            yield self.text(), self.value()
+
+    def value(self) -> bytes:
+        """Return typed data as text; empty for NULL."""
+        kind = self.take(1)[0]
+        match kind & 0x0F:
+            case 0:
+                return b""
+            case 1:
+                return b"true" if kind & _TRUE else b"false"
+            case 2 | 3 | 4 | 5:
+                return str(self.varint()).encode()
+            case 6:
+                return str(ipaddress.IPv4Address(self.take(4))).encode()
+            case 7:
+                return str(ipaddress.IPv6Address(self.take(16))).encode()
+            case 8 | 9:
+                return self.text()
+            case _:
+                raise SpopError(Status.INVALID)
+
+
+def read_frame(data: bytes) -> Frame:
+    """Return the frame in ``data``, which is without its length.
+
+    Raises:
+        SpopError: it is malformed, or one of several fragments.
+    """
+    reader = _Reader(data)
+    kind = reader.take(1)[0]
+    flags = int.from_bytes(reader.take(4))
+    if not flags & _FIN:
+        raise SpopError(Status.INVALID)
+    return Frame(kind, reader.varint(), reader.varint(), reader.rest())
+
+
+def arguments_of(payload: bytes) -> dict[bytes, bytes]:
+    """Return the arguments of all messages of a NOTIFY frame.
+
+    Raises:
+        SpopError: it is malformed.
+    """
+    reader = _Reader(payload)
+    found = {}
+    while reader:
+        reader.text()
+        for _ in range(reader.take(1)[0]):
+            name = reader.text()
+            found[name.lower()] = reader.value()
+    return found
+
+
+def varint(value: int) -> bytes:
+    """Return an integer in its variable length."""
+    if value < _BIG_VARINT:
+        return bytes([value])
+    octets = [value & 0xFF | _BIG_VARINT]
+    value = (value - _BIG_VARINT) >> 4
+    while value >= _CONTINUED:
+        octets.append(value & 0xFF | _CONTINUED)
+        value = (value - _CONTINUED) >> 7
+    return bytes([*octets, value])
+
+
+def _text(value: bytes) -> bytes:
+    return varint(len(value)) + value
+
+
+def _typed(value: bytes | int) -> bytes:
+    return b"\x03" + varint(value) if isinstance(value, int) else b"\x08" + _text(value)
+
+
+def frame(kind: FrameType, payload: bytes, stream_id: int = 0, frame_id: int = 0) -> bytes:
+    """Return a whole frame with its length."""
+    head = bytes([kind]) + _FIN.to_bytes(4) + varint(stream_id) + varint(frame_id)
+    return (len(head) + len(payload)).to_bytes(_LENGTH_BYTES) + head + payload
+
+
+def pairs(values: Mapping[bytes, bytes | int]) -> bytes:
+    """Return a list of names and values."""
+    return b"".join(_text(name) + _typed(value) for name, value in values.items())
+
+
+def variables(values: Mapping[bytes, bytes | int]) -> bytes:
+    """Return the payload of an ACK that sets these variables."""
+    head = bytes([_SET_VAR, 3, _TRANSACTION])
+    return b"".join(head + _text(name) + _typed(value) for name, value in values.items())
+
+
+def hello_answer(payload: bytes) -> tuple[bytes, bool]:
+    """Return the answer to a HELLO, and whether it is a health check, after which the connection ends.
+
+    Raises:
+        SpopError: it is malformed, or of another version.
+    """
+    given = dict(_Reader(payload).pairs())
+    versions = [one.strip() for one in given.get(b"supported-versions", b"").split(b",")]
+    if VERSION not in versions:
+        raise SpopError(Status.BAD_VERSION)
+    size = given.get(b"max-frame-size", b"")
+    if not size.isdigit():
+        raise SpopError(Status.INVALID)
+    told: dict[bytes, bytes | int] = {
+        b"version": VERSION,
+        b"max-frame-size": min(int(size), MAX_FRAME_BYTES),
+        b"capabilities": b"pipelining",
+    }
+    return frame(FrameType.AGENT_HELLO, pairs(told)), given.get(b"healthcheck") == b"true"
+
+
+class SpopServer:
+    """Listens for HAProxy."""
+
+    def __init__(self, auth: ForwardAuth, host: str, port: int, *, reuse_port: bool) -> None:
+        self._auth = auth
+        self._address = host, port
+        self._reuse_port = reuse_port
+        self._server: asyncio.Server | None = None
+        self.connections: dict[SpopConnection, None] = {}
+        """Those that were silent for longest come first."""
+
+    async def start(self) -> str:
+        """Bind and listen; returns the bound address as ``host:port``.
+
+        Raises:
+            StartupError: the address cannot be bound; the message says why.
+        """
+        sock = await bind(*self._address, setting="SPOE_LISTEN", reuse_port=self._reuse_port)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: SpopConnection(self._auth, self.connections), sock=sock, backlog=BACKLOG
+        )
+        return address_of(sock)
+
+    async def stop(self) -> None:
+        """Close the address, answer what is in progress, and close every connection."""
+        if self._server is None:
+            return
+        self._server.close()
+        pending = [task for one in self.connections for task in one.pending]
+        if pending:
+            await asyncio.wait(pending, timeout=STOP_GRACE_S)
+        for one in [*self.connections]:
+            one.end(Status.NORMAL)
+        await asyncio.sleep(0)
+        self._server = None
+
+
+class SpopConnection(asyncio.Protocol):
+    """One connection of HAProxy; ``connections`` are all of its server."""
+
+    def __init__(self, auth: ForwardAuth, connections: dict[SpopConnection, None]) -> None:
+        self._auth = auth
+        self._connections = connections
+        self._received = bytearray()
+        self._transport: asyncio.Transport
+        self._client: tuple[str, int] | None = None
+        self._is_greeted = False
+        self._is_blocked = False
+        self.pending: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection."""
+        self._transport = transport
+        self._client = transport.get_extra_info("peername")[:2]
+        if len(self._connections) >= MAX_CONNECTIONS:
+            silent = next(iter(self._connections))
+            silent.end(Status.NORMAL)
+        self._connections[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
+        """Remove the connection, and drop what waits."""
+        self._connections.pop(self, None)
+        for task in self.pending:
+            task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle every frame that is whole."""
+        self._received += data
+        self._work()
+
+    def pause_writing(self) -> None:
+        """Read no more while HAProxy does not read its answers."""
+        self._is_blocked = True
+
+    def resume_writing(self) -> None:
+        """Read on."""
+        self._is_blocked = False
+        self._work()
+
+    def end(self, status: Status) -> None:
+        """Say why, and close."""
+        self._connections.pop(self, None)
+        if not self._transport.is_closing():
+            told: dict[bytes, bytes | int] = {
+                b"status-code": int(status),
+                b"message": status.name.lower().encode(),
+            }
+            self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(told)))
+            self._transport.close()
+
+    def _work(self) -> None:
+        """Handle what was received, as far as there is room for, and read on if there is."""
+        try:
+            while self._has_room() and (whole := self._next()) is not None:
+                self._handle(read_frame(whole))
+        except SpopError as error:
+            self.end(error.status)
+        if self._has_room():
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _has_room(self) -> bool:
+        is_free = not self._is_blocked and len(self.pending) < MAX_PENDING
+        return is_free and not self._transport.is_closing()
+
+    def _next(self) -> bytes | None:
+        """Return the next frame without its length, ``None`` until it is whole."""
+        if len(self._received) < _LENGTH_BYTES:
+            return None
+        size = int.from_bytes(self._received[:_LENGTH_BYTES])
+        if size > MAX_FRAME_BYTES:
+            raise SpopError(Status.TOO_BIG)
+        end = _LENGTH_BYTES + size
+        if len(self._received) < end:
+            return None
+        whole = bytes(self._received[_LENGTH_BYTES:end])
+        del self._received[:end]
+        return whole
+
+    def _handle(self, received: Frame) -> None:
+        if received.kind == FrameType.NOTIFY and self._is_greeted:
+            self._connections[self] = self._connections.pop(self, None)
+            self._notified(received)
+        elif received.kind == FrameType.HAPROXY_HELLO and not self._is_greeted:
+            answer, is_health_check = hello_answer(received.payload)
+            self._is_greeted = True
+            self._transport.write(answer)
+            if is_health_check:
+                self._transport.close()
+        elif received.kind == FrameType.HAPROXY_DISCONNECT:
+            self.end(Status.NORMAL)
+        else:
+            raise SpopError(Status.INVALID)
+
+    def _notified(self, received: Frame) -> None:
+        task = asyncio.create_task(self._answer(received, arguments_of(received.payload)))
+        self.pending.add(task)
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self.pending.discard(task)
+        if len(self.pending) == MAX_PENDING - 1:
+            self._work()
+
+    async def _answer(self, received: Frame, arguments: dict[bytes, bytes]) -> None:
+        query = arguments.pop(b"query", b"")
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": AUTH_PATH,
+            "query_string": query,
+            # What a request does not have is NULL.
+            "headers": [(name, value) for name, value in arguments.items() if value],
+            "client": self._client,
+        }
+        response = await self._auth.answer(Request(scope, _never))
+        ack = variables(_told(response))
+        self._transport.write(frame(FrameType.ACK, ack, received.stream_id, received.frame_id))
+
+
+def _told(response: Response) -> dict[bytes, bytes | int]:
+    """Return the variables of an answer: its status and the fields of the limit, with ``_`` for ``-``."""
+    fields = {
+        name.replace("-", "_").encode(): value.encode()
+        for name, value in response.headers.items()
+        if name == "retry-after" or name.startswith("ratelimit")
+    }
+    return {b"status": response.status_code, **fields}
+
+
+async def _never() -> Message:
+    """Return nothing: HAProxy does not tell that a client has left."""
+    nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await nothing

@@ -1,0 +1,60 @@
+"""The API of the demonstration, its callers, and when a browser is opened."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from ratelimitd.cli.dev import demo as module
+from ratelimitd.cli.dev.demo import ENDPOINT, Caller, api_of
+from ratelimitd.web.server import HttpServer
+from ratelimitd_client.testing import AsyncFakeRateLimiter
+
+
+@pytest.fixture
+async def api():
+    limiter = AsyncFakeRateLimiter()
+    limiter.limit(ENDPOINT, "user", limit=3, window_seconds=60)
+    server = HttpServer(api_of(limiter), "127.0.0.1", 0)
+    address = await server.start()
+    yield int(address.rpartition(":")[2])
+    await server.stop()
+
+
+async def test_a_caller_is_let_through_up_to_the_limit_and_sees_it(api):
+    caller, other = Caller("ann", 10_000), Caller("ben", 1)
+    calling = asyncio.create_task(caller.call(api))
+    async with asyncio.timeout(30):
+        while caller.denied < 2:  # noqa: ASYNC110 -- it tells nobody
+            await asyncio.sleep(0)
+    calling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await calling
+    denied = caller.denied
+    assert caller.reading(1.0) == ("ann", 3, denied, "3 in 60 s", "█")
+    assert caller.reading(1.0) == ("ann", 0, 0, "3 in 60 s", "█▁")
+    assert other.reading(1.0) == ("ben", 0, 0, "", "▁")
+
+
+async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
+    calling = asyncio.create_task(Caller("ann", 10_000).call(unused_tcp_port))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not calling.done()
+    calling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await calling
+
+
+@pytest.mark.parametrize(
+    ("platform", "environ", "opened"),
+    [
+        ("linux", {}, False),
+        ("linux", {"DISPLAY": ":0"}, True),
+        ("linux", {"WAYLAND_DISPLAY": "wayland-0"}, True),
+        ("darwin", {}, True),
+    ],
+)
+def test_a_browser_is_opened_on_a_desktop_only(monkeypatch, platform, environ, opened):
+    monkeypatch.setattr("sys.platform", platform)
+    assert module.may_open_page(environ) is opened

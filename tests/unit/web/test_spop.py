@@ -1,0 +1,375 @@
+import asyncio
+import contextlib
+
+import pytest
+from starlette.responses import Response
+
+from ratelimitd.errors import StartupError
+from ratelimitd.web import spop
+from ratelimitd.web.spop import (
+    Frame,
+    FrameType,
+    SpopError,
+    SpopServer,
+    Status,
+    arguments_of,
+    frame,
+    hello_answer,
+    pairs,
+    read_frame,
+    variables,
+    varint,
+)
+
+HELLO = {
+    b"supported-versions": b"1.0, 2.0",
+    b"max-frame-size": 16_380,
+    b"capabilities": b"pipelining,async",
+}
+STRING = b"\x08"
+
+
+def text(value):
+    return varint(len(value)) + value
+
+
+def message(*arguments, name=b"check"):
+    typed = b"".join(text(key) + value for key, value in arguments)
+    return text(name) + bytes([len(arguments)]) + typed
+
+
+def notify(number=1, **arguments):
+    payload = message(
+        *(
+            (key.encode().replace(b"_", b"-"), STRING + text(value))
+            for key, value in arguments.items()
+        )
+    )
+    return frame(FrameType.NOTIFY, payload, stream_id=7, frame_id=number)
+
+
+@pytest.mark.parametrize(
+    ("value", "octets"),
+    [
+        (0, b"\x00"),
+        (239, b"\xef"),
+        (240, b"\xf0\x00"),
+        (2_287, b"\xff\x7f"),
+        (2_288, b"\xf0\x80\x00"),
+        (264_431, b"\xff\xff\x7f"),
+        (264_432, b"\xf0\x80\x80\x00"),
+    ],
+)
+def test_integers_have_the_lengths_of_the_protocol(value, octets):
+    assert varint(value) == octets
+    assert arguments_of(message((b"n", b"\x05" + octets))) == {b"n": str(value).encode()}
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        (b"\x00", b""),
+        (b"\x11", b"true"),
+        (b"\x01", b"false"),
+        (b"\x02\x05", b"5"),
+        (b"\x06\xc0\x00\x02\x07", b"192.0.2.7"),
+        (b"\x07" + b"\x20\x01\x0d\xb8" + bytes(11) + b"\x01", b"2001:db8::1"),
+        (b"\x08\x02ab", b"ab"),
+        (b"\x09\x02\xff\x00", b"\xff\x00"),
+    ],
+)
+def test_every_type_is_read_as_text(typed, value):
+    several = message((b"First", typed)) + message((b"second", typed), name=b"other")
+    assert arguments_of(several) == {b"first": value, b"second": value}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x05che",
+        b"\x05check",
+        b"\x05check\x01",
+        b"\x05check\x01\x01n",
+        b"\x05check\x01\x01n\x0a",
+        b"\x05check\x01\x01n\x06\x01",
+        b"\x05check\x01\x01n\x05" + b"\xf0" + b"\xff" * 20,
+    ],
+)
+def test_malformed_messages_are_refused(payload):
+    with pytest.raises(SpopError) as caught:
+        arguments_of(payload)
+    assert caught.value.status is Status.INVALID
+
+
+def test_a_frame_is_read_as_it_is_written():
+    written = frame(FrameType.NOTIFY, b"payload", stream_id=1_000, frame_id=3)
+    assert int.from_bytes(written[:4]) == len(written) - 4
+    assert read_frame(written[4:]) == Frame(FrameType.NOTIFY, 1_000, 3, b"payload")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x03", b"\x03\x00\x00\x00\x00\x01\x01", b"\x03\0\0\0\1\x01"]
+)
+def test_a_frame_without_its_head_and_a_fragment_are_refused(data):
+    with pytest.raises(SpopError):
+        read_frame(data)
+
+
+def test_variables_are_of_the_transaction():
+    assert variables({b"status": 429, b"x": b"y"}) == (
+        b"\x01\x03\x02\x06status\x03" + varint(429) + b"\x01\x03\x02\x01x\x08\x01y"
+    )
+
+
+def test_a_hello_is_answered_with_what_both_can():
+    answer, is_health_check = hello_answer(pairs(HELLO))
+    head = read_frame(answer[4:])
+    assert (head.kind, is_health_check) == (FrameType.AGENT_HELLO, False)
+    assert head.payload == pairs(
+        {b"version": b"2.0", b"max-frame-size": 16_380, b"capabilities": b"pipelining"}
+    )
+    answer, _ = hello_answer(pairs({**HELLO, b"max-frame-size": 1_000_000}))
+    assert pairs({b"max-frame-size": 65_536}) in answer
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, Status.BAD_VERSION),
+        ({**HELLO, b"supported-versions": b"3.0"}, Status.BAD_VERSION),
+        ({**HELLO, b"max-frame-size": b"many"}, Status.INVALID),
+    ],
+)
+def test_a_hello_of_another_protocol_is_refused(given, status):
+    with pytest.raises(SpopError) as caught:
+        hello_answer(pairs(given))
+    assert caught.value.status is status
+
+
+class Auth:
+    """Remembers what it was asked, and answers when it may."""
+
+    def __init__(self):
+        self.asked = []
+        self.arrived = asyncio.Queue()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.response = Response(
+            status_code=429,
+            headers={"Retry-After": "5", "RateLimit": "r", "RateLimit-Policy": "p", "Other": "o"},
+        )
+
+    async def answer(self, request):
+        self.asked.append(request)
+        self.arrived.put_nowait(request)
+        await self.may_answer.wait()
+        return self.response
+
+
+@pytest.fixture
+async def auth():
+    return Auth()
+
+
+@pytest.fixture
+async def server(auth):
+    found = SpopServer(auth, "127.0.0.1", 0, reuse_port=True)
+    found.address = await found.start()
+    yield found
+    await found.stop()
+    await found.stop()
+
+
+class Peer:
+    """HAProxy, as far as it is needed."""
+
+    def __init__(self, reader, writer):
+        self.reader = reader
+        self.writer = writer
+
+    async def frame(self):
+        size = int.from_bytes(await self.reader.readexactly(4))
+        return read_frame(await self.reader.readexactly(size))
+
+    def send(self, *frames):
+        self.writer.write(b"".join(frames))
+
+    async def ended(self):
+        """What it is told at the end."""
+        told = await self.frame()
+        assert told.kind == FrameType.AGENT_DISCONNECT
+        assert await self.reader.read() == b""
+        return told.payload
+
+    async def greet(self):
+        self.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO)))
+        assert (await self.frame()).kind == FrameType.AGENT_HELLO
+
+
+@pytest.fixture
+async def connect(server):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connected(*, greeted=True):
+            host, _, port = server.address.rpartition(":")
+            peer = Peer(*await asyncio.open_connection(host, int(port)))
+            stack.callback(peer.writer.close)
+            if greeted:
+                await peer.greet()
+            return peer
+
+        yield connected
+
+
+def disconnect(status):
+    return pairs({b"status-code": int(status), b"message": status.name.lower().encode()})
+
+
+async def test_a_request_is_asked_about_and_its_answer_sets_variables(auth, connect):
+    peer = await connect()
+    peer.send(notify(3, x_forwarded_uri=b"/a", x_api_key=b"", query=b"cost=2"))
+    answer = await peer.frame()
+    assert answer[:3] == (FrameType.ACK, 7, 3)
+    assert answer.payload == variables(
+        {b"status": 429, b"retry_after": b"5", b"ratelimit": b"r", b"ratelimit_policy": b"p"}
+    )
+    [request] = auth.asked
+    assert request.scope["query_string"] == b"cost=2"
+    assert request.headers.raw == [(b"x-forwarded-uri", b"/a")]
+    assert request.client.host == "127.0.0.1"
+
+
+async def test_frames_may_arrive_in_any_pieces(auth, connect):
+    peer = await connect()
+    for octet in notify():
+        peer.send(bytes([octet]))
+        await peer.writer.drain()
+        await asyncio.sleep(0)
+    assert (await peer.frame()).kind == FrameType.ACK
+
+
+async def test_requests_need_not_wait_for_each_other(auth, connect):
+    peer = await connect()
+    peer.send(*(notify(number) for number in range(5)))
+    assert {(await peer.frame()).frame_id for _ in range(5)} == set(range(5))
+
+
+async def test_no_more_requests_wait_than_a_connection_may_have(auth, connect, monkeypatch):
+    monkeypatch.setattr(spop, "MAX_PENDING", 2)
+    auth.may_answer.clear()
+    peer = await connect()
+    peer.send(*(notify(number) for number in range(5)))
+    await auth.arrived.get()
+    await auth.arrived.get()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(auth.asked) == 2
+    auth.may_answer.set()
+    assert {(await peer.frame()).frame_id for _ in range(5)} == set(range(5))
+
+
+async def test_a_peer_that_reads_no_answers_is_read_no_further(auth, connect, server):
+    peer = await connect()
+    [connection] = server.connections
+    connection.pause_writing()
+    peer.send(notify())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not auth.asked
+    connection.resume_writing()
+    assert (await peer.frame()).kind == FrameType.ACK
+
+
+async def test_a_health_check_ends_after_the_hello(connect):
+    peer = await connect(greeted=False)
+    healthcheck = text(b"healthcheck") + b"\x11"
+    peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO) + healthcheck))
+    assert (await peer.frame()).kind == FrameType.AGENT_HELLO
+    assert await peer.reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (notify(), Status.INVALID),
+        (frame(FrameType.ACK, b""), Status.INVALID),
+        (frame(FrameType.HAPROXY_HELLO, pairs({})), Status.BAD_VERSION),
+        (frame(FrameType.HAPROXY_DISCONNECT, b""), Status.NORMAL),
+        (b"\x00\x01\x00\x01", Status.TOO_BIG),
+        (b"\x00\x00\x00\x00", Status.INVALID),
+        (b"GET / HTTP/1.1\r\n", Status.TOO_BIG),
+    ],
+)
+async def test_a_peer_that_does_not_greet_is_told_why_it_is_left(connect, sent, status):
+    peer = await connect(greeted=False)
+    peer.send(sent)
+    assert await peer.ended() == disconnect(status)
+
+
+async def test_a_second_greeting_and_a_malformed_request_end_the_connection(auth, connect):
+    for sent in (
+        frame(FrameType.HAPROXY_HELLO, pairs(HELLO)),
+        frame(FrameType.NOTIFY, b"\x05"),
+    ):
+        peer = await connect()
+        peer.send(sent, notify())
+        assert await peer.ended() == disconnect(Status.INVALID)
+    assert not auth.asked
+
+
+async def test_one_connection_too_many_closes_the_one_that_is_silent_for_longest(
+    connect, monkeypatch
+):
+    monkeypatch.setattr(spop, "MAX_CONNECTIONS", 2)
+    first, second = await connect(), await connect()
+    first.send(notify())
+    await first.frame()
+    third = await connect()
+    assert await second.ended() == disconnect(Status.NORMAL)
+    for peer in (first, third):
+        peer.send(notify())
+        assert (await peer.frame()).kind == FrameType.ACK
+
+
+async def test_a_peer_that_leaves_waits_for_nothing(auth, connect, server):
+    auth.may_answer.clear()
+    peer = await connect()
+    peer.send(notify())
+    await auth.arrived.get()
+    [connection] = server.connections
+    [task] = connection.pending
+    peer.writer.close()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert not server.connections
+
+
+async def test_what_is_in_progress_is_answered_before_the_end(auth, connect, server):
+    auth.may_answer.clear()
+    peer = await connect()
+    peer.send(notify())
+    await auth.arrived.get()
+    stopping = asyncio.create_task(server.stop())
+    await asyncio.sleep(0)
+    auth.may_answer.set()
+    await stopping
+    assert (await peer.frame()).kind == FrameType.ACK
+    assert await peer.ended() == disconnect(Status.NORMAL)
+
+
+async def test_a_taken_address_is_a_start_up_error_that_names_the_setting(auth):
+    first = SpopServer(auth, "127.0.0.1", 0, reuse_port=False)
+    host, _, port = (await first.start()).rpartition(":")
+    with pytest.raises(StartupError, match=r"cannot listen on 127.0.0.1:\d+ \(SPOE_LISTEN\): "):
+        await SpopServer(auth, host, int(port), reuse_port=False).start()
+    await first.stop()
+
+
+async def test_nobody_is_told_that_a_client_has_left(auth, connect):
+    peer = await connect()
+    peer.send(notify())
+    await peer.frame()
+    receiving = asyncio.ensure_future(auth.asked[0].receive())
+    await asyncio.sleep(0)
+    assert not receiving.done()
+    receiving.cancel()
