@@ -31,10 +31,12 @@ REQUESTS: Final[Mapping[str, Message]] = {
     "UpdateRateLimit": pb.UpdateRateLimitRequest(rate_limit=RULE),
     "DeleteRateLimit": pb.DeleteRateLimitRequest(id=UNKNOWN_ID),
     "ListRateLimits": pb.ListRateLimitsRequest(),
+    "GetRateLimit": pb.GetRateLimitRequest(id=UNKNOWN_ID),
     "ApplyRateLimits": pb.ApplyRateLimitsRequest(rate_limits=[RULE]),
     "GetHealthStatus": pb.MetricsRequest(),  # as empty as Empty
     "GetMetrics": pb.MetricsRequest(),
     "ResetRateLimit": pb.ResetRequest(**BUCKET),
+    "ListUnmatched": pb.ListUnmatchedRequest(),
     "ExplainRateLimit": pb.RateLimitRequest(**BUCKET),
     "AssignPlan": pb.AssignPlanRequest(assignment=ASSIGNMENT),
     "UnassignPlan": pb.UnassignPlanRequest(identity=ASSIGNMENT.identity),

@@ -65,6 +65,9 @@ class FakeNode(
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
         self.explanation = pb.Explanation()
+        self.unmatched: list[pb.UnmatchedEndpoint] = []
+        self.used: set[str] = set()
+        """Ids of the rules that have judged a check."""
         self.readiness = health.HealthServicer()
         """The standard health service, which says SERVING until it is told otherwise."""
 
@@ -163,6 +166,7 @@ class FakeNode(
                 for rule in self.rules.values()
                 if request.endpoint in ("", rule.endpoint)
                 and request.identifier_type in ("", rule.identifier_type)
+                and not (request.unused and rule.id in self.used)
             ),
             key=lambda rule: (rule.endpoint, rule.identifier_type),
         )
@@ -170,6 +174,15 @@ class FakeNode(
         stop = start + self.page_size
         more = str(stop) if stop < len(rules) else ""
         return pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
+
+    def GetRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        place = (request.endpoint, request.identifier_type)
+        for rule in self.rules.values():
+            if request.id == rule.id or place == (rule.endpoint, rule.identifier_type):
+                return rule
+        self._abort(context, grpc.StatusCode.NOT_FOUND, "there is no such rule")
+        raise AssertionError
 
     def ApplyRateLimits(self, request, context):  # noqa: N802
         self._saw(request, context)
@@ -294,6 +307,10 @@ class FakeNode(
     def ExplainRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)
         return self.explanation
+
+    def ListUnmatched(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return pb.ListUnmatchedResponse(endpoints=self.unmatched)
 
     def ResetRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)

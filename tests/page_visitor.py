@@ -2,6 +2,7 @@
 
 import html
 import re
+from contextlib import asynccontextmanager
 
 import httpx
 
@@ -15,12 +16,16 @@ BROWSER = {"Accept": "text/html,*/*", "Sec-Fetch-Site": "same-origin"}
 
 
 class PageVisitor:
-    """At the address of an HTTP side, or in front of an ASGI application."""
+    """At the address of an HTTP side, with ``verify`` over TLS, or in front of an ASGI application."""
 
-    def __init__(self, address="", *, app=None, client=("127.0.0.1", 50_000)) -> None:
+    def __init__(
+        self, address="", *, app=None, client=("127.0.0.1", 50_000), headers=(), **options
+    ) -> None:
         transport = httpx.ASGITransport(app=app, client=client) if app else None
         self._http = httpx.AsyncClient(
-            base_url=f"http://{address or 'localhost'}", headers=BROWSER, transport=transport
+            base_url=f"http{'s' if 'verify' in options else ''}://{address or 'localhost'}",
+            headers=[*BROWSER.items(), *headers],
+            **({"transport": transport} if transport else options),
         )
         self.cookies = self._http.cookies
 
@@ -33,6 +38,13 @@ class PageVisitor:
 
     async def get(self, path, **headers):
         return await self._http.get(path, headers=headers)
+
+    @asynccontextmanager
+    async def streaming(self, path):
+        """The lines of an event stream, as they come."""
+        async with self._http.stream("GET", path, timeout=None) as answer:
+            assert answer.status_code == 200
+            yield answer.aiter_lines()
 
     async def post(self, path, fields, *, token=None, **headers):
         """Send a form as a page of this node would; ``token`` replaces the one of the page."""

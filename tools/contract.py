@@ -34,8 +34,10 @@ MEANINGS: Final = {
     "UpdateRateLimit": "Changes the fields of a rule that the mask names, or without a mask the whole rule.",
     "DeleteRateLimit": "Takes a rule out.",
     "ListRateLimits": "Lists the rules, page by page.",
+    "GetRateLimit": "Reads one rule, by its id or by its endpoint and identifier type.",
     "ApplyRateLimits": "Brings the rules to a whole set: all changes in one transaction, or none.",
     "ExplainRateLimit": "Tells what a check would be answered, and why: each rule that was looked at.",
+    "ListUnmatched": "Lists the endpoints that are asked for and have no rule.",
     "RateLimiterPlans": "Which plan an identity has: the limits that take the place of a rule's own. A change is in"
     " force on the node that took it when its answer arrives.",
     "AssignPlan": "Assigns an identity to a plan, in the place of the one it has.",

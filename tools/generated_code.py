@@ -137,7 +137,10 @@ def third_party_descriptors() -> bytes:
 def openapi_document() -> str:
     """Return the OpenAPI document as it would be generated."""
     command = [sys.executable, "-m", "tools.openapi_document"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(result.stderr)
+    return result.stdout
 
 
 def read_tree(directory: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2 as pb
 
 from ratelimitd.services.methods import PACKAGE, ROLES
 from ratelimitd.web.api.json_api import CHECK_METHOD, CHECK_PATH
-from tools.contract import Comments, comments_of, contract
+from tools.contract import METHOD, SERVICE, Comments, comments_of, contract
 
 Json = dict[str, Any]
 Field = pb.FieldDescriptorProto
@@ -59,11 +59,13 @@ EXAMPLES: Mapping[str, Json] = {
     "UpdateRateLimit": {"rate_limit": {"id": RULE["id"], "limit": 200}, "update_mask": "limit"},
     "ApplyRateLimits": {"rate_limits": [RULE], "prune": True, "dry_run": True},
     "ListRateLimits": {"identifier_type": "user", "page_size": 50},
+    "GetRateLimit": {"endpoint": RULE["endpoint"], "identifier_type": "user"},
     "CheckRateLimit": WHO,
     "CheckRateLimitBatch": {"requests": [WHO, {**WHO, "tokens_requested": 5, "peek": True}]},
     "GetHealthStatus": {},
     "GetMetrics": {"names": ["rate_limiter_requests_allowed_total"]},
     "ExplainRateLimit": WHO,
+    "ListUnmatched": {},
     "ResetRateLimit": WHO,
     "Hold": {"check": {**WHO, "tokens_requested": 5}, "hold_id": RULE["id"], "ttl_seconds": 30},
     "Extend": {"hold": HOLD, "ttl_seconds": 60},
@@ -83,7 +85,7 @@ ERRORS: Mapping[int, str] = {
     " has ended, or was settled with another number of tokens.",
     401: "No valid credentials for the role were sent.",
     403: "The credentials, or the place the request comes from, do not hold the role.",
-    404: "No rule has this id, or the identity has no plan.",
+    404: "No rule has this id, or this endpoint and identifier type, or the identity has no plan.",
     409: "The rule exists already, or an `etag` is another one by now: read it again.",
     413: "The body is too long.",
     415: "The content type is none of a call, or the body is compressed otherwise than with gzip.",
@@ -96,6 +98,7 @@ ERRORS_OF: Mapping[str, tuple[int, ...]] = {
     "UpdateRateLimit": (404, 409, 503),
     "DeleteRateLimit": (404, 409, 503),
     "ListRateLimits": (503,),
+    "GetRateLimit": (404, 503),
     "ApplyRateLimits": (409, 429, 503),
     "ExplainRateLimit": (503,),
     "ResetRateLimit": (429, 503),
@@ -162,9 +165,32 @@ def text() -> str:
     return json.dumps(document(contract()), indent=1, ensure_ascii=False) + "\n"
 
 
+def demand_complete(file: pb.FileDescriptorProto, comments: Comments) -> None:
+    """See that all is said of each method that the document needs.
+
+    Raises:
+        SystemExit: names each method, what lacks, and where it belongs.
+    """
+    lacking = []
+    for number, service in enumerate(file.service):
+        if (SERVICE, number) not in comments:
+            lacking.append(f"{service.name}: its meaning, in MEANINGS of tools/contract.py")
+        for index, method in enumerate(service.method):
+            if f"/{PACKAGE}{service.name}/{method.name}" not in ROLES:
+                lacking.append(f"{method.name}: its role, in src/ratelimitd/services/methods.py")
+            if (SERVICE, number, METHOD, index) not in comments:
+                lacking.append(f"{method.name}: its meaning, in MEANINGS of tools/contract.py")
+            if method.name not in EXAMPLES:
+                text = "an example, in EXAMPLES of tools/openapi_document.py"
+                lacking.append(f"{method.name}: {text}; its errors, in ERRORS_OF there")
+    if lacking:
+        raise SystemExit("\n".join(["of methods of the contract lacks:", *lacking]))
+
+
 def document(file: pb.FileDescriptorProto) -> Json:
     """The OpenAPI document for a contract."""
     comments = comments_of(file)
+    demand_complete(file, comments)
     return {
         "openapi": "3.1.1",
         "info": {

@@ -45,11 +45,15 @@ class RuleInvalidError(InvalidInputError):
 
 
 class RuleNotFoundError(RateLimitdError):
-    """No rule has this id."""
+    """No rule has this id, or this endpoint and identifier type; ``name`` is the id or the endpoint."""
 
-    def __init__(self, rule_id: str) -> None:
-        super().__init__(f"no rule has the id {rule_id!r}")
-        self.rule_id = rule_id
+    def __init__(self, name: str, identifier_type: str = "") -> None:
+        super().__init__(
+            f"no rule is for the endpoint {name!r} and the identifier type {identifier_type}"
+            if identifier_type
+            else f"no rule has the id {name!r}"
+        )
+        self.name = name
 
 
 class RuleExistsError(RateLimitdError):

@@ -296,6 +296,13 @@ class LookedAt(NamedTuple):
     plan: str = ""
 
 
+class NearRule(NamedTuple):
+    """A rule whose endpoint is nearly that of a check without a rule; ``why`` says in words what differs."""
+
+    rule: Rule
+    why: str
+
+
 class InFlight(NamedTuple):
     """Holds in flight on one limit, and the tokens that they hold."""
 
@@ -334,8 +341,12 @@ class Decision(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What a check would be answered, the rules that were looked at, and the plans of its identities."""
+    """What a check would be answered, the rules that were looked at, and the plans of its identities.
+
+    ``nearest`` are rules that the check may have meant, if it has none.
+    """
 
     decision: Decision
     looked_at: tuple[LookedAt, ...]
     plans: tuple[AssignedPlan, ...]
+    nearest: tuple[NearRule, ...] = ()

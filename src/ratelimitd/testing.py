@@ -17,7 +17,7 @@ from ratelimitd.settings.table import Settings
 if TYPE_CHECKING:
     from ratelimitd.node.node import Node
 
-_ADMIN = frozenset({"admin_token", "admin_token_file", "admin_sans"})
+_ADMIN = frozenset({"admin_token", "admin_token_file", "admin_sans", "tokens_file"})
 
 
 class ManualClock:

@@ -68,7 +68,7 @@ def rules_of(node):
 
 def log_in(page):
     """Fill in the form that a visitor without a session is sent to."""
-    page.get_by_label("Admin token").fill(ADMIN_TOKEN)
+    page.get_by_label("Token").fill(ADMIN_TOKEN)
     page.get_by_role("button", name="Log in").click()
 
 

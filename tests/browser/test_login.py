@@ -40,9 +40,9 @@ def test_who_logs_in_comes_back_to_where_they_wanted_to_go_and_logs_out(node, vi
 def test_another_token_is_refused_and_counted(node, visit):
     before = node.metric(WRONG_TOKENS)
     page = visit(node.http_address, expected=REFUSED).go("/login")
-    page.get_by_label("Admin token").fill("somebody else's")
+    page.get_by_label("Token").fill("somebody else's")
     page.get_by_role("button", name="Log in").click()
-    assert page.get_by_role("alert").inner_text() == "This is not the admin token of this node."
+    assert page.get_by_role("alert").inner_text() == "This token may not log in on this node."
     page.goto("/rules")
     assert path_of(page) == "/login"
     assert node.metric(WRONG_TOKENS) == before + 1
@@ -59,7 +59,7 @@ def test_the_link_of_a_new_node_opens_its_pages_once(tmp_path, visit):
         other = visit(node.http_address, expected=REFUSED).page
         other.goto(node.login_link)
         assert "was used before" in other.get_by_role("alert").inner_text()
-        other.get_by_label("Admin token").fill(node.admin_token)
+        other.get_by_label("Token").fill(node.admin_token)
         other.get_by_role("button", name="Log in").click()
         assert path_of(other) == "/"
 

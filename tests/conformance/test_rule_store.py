@@ -450,3 +450,13 @@ async def test_a_set_of_rules_is_found_by_each_of_its_rules_and_an_assignment_by
     assert await found("orders") == [2, 1]
     assert await found("orders", rule.id) == [2, 1]
     assert await found("carts", rule.id) == []
+
+
+async def test_one_rule_is_read_by_its_id_in_any_spelling(store):
+    rule = await store.create(ORDERS, ME)
+    await store.create(CARTS, ME)
+    assert await store.rule(rule.id.upper()) == rule
+    with pytest.raises(RuleNotFoundError):
+        await store.rule(UNKNOWN_ID)
+    with pytest.raises(RuleInvalidError, match="id: the id must be a UUID"):
+        await store.rule("1")

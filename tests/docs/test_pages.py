@@ -78,7 +78,7 @@ def test_operations_lists_every_setting_with_its_default():
     for setting in SETTINGS:
         # Not a constant, and said so in the help: made from the host and the process.
         expected = "host:pid" if setting.name == "NODE_ID" else setting.default
-        assert table.pop(setting.name) == expected, setting.name
+        assert table.pop(setting.name, "no row in the table") == expected, setting.name
     assert not table
 
 

@@ -107,6 +107,10 @@ class Node:
         return self.stats.fail_open_breaker_total, self.stats.fail_open_error_total
 
 
+async def _nothing():
+    return ()
+
+
 @asynccontextmanager
 async def running_node(
     directory: Path,
@@ -180,6 +184,7 @@ async def running_node(
                 limiter,
                 report=health.report,
                 samples=lambda _names: [MetricSample("rate_limiter_active_buckets", "gauge", 1.0)],
+                unmatched=_nothing,
                 actor=access.actor,
             ),
             grpc_health,

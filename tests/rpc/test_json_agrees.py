@@ -95,6 +95,13 @@ REQUESTS = {
         identifier_type=TYPES,
         page_size=NUMBERS,
         page_token=st.sampled_from(["", "", "none"]),
+        unused=st.booleans(),
+    ),
+    "RateLimiterConfig/GetRateLimit": st.builds(
+        pb.GetRateLimitRequest,
+        id=st.one_of(st.just(""), RULE_IDS),
+        endpoint=ENDPOINTS,
+        identifier_type=TYPES,
     ),
     "RateLimiterConfig/ApplyRateLimits": st.builds(
         pb.ApplyRateLimitsRequest,
@@ -273,6 +280,7 @@ STORY = [
         ),
     ),
     ("RateLimiterConfig/ListRateLimits", pb.ListRateLimitsRequest(page_size=1)),
+    ("RateLimiterConfig/GetRateLimit", pb.GetRateLimitRequest(id=A_RULE.id)),
     ("RateLimiterConfig/ApplyRateLimits", pb.ApplyRateLimitsRequest(rate_limits=[A_RULE])),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),

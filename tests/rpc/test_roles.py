@@ -3,8 +3,9 @@
 import grpc
 import pytest
 
-from ratelimitd.services.auth import Credentials, Role
+from ratelimitd.services.auth import Credentials, NamedTokens, Role, Token, digest_of
 from ratelimitd.services.methods import ROLES
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.node import running_node
 
 GUARDED = {path: role for path, role in ROLES.items() if role is not Role.OPEN}
@@ -62,6 +63,44 @@ async def test_with_tokens_no_or_a_wrong_one_is_unauthenticated_even_here(
     guarded_node, path, metadata
 ):
     assert await verdict(guarded_node, path, metadata) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def named_token(name, role, token=None, **fields):
+    return Token(name=name, role=role, digest=digest_of(token or f"token of {name}"), **fields)
+
+
+@pytest.fixture
+async def named_node(tmp_path, transport):
+    """A node with a token of each role, and one that has expired."""
+    roles = (Role.CHECK, Role.READ, Role.ADMIN)
+    tokens = [
+        *(named_token(str(role), role) for role in roles),
+        named_token("late", Role.ADMIN, expires_s=1),
+    ]
+    credentials = Credentials(admin_token="the-admin-token", named=NamedTokens(lambda: 1.0, tokens))
+    async with running_node(tmp_path, transport=transport, credentials=credentials) as node:
+        yield node
+
+
+@pytest.mark.parametrize("path", GUARDED)
+async def test_a_named_token_holds_its_role(named_node, path):
+    for holder in (Role.CHECK, Role.READ, Role.ADMIN):
+        expected = (
+            None if holder in {GUARDED[path], Role.ADMIN} else grpc.StatusCode.PERMISSION_DENIED
+        )
+        assert await verdict(named_node, path, bearer(f"token of {holder}")) is expected
+    for token in ("token of late", "token of nobody"):
+        assert await verdict(named_node, path, bearer(token)) is grpc.StatusCode.UNAUTHENTICATED
+    assert await verdict(named_node, path, bearer("the-admin-token")) is None
+
+
+async def test_the_audit_trail_has_the_name_of_a_token(named_node):
+    rule = pb.RateLimit(
+        endpoint="/a", identifier_type="user", limit=1, window_seconds=1, algorithm="token_bucket"
+    )
+    request = pb.CreateRateLimitRequest(rate_limit=rule)
+    await named_node.config.CreateRateLimit(request, metadata=bearer("token of admin"))
+    assert [entry.actor for entry in await named_node.store.audit("", None, 1)] == ["admin"]
 
 
 async def test_each_call_on_one_connection_has_its_own_credentials(guarded_node):

@@ -4,19 +4,23 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+import trustme
 from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd.cli import main
 from ratelimitd.node.transports import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.named_tokens import digest_of, entry, token_of, write
 from tests.servers import Valkey, free_port
 from tests.system.process import NEVER_ENDING_S, START_S, Files, one_line, until
 
@@ -316,3 +320,77 @@ def test_many_workers_that_start_at_once_make_one_rule_book(files, several):
         assert node.metric("rate_limiter_rules_revision") == 2
         node.signal(signal.SIGTERM)
         assert node.ended()[0] == 0
+
+
+def statuses(node, ca, name):
+    """What a token is answered by both workers."""
+    found = {}
+    while len(found) < 2:  # the kernel chooses
+        credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(node.grpc_address, credentials, options) as channel:
+            ask = partial(stubs.RateLimiterHealthStub(channel).GetHealthStatus, Empty())
+            worker = ask(timeout=START_S, metadata=bearer("the-admin-token")).node_id
+            try:
+                ask(timeout=START_S, metadata=bearer(token_of(name)))
+                found[worker] = grpc.StatusCode.OK
+            except grpc.RpcError as error:
+                found[worker] = error.code()
+    return set(found.values())
+
+
+def bearer(token):
+    return [("authorization", f"Bearer {token}")]
+
+
+def test_workers_share_tokens_users_and_tls_and_take_a_changed_file(files, several, tmp_path):
+    """What each process reads for itself, and what the parent passes on."""
+    ca = trustme.CA()
+    certificate = ca.issue_cert("127.0.0.1", "localhost")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    tokens = tmp_path / "tokens.json"
+    ann = {"name": "ann@example.com", "role": "admin"}
+    write(tokens, entry("alice"), entry("shop", "check"), ann)
+    settings = {
+        "--tokens-file": tokens, "--user-header": "X-Forwarded-Email", "--trusted-proxies": "127.0.0.1",
+        "--tls-cert": tmp_path / "cert.pem", "--tls-key": tmp_path / "key.pem", "--http-tls": "on",
+        "--loopback-admin": "off", "--admin-token": "the-admin-token",
+    }  # fmt: skip
+    trusting = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+    page = {"Accept": "text/html"}
+    with (
+        files.serving(*several, *(str(one) for pair in settings.items() for one in pair)) as node,
+        httpx.Client(
+            base_url=f"https://{node.http_address}", verify=trusting, headers=page
+        ) as http,
+    ):
+        status_at_each = partial(statuses, node, ca)
+        assert http.get("/readyz").status_code == 200
+        assert "rate_limiter_workers 2" in http.get("/metrics").text
+        assert status_at_each("alice") == {grpc.StatusCode.OK}
+        assert status_at_each("bob") == {grpc.StatusCode.UNAUTHENTICATED}
+        assert http.get("/rules").status_code == 303
+        form = http.get("/login")
+        assert "Secure" in form.headers["set-cookie"]
+        assert http.get("/rules", headers={"X-Forwarded-Email": ann["name"]}).status_code == 200
+        assert http.get("/rules", headers={"X-Forwarded-Email": "alice"}).status_code == 403
+
+        write(tokens, entry("bob"))
+        until(lambda: status_at_each("bob") == {grpc.StatusCode.OK}, "the changed file")
+        assert status_at_each("alice") == {grpc.StatusCode.UNAUTHENTICATED}
+        assert http.get("/rules", headers={"X-Forwarded-Email": ann["name"]}).status_code == 403
+
+        tokens.write_text("{")
+        worker = workers_of(node)["n/0"]
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: workers_of(node).get("n/0") not in {None, worker}, "another worker")
+        assert http.get("/readyz").status_code == 200, "the other one has the last good tokens"
+        write(tokens, entry("bob"))
+        assert status_at_each("bob") == {grpc.StatusCode.OK}, "both, once the file is mended"
+        node.signal(signal.SIGTERM)
+        _, _, log = node.ended()
+    assert "TOKENS_FILE" in log
+    for secret in (token_of("bob"), digest_of(token_of("bob")), "the-admin-token"):
+        assert secret not in log

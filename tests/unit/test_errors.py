@@ -47,8 +47,14 @@ def test_malformed_checks_and_rules_are_both_invalid_input():
 
 def test_an_unknown_rule_is_named():
     error = RuleNotFoundError("7c9e")
-    assert error.rule_id == "7c9e"
+    assert error.name == "7c9e"
     assert str(error) == "no rule has the id '7c9e'"
+
+
+def test_a_rule_that_was_asked_for_by_its_place_is_named_by_it():
+    error = RuleNotFoundError("/orders", "user")
+    assert error.name == "/orders"
+    assert str(error) == "no rule is for the endpoint '/orders' and the identifier type user"
 
 
 def test_an_open_breaker_tells_when_the_shared_state_is_asked_again():

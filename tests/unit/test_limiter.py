@@ -17,6 +17,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.limiter import limiter as limiter_module
 from ratelimitd.limiter import scopes as scopes_module
 from ratelimitd.limiter.limiter import ASKED_PER_TURN, Limiter
 from ratelimitd.limiter.scopes import MAX_SCOPES
@@ -1278,7 +1279,7 @@ class TestCalendarLimits:
 
     async def test_it_is_explained(self, node):
         node.check(cost=4)
-        decision, [looked_at], _ = await node.limiter.explain(check_of(cost=7))
+        decision, [looked_at], *_ = await node.limiter.explain(check_of(cost=7))
         assert decision == node.check(cost=7, peek=True)
         assert looked_at.limits[0][:4] == (False, 6, self.APRIL, self.APRIL - self.MARCH)
 
@@ -1307,7 +1308,7 @@ class TestCalendarLimits:
         assert answer.retry_after == self.APRIL - self.MARCH
         node.shared.at_once = too_much
         assert node.limiter.check(check_of(cost=11, peek=peek)).retry_after == answer.retry_after
-        decision, [looked_at], _ = await node.limiter.explain(check_of(cost=11))
+        decision, [looked_at], *_ = await node.limiter.explain(check_of(cost=11))
         assert decision.retry_after == looked_at.limits[0].retry_after == answer.retry_after
 
     async def test_shared_a_reset_frees_the_window_of_its_time(self):
@@ -1424,7 +1425,7 @@ class TestExplaining:
         overall = replace(ORDERS, id="overall", endpoint="**", enabled=False)
         elsewhere = replace(ORDERS, id="elsewhere", endpoint="/else")
         node = Node(ORDERS, EVERYWHERE, self.TENANT, overall, elsewhere)
-        decision, looked_at, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", 4))
+        decision, looked_at, *_ = await node.limiter.explain(Check(b"ada", USER, "/orders", 4))
         assert decision == node.check(cost=4, peek=True)
         assert [(one.rule.id, one.match, len(one.limits)) for one in looked_at] == [
             ("orders", Match.JUDGES, 1),
@@ -1439,7 +1440,7 @@ class TestExplaining:
         node.check(cost=9, also=(("tenant", b"t"),))
         before = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
         check = Check(b"ada", USER, "/orders", 4, also=(("tenant", b"t"),))
-        decision, looked_at, _ = await node.limiter.explain(check)
+        decision, looked_at, *_ = await node.limiter.explain(check)
         assert (decision.allowed, decision.rule) == (False, ORDERS)
         assert [[one.allowed for one in rule.limits] for rule in looked_at] == [[False], [True]]
         after = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
@@ -1448,12 +1449,12 @@ class TestExplaining:
     async def test_a_limit_that_only_observes_lets_the_check_pass(self):
         node = Node(replace(ORDERS, enforcement=Enforcement.OBSERVE))
         node.check(cost=10)
-        decision, (one,), _ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        decision, (one,), *_ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
         assert (decision.allowed, one.limits[0].allowed) == (True, False)
 
     async def test_without_a_rule_it_says_so(self, node):
         node.put(self.TENANT)
-        decision, (one,), _ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        decision, (one,), *_ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
         assert (decision, one.match) == (NO_RULE, Match.NOT_NAMED)
 
     async def test_without_a_book_there_is_nothing_to_tell(self):
@@ -1463,7 +1464,7 @@ class TestExplaining:
     async def test_a_callers_time_is_used(self, node):
         node.check(cost=10)
         later = node.clock.now_us() + 1_000_000
-        decision, _, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
+        decision, *_ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
         assert decision.retry_after == 59
 
     async def test_shared_buckets_are_asked_and_judge_by_all_rules(self):
@@ -1471,7 +1472,7 @@ class TestExplaining:
         node = Sharing(ORDERS, overall)
         check = check_of(cost=3)
         node.shared.answers += [GRANTED, REFUSED]
-        decision, looked_at, _ = await node.limiter.explain(check)
+        decision, looked_at, *_ = await node.limiter.explain(check)
         assert (decision[:5], decision.rule) == (REFUSED[:5], overall)
         assert [(one.rule, one.limits[0].allowed) for one in looked_at] == [
             (ORDERS, True), (overall, False),
@@ -1510,7 +1511,7 @@ class TestWaiting:
         node.check()
         peeked = node.check(max_wait_ms=250, peek=True)
         check = Check(b"ada", USER, "/orders", max_wait_ms=250)
-        decision, (one,), _ = await node.limiter.explain(check)
+        decision, (one,), *_ = await node.limiter.explain(check)
         assert (decision, decision.wait_ms) == (peeked, 100)
         assert [status.allowed for status in one.limits] == [True]
         assert node.check(max_wait_ms=250) == peeked
@@ -1543,3 +1544,37 @@ class TestWaiting:
 
     def test_a_wait_for_no_rule_is_none(self):
         assert Node().check(max_wait_ms=250).wait_ms == 0
+
+
+class TestRulesThatAreUsed:
+    """Which rules have judged a check, and which a check without one may have meant."""
+
+    async def test_a_rule_is_used_when_a_check_is_judged_by_it_also_if_another_decides(self):
+        everywhere = replace(EVERYWHERE, endpoint="**", limit=1_000)
+        node = Node(ORDERS, everywhere, replace(ORDERS, id="carts", endpoint="/carts"))
+        assert node.stats.used_rules == set()
+        node.limiter.check(Check(b"ada", USER, "/orders"))
+        assert node.stats.used_rules == {"orders", "everywhere"}
+
+    async def test_to_explain_a_check_uses_no_rule_and_takes_no_counter(self):
+        node = Node(ORDERS)
+        decision, *_ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        assert decision.rule is ORDERS
+        assert (node.stats.used_rules, node.stats.by_rule) == (set(), {})
+        node.limiter.check(Check(b"ada", USER, "/orders"))
+        assert node.stats.used_rules == {"orders"}
+
+    async def test_a_check_without_a_rule_is_told_of_the_nearest(self):
+        many = [replace(ORDERS, id=f"{n}", endpoint=f"/carts/{n}") for n in range(300)]
+        node = Node(ORDERS, *many)
+        explained = await node.limiter.explain(Check(b"ada", USER, "/Orders/"))
+        assert explained.nearest == ((ORDERS, "differs in case, differs in slashes"),)
+        assert explained.decision.reason is Reason.NO_RULE
+
+    async def test_a_check_with_a_rule_is_told_of_no_other(self):
+        node = Node(ORDERS, replace(ORDERS, id="other", endpoint="/Orders"))
+        assert (await node.limiter.explain(Check(b"ada", USER, "/orders"))).nearest == ()
+
+    async def test_of_a_long_book_a_bounded_number_of_rules_is_looked_at(self, monkeypatch):
+        monkeypatch.setattr(limiter_module, "MAX_LOOKED_AT", 0)
+        assert (await Node(ORDERS).limiter.explain(Check(b"ada", USER, "/Orders"))).nearest == ()

@@ -386,7 +386,7 @@ class TestExplaining:
         node.assign("pro", expire_time=NOW_S + 9)
         node.assign("silver", b"acme", "tenant")
         check = Check(b"ada", USER, "/orders", also=ACME)
-        decision, looked_at, plans = await node.limiter.explain(check)
+        decision, looked_at, plans, _ = await node.limiter.explain(check)
         assert decision == node.limiter.check(check._replace(peek=True))
         assert [(one.rule.id, one.plan) for one in looked_at] == [("orders", "pro"), ("tenant", "")]
         assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
@@ -396,7 +396,7 @@ class TestExplaining:
         node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
         node.assign(plan)
         check = Check(b"ada", USER, "/orders")
-        decision, looked_at, _ = await node.limiter.explain(check)
+        decision, looked_at, *_ = await node.limiter.explain(check)
         assert decision == node.limiter.check(check)
         assert [(one.match, one.plan, one.limits) for one in looked_at] == [
             (Match.PASSED_OVER, plan, ()),

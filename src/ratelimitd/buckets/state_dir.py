@@ -14,6 +14,9 @@ LOCK_NAME: Final = "lock"
 MAX_ADDRESS_BYTES: Final = 300
 """A host name has at most 253 characters."""
 
+NOT_MADE: Final = " with another token"
+"""Behind the address of a node whose admin token was given to it; commands of earlier releases take it for none."""
+
 
 class StateDir:
     """A locked state directory. The lock ends with the process."""
@@ -49,13 +52,19 @@ class StateDir:
         os.ftruncate(lock_fd, 0)  # a killed node leaves its address
         return cls(directory, lock_fd)
 
-    def publish(self, address: str) -> None:
-        """Write the gRPC address into the lock file, for commands on this host that use the node's own admin token."""
-        os.pwrite(self._lock_fd, f"{address}\n".encode(), 0)
+    def publish(self, address: str, *, made_token: bool) -> None:
+        """Write the gRPC address into the lock file, for commands on this host.
+
+        ``made_token``: the node made the admin token of the directory, which they may use.
+        """
+        os.pwrite(self._lock_fd, f"{address}{'' if made_token else NOT_MADE}\n".encode(), 0)
 
     @staticmethod
-    def address_in(path: Path) -> str:
+    def address_in(path: Path, *, made_token: bool) -> str:
         """Return the address published by the node running in ``path``; empty if none runs.
+
+        ``made_token``: also empty if its admin token is not the one in the directory, which an earlier start may have
+        left.
 
         Raises:
             OSError: the lock file is missing or not readable.
@@ -63,7 +72,10 @@ class StateDir:
         lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             published = os.read(lock_fd, MAX_ADDRESS_BYTES).decode("ascii", "replace").strip()
-            return published if published and _is_held(lock_fd) else ""
+            address = published.removesuffix(NOT_MADE)
+            if not address or (made_token and address != published):
+                return ""
+            return address if _is_held(lock_fd) else ""
         finally:
             os.close(lock_fd)
 

@@ -175,6 +175,9 @@ def explain(
         rows = [row for rule in found.rules for row in _explained(rule, windows)]
         if rows:
             target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
+        nearest = [(one.endpoint, one.identifier_type, one.why) for one in found.nearest]
+        if nearest:
+            target.output.table(("NEAREST ENDPOINT", "TYPE", "WHY IT IS NOT THE SAME"), nearest)
         plans = [(*_assigned(plan, time.time()), plan.remedy) for plan in found.plans]
         if plans:
             target.output.table(("TYPE", "PLAN", "EXPIRES", "REMEDY"), plans)

@@ -26,6 +26,7 @@ from ratelimitd.cli.doctor import Given, doctor
 from ratelimitd.cli.health import health, metrics, reset
 from ratelimitd.cli.options import help_of, takes_settings
 from ratelimitd.cli.serve import serve
+from ratelimitd.cli.token import token
 from ratelimitd.cli.top import top
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.settings.sources import COMMAND_VARIABLES, ENV_PREFIX
@@ -55,6 +56,7 @@ for command in (
     health,
     metrics,
     top,
+    token,
     bench,
     conformance,
     demo,

@@ -1,4 +1,4 @@
-"""``ratelimitd rules list``, ``create``, ``update`` and ``delete``: the rules of a node, one at a time.
+"""``ratelimitd rules list``, ``get``, ``create``, ``update``, ``delete`` and ``unmatched``: the rules of a node.
 
 Validates nothing itself: what a valid rule is, the node says.
 """
@@ -6,7 +6,7 @@ Validates nothing itself: what a valid rule is, the node says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -133,18 +133,69 @@ def list_rules(
     identifier_type: Annotated[
         str, typer.Option(metavar="TYPE", help="Only the rules for this type.")
     ] = "",
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused",
+            help="Only the rules that have judged no check on this node since it started.",
+        ),
+    ] = False,
 ) -> None:
     """Show the rules, ordered by endpoint and identifier type.
 
     Example:
       ratelimitd rules list
       ratelimitd rules list --endpoint '*' --json
+      ratelimitd rules list --unused
     """
     with target.client() as client:
-        rules = list(client.rules(endpoint=endpoint, identifier_type=identifier_type))
+        rules = list(
+            client.rules(endpoint=endpoint, identifier_type=identifier_type, unused=unused)
+        )
     if target.output.as_json:
         target.output.json_list(as_dict(rule) for rule in rules)
-        return
+    else:
+        _show_table(rules, target)
+
+
+@asks_node
+def get(target: Target, *, rule: RuleArgument, of_type: OfTypeArgument = "") -> None:
+    """Show one rule.
+
+    Example:
+      ratelimitd rules get /login ip
+      ratelimitd rules get 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --json
+    """
+    with target.client() as client:
+        rule_id, endpoint = ("", rule) if of_type else (rule, "")
+        found = client.rule(rule_id, endpoint=endpoint, identifier_type=of_type)
+    if target.output.as_json:
+        target.output.message(found)
+    else:
+        _show_table([found], target)
+
+
+@asks_node
+def unmatched(target: Target) -> None:
+    """Show the endpoints that are asked for and have no rule, so that their checks are all allowed.
+
+    Those of the last minutes, on all nodes of a cluster, with the most checks first; at most 100.
+
+    Example:
+      ratelimitd rules unmatched
+    """
+    with target.client() as client:
+        endpoints = client.unmatched()
+    if target.output.as_json:
+        target.output.json_list(as_dict(one) for one in endpoints)
+    elif endpoints:
+        rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
+        target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
+    else:
+        target.output.line("every check of the last minutes had a rule")
+
+
+def _show_table(rules: Iterable[pb.RateLimit], target: Target) -> None:
     head = ("ENDPOINT", "TYPE", "LIMIT", "WINDOW_S", "ALGORITHM", "ENABLED", "ID")
     target.output.table(head, (row for rule in rules for row in _rows(rule)))
 
@@ -224,6 +275,8 @@ def create(
     ] = False,
 ) -> None:
     """Create a rule.
+
+    The endpoint is compared byte for byte and no pattern: callers send the template of a route, such as /orders/{id}.
 
     Example:
       ratelimitd rules create /login ip --limit 5 --window 1m --algorithm fixed_window
@@ -412,6 +465,8 @@ def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
 
 _COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "list": list_rules,
+    "get": get,
+    "unmatched": unmatched,
     "create": create,
     "update": update,
     "promote": promote,

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ratelimitd.algorithms import Decide, token_bucket
@@ -51,12 +52,14 @@ from ratelimitd.model import (
     LimitStatus,
     LookedAt,
     Match,
+    NearRule,
     Outcome,
     Reason,
     Rule,
 )
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.nearest import MAX_LOOKED_AT, RULES_PER_STEP, Nearest
 
 FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60
@@ -385,11 +388,13 @@ class Limiter:
             raise StoreUnavailableError(message)
         types = (check.identifier_type, *(kind for kind, _ in check.also))
         now_us = self._clock.now_us()
-        plans, judging = self.scopes.plans_of(check, now_us), self.scopes.judging_of(check, now_us)
+        scopes = self.scopes.apart()
+        plans, judging = scopes.plans_of(check, now_us), scopes.judging_of(check, now_us)
         scope = judging if isinstance(judging, Scope) else None
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
-        looked_at = self.scopes.book.looked_at(check.endpoint, types)
+        book = self.scopes.book
+        looked_at = book.looked_at(check.endpoint, types)
         if isinstance(judging, Unjudged):
             decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
         else:
@@ -402,6 +407,9 @@ class Limiter:
                 [_looked_at(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
             ),
             plans,
+            await _nearest(book, check.endpoint, types)
+            if decision.reason is Reason.NO_RULE
+            else (),
         )
 
     async def _foreseen(
@@ -763,6 +771,15 @@ def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[Limi
         LimitStatus(*_told(judged, one)[:5], one.rule, one.told, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
+
+
+async def _nearest(book: RuleBook, endpoint: str, types: Sequence[str]) -> tuple[NearRule, ...]:
+    """Return the rules nearest to an endpoint that has none; other calls have their turn between two steps."""
+    nearest, rules = Nearest(endpoint, types), islice(book.rules(), MAX_LOOKED_AT)
+    while some := [*islice(rules, RULES_PER_STEP)]:
+        nearest.look_at(some)
+        await asyncio.sleep(0)
+    return nearest.found()
 
 
 def _looked_at(

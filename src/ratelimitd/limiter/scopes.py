@@ -196,6 +196,13 @@ class Scopes:
         self._known = {}
         self._of_plans = 0
 
+    def apart(self) -> Scopes:
+        """Return what judges by the same rules and assignments, and neither counts nor is remembered."""
+        other = copy(self)
+        other._known, other._of_plans = {}, 0  # noqa: SLF001 -- of a copy of this
+        other._stats = CheckStats()  # noqa: SLF001 -- as above
+        return other
+
     def _judge_anew(self) -> None:
         """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
         if self.book is not None:

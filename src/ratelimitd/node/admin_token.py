@@ -48,7 +48,7 @@ def find_admin_token(target: str, environ: Mapping[str, str]) -> str | None:
     given = environ.get(environment_of("STATE_DIR"))
     for directory in (Path(given),) if given else STATE_DIRS:
         try:
-            listens_at = StateDir.address_in(directory)
+            listens_at = StateDir.address_in(directory, made_token=True)
             if listens_at and _is_reached(address(listens_at), address(target)):
                 # Root may use the token of a node that has a user of its own.
                 return read_admin_token(directory / FILE_NAME, own=False)

@@ -32,6 +32,7 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.startup import feed_of
+from ratelimitd.node.tokens_file import TokensFile
 from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history, rule_traffic
 from ratelimitd.observe.denials import FOLD_S, Denials
@@ -42,7 +43,7 @@ from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
-from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -70,7 +71,7 @@ from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
 from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.app import Parts, Readiness, application
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.pages.sessions import ProxyUsers, login_link, no_session
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.spop import SpopServer
 from ratelimitd.web.worker_proxy import FromParent
@@ -147,6 +148,7 @@ class Node:
         self._reuse_port = reuse_port
         self._may_listen = may_listen
         self._rules_log = RulesLog()
+        self._tokens: TokensFile | None = None
         self._draining = False
 
     async def start(self) -> None:
@@ -196,6 +198,12 @@ class Node:
         self._open.callback(state_dir.close)
         if settings.has_own_admin_token:
             self._admin_token = own_admin_token(state_dir.path)
+        if settings.tokens_file is not None:
+            others = {
+                self._admin_token: settings.admin_token_name,
+                settings.check_token: "CHECK_TOKEN",
+            }
+            self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
         for warning in settings.warnings:
             _warn(warning)
         store = SqlRuleStore(
@@ -224,10 +232,12 @@ class Node:
             await self._start_in_cluster(store, feed)
         else:
             await self._start_alone(store, feed)
-        if settings.has_own_admin_token:
-            state_dir.publish(self.grpc_address)
-            if self.http_address:
-                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+        has_own_token = settings.has_own_admin_token
+        state_dir.publish(self.grpc_address, made_token=has_own_token)
+        if has_own_token and self.http_address:
+            self.login_link = login_link(
+                settings.http_scheme, self.http_address, self._admin_token, self._now_s()
+            )
 
     def _now_s(self) -> float:
         return self._clock.now_us() / US_PER_S
@@ -291,7 +301,7 @@ class Node:
             self._take_book(feed.book)
             self._rules_log.write()
         access = self._access()
-        methods = self._methods(limiter, holder, store, feed, self.metrics, access)
+        methods = self._methods(limiter, holder, store, feed, self.metrics, access, live)
         auth = self._forward_auth(methods, access)
         await self._start_http(
             Parts(
@@ -305,7 +315,9 @@ class Node:
                 rule_traffic=self._rule_traffic,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
-                holds_admin_token=access.holds_admin_token,
+                login=access.login,
+                session_of=self._tokens.tokens.session_of if self._tokens else no_session,
+                users=self._users(),
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
@@ -403,8 +415,17 @@ class Node:
                 check_sans=frozenset(settings.check_sans),
                 loopback_admin=settings.loopback_admin,
                 admin_token_name=settings.admin_token_name,
+                named=self._tokens.tokens if self._tokens else None,
             ),
             TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
+        )
+
+    def _users(self) -> ProxyUsers:
+        settings = self._settings
+        if self._tokens is None:
+            return ProxyUsers()
+        return ProxyUsers(
+            settings.user_header, settings.trusted_proxies, self._tokens.tokens.user_of
         )
 
     def _methods(  # noqa: PLR0917 -- the parts that the services stand on
@@ -415,12 +436,17 @@ class Node:
         feed: RuleFeed,
         metrics: Metrics,
         access: Access,
+        live: Live,
     ) -> Methods:
         settings = self._settings
         # Waits are known to a node's own buckets only.
         identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
         config = ConfigService(
-            store, self._cluster or feed, access.actor, types=settings.known_types
+            store,
+            self._cluster or feed,
+            access.actor,
+            types=settings.known_types,
+            is_unused=lambda rule_id: rule_id not in self.stats.used_rules,
         )
         holds = HoldsService(
             holder,
@@ -460,6 +486,7 @@ class Node:
                 limiter,
                 report=self._health.report,
                 samples=metrics.samples,
+                unmatched=live.unmatched,
                 actor=access.actor,
                 identities=identities,
             ).methods(),
@@ -476,6 +503,8 @@ class Node:
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
         background.start("rules", feed.run)
+        if self._tokens is not None:
+            background.every(SAMPLE_S, "tokens", self._tokens.reload)
         return background
 
     def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
@@ -506,15 +535,17 @@ class Node:
         return live
 
     async def _start_http(self, parts: Parts) -> None:
-        listen = self._settings.http_listen
+        settings = self._settings
+        listen = settings.http_listen
         if listen is None:
             return
         app = application(parts)
         if self._reuse_port:
             # The address is the parent's, which passes on what is not for itself.
-            server = HttpServer.at(FromParent(app), self._settings.http_socket)
+            server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
         else:
-            server = HttpServer(app, *listen)
+            tls = web_context(_files_of(settings)) if settings.http_tls else None
+            server = HttpServer(app, *listen, tls=tls)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
 
@@ -544,14 +575,11 @@ class Node:
 
     async def _start_grpc(self, methods: Methods) -> None:
         settings = self._settings
-        tls = None
-        if settings.tls_cert is not None and settings.tls_key is not None:
-            tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         server = server_of(settings.transport)(
             methods,
             listen=str(settings.listen),
             stats=self.stats,
-            tls=tls,
+            tls=_files_of(settings),
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self._reuse_port,
             queue=self._queue,
@@ -577,6 +605,10 @@ def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | N
         message = f"OTEL_ENDPOINT needs {error.name}: pip install 'ratelimitd[otel]'"
         raise StartupError(message) from None
     return OtelTracer(endpoint, node_id=node_id, ratio=ratio)
+
+
+def _files_of(settings: Settings) -> TlsFiles | None:
+    return TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def _warn(line: str) -> None:

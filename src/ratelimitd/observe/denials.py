@@ -73,6 +73,9 @@ HALF_LIFE_S: Final = 60.0
 
 TOP: Final = 10
 
+TOP_UNMATCHED: Final = 100
+"""Endpoints without a rule that a node tells an operator who asks."""
+
 PER_MINUTE: Final = 0.6931471805599453
 """ln 2: what fades by half in each minute and grows at a steady rate comes to the rate of a minute divided by it."""
 
@@ -163,9 +166,9 @@ class Denials:
         self._identifiers.fade(factor)
         self._unmatched.fade(factor)
 
-    def top_unmatched(self) -> list[DeniedEndpoint]:
-        """Return the :data:`TOP` endpoints with the most checks without a rule."""
-        return _per_minute(self._unmatched)
+    def top_unmatched(self, most: int = TOP) -> list[DeniedEndpoint]:
+        """Return the endpoints with the most checks without a rule."""
+        return _per_minute(self._unmatched, most)
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
         """Return the :data:`TOP` endpoints with the most denials."""
@@ -191,5 +194,5 @@ class Denials:
         return self._stats.blocked_total - self._stats.breaker_denied_total
 
 
-def _per_minute(endpoints: FrequentItems[str]) -> list[DeniedEndpoint]:
-    return [DeniedEndpoint(endpoint, count * PER_MINUTE) for endpoint, count in endpoints.top(TOP)]
+def _per_minute(endpoints: FrequentItems[str], most: int = TOP) -> list[DeniedEndpoint]:
+    return [DeniedEndpoint(endpoint, count * PER_MINUTE) for endpoint, count in endpoints.top(most)]

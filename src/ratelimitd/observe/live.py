@@ -19,7 +19,13 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.model import US_PER_S, InFlight
-from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.denials import (
+    TOP,
+    TOP_UNMATCHED,
+    Denials,
+    DeniedEndpoint,
+    DeniedIdentifier,
+)
 from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, Span, summed
 from ratelimitd.observe.metrics import NodeParts, resident_bytes
 from ratelimitd.observe.node_status import (
@@ -203,6 +209,19 @@ class Live:
             unmatched=_merged_endpoints([own.top_unmatched(), *(one.unmatched for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
         )
+
+    async def unmatched(self) -> Sequence[DeniedEndpoint]:
+        """Return the :data:`TOP_UNMATCHED` endpoints with the most checks without a rule, on all nodes."""
+        await self.refresh()
+        own = self._denials.top_unmatched(TOP_UNMATCHED)
+        # Other nodes publish the beginnings of long ones.
+        whole = {one.endpoint[:MAX_ENDPOINT]: one.endpoint for one in own}
+        found = {one.endpoint: one.per_minute for one in own}
+        alive = [node.status for node in self._nodes() if not node.gone and not node.is_this]
+        for endpoint, per_minute in (one for status in alive for one in status.unmatched):
+            name = whole.get(endpoint, endpoint)
+            found[name] = found.get(name, 0.0) + per_minute
+        return nlargest(TOP_UNMATCHED, map(DeniedEndpoint._make, found.items()), key=_per_minute)
 
     def _names(self, others: Iterable[NodeStatus]) -> Mapping[str, str]:
         found: dict[str, str] = {}

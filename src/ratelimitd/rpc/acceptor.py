@@ -29,7 +29,7 @@ from ratelimitd_wire.codes import ErrorCode
 TLS_RECORD: Final = b"\x16"
 """First octet of TLS: a handshake record."""
 
-_TEXT: Final = b"This port speaks gRPC over TLS only.\n"
+_TEXT: Final = b"This port speaks TLS only.\n"
 _TO_HTTP1: Final = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
@@ -75,8 +75,9 @@ Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
 class Acceptor(Generic[Connection]):
     """Accepts connections, at most ``max_connections`` at a time.
 
-    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. Call
-    :meth:`leave` when a connection is lost.
+    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. With
+    ``ends_handshakes`` one more ends the oldest handshake instead of being refused. Call :meth:`leave` when a
+    connection is lost.
 
     Attributes:
         places: connections that there are, those still in their handshake among them.
@@ -90,7 +91,9 @@ class Acceptor(Generic[Connection]):
         *,
         max_connections: int,
         tls: ssl.SSLContext | None = None,
+        ends_handshakes: bool = False,
     ) -> None:
+        self._ends_handshakes = ends_handshakes
         self.places: set[Connection] = set()
         self._make = make
         self._count = count
@@ -116,9 +119,8 @@ class Acceptor(Generic[Connection]):
     def expire(self, now_s: float) -> None:
         """End overdue handshakes; called about once a second."""
         for task, since_s in list(self._coming.items()):
-            if now_s - since_s >= HANDSHAKE_TIMEOUT_S and task.cancel():
-                self._count(TransportError.SLOW_HANDSHAKE)
-                del self._coming[task]
+            if now_s - since_s >= HANDSHAKE_TIMEOUT_S:
+                self._end(task)
 
     async def close(self) -> None:
         """Stop accepting, and end handshakes in progress."""
@@ -152,7 +154,7 @@ class Acceptor(Generic[Connection]):
             self._loop.add_reader(listening, self._accept, listening)
 
     def _admit(self, sock: socket.socket) -> None:
-        if len(self.places) >= self._max_connections:
+        if len(self.places) >= self._max_connections and not self._make_room():
             self._count(TransportError.TOO_MANY_CONNECTIONS)
             sock.close()
             return
@@ -162,6 +164,18 @@ class Acceptor(Generic[Connection]):
         task = self._loop.create_task(self._bring_up(sock, connection))
         self._coming[task] = self._monotonic_s()
         task.add_done_callback(partial(self._came, sock, connection))
+
+    def _make_room(self) -> bool:
+        """End the handshake that has lasted longest; false if there is none that may be ended."""
+        return self._ends_handshakes and any(self._end(task) for task in list(self._coming))
+
+    def _end(self, task: asyncio.Task[bool]) -> bool:
+        """End a handshake, unless it has just come to its end."""
+        if not task.cancel():
+            return False
+        self._count(TransportError.SLOW_HANDSHAKE)
+        del self._coming[task]
+        return True
 
     def _came(self, sock: socket.socket, connection: Connection, task: asyncio.Task[bool]) -> None:
         """Clean up after a handshake. A callback, since a task may be cancelled before its first step."""

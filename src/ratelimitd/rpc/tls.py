@@ -6,17 +6,20 @@ nothing of gRPC.
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from ratelimitd.errors import StartupError
 
 CERT_SETTING: Final = "TLS_CERT"
 KEY_SETTING: Final = "TLS_KEY"
 CLIENT_CA_SETTING: Final = "TLS_CLIENT_CA"
+
+_log = logging.getLogger(__name__)
 
 
 class TlsFiles(NamedTuple):
@@ -25,6 +28,11 @@ class TlsFiles(NamedTuple):
     cert: Path
     key: Path
     client_ca: Path | None = None
+
+    @classmethod
+    def of(cls, cert: Path | None, key: Path | None, client_ca: Path | None = None) -> Self | None:
+        """Return the files of settings that are set together or not at all; ``None``: they are not."""
+        return None if cert is None or key is None else cls(cert, key, client_ca)
 
 
 class Certificates(NamedTuple):
@@ -36,7 +44,9 @@ class Certificates(NamedTuple):
 
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
-"""What tells that a file has changed: time of change in ns, size and inode of each; ``None`` for a missing one."""
+"""What tells that a file has changed: time of its last change in ns, size and inode; ``None`` for a missing one.
+
+Of its metadata, too: who may read it counts, and a copy that keeps the time of its source is new."""
 
 
 class CertificateSource:
@@ -89,15 +99,16 @@ class CertificateSource:
         self._current = None
 
     def _stamp_now(self) -> _Stamp:
-        return tuple(_stamp_of(path) for path in self._files if path is not None)
+        return tuple(stamp_of(path) for path in self._files if path is not None)
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells that a file has changed: see ``_Stamp``."""
     try:
         status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def _read(files: TlsFiles) -> Certificates:
@@ -143,13 +154,17 @@ def _demand_matching_key(files: TlsFiles) -> None:
         raise StartupError(message) from None
 
 
-_ALPN: Final = ["h2"]
+HTTP2: Final = "h2"
+HTTP1: Final = "http/1.1"
 
 
 class TlsContexts:
-    """The context to listen with; each handshake goes on with one of the files as they are then."""
+    """The context to listen with; each handshake goes on with one of the files as they are then.
 
-    def __init__(self, files: TlsFiles, source: CertificateSource) -> None:
+    ``protocol`` is the one that is offered (RFC 7301).
+    """
+
+    def __init__(self, files: TlsFiles, source: CertificateSource, protocol: str = HTTP2) -> None:
         """Load the files.
 
         Raises:
@@ -157,9 +172,10 @@ class TlsContexts:
         """
         self._files = files
         self._source = source
+        self._protocol = protocol
         source.load()
-        self._current = _context(files)
-        self.listening = _context(files)
+        self._current = _context(files, protocol)
+        self.listening = _context(files, protocol)
         self.listening.sni_callback = (
             self._choose
         )  # called with every ClientHello, also without a name
@@ -169,16 +185,29 @@ class TlsContexts:
     ) -> None:
         if self._source.newer() is not None:
             try:
-                self._current = _context(self._files)
+                self._current = _context(self._files, self._protocol)
             except OSError:  # changed again since it was judged: the next handshake looks again
                 self._source.forget()
         handshake.context = self._current
 
 
-def _context(files: TlsFiles) -> ssl.SSLContext:
+def web_context(files: TlsFiles | None) -> ssl.SSLContext | None:
+    """Return the context of the HTTP side; ``None`` without files. It asks for no client certificate.
+
+    Raises:
+        StartupError: the files cannot be used; the message names the setting and the file.
+    """
+    if files is None:
+        return None
+    files = files._replace(client_ca=None)
+    source = CertificateSource(files, lambda line: _log.error("HTTP_TLS: %s", line))
+    return TlsContexts(files, source, HTTP1).listening
+
+
+def _context(files: TlsFiles, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(_ALPN)
+    context.set_alpn_protocols([protocol])
     # A session that is taken up again shows no certificate: one of a CA that was taken away would get in.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET

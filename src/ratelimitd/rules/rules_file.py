@@ -480,7 +480,8 @@ def _entries(events: Iterator[Any], depth: int) -> dict[str, Node]:
         if not isinstance(key, str):
             _refuse_node("a key must be text", event)
         if key in entries:
-            _refuse_node(f"the key {key!r} appears twice in one mapping", event)
+            # Not the key: in a file of tokens it may be one, in the wrong place.
+            _refuse_node("a key appears twice in one mapping", event)
         entries[key] = _node(next(events), events, depth + 1)
     return entries
 

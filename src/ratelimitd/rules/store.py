@@ -275,6 +275,13 @@ class RuleStore(Protocol):
     async def delete(self, rule_id: str, etag: str, actor: str) -> None:
         """Delete a rule. Raises as :meth:`update` does."""
 
+    async def rule(self, rule_id: str) -> Rule:
+        """Return the rule with this id.
+
+        Raises:
+            RuleNotFoundError: none has it, or its row is invalid.
+        """
+
     async def page(
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:

@@ -1,18 +1,19 @@
 """Authorization: whether the credentials of a call hold the role that its method requires.
 
 Never reads a setting and never logs. Identity comes from a bearer token or from the client certificate that TLS
-verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017 and ADR 0042.
+verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017, ADR 0042 and ADR 0059.
 """
 
 from __future__ import annotations
 
 import enum
-import hmac
 import ipaddress
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import Final
 
 from ratelimitd.rpc.interface import Call, RpcError, StatusCode
@@ -61,11 +62,76 @@ Requirement = Callable[[Call], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A bearer token that is known by its digest. ``name`` is empty for ADMIN_TOKEN and CHECK_TOKEN."""
+
+    role: Role
+    digest: bytes = field(default=b"", repr=False)
+    """SHA-256 of the token; empty: there is none, and a trusted proxy names the user."""
+    name: str = ""
+    expires_s: float = math.inf
+    """Unix time from which it is refused."""
+    stand_in: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    """A token that never leaves the process: sessions of the page call the services with it."""
+
+
+class NamedTokens:
+    """The tokens of TOKENS_FILE in force; ``now_s`` is Unix time."""
+
+    def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
+        self._now_s = now_s
+        self.guard_checks = False
+        """Whether one held the check role at any time: to remove the last one must not open the checks to everybody."""
+        self.replace(tokens)
+
+    def replace(self, tokens: Iterable[Token]) -> None:
+        """Put ``tokens`` into force, and all others out of it."""
+        self._by_name = {token.name: token for token in tokens}
+        by_digest = {token.digest: token for token in self._by_name.values() if token.digest}
+        by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
+        self._by_key = {_key_of(digest): token for digest, token in by_digest.items()}
+        self.guard_checks |= self.have_checks
+
+    def __len__(self) -> int:
+        """Return the number of entries, expired ones included."""
+        return len(self._by_name)
+
+    @property
+    def have_checks(self) -> bool:
+        """Whether one holds the check role."""
+        return any(token.role is Role.CHECK for token in self._by_name.values())
+
+    def by_digest(self, digest: bytes) -> Token | None:
+        """Return the token with this digest, unless it expired."""
+        return self._unexpired(self._by_key.get(_key_of(digest)))
+
+    def by_name(self, name: str) -> Token | None:
+        """Return the token with this name, unless it expired."""
+        return self._unexpired(self._by_name.get(name))
+
+    def session_of(self, name: str) -> tuple[bytes, str] | None:
+        """Return what binds a session to the token with this name, and what the session presents to the services."""
+        token = self.by_name(name)
+        return (token.digest, f"Bearer {token.stand_in}") if token and token.digest else None
+
+    def user_of(self, name: str) -> str | None:
+        """Return what a user whom a trusted proxy names presents to the services; ``None``: there is no such entry.
+
+        Entries with a token are none: a proxy that lets anybody in as anybody would be every program, too.
+        """
+        token = self.by_name(name)
+        return f"Bearer {token.stand_in}" if token and not token.digest else None
+
+    def _unexpired(self, token: Token | None) -> Token | None:
+        return token if token and self._now_s() < token.expires_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """Credentials of the roles; an empty one holds none. The admin role includes the other two.
 
     ``loopback_admin``: callers from loopback hold the admin role while no admin token or SAN is set.
-    ``admin_token_name`` tells callers where the admin token comes from.
+    ``admin_token_name`` tells callers where the admin token comes from. ``named``: ``None`` without TOKENS_FILE.
     """
 
     admin_token: str = ""
@@ -74,6 +140,7 @@ class Credentials:
     check_sans: frozenset[str] = frozenset()
     loopback_admin: bool = False
     admin_token_name: str = "ADMIN_TOKEN"  # noqa: S105 -- the name of a setting
+    named: NamedTokens | None = None
 
     def __repr__(self) -> str:
         """Without the credentials."""
@@ -85,24 +152,37 @@ class Access:
 
     def __init__(self, credentials: Credentials, guesses: TokenGuesses) -> None:
         self._guesses = guesses
-        self._admin_digest = _digest(credentials.admin_token)
-        self._check_digest = _digest(credentials.check_token)
+        given = ((Role.CHECK, credentials.check_token), (Role.ADMIN, credentials.admin_token))
+        self._tokens = {
+            _key_of(token.digest): token
+            for token in (Token(role=role, digest=digest_of(text)) for role, text in given if text)
+        }
+        self._set = {role for role, text in given if text}
+        self._named = credentials.named
         self._admin_sans = credentials.admin_sans
         self._check_sans = credentials.check_sans
         self._admin_token_name = credentials.admin_token_name
-        guarded = self._admin_digest or self._admin_sans
+        guarded = Role.ADMIN in self._set or self._admin_sans
         self._loopback_admin = credentials.loopback_admin and not guarded
 
     def requirement(self, role: Role) -> Requirement | None:
-        """Return the guard of a role; ``None`` if no credentials are needed, which saves the check path a call."""
-        if role is Role.OPEN:
+        """Return the guard of a role; ``None`` if no credentials are ever needed, which saves the check path a call."""
+        if role is Role.OPEN or (self.is_open(role) and self._named is None):
             return None
-        if role is Role.CHECK:
-            guarded = bool(self._check_digest or self._check_sans)
-            return partial(self._require, frozenset(Role), self._need(role)) if guarded else None
-        if self._loopback_admin:
+        if self._loopback_admin and role is not Role.CHECK:
             return _require_loopback
-        return partial(self._require, frozenset({Role.ADMIN}), self._need(role))
+        # A check spends, so the read role does not include it.
+        required = partial(self._require, frozenset({role, Role.ADMIN}), self._need(role))
+        return (
+            partial(self._require_unless_open, role, required) if self.is_open(role) else required
+        )
+
+    def is_open(self, role: Role) -> bool:
+        """Return whether calls need no credential for this role now. A changed TOKENS_FILE may end that."""
+        if role is not Role.CHECK:
+            return role is Role.OPEN
+        guarded = Role.CHECK in self._set or self._check_sans
+        return not (guarded or (self._named is not None and self._named.guard_checks))
 
     def may_read(self, call: Call) -> None:
         """Refuse calls without the read role, for data that no method of the services returns.
@@ -125,17 +205,35 @@ class Access:
         required(call)
 
     def actor(self, call: Call) -> str:
-        """Return the actor of an admin call for the audit trail: the certificate's SAN, or role@host of the peer."""
+        """Return the actor of an admin call for the audit trail: its SAN or token's name, or role@host of the peer."""
         sans = call.peer_sans
-        if sans:
-            return next((san for san in sans if san in self._admin_sans), sans[0])
-        return f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
+        admin = next((san for san in sans if san in self._admin_sans), "")
+        if admin:
+            return admin
+        token = self._token_of(call)
+        if token and token.name:
+            return token.name
+        return sans[0] if sans else f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
 
     def principal(self, call: Call) -> str:
-        """Return whose a call is: the certificate's name that holds a role, or the role of its token; empty if open."""
+        """Return whose a call is; empty if open.
+
+        The certificate's name that holds a role, or the name of its token, which stays when the token is replaced, or
+        the role of a token without a name.
+        """
         sans = self._admin_sans | self._check_sans
-        named = next((san for san in call.peer_sans if san in sans), "")
-        return named or min(self._roles_of_token(call), default="")
+        certified = next((san for san in call.peer_sans if san in sans), "")
+        if certified:
+            return certified
+        token = self._token_of(call)
+        if token is None:
+            return ""
+        # With a space, which is in no role and in no SAN: nobody else has this principal.
+        return f"token {token.name}" if token.name else token.role
+
+    def _require_unless_open(self, role: Role, required: Requirement, call: Call) -> None:
+        if not self.is_open(role):
+            required(call)
 
     def _require(self, holders: frozenset[Role], need: str, call: Call) -> None:
         """Refuse calls without a role of ``holders``; ``need`` names the required credentials."""
@@ -146,39 +244,39 @@ class Access:
     def _need(self, role: Role) -> str:
         """Return the kinds of credentials that hold this role here, never their values."""
         checks = role is Role.CHECK
-        tokens = ["CHECK_TOKEN"] * bool(checks and self._check_digest)
-        tokens += [self._admin_token_name] * bool(self._admin_digest)
+        tokens = ["CHECK_TOKEN"] * (checks and Role.CHECK in self._set)
+        tokens += [self._admin_token_name] * (Role.ADMIN in self._set)
+        tokens += ["one of TOKENS_FILE"] * (self._named is not None)
         names = ["CHECK_SANS"] * bool(checks and self._check_sans)
         names += ["ADMIN_SANS"] * bool(self._admin_sans)
         ways = [f"the bearer token {' or '.join(tokens)}"] * bool(tokens)
         ways += [f"a client certificate with a name of {' or '.join(names)}"] * bool(names)
         return f"this call needs the {role} role: {', or '.join(ways) or 'no credential that holds it is set'}"
 
-    def holds_admin_token(self, call: Call) -> bool:
-        """Return whether the token that somebody entered into a form is the admin token.
+    def login(self, call: Call) -> str | None:
+        """Return whose token somebody entered into a form: empty is the admin token, ``None`` may not log in.
 
         Raises:
             RpcError: too many wrong tokens came from the caller's address.
         """
-        return Role.ADMIN in self._roles_of_token(call, LOGIN_COST)
+        token = self._token_of(call, LOGIN_COST)
+        return token.name if token and token.role in {Role.READ, Role.ADMIN} else None
 
-    def _roles_of_token(self, call: Call, cost: int = 1) -> set[Role]:
-        """Return the roles of the call's token; it is compared with both tokens, in constant time."""
-        token = _bearer(call)
-        if not token or not (self._admin_digest or self._check_digest):
-            return set()
+    def _token_of(self, call: Call, cost: int = 1) -> Token | None:
+        """Return the holder of the call's token; ``None`` if it has none, or a wrong or expired one."""
+        text = _bearer(call)
+        if not text or not (self._tokens or self._named is not None):
+            return None
         self._guesses.admit(call, cost)
-        given = _digest(token)
-        held = set()
-        if hmac.compare_digest(given, self._admin_digest or _NO_DIGEST):
-            held.add(Role.ADMIN)
-        if hmac.compare_digest(given, self._check_digest or _NO_DIGEST):
-            held.add(Role.CHECK)
-        if held:
-            self._guesses.right(call)
-        else:
+        digest = digest_of(text)
+        token = self._tokens.get(_key_of(digest))
+        if token is None and self._named is not None:
+            token = self._named.by_digest(digest)
+        if token is None:
             self._guesses.wrong(call, cost)
-        return held
+        else:
+            self._guesses.right(call)
+        return token
 
     def _held(self, call: Call) -> set[Role]:
         """Return the roles of the call's credentials.
@@ -186,7 +284,8 @@ class Access:
         Raises:
             RpcError: too many wrong tokens came from the caller's address.
         """
-        held = self._roles_of_token(call)
+        token = self._token_of(call)
+        held = {token.role} if token else set()
         sans = call.peer_sans
         if not self._admin_sans.isdisjoint(sans):
             held.add(Role.ADMIN)
@@ -209,13 +308,21 @@ def is_loopback(call: Call) -> bool:
     return (mapped or address).is_loopback
 
 
-# Of no token: compare_digest against it is as slow as any other comparison and never true of a real digest.
-_NO_DIGEST: Final = b"\x00" * sha256().digest_size
+def digest_of(token: str) -> bytes:
+    """Return the digest under which a token is known, here and in TOKENS_FILE."""
+    return sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
-def _digest(token: str) -> bytes:
-    """Return a digest, so that the comparison does not depend on the token's length; empty without a token."""
-    return sha256(token.encode("utf-8", "surrogatepass")).digest() if token else b""
+_KEY: Final = secrets.token_bytes(32)
+
+
+def _key_of(digest: bytes) -> bytes:
+    """Return the key under which a token is looked up.
+
+    The time of a comparison may tell how far two keys agree. They depend on a secret of the process: neither a caller
+    nor a reader of TOKENS_FILE knows which guess has which key. One look-up does, however many tokens there are.
+    """
+    return blake2b(digest, key=_KEY).digest()
 
 
 def _bearer(call: Call) -> str:

@@ -1,4 +1,4 @@
-"""The RateLimiterConfig service: rules are created, changed, deleted and listed.
+"""The RateLimiterConfig service: rules are created, changed, deleted, read and listed.
 
 A write is answered once it is stored and this node's own rule book shows it: the caller's next check on this node is
 decided by it. Never decides what a valid rule is. See ADR 0008 and ADR 0013.
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
-from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.errors import FieldViolation, RuleInvalidError, RuleNotFoundError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
@@ -29,10 +29,12 @@ from ratelimitd.services.convert import (
 )
 from ratelimitd.services.wire import (
     WireApply,
+    WireGet,
     WireList,
     parse_apply,
     parse_create,
     parse_delete,
+    parse_get,
     parse_list,
     parse_rule,
     parse_update,
@@ -128,7 +130,7 @@ class ConfigService:
     """Handlers of the rules.
 
     ``actor`` says who the audit trail names for a call. ``types`` are the identifier types that rules may have, or be
-    made of.
+    made of. ``is_unused`` says of a rule's id whether it has judged no check on this node since it started.
     """
 
     def __init__(
@@ -138,11 +140,13 @@ class ConfigService:
         actor: Callable[[Call], str],
         *,
         types: Collection[str] = tuple(IdentifierType),
+        is_unused: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._store = store
         self._feed = feed
         self._actor = actor
         self._types = types
+        self._is_unused = is_unused
         self._page_key = b""
         self._applying = asyncio.Lock()
 
@@ -154,6 +158,7 @@ class ConfigService:
                 f"/{SERVICE}/UpdateRateLimit": self.update_rate_limit,
                 f"/{SERVICE}/DeleteRateLimit": self.delete_rate_limit,
                 f"/{SERVICE}/ListRateLimits": self.list_rate_limits,
+                f"/{SERVICE}/GetRateLimit": self.get_rate_limit,
                 f"/{SERVICE}/ApplyRateLimits": self.apply_rate_limits,
             }
         )
@@ -191,14 +196,27 @@ class ConfigService:
         after = position_of(token, query, key) if token else None
         # One more than asked for tells whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
-        answer = ratelimiter_pb2.ListRateLimitsResponse(
-            rate_limits=[rate_limit_of(rule) for rule in rules[:size]]
-        )
+        shown = [rule for rule in rules[:size] if not message.unused or self._is_unused(rule.id)]
+        answer = ratelimiter_pb2.ListRateLimitsResponse(rate_limits=map(rate_limit_of, shown))
         if len(rules) > size:
             last = rules[size - 1]
             position = Position(last.endpoint, last.identifier_type)
             answer.next_page_token = page_token(position, query, key)
         return answer.SerializeToString()
+
+    async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
+        """One rule, by its id or by its endpoint and identifier type."""
+        message = parse_get(data)
+        if message.id:
+            _refuse_both(message)
+            rule = await self._store.rule(text_of(message.id))
+        else:
+            place = _place_of(message, self._types)
+            found = await self._store.page(*place, None, 1)
+            if not found:
+                raise RuleNotFoundError(*place)
+            rule = found[0]
+        return rate_limit_of(rule).SerializeToString()
 
     async def apply_rate_limits(self, data: bytes, call: Call) -> bytes:
         """Bring the rules to a whole set, one call after the other: each holds 20,000 rules in memory."""
@@ -275,6 +293,28 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
         if not number % CHANGES_PER_STEP:
             await asyncio.sleep(0)
     return answer.SerializeToString()
+
+
+def _refuse_both(message: WireGet) -> None:
+    if message.endpoint or message.identifier_type:
+        text = "is in the place of endpoint and identifier_type: send it without them"
+        raise RuleInvalidError(FieldViolation("id", text))
+
+
+def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
+    """The endpoint and the identifier type of the one rule that is asked for."""
+    violations = []
+    place = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
+    if not message.endpoint:
+        text = "must be the rule's, with its identifier_type, unless id is sent"
+        violations.append(FieldViolation("endpoint", text))
+    elif not _is_utf8(message.endpoint):
+        violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
+    if problem := type_problem(place.identifier_type, types):
+        violations.append(FieldViolation("identifier_type", problem))
+    if violations:
+        raise RuleInvalidError(*violations)
+    return place
 
 
 def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:

@@ -239,6 +239,15 @@ def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explan
             )
             for one in explained.plans
         ],
+        nearest=[
+            ratelimiter_pb2.NearRule(
+                rule_id=rule.id,
+                endpoint=rule.endpoint,
+                identifier_type=rule.identifier_type,
+                why=why,
+            )
+            for rule, why in explained.nearest
+        ],
     )
 
 

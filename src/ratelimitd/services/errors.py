@@ -156,7 +156,7 @@ def _details(error: RateLimitdError, message: str) -> Iterator[Message]:
         yield _bad_request(error.violations)
     elif isinstance(error, RuleNotFoundError):
         yield error_details_pb2.ResourceInfo(
-            resource_type=RULE_RESOURCE, resource_name=error.rule_id, description=message
+            resource_type=RULE_RESOURCE, resource_name=error.name, description=message
         )
     elif isinstance(error, RuleExistsError):
         yield error_details_pb2.ResourceInfo(resource_type=RULE_RESOURCE, description=message)

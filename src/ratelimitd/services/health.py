@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Explained, Rule
+from ratelimitd.observe.denials import DeniedEndpoint
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
@@ -26,7 +27,13 @@ from ratelimitd.services.convert import (
     target_of,
 )
 from ratelimitd.services.errors import rich_error
-from ratelimitd.services.wire import parse_check, parse_empty, parse_metrics, parse_reset
+from ratelimitd.services.wire import (
+    parse_check,
+    parse_empty,
+    parse_list_unmatched,
+    parse_metrics,
+    parse_reset,
+)
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterHealth"
@@ -61,8 +68,9 @@ class HealthService:
 
     ``report`` evaluates the node's health now (:meth:`ratelimitd.observe.health.Health.report`). ``samples`` reads the
     metrics of these names, all for none, and raises ``InvalidInputError`` for an unknown one, its field
-    ``names[i]`` (:meth:`ratelimitd.observe.metrics.Metrics.samples`). A report and one sample are cheap. ``actor`` says
-    who the log names for a reset.
+    ``names[i]`` (:meth:`ratelimitd.observe.metrics.Metrics.samples`). A report and one sample are cheap. ``unmatched``
+    lists the endpoints of checks without a rule (:meth:`ratelimitd.observe.live.Live.unmatched`). ``actor`` says who
+    the log names for a reset.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class HealthService:
         *,
         report: Callable[[], HealthReport],
         samples: Callable[[Sequence[str]], Iterable[MetricSample]],
+        unmatched: Callable[[], Awaitable[Sequence[DeniedEndpoint]]],
         actor: Callable[[Call], str],
         identities: Identities = CONTRACT_IDENTITIES,
     ) -> None:
@@ -78,6 +87,7 @@ class HealthService:
         self._limiter = limiter
         self._report = report
         self._samples = samples
+        self._unmatched = unmatched
         self._actor = actor
         self._resets: set[asyncio.Task[None]] = set()
 
@@ -89,6 +99,7 @@ class HealthService:
                 f"/{SERVICE}/GetMetrics": self.get_metrics,
                 f"/{SERVICE}/ResetRateLimit": self.reset_rate_limit,
                 f"/{SERVICE}/ExplainRateLimit": self.explain_rate_limit,
+                f"/{SERVICE}/ListUnmatched": self.list_unmatched,
             }
         )
 
@@ -133,6 +144,18 @@ class HealthService:
         """Tell what a check would be answered, and why; nothing is charged."""
         check = check_of(parse_check(data), self._identities)
         return explanation_of(check, await self._limiter.explain(check)).SerializeToString()
+
+    async def list_unmatched(self, data: bytes, _call: Call) -> bytes:
+        """The endpoints of checks without a rule; those with the most first."""
+        parse_list_unmatched(data)
+        return ratelimiter_pb2.ListUnmatchedResponse(
+            endpoints=[
+                ratelimiter_pb2.UnmatchedEndpoint(
+                    endpoint=one.endpoint, checks_per_minute=round(one.per_minute, 1)
+                )
+                for one in await self._unmatched()
+            ]
+        ).SerializeToString()
 
     async def _reset(self, target: Target, actor: str) -> None:
         rules = await self._limiter.reset(*target)

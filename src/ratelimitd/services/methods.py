@@ -6,8 +6,9 @@ See ADR 0016 and ADR 0017.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeVar
 
@@ -55,11 +56,13 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{config.SERVICE}/UpdateRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/DeleteRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/ListRateLimits": Role.READ,
+        f"/{config.SERVICE}/GetRateLimit": Role.READ,
         f"/{config.SERVICE}/ApplyRateLimits": Role.ADMIN,
         f"/{health.SERVICE}/GetHealthStatus": Role.READ,
         f"/{health.SERVICE}/GetMetrics": Role.READ,
         f"/{health.SERVICE}/ResetRateLimit": Role.ADMIN,
         f"/{health.SERVICE}/ExplainRateLimit": Role.READ,
+        f"/{health.SERVICE}/ListUnmatched": Role.READ,
         f"/{plans.SERVICE}/AssignPlan": Role.ADMIN,
         f"/{plans.SERVICE}/UnassignPlan": Role.ADMIN,
         f"/{plans.SERVICE}/GetAssignment": Role.READ,
@@ -110,9 +113,13 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
             required = access.requirement(_role_of(path))
             bidi_stream |= dict.fromkeys(_paths(path), _guarded_stream(bidi, required, edge))
         for path, shortcut in offer.bulk.items():
-            # It never sees the call, so it is for methods that ask nothing of their caller.
-            if access.requirement(_role_of(path)) is None:
+            # It never sees the call, so it is for methods that ask nothing of their caller, as long as they do not.
+            role = _role_of(path)
+            if access.requirement(role) is None:
                 bulk |= dict.fromkeys(_paths(path), shortcut)
+            elif access.is_open(role):
+                while_open = _while_open(shortcut, partial(access.is_open, role))
+                bulk |= dict.fromkeys(_paths(path), while_open)
     return Methods(unary, server_stream, bidi_stream, bulk)
 
 
@@ -147,6 +154,15 @@ def _paths(path: str) -> tuple[str, ...]:
 
 def _bare(service: str) -> str:
     return service.removeprefix(PACKAGE)
+
+
+def _while_open(shortcut: BulkHandler, is_open: Callable[[], bool]) -> BulkHandler:
+    """Return ``shortcut``, which leaves every message to the method's guarded handler once credentials are needed."""
+
+    def answers(messages: Sequence[bytes]) -> Sequence[bytes | None]:
+        return shortcut(messages) if is_open() else [None] * len(messages)
+
+    return answers
 
 
 def _guarded_unary(
@@ -188,6 +204,7 @@ _OTHERS: Final = frozenset(
         f"{config.SERVICE}/UpdateRateLimit",
         f"{config.SERVICE}/DeleteRateLimit",
         f"{config.SERVICE}/ListRateLimits",
+        f"{config.SERVICE}/GetRateLimit",
         f"{config.SERVICE}/ApplyRateLimits",
         f"{health.SERVICE}/ResetRateLimit",
         f"{health.SERVICE}/ExplainRateLimit",

@@ -192,6 +192,14 @@ class WireDelete(Protocol):
     etag: bytes
 
 
+class WireGet(Protocol):
+    """``GetRateLimitRequest``."""
+
+    id: bytes
+    endpoint: bytes
+    identifier_type: bytes
+
+
 class WireList(Protocol):
     """``ListRateLimitsRequest``."""
 
@@ -199,6 +207,7 @@ class WireList(Protocol):
     identifier_type: bytes
     page_size: int
     page_token: bytes
+    unused: bool
 
 
 class WireApply(Protocol):
@@ -315,6 +324,11 @@ def parse_delete(data: bytes) -> WireDelete:
     return cast("WireDelete", _parse(_DELETE, data))
 
 
+def parse_get(data: bytes) -> WireGet:
+    """Read a ``GetRateLimitRequest``."""
+    return cast("WireGet", _parse(_GET, data))
+
+
 def parse_list(data: bytes) -> WireList:
     """Read a ``ListRateLimitsRequest``."""
     return cast("WireList", _parse(_LIST, data))
@@ -378,6 +392,11 @@ def parse_settle(data: bytes) -> WireSettle:
 def parse_extend(data: bytes) -> WireExtend:
     """Read an ``ExtendRequest``."""
     return cast("WireExtend", _parse(_EXTEND, data))
+
+
+def parse_list_unmatched(data: bytes) -> None:
+    """Read a ``ListUnmatchedRequest``, which says nothing."""
+    _parse(_LIST_UNMATCHED, data)
 
 
 def parse_list_holds(data: bytes) -> None:
@@ -564,6 +583,7 @@ _BATCH: Final = _message("ratelimiter.v1.BatchRateLimitRequest")
 _CREATE: Final = _message("ratelimiter.v1.CreateRateLimitRequest")
 _UPDATE: Final = _message("ratelimiter.v1.UpdateRateLimitRequest")
 _DELETE: Final = _message("ratelimiter.v1.DeleteRateLimitRequest")
+_GET: Final = _message("ratelimiter.v1.GetRateLimitRequest")
 _LIST: Final = _message("ratelimiter.v1.ListRateLimitsRequest")
 _RULE: Final = _message("ratelimiter.v1.RateLimit")
 _APPLY: Final = _message("ratelimiter.v1.ApplyRateLimitsRequest")
@@ -577,5 +597,6 @@ _RESET: Final = _message("ratelimiter.v1.ResetRequest")
 _HOLD: Final = _message("ratelimiter.v1.HoldRequest")
 _SETTLE: Final = _message("ratelimiter.v1.SettleRequest")
 _EXTEND: Final = _message("ratelimiter.v1.ExtendRequest")
+_LIST_UNMATCHED: Final = _message("ratelimiter.v1.ListUnmatchedRequest")
 _LIST_HOLDS: Final = _message("ratelimiter.v1.ListHoldsRequest")
 _EMPTY: Final = _message("google.protobuf.Empty")

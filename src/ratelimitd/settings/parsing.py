@@ -6,6 +6,7 @@ quotes nothing of the text, which may be a secret.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.model import EVERYBODY, TYPE_NAME, IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
-from ratelimitd_wire.addresses import ClientAddresses
+from ratelimitd_wire.addresses import UNIX, ClientAddresses
 
 T = TypeVar("T")
 
@@ -144,6 +145,29 @@ def proxies(text: str) -> tuple[str, ...]:
         message = "must be IP addresses, networks or unix, separated by commas"
         raise ValueError(message) from None
     return found
+
+
+def covers_everything(found: tuple[str, ...]) -> bool:
+    """Return whether one of these proxies is a network of all addresses."""
+    networks = (name for name in found if name != UNIX)
+    return any(ipaddress.ip_network(name, strict=False).prefixlen == 0 for name in networks)
+
+
+def user_header(text: str) -> str:
+    """Parse the name of a header that a proxy sets and callers have no use for; empty = none."""
+    if text and (
+        re.fullmatch(r"[A-Za-z0-9-]{1,64}", text) is None or text.lower() in _OTHER_HEADERS
+    ):
+        message = "must be the name of a header that the proxy sets, such as X-Forwarded-Email"
+        raise ValueError(message)
+    return text
+
+
+_OTHER_HEADERS: Final = frozenset(
+    {"accept", "authorization", "connection", "content-length", "content-type", "cookie", "forwarded", "host", "origin",
+     "referer", "user-agent", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}
+)  # fmt: skip
+"""Headers that say something else, and that callers send themselves."""
 
 
 def identifier_keys(text: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ratelimitd.settings import sources as lookup
 from ratelimitd.settings.parsing import (
     Address,
     address,
+    covers_everything,
     database_url,
     fraction,
     identifier_headers,
@@ -40,6 +41,7 @@ from ratelimitd.settings.parsing import (
     redis_url,
     shown,
     token,
+    user_header,
     whole_number,
 )
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
@@ -128,16 +130,22 @@ class Settings:
         "SANs of client certificates with the admin role, comma-separated")]
     check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
         "SANs of client certificates with the check role, comma-separated")]
+    tokens_file: Annotated[Path | None, SettingSpec("", optional(path),
+        "YAML or JSON of names with a role and the digest of a token; loaded again when it changes")]
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
         "proxies whose X-Forwarded headers count for wrong tokens and /v1/auth, comma-separated; unix for a socket")]
+    user_header: Annotated[str, SettingSpec("", user_header,
+        "header in which TRUSTED_PROXIES name the user of a page, such as X-Forwarded-Email; empty = off")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
         "key of the hash of bucket keys; empty = generated once, in the database", masked)]
     tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
     tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
     tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
         "CA of client certificates, PEM; enables mTLS")]
+    http_tls: Annotated[bool, SettingSpec("off", on_off,
+        "on: HTTP_LISTEN speaks TLS with TLS_CERT and TLS_KEY; it asks for no client certificate")]
     workers: Annotated[int, SettingSpec("1", whole_number(1, 64),
         "processes on one port; without REDIS_URL more than 1 share a private Valkey")]
     transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
@@ -290,6 +298,11 @@ class Settings:
         return frozenset((*own, *self.http_hosts))
 
     @property
+    def http_scheme(self) -> str:
+        """``https`` if HTTP_LISTEN speaks TLS, else ``http``."""
+        return "https" if self.http_tls else "http"
+
+    @property
     def http_socket(self) -> Path:
         """Socket of a worker's HTTP server, for its parent."""
         return self.state_dir / "http.sock"
@@ -361,6 +374,11 @@ _COMBINATIONS: Final = (
         "TLS_CERT and TLS_KEY are set together or not at all",
     ),
     _Combination(
+        ("HTTP_TLS", "TLS_CERT"),
+        lambda s: s.http_tls and s.tls_cert is None,
+        "HTTP_TLS needs TLS_CERT and TLS_KEY",
+    ),
+    _Combination(
         ("TLS_CERT", "TLS_CLIENT_CA"),
         lambda s: s.tls_client_ca is not None and s.tls_cert is None,
         "TLS_CLIENT_CA needs TLS_CERT and TLS_KEY: client certificates are shown on TLS connections only",
@@ -374,6 +392,21 @@ _COMBINATIONS: Final = (
         ("ADMIN_TOKEN", "CHECK_TOKEN"),
         lambda s: bool(s.admin_token) and s.admin_token == s.check_token,
         "ADMIN_TOKEN and CHECK_TOKEN are equal: every caller that may check could change the rules",
+    ),
+    _Combination(
+        ("TOKENS_FILE", "LOOPBACK_ADMIN"),
+        lambda s: s.tokens_file is not None and s.loopback_admin,
+        "LOOPBACK_ADMIN and TOKENS_FILE exclude each other: a caller from loopback would need no token",
+    ),
+    _Combination(
+        ("USER_HEADER", "TRUSTED_PROXIES", "TOKENS_FILE"),
+        lambda s: bool(s.user_header) and not (s.trusted_proxies and s.tokens_file),
+        "USER_HEADER needs TRUSTED_PROXIES, which may send it, and TOKENS_FILE, which has the roles of the users",
+    ),
+    _Combination(
+        ("USER_HEADER", "TRUSTED_PROXIES"),
+        lambda s: bool(s.user_header) and covers_everything(s.trusted_proxies),
+        "USER_HEADER and a network of all addresses in TRUSTED_PROXIES would let every caller be any user",
     ),
     _Combination(
         ("ADMIN_SANS", "CHECK_SANS"),

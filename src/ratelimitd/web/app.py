@@ -46,13 +46,13 @@ from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
-from ratelimitd.web.pages.login import LoginPages
+from ratelimitd.web.pages.login import Login, LoginPages
 from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
-from ratelimitd.web.pages.sessions import Sessions
+from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf, Sessions
 from ratelimitd.web.pages.try_page import TryPage
 
 POLICY: Final = (
@@ -262,8 +262,9 @@ class Parts:
     """What the overview shows."""
     may_read: Requirement
     may_administer: Requirement
-    holds_admin_token: Callable[[Call], bool]
-    """Whether the token of a call is the admin token; raises ``RpcError`` after too many wrong ones."""
+    login: Login
+    session_of: SessionOf
+    users: ProxyUsers
     actor: Callable[[Call], str]
     """Who the log names for a call."""
     admit: Requirement
@@ -289,13 +290,14 @@ class Parts:
 def application(parts: Parts) -> ASGIApp:
     """The ASGI application of a node."""
     static, templates = look()
-    sessions = Sessions(parts.admin_token, parts.now_s)
+    sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
     frame = Frame(
         node_id=parts.node_id,
         may_read=parts.may_read,
         sessions=sessions,
         count=parts.refused,
         templates=templates,
+        users=parts.users,
     )
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
@@ -317,7 +319,7 @@ def application(parts: Parts) -> ASGIApp:
     routes: list[BaseRoute] = [
         *overview.routes(),
         static.route(),
-        *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
+        *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
         *RulesPages(
             frame,
             services,

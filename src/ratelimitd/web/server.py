@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
+from ratelimitd.rpc.acceptor import Acceptor
 
 
 @contextlib.contextmanager
@@ -112,6 +114,9 @@ MAX_CONNECTIONS: Final = 500
 """Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few, proxies
 that ask for each of their requests more."""
 
+MAX_PLACES: Final = 2 * MAX_CONNECTIONS
+"""Limit of connections over TLS with those in their handshake; one more ends the oldest handshake."""
+
 CONNECTION_LIFE_S: Final = 30.0
 """Longest life of a connection, ended between two requests if possible; bounds slow senders."""
 
@@ -141,9 +146,11 @@ BACKLOG: Final = 128
 
 
 class HttpServer:
-    """One listening HTTP address."""
+    """One listening HTTP address; ``tls`` is ``None`` for plaintext."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._bind: Callable[[], Awaitable[socket.socket]] = partial(bind, host, port)
         self._path: Path | None = None
         self._socket: socket.socket | None = None
@@ -161,7 +168,8 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            )
+            ),
+            tls,
         )
 
     @classmethod
@@ -255,11 +263,13 @@ def address_of(sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers; stopped by a call."""
+    """uvicorn without signal handlers; stopped by a call. Over TLS the node's own acceptor bounds handshakes."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self._stopped = asyncio.Event()
+        self._tls = tls
+        self._acceptor: Acceptor[BoundedProtocol] | None = None
 
     def stop(self) -> None:
         """End :meth:`serve`, after at most about :data:`STOP_GRACE_S`."""
@@ -270,9 +280,36 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        if self._tls is None or sockets is None:
+            await super().startup(sockets)
+            return
+        loop = asyncio.get_running_loop()
+        self.servers = []
+        self._acceptor = Acceptor(
+            self._connection,
+            lambda _cause: None,
+            loop.time,
+            max_connections=MAX_PLACES,
+            tls=self._tls,
+            ends_handshakes=True,
+        )
+        for sock in sockets:
+            self._acceptor.listen(sock)
+        self.started = True
+
+    def _connection(self) -> BoundedProtocol:
+        assert self._acceptor is not None  # noqa: S101 -- it asks for it
+        connection = BoundedProtocol(self.config, self.server_state, self.lifespan.state)
+        connection.leave = self._acceptor.leave
+        return connection
+
     async def main_loop(self) -> None:
-        """Renew the headers of all answers until the server is stopped."""
+        """Renew the headers of all answers, and end slow handshakes, until the server is stopped."""
         while not await self.on_tick(0):
+            if self._acceptor is not None:
+                self._acceptor.expire(asyncio.get_running_loop().time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_S):
                     await self._stopped.wait()
@@ -285,6 +322,8 @@ class _Server(uvicorn.Server):
         state = self.server_state
         for server in self.servers:
             server.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for connection in [*state.connections]:
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -305,6 +344,8 @@ class BoundedProtocol(H11Protocol):
 
     _expiry: asyncio.TimerHandle | None = None
     opened_s = 0.0
+    leave: Callable[[BoundedProtocol], None] | None = None
+    """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection and start its lifetime, unless too many are waiting for answers."""
@@ -319,6 +360,8 @@ class BoundedProtocol(H11Protocol):
         """Remove the connection."""
         if self._expiry is not None:
             self._expiry.cancel()
+        if self.leave is not None:
+            self.leave(self)
         super().connection_lost(exc)
 
     def _make_room(self) -> bool:
@@ -333,8 +376,10 @@ class BoundedProtocol(H11Protocol):
         return True
 
     def waits_for_peer(self) -> bool:
-        """Return whether the peer has to act: send a request or its rest, or read its answer."""
-        return self.conn.their_state in {h11.IDLE, h11.SEND_BODY} or self.flow.write_paused
+        """Return whether the peer has to act: send a request or its rest, read its answer, or close as we did."""
+        if self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
+            return True
+        return self.flow.write_paused or self.transport.is_closing()
 
     def _expire(self) -> None:
         if self._streams() and self.loop.time() - self.opened_s < STREAM_LIFE_S:

@@ -24,10 +24,11 @@ PEER_HEADER: Final = b"x-ratelimitd-peer"
 
 
 class FromParent:
-    """Sets the client address of requests that the parent forwards."""
+    """Sets the client address and the scheme of requests that the parent forwards."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, scheme: str = "http") -> None:
         self._app = app
+        self._scheme = scheme
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -35,7 +36,8 @@ class FromParent:
         host, _, port = given.decode("ascii", "replace").rpartition(" ")
         headers = [(name, value) for name, value in scope["headers"] if name != PEER_HEADER]
         client = (host, int(port)) if host and port.isdigit() else None
-        await self._app({**scope, "client": client, "headers": headers}, receive, send)
+        given_scope = {**scope, "client": client, "headers": headers, "scheme": self._scheme}
+        await self._app(given_scope, receive, send)
 
 
 CONNECT_TIMEOUT_S: Final = 1.0

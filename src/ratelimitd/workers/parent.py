@@ -23,6 +23,7 @@ from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.process import EXIT_OK, StopSignals
 from ratelimitd.observe import logs
 from ratelimitd.rpc.acceptor import demand_free, listening_sockets
+from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.settings.parsing import MAX_NODE_ID_CHARACTERS, Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import worker_application
@@ -91,16 +92,16 @@ async def _serve(settings: Settings) -> int:
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(Address(settings.listen.host, port))
-        http_address = await _start_http(settings.http_listen, pool, workers, opened)
+        http_address = await _start_http(settings, pool, workers, opened)
         starting = asyncio.create_task(pool.start())
         try:
             if not await stop.comes_before(starting):
                 starting.result()
                 link = ""
+                state_dir.publish(grpc_address, made_token=has_own_token)
                 if has_own_token:
-                    state_dir.publish(grpc_address)
                     link = http_address and login_link(
-                        http_address, settings.admin_token, time.time()
+                        settings.http_scheme, http_address, settings.admin_token, time.time()
                     )
                 process.announce(grpc_address, http_address, settings.node_id, link)
                 await stop.wait()
@@ -131,17 +132,19 @@ async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
 
 
 async def _start_http(
-    listen: Address | None, pool: WorkerPool, workers: Sequence[Settings], opened: AsyncExitStack
+    settings: Settings, pool: WorkerPool, workers: Sequence[Settings], opened: AsyncExitStack
 ) -> str:
     """Open the HTTP side, which outlives the workers; returns its address, empty when it is off.
 
     What machines ask for is answered here for all workers; every other page by one of them.
     """
-    if listen is None:
+    if settings.http_listen is None:
         return ""
+    files = TlsFiles.of(settings.tls_cert, settings.tls_key)
     pages = PassingOn([worker.http_socket for worker in workers], pool.answers)
     app = worker_application(metrics=pool, readiness=pool.readiness, others=pages)
-    server = HttpServer(app, *listen)
+    tls = web_context(files) if settings.http_tls else None
+    server = HttpServer(app, *settings.http_listen, tls=tls)
     opened.push_async_callback(server.stop)
     return await server.start()
 

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,11 @@ def test_a_file_system_without_locks_is_not_taken_for_another_node(tmp_path, mon
 
 def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
     state_dir = StateDir.lock(tmp_path)
-    assert StateDir.address_in(tmp_path) == ""
-    state_dir.publish("127.0.0.1:9090")
-    assert StateDir.address_in(tmp_path) == "127.0.0.1:9090"
+    assert StateDir.address_in(tmp_path, made_token=True) == ""
+    state_dir.publish("127.0.0.1:9090", made_token=True)
+    assert StateDir.address_in(tmp_path, made_token=True) == "127.0.0.1:9090"
     state_dir.close()
-    assert StateDir.address_in(tmp_path) == ""
+    assert StateDir.address_in(tmp_path, made_token=True) == ""
     assert (tmp_path / LOCK_NAME).read_bytes() == b"", (
         "the next node may hold the lock before it has an address"
     )
@@ -73,12 +74,25 @@ def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
 
 def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):
     (tmp_path / LOCK_NAME).write_text("127.0.0.1:9090\n")
-    assert StateDir.address_in(tmp_path) == ""
+    assert StateDir.address_in(tmp_path, made_token=True) == ""
     state_dir = StateDir.lock(tmp_path)
-    assert StateDir.address_in(tmp_path) == ""
+    assert StateDir.address_in(tmp_path, made_token=True) == ""
     state_dir.close()
 
 
 def test_where_no_node_ever_was_there_is_no_address(tmp_path):
     with pytest.raises(FileNotFoundError):
-        StateDir.address_in(tmp_path)
+        StateDir.address_in(tmp_path, made_token=True)
+
+
+def test_a_node_with_a_token_from_elsewhere_is_found_by_who_asks_for_any(tmp_path):
+    with_token, without = (
+        partial(StateDir.address_in, tmp_path, made_token=one) for one in (True, False)
+    )
+    state_dir = StateDir.lock(tmp_path)
+    state_dir.publish("127.0.0.1:9090", made_token=False)
+    assert (with_token(), without()) == ("", "127.0.0.1:9090")
+    state_dir.close()
+    assert without() == ""
+    StateDir.lock(tmp_path).publish("[::1]:1", made_token=True)
+    assert (with_token(), without()) == ("[::1]:1", "[::1]:1")

@@ -348,3 +348,12 @@ def test_an_answer_of_several_limits_tells_the_deciding_one_and_the_others(ask, 
     assert "  rule         r (day: 5 per 1 min)\n" in out
     assert "  others       tenant, default: 9 per 1 s, allows, 9 left\n" in out
     assert "               tenant, new: 1 per 1 s, would deny, 0 left\n" in out
+
+
+def test_a_check_without_a_rule_names_the_nearest(ask, node):
+    answer = pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)
+    near = pb.NearRule(endpoint="/orders", identifier_type="user", why="differs in \x1bcase")
+    node.explanation = pb.Explanation(answer=answer, nearest=[near])
+    head, row = ask("explain", "user", "alice", "/Orders").out.splitlines()[-2:]
+    assert head.split(maxsplit=3) == ["NEAREST", "ENDPOINT", "TYPE", "WHY IT IS NOT THE SAME"]
+    assert row.split(maxsplit=2) == ["/orders", "user", "differs in \ufffdcase"]

@@ -335,3 +335,38 @@ def test_a_promotion_names_a_rule_and_a_limit(ask, node):
     for names in (["/api"], ["/api", "user", "candidate", "more"]):
         ended = ask("rules", "promote", *names)
         assert (ended.status, "name the rule, by its id" in ended.err) == (2, True)
+
+
+def test_one_rule_is_shown_by_its_id_or_by_its_place(ask, node):
+    node.add_rule("/a", "ip", id=ID, limit=5)
+    head = "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM     ENABLED  ID\n"
+    row = f"/a        ip        5        60  token_bucket  yes      {ID}\n"
+    assert ask("rules", "get", ID) == (0, head + row, "")
+    assert ask("rules", "get", "/a", "ip") == (0, head + row, "")
+    assert node.seen[0].request == pb.GetRateLimitRequest(id=ID)
+    assert node.seen[1].request == pb.GetRateLimitRequest(endpoint="/a", identifier_type="ip")
+    assert json.loads(ask("rules", "get", ID, "--json").out)["limit"] == 5
+    ended = ask("rules", "get", "/a", "user")
+    assert (ended.status, ended.out, "not found" in ended.err) == (1, "", True)
+
+
+def test_rules_without_a_check_are_listed_alone(ask, node):
+    node.used.add(node.add_rule("/a").id)
+    node.add_rule("/b")
+    assert [line.split()[0] for line in ask("rules", "list", "--unused").out.splitlines()] == [
+        "ENDPOINT",
+        "/b",
+    ]
+
+
+def test_endpoints_without_a_rule_are_listed_and_drive_no_terminal(ask, node):
+    assert ask("rules", "unmatched").out == "every check of the last minutes had a rule\n"
+    assert json.loads(ask("rules", "unmatched", "--json").out) == []
+    for endpoint, per_minute in (("/ordes", 12.0), ("/\x1b[2Jx\u202e", 0.7)):
+        node.unmatched.append(pb.UnmatchedEndpoint(endpoint=endpoint, checks_per_minute=per_minute))
+    head, first, second = ask("rules", "unmatched").out.splitlines()
+    assert head == "ENDPOINT  CHECKS_PER_MIN"
+    assert first == "/ordes              12.0"
+    assert second.split() == ["/\ufffd[2Jx\ufffd", "0.7"]
+    listed = json.loads(ask("rules", "unmatched", "--json").out)
+    assert listed[0] == {"endpoint": "/ordes", "checks_per_minute": 12.0}

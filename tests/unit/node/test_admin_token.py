@@ -141,7 +141,7 @@ def running(tmp_path):
 def test_the_token_goes_only_where_the_node_of_its_directory_answers(
     running, listens, target, found
 ):
-    running.publish(listens)
+    running.publish(listens, made_token=True)
     expected = own_admin_token(running.path) if found else None
     assert find_admin_token(target, {VARIABLE: str(running.path)}) == expected
 
@@ -150,7 +150,7 @@ def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert find_admin_token("127.0.0.1:9090", {}) is None
     state_dir = StateDir.lock("ratelimitd-state")
-    state_dir.publish("127.0.0.1:9090")
+    state_dir.publish("127.0.0.1:9090", made_token=True)
     made = own_admin_token(state_dir.path)
     assert find_admin_token("127.0.0.1:9090", {}) == made
     assert find_admin_token("127.0.0.1:9090", {VARIABLE: str(tmp_path)}) is None
@@ -161,7 +161,7 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     environ = {VARIABLE: str(tmp_path)}
     state_dir = StateDir.lock(tmp_path)
     own_admin_token(tmp_path)
-    state_dir.publish("127.0.0.1:9090")
+    state_dir.publish("127.0.0.1:9090", made_token=True)
     state_dir.close()
     assert find_admin_token("127.0.0.1:9090", environ) is None
     (tmp_path / "lock").write_text(
@@ -170,7 +170,7 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     assert find_admin_token("127.0.0.1:9090", environ) is None
     again = StateDir.lock(tmp_path)
     assert find_admin_token("127.0.0.1:9090", environ) is None  # it has not said where it listens
-    again.publish("127.0.0.1:9090")
+    again.publish("127.0.0.1:9090", made_token=True)
     assert find_admin_token("127.0.0.1:9090", environ)
     (tmp_path / FILE_NAME).write_text("")
     assert find_admin_token("127.0.0.1:9090", environ) is None

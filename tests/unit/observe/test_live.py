@@ -6,7 +6,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.observe.denials import Denials, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
 from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
 from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode, sealed_names
@@ -310,3 +310,26 @@ async def test_names_come_from_every_node_that_has_the_same_secret(scene):
     names = [one.name for one in scene.live.overview(named=True).identifiers]
     assert sorted(names) == ["", "here", "there"]
     assert {one.name for one in scene.live.overview().identifiers} == {""}
+
+
+async def test_endpoints_without_a_rule_are_those_of_all_nodes_that_are_heard(scene):
+    long = "/" + "x" * 200
+    for endpoint in ("/ordes", "/ordes", long):
+        scene.stats.no_rule_total += 1
+        scene.denials.note_without_rule(endpoint)
+    scene.denials.fold()
+    theirs = [DeniedEndpoint("/ordes", 1.0), DeniedEndpoint(long, 9.0), DeniedEndpoint("/c", 3.0)]
+    scene.other("n2", unmatched=theirs)
+    scene.other("n3", age_s=SILENT_S + 1, unmatched=[DeniedEndpoint("/gone", 9.0)])
+    found = await scene.live.unmatched()
+    assert [one.endpoint for one in found] == [long, "/c", "/ordes"]
+    assert [round(one.per_minute, 1) for one in found] == [9.7, 3.0, 2.4]
+
+
+async def test_no_more_endpoints_without_a_rule_are_told_than_a_hundred(scene):
+    for number in range(TOP_UNMATCHED + 10):
+        scene.stats.no_rule_total += 1
+        scene.denials.note_without_rule(f"/{number}")
+    scene.denials.fold()
+    assert len(await scene.live.unmatched()) == TOP_UNMATCHED == 100
+    assert len(scene.live.overview().unmatched) == TOP

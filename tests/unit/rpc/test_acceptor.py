@@ -40,7 +40,7 @@ class Made(asyncio.Protocol):
 class Bench:
     """An acceptor, a clock that the test moves, and blocking peers."""
 
-    def __init__(self, tls=None, max_connections=3):
+    def __init__(self, tls=None, max_connections=3, **options):
         self.now_s = 100.0
         self.made = []
         self.counted = []
@@ -51,6 +51,7 @@ class Bench:
             lambda: self.now_s,
             max_connections=max_connections,
             tls=tls,
+            **options,
         )
 
     async def __aenter__(self):
@@ -150,6 +151,28 @@ def test_silent_peers_of_a_tls_port_have_places_and_lose_them_in_time(running, c
             assert [await read_all(peer) for peer in silent[:2]] == [b"", b""]
             assert bench.counted[1:] == ["slow_handshake"] * 3
             assert bench.made == []
+
+    running(scenario)
+
+
+def test_one_more_ends_the_oldest_handshake_where_that_is_wanted(running, ca):
+    async def scenario():
+        options = {"max_connections": 2, "ends_handshakes": True}
+        async with Bench(server_context(ca), **options) as bench:
+            first, second = bench.peer(), bench.peer(b"\x16")
+            await until(lambda: bench.places == 2)
+            bench.peer()
+            assert await read_all(first) == b""
+            bench.peer()
+            assert await read_all(second) == b""
+            assert bench.counted == ["slow_handshake"] * 2
+            await until(lambda: bench.places == 2)
+        async with Bench(**options) as bench:
+            for _ in range(2):
+                bench.peer()
+            await until(lambda: len(bench.made) == 2)
+            assert await read_all(bench.peer()) == b"", "no handshake is left to end"
+            assert bench.counted == ["too_many_connections"]
 
     running(scenario)
 

@@ -15,7 +15,7 @@ def test_http2_in_plaintext_gets_a_goaway_alone_for_settings_would_make_grpc_try
 def test_http1_gets_an_answer_of_http1():
     answer = answer_to(b"GET / HTTP/1.1\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.endswith(b"\r\n\r\nThis port speaks gRPC over TLS only.\n")
+    assert answer.endswith(b"\r\n\r\nThis port speaks TLS only.\n")
 
 
 @pytest.mark.parametrize("octets", [b"", b"P", b"PRI * HTTP/2.0\r\n", b"GE", b"DELETE"])

@@ -3,7 +3,7 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.services.auth import Credentials, Role
+from ratelimitd.services.auth import Credentials, NamedTokens, Role, Token, digest_of
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.methods import OUR_SERVICES, ROLES, admission, guarded, names_of
 from ratelimiter.v1 import ratelimiter_pb2
@@ -151,3 +151,30 @@ def test_a_call_is_admitted_when_its_guard_lets_it_pass():
 
 def test_everybody_is_admitted_where_nothing_is_asked():
     admission(access_of(Credentials()))(FakeCall(method=CHECK, peer="ipv4:192.0.2.7:1"))
+
+
+def test_the_shortcut_of_checks_ends_when_a_file_of_tokens_closes_them():
+    named = NamedTokens(lambda: 0.0)
+    methods = served(
+        Credentials(admin_token="a", named=named),
+        unary={CHECK: echo},
+        bulk={CHECK: lambda messages: [b"answered"] * len(messages)},
+    )
+    assert methods.bulk[CHECK]([b"x", b"y"]) == [b"answered"] * 2
+    assert methods.unary[CHECK](b"x", FakeCall()) == b"x"
+    token = Token(name="shop", role=Role.CHECK, digest=digest_of("t"))
+    named.replace([token])
+    assert methods.bulk[CHECK]([b"x", b"y"]) == [None, None]
+    for call, code in ((FakeCall(), StatusCode.UNAUTHENTICATED), (bearer("t"), None)):
+        assert status_of(methods.unary[CHECK], call) is code
+    named.replace([])
+    assert methods.bulk[CHECK]([b"x"]) == [None]
+    assert status_of(methods.unary[CHECK], FakeCall()) is StatusCode.UNAUTHENTICATED
+
+
+def status_of(handler, call):
+    try:
+        handler(b"x", call)
+    except RpcError as error:
+        return error.code
+    return None

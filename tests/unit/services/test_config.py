@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.errors import RuleInvalidError, StoreUnavailableError
+from ratelimitd.errors import RuleInvalidError, RuleNotFoundError, StoreUnavailableError
 from ratelimitd.services.config import ConfigService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rule_stores import sqlite_store
@@ -47,6 +47,11 @@ async def create(service, **fields):
 async def listing(service, **fields):
     data = pb.ListRateLimitsRequest(**fields).SerializeToString()
     return pb.ListRateLimitsResponse.FromString(await service.list_rate_limits(data, CALL))
+
+
+async def got(service, **fields):
+    data = pb.GetRateLimitRequest(**fields).SerializeToString()
+    return pb.RateLimit.FromString(await service.get_rate_limit(data, CALL))
 
 
 def test_the_service_offers_the_methods_of_the_contract(service):
@@ -127,3 +132,61 @@ async def test_wrong_filters_and_sizes_are_named_all_at_once(service):
     assert [violation.field for violation in caught.value.violations] == [
         "endpoint", "identifier_type", "page_size",
     ]  # fmt: skip
+
+
+async def test_one_rule_is_read_by_its_id_or_by_its_place(service):
+    created = await create(service, identifier_type="ip+user")
+    await create(service, endpoint="/b")
+    assert await got(service, id=created.id.upper()) == created
+    assert await got(service, endpoint="/a", identifier_type="user+ip") == created
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"id": "00000000-0000-4000-8000-000000000000"}, "no rule has the id"),
+        ({"endpoint": "/b", "identifier_type": "user"}, "no rule is for the endpoint '/b' and"),
+        ({"endpoint": "/a", "identifier_type": "ip"}, "and the identifier type ip"),
+    ],
+)
+async def test_a_rule_that_is_not_there_is_not_found(service, asked, message):
+    await create(service)
+    with pytest.raises(RuleNotFoundError, match=message):
+        await got(service, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields"),
+    [
+        ({}, ["endpoint", "identifier_type"]),
+        ({"endpoint": "/a"}, ["identifier_type"]),
+        ({"identifier_type": "user"}, ["endpoint"]),
+        ({"endpoint": "/a", "identifier_type": "nobody"}, ["identifier_type"]),
+        ({"id": "1"}, ["id"]),
+        ({"id": "1", "endpoint": "/a"}, ["id"]),
+        ({"id": "1", "identifier_type": "user"}, ["id"]),
+    ],
+)
+async def test_a_rule_is_asked_for_in_one_way(service, asked, fields):
+    await create(service)
+    with pytest.raises(RuleInvalidError) as caught:
+        await got(service, **asked)
+    assert [violation.field for violation in caught.value.violations] == fields
+
+
+async def test_an_endpoint_that_is_no_text_is_named(service):
+    with pytest.raises(RuleInvalidError, match="endpoint: must be valid UTF-8"):
+        await service.get_rate_limit(b"\x12\x01\xff\x1a\x04user", CALL)
+
+
+async def test_rules_without_a_check_are_listed_alone_and_pages_go_on_behind_the_others(store):
+    used = set()
+    service = ConfigService(store, FeedProbe(), str, is_unused=lambda rule: rule not in used)
+    for name in ("/a", "/b", "/c"):
+        await create(service, endpoint=name)
+    used |= {rule.id for rule in await store.page("/a", "", None, 1)}
+    first = await listing(service, page_size=1, unused=True)
+    assert (list(first.rate_limits), bool(first.next_page_token)) == ([], True)
+    rest = await listing(service, unused=True, page_token=first.next_page_token)
+    assert [rule.endpoint for rule in rest.rate_limits] == ["/b", "/c"]
+    assert len((await listing(service)).rate_limits) == 3

@@ -5,6 +5,7 @@ import pytest
 
 from ratelimitd.errors import CheckInvalidError, InvalidInputError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.denials import DeniedEndpoint
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import HistogramSample, MetricSample
 from ratelimitd.rpc.interface import RpcError, StatusCode
@@ -62,8 +63,15 @@ def service_of(report=REPORT, samples=(), asked=None, limiter=None):
             asked.append(list(names))
         return samples
 
+    async def unmatched():
+        return [DeniedEndpoint("/ordes", 11.26)]
+
     return HealthService(
-        limiter or ResetProbe(), report=lambda: report, samples=read, actor=lambda _call: "admin@me"
+        limiter or ResetProbe(),
+        report=lambda: report,
+        samples=read,
+        unmatched=unmatched,
+        actor=lambda _call: "admin@me",
     )
 
 
@@ -218,3 +226,14 @@ async def test_a_reset_that_fails_is_the_callers_to_know_and_no_event(caplog):
     with pytest.raises(StoreUnavailableError):
         await service_of(limiter=limiter).reset_rate_limit(A_RESET, CALL)
     assert caplog.records == []
+
+
+async def test_endpoints_without_a_rule_are_listed_with_how_often_they_are_asked_for():
+    answer = pb.ListUnmatchedResponse.FromString(await service_of().list_unmatched(b"", CALL))
+    [endpoint] = answer.endpoints
+    assert endpoint == pb.UnmatchedEndpoint(endpoint="/ordes", checks_per_minute=11.3)
+
+
+async def test_bytes_that_ask_for_nothing_are_refused():
+    with pytest.raises(InvalidInputError, match="no ListUnmatchedRequest"):
+        await service_of().list_unmatched(b"\xff", CALL)

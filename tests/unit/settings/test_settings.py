@@ -123,9 +123,20 @@ def test_everything_that_is_wrong_is_named_at_once():
         ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
+        ({"HTTP_TLS": "on"}, "HTTP_TLS needs TLS_CERT and TLS_KEY"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
         ({"CHECK_SANS": "app"}, "need TLS_CLIENT_CA"),
         ({"ADMIN_TOKEN": "same", "CHECK_TOKEN": "same"}, "ADMIN_TOKEN and CHECK_TOKEN are equal"),
+        ({"TOKENS_FILE": "f", "LOOPBACK_ADMIN": "on"}, "LOOPBACK_ADMIN and TOKENS_FILE exclude"),
+        ({"USER_HEADER": "X-U", "TOKENS_FILE": "f"}, "USER_HEADER needs TRUSTED_PROXIES"),
+        ({"USER_HEADER": "X-U", "TRUSTED_PROXIES": "::1"}, "USER_HEADER needs TRUSTED_PROXIES"),
+        (
+            {"USER_HEADER": "X-U", "TOKENS_FILE": "f", "TRUSTED_PROXIES": "unix,::/0"},
+            "USER_HEADER and a network of all addresses",
+        ),
+        ({"USER_HEADER": "Host"}, "USER_HEADER must be the name of a header that the proxy sets"),
+        ({"USER_HEADER": "X_User"}, "USER_HEADER must be the name of a header that the proxy sets"),
+        ({"USER_HEADER": "X-U "}, "USER_HEADER must be the name of a header that the proxy sets"),
         (
             {
                 "TLS_CERT": "c",

@@ -22,8 +22,10 @@ async def test_the_peer_is_the_one_that_the_parent_names(given, client):
 
     headers = [(b"host", b"node"), (PEER_HEADER, given)]
     scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers}
-    await FromParent(app)(scope, None, None)
-    assert seen == [{"type": "http", "client": client, "headers": [(b"host", b"node")]}]
+    for scheme in ("http", "https"):
+        await FromParent(app, scheme)(scope, None, None)
+    expected = {"type": "http", "client": client, "headers": [(b"host", b"node")]}
+    assert seen == [{**expected, "scheme": scheme} for scheme in ("http", "https")]
 
 
 async def test_a_request_without_a_peer_is_nobodys():

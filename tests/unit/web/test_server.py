@@ -1,9 +1,14 @@
 import asyncio
+import ssl
+from typing import NamedTuple
 
 import pytest
+import trustme
 from starlette.responses import PlainTextResponse
 
 from ratelimitd.errors import StartupError
+from ratelimitd.rpc import acceptor
+from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
 from ratelimitd.web.server import MAX_HEADER_BYTES, HttpServer
 
@@ -14,23 +19,71 @@ async def hello(scope, receive, send):
     await PlainTextResponse("hello")(scope, receive, send)
 
 
+class Listening(NamedTuple):
+    host: str
+    port: int
+    tls: ssl.SSLContext | None = None
+    """What a client connects with over TLS."""
+
+
+@pytest.fixture(scope="module")
+def ca():
+    return trustme.CA()
+
+
 @pytest.fixture
-async def listening():
+def files(tmp_path, ca):
+    found = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "not-there.pem")
+    write(found, ca)
+    return found
+
+
+def write(files, ca):
+    certificate = ca.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(files.key)
+    certificate.cert_chain_pems[0].write_to_path(files.cert)
+
+
+@pytest.fixture
+def client(ca):
+    context = ssl.create_default_context()
+    ca.configure_trust(context)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context
+
+
+@pytest.fixture(params=["http", "https"])
+async def listening(request, files, client):
+    """Starts servers, over plaintext and over TLS."""
     servers = []
+    tls = request.param == "https"
 
     async def start(app=hello):
-        server = HttpServer(app, "127.0.0.1", 0)
+        server = HttpServer(app, "127.0.0.1", 0, tls=web_context(files) if tls else None)
         servers.append(server)
         host, _, port = (await server.start()).rpartition(":")
-        return host, int(port)
+        start.server = server
+        return Listening(host, int(port), client if tls else None)
 
     yield start
     for server in servers:
         await server.stop()
 
 
+@pytest.fixture
+async def over_tls(files, client):
+    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
+    host, _, port = (await server.start()).rpartition(":")
+    yield Listening(host, int(port), client)
+    await server.stop()
+
+
+# asyncio's own client does not get rid of what it has not read over TLS.
+UNREAD = pytest.mark.parametrize("listening", ["http"], indirect=True)
+
+
 async def talk(address, data=REQUEST):
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=address.tls)
     writer.write(data)
     return reader, writer
 
@@ -39,7 +92,7 @@ async def closed_by_server(reader):
     try:
         while await reader.read(65_536):
             pass
-    except ConnectionResetError:
+    except (ConnectionResetError, ssl.SSLError):
         pass
     return True
 
@@ -59,7 +112,7 @@ async def test_an_ipv6_address_is_told_in_brackets():
 
 
 async def test_a_taken_address_is_a_start_up_error_that_names_it(listening):
-    host, port = await listening()
+    host, port, _ = await listening()
     with pytest.raises(StartupError, match=rf"cannot listen on {host}:{port} \(HTTP_LISTEN\): "):
         await HttpServer(hello, host, port).start()
 
@@ -70,20 +123,19 @@ async def test_an_unknown_host_is_a_start_up_error():
 
 
 async def test_after_stopping_the_address_is_free_and_connections_are_closed(listening):
-    server = HttpServer(hello, "127.0.0.1", 0)
-    host, _, port = (await server.start()).rpartition(":")
-    reader, writer = await talk((host, int(port)))
+    address = await listening()
+    reader, writer = await talk(address)
     await reader.readuntil(b"hello")
-    await server.stop()
+    await listening.server.stop()
     assert await closed_by_server(reader)
     writer.close()
     with pytest.raises(OSError):
-        await asyncio.open_connection(host, int(port))
-    await server.stop()
+        await asyncio.open_connection(address.host, address.port)
+    await listening.server.stop()
 
 
 async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_in_the_log(
-    monkeypatch, caplog
+    listening, monkeypatch, caplog
 ):
     began, cut_off = asyncio.Event(), asyncio.Event()
 
@@ -96,11 +148,9 @@ async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_i
             cut_off.set()
 
     monkeypatch.setattr(web_server, "STOP_GRACE_S", 0.02)
-    server = HttpServer(endless, "127.0.0.1", 0)
-    host, _, port = (await server.start()).rpartition(":")
-    reader, writer = await talk((host, int(port)))
+    reader, writer = await talk(await listening(endless))
     await began.wait()
-    await server.stop()
+    await listening.server.stop()
     assert cut_off.is_set()
     assert await closed_by_server(reader)
     assert [one.message for one in caplog.records if one.levelname == "ERROR"] == []
@@ -115,11 +165,9 @@ async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
         await go_on.wait()
         await hello(scope, receive, send)
 
-    server = HttpServer(slow, "127.0.0.1", 0)
-    host, _, port = (await server.start()).rpartition(":")
-    reader, writer = await talk((host, int(port)))
+    reader, writer = await talk(await listening(slow))
     await began.wait()
-    stopping = asyncio.create_task(server.stop())
+    stopping = asyncio.create_task(listening.server.stop())
     await asyncio.sleep(0)
     go_on.set()
     await stopping
@@ -198,6 +246,7 @@ async def test_beyond_the_bound_the_oldest_connection_that_waits_for_its_peer_ma
         writer.close()
 
 
+@UNREAD
 async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
     paused = asyncio.Event()
     pause = web_server.BoundedProtocol.pause_writing
@@ -337,6 +386,7 @@ async def test_a_stream_of_events_ends_in_the_end(listening, expiries, monkeypat
     writer.close()
 
 
+@UNREAD
 async def test_a_stream_of_events_that_nobody_reads_is_cut_off(listening, expiries):
     cut_off = asyncio.Event()
 
@@ -370,3 +420,88 @@ async def test_a_path_that_cannot_be_had_is_a_start_up_error_that_names_it(tmp_p
     path = tmp_path / "none" / "http.sock"
     with pytest.raises(StartupError, match=f"cannot listen at {path}: No such file"):
         await HttpServer.at(hello, path).start()
+
+
+async def scheme(scope, receive, send):
+    await PlainTextResponse(scope["scheme"])(scope, receive, send)
+
+
+async def test_an_application_is_told_the_scheme(listening):
+    address = await listening(scheme)
+    reader, writer = await talk(address)
+    assert await reader.readuntil(b"\r\n\r\nhttp" + b"s" * (address.tls is not None))
+    writer.close()
+
+
+async def test_over_tls_http_1_is_agreed_on_and_no_client_certificate_asked_for(over_tls):
+    _, writer = await talk(over_tls)
+    tls = writer.get_extra_info("ssl_object")
+    assert tls.selected_alpn_protocol() == "http/1.1"
+    assert tls.version() == "TLSv1.3"
+    writer.close()
+
+
+async def test_a_certificate_that_changes_is_shown_at_the_next_handshake(
+    over_tls, files, ca, caplog
+):
+    async def shown():
+        reader, writer = await talk(over_tls)
+        assert b" 200 " in await reader.readline()
+        writer.close()
+        return writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+
+    first = await shown()
+    assert await shown() == first
+    write(files, ca)
+    second = await shown()
+    assert second != first
+    files.key.write_text("no key")
+    assert await shown() == second
+    assert "HTTP_TLS: TLS_KEY: " in caplog.text
+    assert "the old certificate stays in service" in caplog.text
+
+
+def test_files_that_cannot_be_used_are_a_start_up_error(files):
+    files.key.unlink()
+    with pytest.raises(StartupError, match="TLS_KEY: cannot read"):
+        web_context(files)
+    assert web_context(None) is None
+
+
+async def test_plaintext_on_the_port_of_tls_is_answered_in_words(over_tls):
+    reader, writer = await talk(over_tls._replace(tls=None))
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"This port speaks TLS only." in answer
+    writer.close()
+
+
+async def test_handshakes_that_do_not_go_on_make_room_and_end_with_the_server(
+    files, client, monkeypatch
+):
+    monkeypatch.setattr(web_server, "MAX_PLACES", 2)
+    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
+    host, _, port = (await server.start()).rpartition(":")
+    address = Listening(host, int(port), client)
+    begun = (b"", b"\x16\x03\x01")
+    silent = [await talk(address._replace(tls=None), octets) for octets in begun]
+    for _ in range(3):
+        reader, writer = await talk(address)
+        assert b" 200 " in await reader.readline()
+        writer.close()
+    late = await talk(address._replace(tls=None), b"")
+    await server.stop()
+    for reader, writer in (*silent, late):
+        assert await closed_by_server(reader)
+        writer.close()
+
+
+async def test_a_slow_handshake_is_ended(files, client, monkeypatch):
+    monkeypatch.setattr(web_server, "DATE_S", 0.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.0)
+    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await talk(Listening(host, int(port)), b"\x16")
+    assert await closed_by_server(reader)
+    writer.close()
+    await server.stop()

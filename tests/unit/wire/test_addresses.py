@@ -160,3 +160,12 @@ def test_a_peer_is_a_proxy_if_it_is_listed():
 def test_a_prefix_that_ipv6_does_not_have_is_refused(prefix):
     with pytest.raises(ValueError, match="ipv6_prefix"):
         ClientAddresses(ipv6_prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("peer", "trusted"),
+    [("10.1.2.3", True), ("::ffff:10.1.2.3", True), ("fd00::1", True), ("192.0.2.1", False),
+     ("", True), ("unix", False), ("proxy", False), ("10.1.2.3" * 20, False)],
+)  # fmt: skip
+def test_a_peer_is_trusted_by_its_address_alone(peer, trusted):
+    assert ClientAddresses(["10.0.0.0/8", "fd00::/8", "unix"]).trusts(peer) is trusted

@@ -121,6 +121,20 @@ class AsyncNodeClient(AsyncNodeChannel):
         request = pb.DeleteRateLimitRequest(id=rule_id, etag=etag)
         await self._call(self._rules.DeleteRateLimit, request, timeout_s)
 
+    async def rule(
+        self,
+        rule_id: str = "",
+        *,
+        endpoint: str = "",
+        identifier_type: str = "",
+        timeout_s: float | None = None,
+    ) -> pb.RateLimit:
+        """Return one rule, by its id or by its endpoint and identifier type."""
+        request = pb.GetRateLimitRequest(
+            id=rule_id, endpoint=endpoint, identifier_type=identifier_type
+        )
+        return await self._call(self._rules.GetRateLimit, request, timeout_s)
+
     async def list_rules(
         self, request: pb.ListRateLimitsRequest, *, timeout_s: float | None = None
     ) -> pb.ListRateLimitsResponse:
@@ -128,11 +142,22 @@ class AsyncNodeClient(AsyncNodeChannel):
         return await self._call(self._rules.ListRateLimits, request, timeout_s)
 
     async def rules(
-        self, *, endpoint: str = "", identifier_type: str = "", timeout_s: float | None = None
+        self,
+        *,
+        endpoint: str = "",
+        identifier_type: str = "",
+        unused: bool = False,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[pb.RateLimit]:
-        """Yield the rules that match, page by page; empty filters match all. The deadline is that of one page."""
+        """Yield the rules that match, page by page; empty filters match all. The deadline is that of one page.
+
+        ``unused``: only those that have judged no check on the node since it started.
+        """
         request = pb.ListRateLimitsRequest(
-            endpoint=endpoint, identifier_type=identifier_type, page_size=MAX_PAGE_SIZE
+            endpoint=endpoint,
+            identifier_type=identifier_type,
+            page_size=MAX_PAGE_SIZE,
+            unused=unused,
         )
         while True:
             page = await self.list_rules(request, timeout_s=timeout_s)
@@ -249,6 +274,11 @@ class AsyncNodeClient(AsyncNodeChannel):
     ) -> pb.Explanation:
         """Return what a check would be answered, and why; nothing is charged."""
         return await self._call(self._node.ExplainRateLimit, request, timeout_s)
+
+    async def unmatched(self, *, timeout_s: float | None = None) -> Sequence[pb.UnmatchedEndpoint]:
+        """Return the endpoints of checks without a rule, of the last minutes; those with the most first."""
+        answer = await self._call(self._node.ListUnmatched, pb.ListUnmatchedRequest(), timeout_s)
+        return answer.endpoints
 
     async def reset(
         self,

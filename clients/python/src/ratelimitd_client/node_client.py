@@ -115,6 +115,20 @@ class NodeClient(NodeChannel):
         request = pb.DeleteRateLimitRequest(id=rule_id, etag=etag)
         self._call(self._rules.DeleteRateLimit, request, timeout_s)
 
+    def rule(
+        self,
+        rule_id: str = "",
+        *,
+        endpoint: str = "",
+        identifier_type: str = "",
+        timeout_s: float | None = None,
+    ) -> pb.RateLimit:
+        """Return one rule, by its id or by its endpoint and identifier type."""
+        request = pb.GetRateLimitRequest(
+            id=rule_id, endpoint=endpoint, identifier_type=identifier_type
+        )
+        return self._call(self._rules.GetRateLimit, request, timeout_s)
+
     def list_rules(
         self, request: pb.ListRateLimitsRequest, *, timeout_s: float | None = None
     ) -> pb.ListRateLimitsResponse:
@@ -122,11 +136,22 @@ class NodeClient(NodeChannel):
         return self._call(self._rules.ListRateLimits, request, timeout_s)
 
     def rules(
-        self, *, endpoint: str = "", identifier_type: str = "", timeout_s: float | None = None
+        self,
+        *,
+        endpoint: str = "",
+        identifier_type: str = "",
+        unused: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[pb.RateLimit]:
-        """Yield the rules that match, page by page; empty filters match all. The deadline is that of one page."""
+        """Yield the rules that match, page by page; empty filters match all. The deadline is that of one page.
+
+        ``unused``: only those that have judged no check on the node since it started.
+        """
         request = pb.ListRateLimitsRequest(
-            endpoint=endpoint, identifier_type=identifier_type, page_size=MAX_PAGE_SIZE
+            endpoint=endpoint,
+            identifier_type=identifier_type,
+            page_size=MAX_PAGE_SIZE,
+            unused=unused,
         )
         while True:
             page = self.list_rules(request, timeout_s=timeout_s)
@@ -237,6 +262,11 @@ class NodeClient(NodeChannel):
     ) -> pb.Explanation:
         """Return what a check would be answered, and why; nothing is charged."""
         return self._call(self._node.ExplainRateLimit, request, timeout_s)
+
+    def unmatched(self, *, timeout_s: float | None = None) -> Sequence[pb.UnmatchedEndpoint]:
+        """Return the endpoints of checks without a rule, of the last minutes; those with the most first."""
+        answer = self._call(self._node.ListUnmatched, pb.ListUnmatchedRequest(), timeout_s)
+        return answer.endpoints
 
     def reset(
         self,

@@ -18,6 +18,7 @@ from ratelimitd.cli.doctor.files import (
     check_secrets,
     check_state_dir,
     check_tls,
+    check_tokens_file,
 )
 from ratelimitd.cli.doctor.finding import (
     Finding,
@@ -25,6 +26,7 @@ from ratelimitd.cli.doctor.finding import (
     check_event_loop,
     check_open_files,
     check_ports,
+    check_unmatched,
     ok,
     problem,
 )
@@ -94,6 +96,7 @@ async def _look(settings: Settings) -> list[Finding]:
 
     findings = [
         *check_admin_token(settings),
+        *check_tokens_file(settings, datetime.now(UTC)),
         *check_tls(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),
@@ -102,6 +105,7 @@ async def _look(settings: Settings) -> list[Finding]:
     findings += [finding async for finding in check_shared_state(settings)]
     findings += check_answer_without(settings)
     findings += [finding async for finding in check_ports(settings)]
+    findings += [finding async for finding in check_unmatched(settings)]
     return [*findings, *check_open_files(), *check_event_loop()]
 
 

@@ -91,6 +91,9 @@ def _time(element: _Element) -> datetime:
 SOON: Final = timedelta(days=14)
 """A certificate that expires within this time is reported."""
 
+MAX_NAMES: Final = 10
+"""Expired tokens that are named."""
+
 LITTLE_SPACE_BYTES: Final = 256 * 1024 * 1024
 """The bucket files of a million buckets take about half of it while they are rewritten."""
 
@@ -128,7 +131,8 @@ def check_admin_token(settings: Settings) -> Iterator[Finding]:
 
 def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     """The server's certificate, its key and the CA of client certificates."""
-    if settings.tls_cert is None or settings.tls_key is None:
+    files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    if files is None:
         if not _is_loopback(settings.listen.host):
             yield warning(
                 "TLS_CERT",
@@ -136,7 +140,14 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
                 "set TLS_CERT and TLS_KEY, or listen where only a proxy with TLS can reach",
             )
         return
-    files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    listen = settings.http_listen
+    if listen is not None and not (settings.http_tls or _is_loopback(listen.host)):
+        what = (
+            f"off: on {listen} anyone on the network path can read tokens and sessions of the page"
+        )
+        yield warning(
+            "HTTP_TLS", what, "set it on, or listen where only a proxy with TLS can reach"
+        )
     try:
         certificates = CertificateSource(files, lambda _line: None).load()
     except StartupError as error:
@@ -146,7 +157,7 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     yield _expiry("TLS_CERT", certificates.chain, now)
     if certificates.client_ca is not None:
         yield _expiry("TLS_CLIENT_CA", certificates.client_ca, now)
-    yield _privacy("TLS_KEY", settings.tls_key) or ok("TLS_KEY", f"{settings.tls_key} is private")
+    yield _privacy("TLS_KEY", files.key) or ok("TLS_KEY", f"{files.key} is private")
 
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
@@ -168,6 +179,33 @@ def check_rules_file(settings: Settings) -> Iterator[Finding]:
             )
     else:
         yield ok("RULES_FILE", f"{found} rules")
+
+
+def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
+    """The file of named tokens."""
+    # It brings the services: the other commands start without.
+    from ratelimitd.node.tokens_file import read_tokens  # noqa: PLC0415
+
+    path = settings.tokens_file
+    if path is None:
+        return
+    try:
+        others = {settings.admin_token: "ADMIN_TOKEN", settings.check_token: "CHECK_TOKEN"}
+        tokens = read_tokens(path, others)
+    except StartupError as error:
+        remedy = "mend it; a running node keeps the tokens that it read before, and loads the mended file"
+        yield problem("TOKENS_FILE", str(error).partition(": ")[2], remedy)
+        return
+    expired = [token.name for token in tokens if token.expires_s <= now.timestamp()]
+    if expired:
+        what = f"expired: {', '.join(expired[:MAX_NAMES])}{', …' * (len(expired) > MAX_NAMES)}"
+        yield warning("TOKENS_FILE", what, "remove them, or give them new tokens")
+    users = sum(not token.digest for token in tokens)
+    if users and not settings.user_header:
+        yield warning(
+            "TOKENS_FILE", f"{users} users without sha256", "set USER_HEADER, or remove them"
+        )
+    yield _privacy("TOKENS_FILE", path) or ok("TOKENS_FILE", f"{len(tokens)} tokens")
 
 
 def check_state_dir(settings: Settings) -> Iterator[Finding]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import importlib.util
 import resource
-from collections.abc import AsyncIterator, Iterator
+import ssl
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.interface import TransportLimits
 from ratelimitd.settings.parsing import Address
@@ -88,16 +92,18 @@ async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
     is_silent = settings.tls_cert is not None or settings.transport != "native"
     yield await _port("LISTEN", settings.listen, is_silent=is_silent)
     if settings.http_listen is not None:
-        yield await _port("HTTP_LISTEN", settings.http_listen)
+        yield await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)
 
 
-async def _port(name: str, address: Address, *, is_silent: bool = False) -> Finding:
-    """``is_silent``: a node there would not answer HTTP/1.1 in words."""
+async def _port(
+    name: str, address: Address, *, is_silent: bool = False, tls: bool = False
+) -> Finding:
+    """``is_silent``: a node there would not answer HTTP/1.1 in words. ``tls``: it would over TLS."""
     try:
         await demand_free(str(address))
     except StartupError as error:
         reason = str(error).rpartition(": ")[2]
-        answer = await _answer(address)
+        answer = await _answer(address, tls=tls)
         if any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
@@ -109,11 +115,63 @@ async def _port(name: str, address: Address, *, is_silent: bool = False) -> Find
     return ok(name, f"{address}: {chosen}")
 
 
-async def _answer(address: Address) -> bytes:
-    """The first bytes of the answer there; empty without one."""
+AREA: Final = "rules"
+
+MAX_NAMED: Final = 5
+"""Endpoints without a rule that the finding names."""
+
+
+async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
+    """Endpoints that the node is asked for and has no rule for, if it runs here; TLS is not spoken.
+
+    Nothing else is asked, and sent the admin token, than the node that holds the state directory.
+    """
+    listens_at, token = "", None
+    with contextlib.suppress(OSError, StartupError):  # findings of their own
+        listens_at = StateDir.address_in(settings.state_dir, made_token=False)
+        token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
+    if not listens_at or settings.tls_cert is not None:
+        return
+    # Brings gRPC, which takes 50 ms to import.
+    import grpc  # noqa: PLC0415
+
+    try:
+        endpoints = await asyncio.to_thread(_unmatched, _reached(listens_at), token)
+    except grpc.RpcError as error:
+        what = f"endpoints without a rule are not known: {error.code().name}"
+        yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
+        return
+    if not endpoints:
+        yield ok(AREA, "every check of the last minutes had a rule")
+        return
+    named = ", ".join(endpoints[:MAX_NAMED])
+    more = f" and {len(endpoints) - MAX_NAMED} more" if len(endpoints) > MAX_NAMED else ""
+    what = f"checks without a rule are all allowed: {named}{more}"
+    yield warning(AREA, what, "ratelimitd rules unmatched; ratelimitd explain names similar rules")
+
+
+def _unmatched(target: str, token: str | None) -> Sequence[str]:
+    from ratelimitd_client import NodeClient  # noqa: PLC0415 - as above
+
+    with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:
+        return [one.endpoint for one in client.unmatched()]
+
+
+def _reached(listens_at: str) -> str:
+    """Return where a node of this machine is reached."""
+    host, _, port = listens_at.rpartition(":")
+    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- what is listened to
+    return f"{own.get(host, host)}:{port}"
+
+
+async def _answer(address: Address, *, tls: bool) -> bytes:
+    """The first bytes of the answer there; empty without one. Nothing secret is asked, so any certificate will do."""
+    context = ssl.create_default_context() if tls else None
+    if context is not None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
             try:
                 writer.write(QUESTION)
                 return await reader.readexactly(MAX_ANSWER)

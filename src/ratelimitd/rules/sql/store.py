@@ -202,6 +202,15 @@ class SqlRuleStore:
                 connection, _Change(revision, "delete", rule_id, actor), before=before
             )
 
+    async def rule(self, rule_id: str) -> Rule:
+        """Return a rule."""
+        rule_id = canonical_id(rule_id, "id")
+        async with self._database.reading() as connection:
+            rule = rule_from_row(await _stored_row(connection, rule_id, ""))
+        if not isinstance(rule, Rule):
+            raise RuleNotFoundError(rule_id)
+        return rule
+
     async def page(
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:

@@ -23,7 +23,7 @@ class Cause(enum.StrEnum):
     """No session."""
     SESSION_EXPIRED = "session_expired"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
-    """What was entered is not the admin token."""
+    """What was entered is no token that may log in."""
     LOGIN_LINK = "login_link"
     """A login link that is used, late, made for another Host, or none of this node's."""
     TOO_MANY_LOGINS = "too_many_logins"
@@ -33,6 +33,10 @@ class Cause(enum.StrEnum):
     BAD_FORM = "bad_form"
     """The body is no form."""
     UNKNOWN_HOST = "unknown_host"
+    USER_HEADER = "user_header"
+    """USER_HEADER from a peer that is no trusted proxy: it was ignored."""
+    UNKNOWN_USER = "unknown_user"
+    """A trusted proxy names a user who is not in TOKENS_FILE."""
 
 
 class Answer(NamedTuple):
@@ -56,19 +60,17 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
             "Nothing was changed. The form was not made for this session: open it again and send it from there.",
         ),
         Cause.LOGIN_REQUIRED: Answer(
-            401, "Log in first", "Nothing was changed. This page needs the admin token."
+            401, "Log in first", "Nothing was changed. This page needs a token."
         ),
         Cause.SESSION_EXPIRED: Answer(
             401, "Your session has ended", "Nothing was changed. Log in again and repeat it."
         ),
-        Cause.WRONG_TOKEN: Answer(
-            401, "Not logged in", "This is not the admin token of this node."
-        ),
+        Cause.WRONG_TOKEN: Answer(401, "Not logged in", "This token may not log in on this node."),
         Cause.LOGIN_LINK: Answer(
             401,
             "Not logged in",
             "This login link was used before, is older than 30 seconds, or is for another address."
-            " Enter the admin token.",
+            " Enter a token.",
         ),
         Cause.TOO_MANY_LOGINS: Answer(
             429, "Too many attempts", "Wait a minute before you try to log in again."
@@ -86,6 +88,14 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
             421,
             "unknown Host",
             "HTTP_HOSTS lists the names under which the pages of this node are shown.",
+        ),
+        Cause.USER_HEADER: Answer(
+            401, "Log in first", "Only proxies of TRUSTED_PROXIES name users."
+        ),
+        Cause.UNKNOWN_USER: Answer(
+            403,
+            "You have no role here",
+            "The user whom the proxy names has no entry in TOKENS_FILE, or one with a token or an end that has passed.",
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""Logging in with the admin token or a link, and out again."""
+"""Logging in with a token or a link, and out again."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from ratelimitd.web.pages.errors import ANSWERS, Cause, Count
 from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_path
 from ratelimitd.web.pages.sessions import Sessions
 
+Login = Callable[[Call], str | None]
+"""The name of a call's token, empty for the admin token; ``None``: it may not log in.
+
+Raises ``RpcError`` after too many wrong ones.
+"""
+
 
 class LoginPages:
-    """``/login`` and ``/logout``. ``holds_admin_token`` raises ``RpcError`` after too many wrong tokens."""
+    """``/login`` and ``/logout``."""
 
     def __init__(
         self,
         frame: Frame,
         sessions: Sessions,
         count: Count,
-        holds_admin_token: Callable[[Call], bool],
+        login: Login,
     ) -> None:
         self._frame = frame
         self._sessions = sessions
         self._count = count
-        self._holds_admin_token = holds_admin_token
+        self._login = login
 
     def routes(self) -> list[BaseRoute]:
         """Where they are found."""
@@ -54,12 +60,12 @@ class LoginPages:
         target = local_path(fields.get("next", "/"))
         token = fields.get("token", "").strip()
         try:
-            is_right = self._holds_admin_token(http_call(request, "/login", f"Bearer {token}"))
+            name = self._login(http_call(request, "/login", f"Bearer {token}"))
         except RpcError:
             return self._form(request, target, Cause.TOO_MANY_LOGINS)
-        if not is_right:
+        if name is None:
             return self._form(request, target, Cause.WRONG_TOKEN)
-        return self._enter(request, target)
+        return self._enter(request, target, name)
 
     async def _log_out(self, request: Request, _fields: Fields) -> Response:
         response = RedirectResponse("/login", 303)
@@ -78,7 +84,7 @@ class LoginPages:
             error=ANSWERS[refused].text if refused else "",
         )
 
-    def _enter(self, request: Request, target: str) -> Response:
+    def _enter(self, request: Request, target: str, name: str = "") -> Response:
         response = RedirectResponse(target, 303)
-        self._frame.set_cookie(request, response, SESSION_COOKIE, self._sessions.open())
+        self._frame.set_cookie(request, response, SESSION_COOKIE, self._sessions.open(name))
         return response

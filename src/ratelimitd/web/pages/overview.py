@@ -100,8 +100,11 @@ class LiveStream:
         self._fragments = fragments
         self._readers: set[_Reader] = set()
 
-    async def events(self, look: Look) -> AsyncIterator[bytes]:
-        """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node."""
+    async def events(self, may_go_on: Callable[[], bool], look: Look) -> AsyncIterator[bytes]:
+        """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node.
+
+        ``may_go_on`` is asked before each: the token of the visitor may have ended.
+        """
         reader = _Reader(look, asyncio.get_running_loop().time() + STREAM_S)
         if not self._readers:
             self._live.listen(self._stepped)
@@ -113,7 +116,7 @@ class LiveStream:
                 piece = samples[start : start + ROWS_PER_EVENT]
                 yield _event("past", [row(one) for one in piece])
                 await asyncio.sleep(0)
-            while (event := await reader.next()) is not None:
+            while (event := await reader.next()) is not None and may_go_on():
                 yield event
         finally:
             self._readers.discard(reader)
@@ -239,7 +242,15 @@ class OverviewPage:
         if self._live.ended:
             headers = {"Retry-After": "10"}
             return Response("the node is draining\n", 503, headers, media_type="text/plain")
-        return StreamingResponse(self._stream.events(look), media_type="text/event-stream")
+
+        def may_go_on() -> bool:
+            try:
+                return self._frame.still_admits(request) and self._look(request) == look
+            except Refused:
+                return False
+
+        events = self._stream.events(may_go_on, look)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")

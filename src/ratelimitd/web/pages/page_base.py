@@ -21,7 +21,7 @@ from ratelimitd import __version__
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused
-from ratelimitd.web.pages.sessions import Sessions
+from ratelimitd.web.pages.sessions import ProxyUsers, Sessions
 
 SESSION_COOKIE: Final = "ratelimitd_session"
 FORM_COOKIE: Final = "ratelimitd_forms"
@@ -68,12 +68,14 @@ class Frame:
         sessions: Sessions,
         count: Count,
         templates: Environment,
+        users: ProxyUsers | None = None,
     ) -> None:
         self._node_id = node_id
         self._may_read = may_read
         self._sessions = sessions
         self._count = count
         self._templates = templates
+        self._users = users or ProxyUsers()
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
         """Wrap ``endpoint`` for visitors that may read; others are refused or sent to the login."""
@@ -83,6 +85,14 @@ class Frame:
             return await endpoint(request)
 
         return guarded
+
+    def still_admits(self, request: Request) -> bool:
+        """Return whether the visitor may go on reading an answer that lasts."""
+        try:
+            self._admit(request)
+        except Refused:
+            return False
+        return True
 
     def posting(self, endpoint: FormEndpoint) -> Endpoint:
         """Wrap ``endpoint`` for forms of visitors that may read; it gets the fields of the form."""
@@ -207,8 +217,10 @@ class Frame:
     def _admit(self, request: Request) -> Visitor:
         """Identify the visitor, and refuse it unless it may read."""
         session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
-        if session is not None and not session.expired:
-            visitor = Visitor(self._sessions.authorization, session.nonce, logged_in=True)
+        if (user := self._user(request)) is not None:
+            visitor = user
+        elif session is not None and not session.expired:
+            visitor = Visitor(session.authorization, session.nonce, logged_in=True)
         else:
             visitor = self.visitor(request)
         try:
@@ -225,6 +237,20 @@ class Frame:
         visitor = visitor._replace(admitted=True)
         request.state.visitor = visitor
         return visitor
+
+    def _user(self, request: Request) -> Visitor | None:
+        """Return the visitor whom a trusted proxy names, before any session; ``None``: none names anybody."""
+        if not self._users.sends_header(request.headers):
+            return None
+        if not self._users.trusts(request.client.host if request.client else ""):
+            self._count(Cause.USER_HEADER)
+            return None
+        found = self._users.find(request.headers)
+        if found is None:
+            request.state.visitor = None
+            raise Refused(Cause.UNKNOWN_USER)
+        name, authorization = found
+        return Visitor(authorization, self._sessions.user_nonce(name))
 
 
 def visitor_of(request: Request) -> Visitor:

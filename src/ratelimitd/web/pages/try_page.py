@@ -170,11 +170,17 @@ class TryPage:
                 answer=_Answer(found.answer, int(self._now_s())),
                 rules=[_ExplainedRule(rule) for rule in found.rules],
                 plans=found.plans,
+                nearest=found.nearest,
             )
         answer = await self._services.check(
             request, form.question, cost, peek=form.peek, max_wait_ms=wait_ms
         )
-        return self._page(request, form, answer=_Answer(answer, int(self._now_s())))
+        nearest: Sequence[ratelimiter_pb2.NearRule] = ()
+        if answer.reason == ratelimiter_pb2.NO_RULE:
+            nearest = (await self._services.explain(request, form.question, cost)).nearest
+        return self._page(
+            request, form, answer=_Answer(answer, int(self._now_s())), nearest=nearest
+        )
 
     def _page(
         self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any
@@ -183,6 +189,7 @@ class TryPage:
             "answer": None,
             "rules": None,
             "plans": (),
+            "nearest": (),
             "was_reset": False,
             "about": "",
             "errors": {},

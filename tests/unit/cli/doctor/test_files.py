@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,12 @@ from ratelimitd.cli.doctor.files import (
     check_secrets,
     check_state_dir,
     check_tls,
+    check_tokens_file,
 )
 from ratelimitd.node.admin_token import own_admin_token
+from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
+from tests.named_tokens import entry, token_of, write
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -67,6 +71,39 @@ def test_a_token_that_a_node_would_refuse_is_a_problem(tmp_path):
 
 def test_a_token_that_is_set_needs_no_word(tmp_path):
     assert not list(check_admin_token(settings(state_dir=tmp_path, admin_token="t")))
+
+
+def test_a_tokens_file_that_a_node_would_refuse_is_a_problem(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice") | {"sha256": token_of("alice")})
+    finding = one(check_tokens_file(settings(tokens_file=path), NOW))
+    assert (finding.area, finding.level) == ("TOKENS_FILE", "problem")
+    assert "tokens[0].sha256" in finding.what
+    assert token_of("alice") not in finding.what
+    assert "keeps the tokens" in finding.remedy
+
+
+def test_expired_tokens_are_named(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice"), entry("bob", expires="2001-01-01"))
+    path.chmod(0o600)
+    expired, fine = check_tokens_file(settings(tokens_file=path), NOW)
+    assert (expired.level, expired.what) == ("warning", "expired: bob")
+    assert (fine.level, fine.what) == ("ok", "2 tokens")
+    assert not list(check_tokens_file(settings(), NOW))
+
+
+def test_users_of_a_proxy_need_the_header(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice"), {"name": "bob", "role": "read"})
+    path.chmod(0o600)
+    found, _ = check_tokens_file(settings(tokens_file=path), NOW)
+    assert (found.level, found.what) == ("warning", "1 users without sha256")
+    given = settings(tokens_file=path, user_header="X-User", trusted_proxies="::1")
+    assert one(check_tokens_file(given, NOW)).level == "ok"
+
+
+def test_a_token_that_is_set_elsewhere_is_a_problem(tmp_path):
+    path = write(tmp_path / "tokens", entry("alice", token="t"))
+    finding = one(check_tokens_file(settings(tokens_file=path, admin_token="t"), NOW))
+    assert (finding.level, "that of ADMIN_TOKEN" in finding.what) == ("problem", True)
 
 
 def test_loopback_as_a_credential_is_warned_of():
@@ -131,6 +168,13 @@ def test_an_end_that_comes_soon_is_told_in_time(tls, left, level):
 
 def test_a_key_that_everybody_can_read_is_told(tls):
     assert list(check_tls(tls(key_mode=0o644), NOW))[-1].level == "warning"
+
+
+def test_pages_that_others_reach_without_tls_are_told(tls):
+    chosen = replace(tls(), http_listen=Address("192.0.2.1", 8080))
+    assert next(check_tls(chosen, NOW))[:2] == ("HTTP_TLS", "warning")
+    for well in ({"http_tls": True}, {"http_listen": None}):
+        assert next(check_tls(replace(chosen, **well), NOW)).area == "TLS_CERT"
 
 
 def test_a_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):

@@ -6,9 +6,17 @@ import resource
 
 import pytest
 
-from ratelimitd.cli.doctor.finding import check_event_loop, check_open_files, check_ports
+from ratelimitd.cli.doctor.finding import (
+    MAX_NAMED,
+    _reached,
+    check_event_loop,
+    check_open_files,
+    check_ports,
+    check_unmatched,
+)
 from ratelimitd.settings.table import Settings
 from ratelimitd.testing import running_node
+from ratelimitd_client import AsyncRateLimiterClient
 
 
 def settings(**given):
@@ -73,3 +81,39 @@ async def test_a_port_of_somebody_else_is_a_problem(answer):
 async def test_an_address_of_another_machine_is_a_problem():
     [finding] = await ports(listen="192.0.2.1:9090", http_listen="")
     assert finding.level == "problem"
+
+
+async def unmatched(state_dir, **given):
+    return [finding async for finding in check_unmatched(settings(state_dir=state_dir, **given))]
+
+
+async def test_endpoints_without_a_rule_are_told_where_the_node_runs(tmp_path):
+    assert await unmatched(tmp_path) == []
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules:\n- {endpoint: /a, identifier_type: user, limit: 9, window: 1m}\n")
+    async with running_node(state_dir=tmp_path, rules_file=rules, loopback_admin="off") as node:
+        [finding] = await unmatched(tmp_path)
+        assert (finding.level, finding.what) == ("ok", "every check of the last minutes had a rule")
+        async with AsyncRateLimiterClient(node.grpc_address) as client:
+            for number in range(MAX_NAMED + 2):
+                await client.check("ada", "user", f"/b{number}")
+        node._denials.fold()
+        [finding] = await unmatched(tmp_path)
+        assert finding.level == "warning"
+        assert finding.what.startswith("checks without a rule are all allowed: /b")
+        assert finding.what.endswith(" and 2 more")
+        [refused] = await unmatched(tmp_path, admin_token="w" * 16)
+        assert (refused.level, "not known: UNAUTHENTICATED" in refused.what) == ("ok", True)
+    assert await unmatched(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("listens_at", "target"),
+    [
+        ("0.0.0.0:1", "127.0.0.1:1"),
+        ("[::]:1", "[::1]:1"),
+        ("192.0.2.1:1", "192.0.2.1:1"),
+    ],
+)
+def test_a_node_that_listens_everywhere_is_asked_on_this_machine(listens_at, target):
+    assert _reached(listens_at) == target

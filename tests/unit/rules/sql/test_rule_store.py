@@ -492,3 +492,11 @@ async def test_the_count_of_assignments_is_mended_when_it_is_wrong(store, behind
     behind("UPDATE rule_revision SET assignments = 2000000")
     await store.assignments.assign_all([Assignment("user", b"a", "pro")], "me")
     assert behind("SELECT assignments FROM rule_revision") == [(1,)]
+
+
+async def test_a_rule_whose_row_is_invalid_is_not_found(store, behind):
+    await store.create(ORDERS, "me")
+    assert (await store.rule(ID)).limit == 10
+    behind("UPDATE rules SET endpoint = ''")
+    with pytest.raises(RuleNotFoundError):
+        await store.rule(ID)

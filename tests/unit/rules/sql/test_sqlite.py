@@ -158,7 +158,7 @@ def test_an_error_that_is_not_the_drivers_has_a_message_too():
 
 async def test_errors_of_our_own_pass_through(path):
     async def work(_connection):
-        raise RuleNotFoundError(rule_id="x")
+        raise RuleNotFoundError(name="x")
 
     with pytest.raises(RuleNotFoundError):
         await using(path, work)

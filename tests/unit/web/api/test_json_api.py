@@ -73,7 +73,7 @@ async def test_every_method_of_the_contract_is_served_under_both_paths(node):
         node.answer = b""
         assert (await node.post(path)).status_code == 200
     assert node.calls == [(path, b"") for path in node.paths]
-    assert len(node.paths) == 40
+    assert CHECK_METHOD in node.paths
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class FakeLive:
 
 class Scene:
     def __init__(self):
-        self.live, self.made = FakeLive(), []
+        self.live, self.made, self.allowed = FakeLive(), [], True
         self.stream = LiveStream(self.live, self.fragments)
 
     async def fragments(self, look):
@@ -37,7 +37,7 @@ class Scene:
 
     async def open(self, **look):
         """A page that has read up to the first step."""
-        events = self.stream.events(Look(**look))
+        events = self.stream.events(lambda: self.allowed, Look(**look))
         assert await anext(events) == b"retry: 2000\n\n"
         return events
 
@@ -111,3 +111,13 @@ async def test_a_stream_ends_after_a_while_and_is_asked_for_again(scene, monkeyp
     monkeypatch.setattr(live_stream, "STREAM_S", 0.0)
     events = await scene.open()
     assert [event async for event in events] == []
+
+
+async def test_a_page_whose_visitor_may_read_no_more_gets_no_further_event(scene):
+    events = await scene.open()
+    waiting = asyncio.ensure_future(anext(events, None))
+    await asyncio.sleep(0)
+    scene.allowed = False
+    await scene.live.step()
+    assert await waiting is None
+    assert not scene.live.listeners

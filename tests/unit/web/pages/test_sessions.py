@@ -25,12 +25,12 @@ def sessions(now_s):
 
 def test_a_session_presents_the_admin_token_to_the_services(sessions):
     assert sessions.possible
-    assert sessions.authorization == f"Bearer {TOKEN}"
+    assert sessions.read(sessions.open()).authorization == f"Bearer {TOKEN}"
 
 
 def test_a_session_ends_eight_hours_after_its_login(sessions, now_s):
     cookie = sessions.open()
-    nonce, expired = sessions.read(cookie)
+    nonce, expired, _ = sessions.read(cookie)
     assert (len(nonce), expired) == (32, False)
     now_s.now_s += SESSION_S - 1
     assert not sessions.read(cookie).expired

@@ -251,3 +251,14 @@ async def test_more_further_identities_than_a_check_takes_are_refused():
         status, text = await check(visitor, **also)
     assert status == 422
     assert "at most 7" in text
+
+
+async def test_without_a_rule_the_nearest_are_named_with_a_link(visitor, node):
+    for action in ("check", "explain"):
+        answer = await visitor.post("/try", {**ALICE, "endpoint": "/Orders/", "action": action})
+        text = text_of(answer)
+        assert "Rules that may have been meant" in text
+        assert "/orders for user: differs in case, differs in slashes" in text
+        assert re.search(r'<a href="/rules/[0-9a-f-]{36}"><code>/orders<', answer.text)
+    assert node.stats.no_rule_total == 1
+    assert "may have been meant" not in (await check(visitor))[1]

@@ -853,6 +853,32 @@ class DeleteRateLimitRequest(_message.Message):
 Global___DeleteRateLimitRequest: _TypeAlias = DeleteRateLimitRequest  # noqa: Y015
 
 @_typing.final
+class GetRateLimitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """alone; or else the next two"""
+    endpoint: _builtins.str
+    identifier_type: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        identifier_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "id", b"id", "identifier_type", b"identifier_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRateLimitRequest: _TypeAlias = GetRateLimitRequest  # noqa: Y015
+
+@_typing.final
 class ListRateLimitsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -860,6 +886,7 @@ class ListRateLimitsRequest(_message.Message):
     IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNUSED_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """exact match; empty = all"""
     identifier_type: _builtins.str
@@ -867,6 +894,8 @@ class ListRateLimitsRequest(_message.Message):
     page_size: _builtins.int
     """0 = 100, at most 1000"""
     page_token: _builtins.str
+    unused: _builtins.bool
+    """only rules that have judged no check on this node since it started: pages may be shorter, or empty"""
     def __init__(
         self,
         *,
@@ -874,10 +903,11 @@ class ListRateLimitsRequest(_message.Message):
         identifier_type: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        unused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "page_size", b"page_size", "page_token", b"page_token", "unused", b"unused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1399,6 +1429,7 @@ class Explanation(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     PLANS_FIELD_NUMBER: _builtins.int
+    NEAREST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answer(self) -> Global___RateLimitResponse:
         """as with peek"""
@@ -1411,20 +1442,54 @@ class Explanation(_message.Message):
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignedPlan]:
         """that identities of the check are assigned to, in the order of the identities"""
 
+    @_builtins.property
+    def nearest(self) -> _containers.RepeatedCompositeFieldContainer[Global___NearRule]:
+        """with NO_RULE: rules whose endpoints are nearly that of the check, nearest first; at most 3"""
+
     def __init__(
         self,
         *,
         answer: Global___RateLimitResponse | None = ...,
         rules: _abc.Iterable[Global___RuleExplanation] | None = ...,
         plans: _abc.Iterable[Global___AssignedPlan] | None = ...,
+        nearest: _abc.Iterable[Global___NearRule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "plans", b"plans", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "nearest", b"nearest", "plans", b"plans", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class NearRule(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_ID_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    rule_id: _builtins.str
+    endpoint: _builtins.str
+    identifier_type: _builtins.str
+    why: _builtins.str
+    """what differs, for people"""
+    def __init__(
+        self,
+        *,
+        rule_id: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        identifier_type: _builtins.str = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "rule_id", b"rule_id", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NearRule: _TypeAlias = NearRule  # noqa: Y015
 
 @_typing.final
 class AssignedPlan(_message.Message):
@@ -1498,6 +1563,66 @@ class RuleExplanation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RuleExplanation: _TypeAlias = RuleExplanation  # noqa: Y015
+
+@_typing.final
+class ListUnmatchedRequest(_message.Message):
+    """Endpoints of checks without a rule, of the last minutes, on all nodes that this one hears of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUnmatchedRequest: _TypeAlias = ListUnmatchedRequest  # noqa: Y015
+
+@_typing.final
+class ListUnmatchedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnmatchedEndpoint]: ...
+    def __init__(
+        self,
+        *,
+        endpoints: _abc.Iterable[Global___UnmatchedEndpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUnmatchedResponse: _TypeAlias = ListUnmatchedResponse  # noqa: Y015
+
+@_typing.final
+class UnmatchedEndpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CHECKS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """as callers sent it; from other nodes its first 60 characters"""
+    checks_per_minute: _builtins.float
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        checks_per_minute: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks_per_minute", b"checks_per_minute", "endpoint", b"endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnmatchedEndpoint: _TypeAlias = UnmatchedEndpoint  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):

@@ -176,6 +176,11 @@ class RateLimiterConfigStub:
                 request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsRequest.SerializeToString,
                 response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsResponse.FromString,
                 _registered_method=True)
+        self.GetRateLimit = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterConfig/GetRateLimit',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.GetRateLimitRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimit.FromString,
+                _registered_method=True)
         self.ApplyRateLimits = channel.unary_unary(
                 '/ratelimiter.v1.RateLimiterConfig/ApplyRateLimits',
                 request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ApplyRateLimitsRequest.SerializeToString,
@@ -210,6 +215,12 @@ class RateLimiterConfigServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRateLimit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ApplyRateLimits(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -238,6 +249,11 @@ def add_RateLimiterConfigServicer_to_server(servicer, server):
                     servicer.ListRateLimits,
                     request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsRequest.FromString,
                     response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListRateLimitsResponse.SerializeToString,
+            ),
+            'GetRateLimit': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRateLimit,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.GetRateLimitRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimit.SerializeToString,
             ),
             'ApplyRateLimits': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyRateLimits,
@@ -364,6 +380,33 @@ class RateLimiterConfig:
             _registered_method=True)
 
     @staticmethod
+    def GetRateLimit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterConfig/GetRateLimit',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.GetRateLimitRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimit.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ApplyRateLimits(request,
             target,
             options=(),
@@ -420,6 +463,11 @@ class RateLimiterHealthStub:
                 request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.SerializeToString,
                 response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.FromString,
                 _registered_method=True)
+        self.ListUnmatched = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHealth/ListUnmatched',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedResponse.FromString,
+                _registered_method=True)
 
 
 class RateLimiterHealthServicer:
@@ -449,6 +497,12 @@ class RateLimiterHealthServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUnmatched(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RateLimiterHealthServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -471,6 +525,11 @@ def add_RateLimiterHealthServicer_to_server(servicer, server):
                     servicer.ExplainRateLimit,
                     request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.FromString,
                     response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.SerializeToString,
+            ),
+            'ListUnmatched': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUnmatched,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -581,6 +640,33 @@ class RateLimiterHealth:
             '/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit',
             ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.SerializeToString,
             ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUnmatched(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHealth/ListUnmatched',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListUnmatchedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,7 @@ class RateLimiterConfigStub:
     UpdateRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]
     DeleteRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]
     ListRateLimits: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]
+    GetRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.GetRateLimitRequest, _ratelimiter_pb2.RateLimit]
     ApplyRateLimits: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ApplyRateLimitsRequest, _ratelimiter_pb2.ApplyRateLimitsResponse]
 
 @_typing.type_check_only
@@ -91,6 +92,7 @@ class RateLimiterConfigAsyncStub(RateLimiterConfigStub):
     UpdateRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]  # type: ignore[assignment]
     DeleteRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]  # type: ignore[assignment]
     ListRateLimits: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]  # type: ignore[assignment]
+    GetRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.GetRateLimitRequest, _ratelimiter_pb2.RateLimit]  # type: ignore[assignment]
     ApplyRateLimits: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ApplyRateLimitsRequest, _ratelimiter_pb2.ApplyRateLimitsResponse]  # type: ignore[assignment]
 
 class RateLimiterConfigServicer(metaclass=_abc_1.ABCMeta):
@@ -123,6 +125,13 @@ class RateLimiterConfigServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_ratelimiter_pb2.ListRateLimitsResponse, _abc.Awaitable[_ratelimiter_pb2.ListRateLimitsResponse]]: ...
 
     @_abc_1.abstractmethod
+    def GetRateLimit(
+        self,
+        request: _ratelimiter_pb2.GetRateLimitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.RateLimit, _abc.Awaitable[_ratelimiter_pb2.RateLimit]]: ...
+
+    @_abc_1.abstractmethod
     def ApplyRateLimits(
         self,
         request: _ratelimiter_pb2.ApplyRateLimitsRequest,
@@ -140,6 +149,7 @@ class RateLimiterHealthStub:
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]
     ResetRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]
     ExplainRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.Explanation]
+    ListUnmatched: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListUnmatchedRequest, _ratelimiter_pb2.ListUnmatchedResponse]
 
 @_typing.type_check_only
 class RateLimiterHealthAsyncStub(RateLimiterHealthStub):
@@ -148,6 +158,7 @@ class RateLimiterHealthAsyncStub(RateLimiterHealthStub):
     GetMetrics: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]  # type: ignore[assignment]
     ResetRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]  # type: ignore[assignment]
     ExplainRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.Explanation]  # type: ignore[assignment]
+    ListUnmatched: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListUnmatchedRequest, _ratelimiter_pb2.ListUnmatchedResponse]  # type: ignore[assignment]
 
 class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -177,6 +188,13 @@ class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
         request: _ratelimiter_pb2.RateLimitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ratelimiter_pb2.Explanation, _abc.Awaitable[_ratelimiter_pb2.Explanation]]: ...
+
+    @_abc_1.abstractmethod
+    def ListUnmatched(
+        self,
+        request: _ratelimiter_pb2.ListUnmatchedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.ListUnmatchedResponse, _abc.Awaitable[_ratelimiter_pb2.ListUnmatchedResponse]]: ...
 
 def add_RateLimiterHealthServicer_to_server(servicer: RateLimiterHealthServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -1,0 +1,25 @@
+"""`token`: a token nobody has, and the entry under which a node knows it."""
+
+from ratelimitd.node.tokens_file import parse_tokens
+from ratelimitd.services.auth import Role, digest_of
+
+
+def test_the_entry_is_of_the_token_and_goes_into_the_file(run):
+    entries, tokens = "", []
+    for name, role in (("alice", "admin"), ("bob", "read")):
+        ended = run("token", name, "--role", role)
+        assert ended.status == 0
+        entries += ended.out
+        tokens.append(ended.err.strip())
+    alice, bob = parse_tokens(f"tokens:\n{entries}".encode())
+    assert (alice.name, alice.role, alice.digest) == ("alice", Role.ADMIN, digest_of(tokens[0]))
+    assert (bob.name, bob.role, bob.digest) == ("bob", Role.READ, digest_of(tokens[1]))
+    assert len(tokens[0]) == len(tokens[1]) == 43
+    assert not any(token in entries for token in tokens)
+
+
+def test_what_a_node_would_refuse_is_not_made(run):
+    for arguments in (("a b",), ("alice", "--role", "king")):
+        ended = run("token", *arguments)
+        assert (ended.status, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert ended.err == "Error: role must be check, read or admin\n"

@@ -1,0 +1,136 @@
+"""Which rules a check without a rule is told of, and why each is near."""
+
+import pytest
+
+from ratelimitd.model import Algorithm, Rule
+from ratelimitd.rules.nearest import MAX_NEAREST, Nearest
+
+
+def rule_of(endpoint, identifier_type="user", *, enabled=True):
+    return Rule(
+        f"{endpoint} {identifier_type}",
+        endpoint,
+        identifier_type,
+        enabled=enabled,
+        limit=1,
+        window_seconds=60,
+        algorithm=Algorithm.TOKEN_BUCKET,
+    )
+
+
+def nearest(asked, *rules, types=("user",)):
+    found = Nearest(asked, types)
+    for rule in rules:
+        found.look_at([rule_of(rule) if isinstance(rule, str) else rule])
+    return [(near.rule.endpoint, near.why) for near in found.found()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "endpoint", "why"),
+    [
+        ("/Orders", "/orders", "differs in case"),
+        ("/orders/", "/orders", "differs in slashes"),
+        ("orders", "/orders", "differs in slashes"),
+        ("//a/b", "/a/b", "differs in slashes"),
+        ("/Orders/", "/orders", "differs in case, differs in slashes"),
+        ("/orders", "GET /orders", "names the method GET"),
+        ("POST /orders", "GET /orders", "names the method GET"),
+        ("POST /orders", "/orders", "names no method"),
+        ("get /orders", "GET /orders", "differs in case"),
+        ("/orders?page=2", "/orders", "has no query"),
+        ("/orders?page=2", "/orders?page=1", "has another query"),
+        ("GET /Orders?x", "/orders", "differs in case, names no method, has no query"),
+    ],
+)
+def test_the_same_path_in_another_spelling_is_near(asked, endpoint, why):
+    assert nearest(asked, endpoint) == [(endpoint, why)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "endpoint", "why"),
+    [
+        ("/orders/42", "/orders/{id}", "is the template"),
+        ("/orders/42/items", "/orders/<int:id>/items", "is the template"),
+        ("/orders/42", "/Orders/:id", "is the template"),
+        ("/files/a", "/files/{path:.*}", "is the template"),
+        ("GET /orders/42", "/orders/{id}", "is the template"),
+        ("/orders/{id}", "/orders/{order_id}", "names a parameter otherwise"),
+        ("/orders/{id}", "/orders/42", "is one path of this template"),
+        ("/orders/42", "/orders/*", "has a * that stands for itself alone"),
+        ("/orders/42", "/ord*/42", "has a * that stands for itself alone"),
+    ],
+)
+def test_a_template_of_the_path_is_near(asked, endpoint, why):
+    [(found, said)] = nearest(asked, endpoint)
+    assert (found, said.startswith(why)) == (endpoint, True)
+
+
+def test_a_template_says_what_else_differs():
+    [(_, why)] = nearest("POST /orders/42", "GET /orders/{id}")
+    assert why.endswith("callers must send the template, names the method GET")
+
+
+@pytest.mark.parametrize("slip", ["/ordes", "/ordesr", "/orderss", "/0rders", "/orders-v"])
+def test_a_slip_of_the_keys_is_near(slip):
+    assert nearest(slip, "/orders") == [("/orders", "is spelled nearly the same")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "endpoint", "why"),
+    [
+        ("/orders/42", "/orders", "begins with the same part"),
+        ("/a/b/c/d", "/a/b", "begins with the same 2 parts"),
+        ("/shop/v1/items/sold", "/shop/v1/items/returned", "begins with the same 3 parts"),
+        ("/shop/v1/orders/42", "/shop/v1/orders/{id}/items", "begins with the same 4 parts"),
+    ],
+)
+def test_a_path_that_begins_alike_is_near(asked, endpoint, why):
+    assert nearest(asked, endpoint) == [(endpoint, why)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "endpoint"),
+    [
+        ("/orders", "/carts"),
+        ("/api/orders", "/api/customers"),
+        ("/a", "/b"),
+        ("/orders", "/"),
+        ("/", "/orders"),
+        ("/orders", "/orders"),
+        ("/orders", "*"),
+        ("/orders", "**"),
+        ("/orders-of-today", "/orders"),
+    ],
+)
+def test_what_is_another_endpoint_or_is_looked_at_anyway_is_not_near(asked, endpoint):
+    assert nearest(asked, endpoint) == []
+
+
+def test_the_nearest_come_first_and_are_few():
+    far_to_near = ["/orders", "/orders/42/itms", "/orders/{id}/items", "/orders/42/Items"]
+    found = nearest("/orders/42/items", *far_to_near)
+    assert [endpoint for endpoint, _ in found] == [*reversed(far_to_near)][:MAX_NEAREST]
+    assert len(found) == MAX_NEAREST == 3
+
+
+def test_rules_that_would_not_judge_come_later_and_say_so():
+    rules = [rule_of("/Orders", "ip"), rule_of("/ORDERS", enabled=False), rule_of("/orders/")]
+    assert nearest("/orders", *rules) == [
+        ("/orders/", "differs in slashes"),
+        ("/ORDERS", "differs in case, is disabled"),
+        ("/Orders", "differs in case, is for ip"),
+    ]
+
+
+def test_rules_of_everybody_and_of_products_are_for_checks_that_name_their_types():
+    rules = [rule_of("/Orders", "all"), rule_of("/ORDERS", "tenant+user")]
+    assert [why for _, why in nearest("/orders", *rules, types=("user", "tenant"))] == [
+        "differs in case",
+        "differs in case",
+    ]
+    assert nearest("/orders", *rules)[1] == ("/ORDERS", "differs in case, is for tenant+user")
+
+
+def test_of_a_long_path_a_bounded_number_of_parts_is_compared():
+    [(_, why)] = nearest("/a" * 120 + "/x", "/a" * 120 + "/longer")
+    assert why == "begins with the same 15 parts"
