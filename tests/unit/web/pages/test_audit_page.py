@@ -1,6 +1,7 @@
 import html
 import json
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
 import pytest
 import pytest_asyncio
@@ -200,3 +201,22 @@ async def test_a_whole_set_of_rules_is_one_row(visitor):
     assert '<th scope="row">a set of rules</th>' in page
     assert ">applied</td>" in page
     assert ">2 created, 0 updated, 0 deleted</td>" in page
+
+
+async def test_who_may_only_read_sees_the_changes_and_cannot_revert(tmp_path):
+    tokens = tmp_path / "tokens.yaml"
+    digest = sha256(b"a token of a reader, long enough").hexdigest()
+    tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")
+    tokens.chmod(0o600)
+    async with running_node(admin_token="token-of-the-tests", tokens_file=tokens) as node:
+        async with PageVisitor(node.http_address) as admin:
+            await admin.log_in("token-of-the-tests")
+            for endpoint in ("/orders", "/carts"):
+                await create(admin, endpoint)
+        async with PageVisitor(node.http_address) as reader:
+            await reader.log_in("a token of a reader, long enough")
+            assert "/carts" in (await reader.get("/audit")).text
+            assert (await reader.get("/audit/revert?to=1")).status_code == 403
+            answer = await reader.post("/audit/revert", {"to": "1", "revision": "2"})
+            assert answer.status_code == 403
+            assert "/carts" in (await reader.get("/rules")).text
