@@ -7,7 +7,7 @@ A bare integer add costs about 36 ns, a bound counter of a metrics library about
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 LATENCY_BOUNDS_S: Final = (
@@ -16,7 +16,10 @@ LATENCY_BOUNDS_S: Final = (
 """Upper bounds of the check latency histogram, in seconds, with edges at 1 ms (the promise) and 2 ms (the alert)."""
 
 MAX_RULE_LABELS: Final = 1_000
-"""Rules that get counters of their own; further ones share ``OTHER_RULES``, so that labels stay bounded."""
+"""Rules that are labels of metrics; further ones share ``OTHER_RULES``, so that labels stay bounded."""
+
+MAX_FURTHER_RULES: Final = 20_000
+"""Rules beyond these labels that get counters of their own, 250 bytes each, for the page."""
 
 OTHER_RULES: Final = "other"
 
@@ -43,6 +46,7 @@ class CheckStats:
         "fail_open_error_total",
         "false_positives_total",
         "forwarding_ignored_total",
+        "further_rules",
         "hold_tokens",
         "holds",
         "holds_open",
@@ -90,7 +94,10 @@ class CheckStats:
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
-        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
+        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``:
+        those beyond ``further_rules``, and those of it that are gone."""
+        self.further_rules: dict[str, list[int]] = {}
+        """The same of rules that are no labels; at most ``MAX_FURTHER_RULES``."""
         self.would_deny: dict[str, list[int]] = {}
         """Rule id and name of a limit that only observes, joined by a comma → [checks it would have denied]; at most
         ``MAX_RULE_LABELS``, and one for all others."""
@@ -132,11 +139,27 @@ class CheckStats:
 
     def rule_counters(self, rule_id: str) -> list[int]:
         """The [allowed, blocked] pair of a rule, made at its first use."""
-        counters = self.by_rule.get(rule_id)
-        if counters is None:
-            key = rule_id if len(self.by_rule) < MAX_RULE_LABELS else OTHER_RULES
-            counters = self.by_rule.setdefault(key, [0, 0])
-        return counters
+        counters = self.counters_of(rule_id)
+        if counters is not None:
+            return counters
+        if len(self.by_rule) < MAX_RULE_LABELS:
+            return self.by_rule.setdefault(rule_id, [0, 0])
+        others = self.by_rule.setdefault(OTHER_RULES, [0, 0])
+        if len(self.further_rules) < MAX_FURTHER_RULES:
+            return self.further_rules.setdefault(rule_id, [0, 0])
+        return others
+
+    def counters_of(self, rule_id: str) -> list[int] | None:
+        """The pair of a rule that has one of its own."""
+        return self.by_rule.get(rule_id) or self.further_rules.get(rule_id)
+
+    def labelled_rules(self) -> Iterator[tuple[str, int, int]]:
+        """Yield id, allowed and blocked of each label; ``OTHER_RULES`` are all others together."""
+        for rule_id, counters in self.by_rule.items():
+            pairs = [counters]
+            if rule_id == OTHER_RULES:
+                pairs += self.further_rules.values()
+            yield rule_id, sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
     def observed_counter(self, rule_id: str, limit: str) -> list[int]:
         """The cell that counts what a limit would have denied, made at its first use."""
@@ -153,6 +176,10 @@ class CheckStats:
         gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
         for key in gone:
             del self.by_rule[key]
+        for key in [key for key in self.further_rules if not exists(key)]:
+            others = self.by_rule[OTHER_RULES]
+            for column, count in enumerate(self.further_rules.pop(key)):
+                others[column] += count
         self.used_rules = {rule_id for rule_id in self.used_rules if exists(rule_id)}
         for key in [key for key in self.would_deny if not exists(key.partition(",")[0])]:
             del self.would_deny[key]

@@ -22,9 +22,6 @@ FOCUSED = """
 }
 """
 
-SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-"""Whether the page is wider than its window."""
-
 
 def violations(page: Page) -> list[str]:
     """What keeps somebody from using the page: the rule of axe-core, and the elements that break it."""
@@ -41,9 +38,12 @@ def violations(page: Page) -> list[str]:
 def tab_stops(page: Page) -> list[tuple[str, bool]]:
     """Press Tab from the top of the page to its end: what each stop is called, and whether one sees the focus."""
     stops: dict[int, tuple[str, bool]] = {}
+    last = -1
     while True:
         page.keyboard.press("Tab")
         stop = page.evaluate(FOCUSED)
-        if stop is None or stop[2] in stops:  # behind the last comes the first again, or nothing
+        # Behind the last comes the first again, or nothing. A date has a stop for each of its parts.
+        if stop is None or (stop[2] in stops and stop[2] != last):
             return [*stops.values()]
-        stops[stop[2]] = (stop[0], stop[1])
+        last = stop[2]
+        stops.setdefault(last, (stop[0], stop[1]))

@@ -11,21 +11,29 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 from unittest.mock import patch
 
 from starlette.types import ASGIApp
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
+from ratelimitd.model import US_PER_S
+from ratelimitd.node.node import Node
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.history import History, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
-from ratelimitd.observe.node_status import NodeStatus
+from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
 
+RULES = Path(__file__).parents[2] / "examples/rules.yaml"
 PEAK_PER_S = 4_200.0
+KEPT_S = 900
+AGO_S = [*range(86_400 - 60, KEPT_S, -60), *range(KEPT_S - 2, -1, -2)]
+"""When samples were taken: each minute of a day, and every two seconds of the last quarter of an hour."""
 OUTAGE = range(210, 222)
 """Samples in which the shared state was away."""
 
@@ -34,18 +42,22 @@ IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l�
 
 
 class PaintedLive:
-    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them."""
+    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them.
+
+    ``strained``: with the longest names and figures that there may be, and everything in trouble.
+    """
 
     ended = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, strained: bool = False) -> None:
+        self._strained = strained
         chance = random.Random(1)
         now_ms = int(time.time() * 1_000)
         self._samples = [
-            [_sample(number, now_ms, 1 / count, chance) for number in range(MAX_SAMPLES)]
-            for _ in range(count)
+            [_sample(ago_s, now_ms, 1 / count, chance) for ago_s in AGO_S] for _ in range(count)
         ]
-        self.history = [summed(samples) for samples in zip(*self._samples, strict=True)]
+        self._history = History(summed(samples) for samples in zip(*self._samples, strict=True))
+        self.history = self._history.samples
 
     def listen(self, listener: Listener) -> None:
         """There are no more steps, but one at once, which the page waits for."""
@@ -60,12 +72,15 @@ class PaintedLive:
     def overview(self, *, named: bool = False) -> Overview:
         """The last moment of the history."""
         assert not named
+        total = summed([samples[-1] for samples in self._samples])
         nodes = [
             NodeView(_status(number, samples), is_this=number == 0, age_s=0.0, gone=False)
             for number, samples in enumerate(self._samples)
         ]
+        if self._strained:
+            return _strained(total, nodes)
         return Overview(
-            total=self.history[-1],
+            total=total,
             nodes=nodes,
             unheard_s=None,
             shares=True,
@@ -82,17 +97,18 @@ class PaintedLive:
 
 
 @contextlib.contextmanager
-def painted(count: int) -> Iterator[str]:
-    """``host:port`` of a page that shows so many nodes."""
+def painted(count: int, *, strained: bool = False) -> Iterator[str]:
+    """``host:port`` of a page that shows so many nodes, as :class:`PaintedLive` does."""
     addresses: list[str] = []
     ready, done = Event(), Event()
 
     def with_paint(parts: Parts) -> ASGIApp:
-        return application(replace(parts, live=PaintedLive(count)))
+        return application(replace(parts, live=PaintedLive(count, strained=strained)))
 
     async def run() -> None:
         with patch("ratelimitd.node.node.application", with_paint):
-            async with running_node(node_id="n1") as node:
+            async with running_node(node_id="n1", rules_file=RULES) as node:
+                await _paint_rules(node)
                 addresses.append(node.http_address)
                 ready.set()
                 await asyncio.to_thread(done.wait)
@@ -105,8 +121,28 @@ def painted(count: int) -> Iterator[str]:
     thread.join()
 
 
-def _sample(number: int, now_ms: int, share: float, chance: random.Random) -> Sample:
+async def _paint_rules(node: Node) -> None:
+    """An hour of traffic of all rules but the last, the second of which blocks much."""
+    limiter, traffic, chance = node._limiter, node._rule_traffic, random.Random(2)
+    assert limiter is not None
+    assert limiter.book is not None
+    now_us = int(time.time() * 1e6)
+    rules = sorted(limiter.book.rules(), key=lambda rule: rule.endpoint, reverse=True)[1:]
+    for number in range(361):
+        at_us = now_us - (360 - number) * 10 * US_PER_S
+        traffic._now_us = partial(int, at_us)
+        for place, rule in enumerate(rules):
+            wave = 1 + 0.5 * math.sin(number / 13 + place)
+            counters = node.stats.rule_counters(rule.id)
+            node.stats.used_rules.add(rule.id)
+            counters[0] += round(10 * wave * 40 / (place + 1) * chance.uniform(0.9, 1.1))
+            counters[1] += round(9 * wave * 20 * (place == 1) * chance.uniform(0.5, 1.5))
+        await traffic.sample()
+
+
+def _sample(ago_s: int, now_ms: int, share: float, chance: random.Random) -> Sample:
     """One of a load that comes in two waves, with a burst that is mostly denied."""
+    number = (KEPT_S - 2 - ago_s) // 2
     wave = 0.62 + 0.22 * math.sin(number / 47) + 0.1 * math.sin(number / 11)
     asked = share * PEAK_PER_S * wave * chance.uniform(0.94, 1.06)
     burst = math.exp(-(((number - 330) / 22) ** 2))
@@ -122,15 +158,15 @@ def _sample(number: int, now_ms: int, share: float, chance: random.Random) -> Sa
     counts = [round(checks * part) for part in shares]
     counts += [0] * (len(LATENCY_BOUNDS_S) + 1 - len(counts))
     return Sample(
-        at_ms=now_ms - 2_000 * (MAX_SAMPLES - 1 - number),
+        at_ms=now_ms - 1_000 * ago_s,
         allowed_per_s=asked - blocked,
         blocked_per_s=blocked,
         fail_open_per_s=asked * 0.3 if away else 0.0,
         looked_per_s=asked,
         known_per_s=asked * (0.991 - 0.03 * burst),
         latency_counts=tuple(counts),
-        buckets=round(share * (61_000 + 40 * number + 6_000 * burst)),
-        memory_bytes=round(118e6 + 4e4 * number),
+        buckets=round(share * (70_000 + 9_000 * math.sin(number / 300) + 6_000 * burst)),
+        memory_bytes=round(136e6 + 4e6 * math.sin(number / 300)),
         loop_lag_s=0.0004,
     )
 
@@ -157,4 +193,41 @@ def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
         excess_bound_ratio=0.06,
         admin_token_digest="",
         sample=samples[-1],
+    )
+
+
+LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
+
+
+def _strained(total: Sample, nodes: Sequence[NodeView]) -> Overview:
+    def trouble(node: NodeView) -> NodeView:
+        status = replace(
+            node.status,
+            node_id=f"{node.status.node_id}-ratelimitd-7f9c6d5b8-x2x9q",
+            grpc_address="ratelimitd-7f9c6d5b8-x2x9q.ratelimitd.svc.cluster.local:9090",
+            http_address="ratelimitd-7f9c6d5b8-x2x9q.ratelimitd.svc.cluster.local:8080",
+            rules_revision=12_345_678,
+            healthy=False,
+            shared_state_connected=False,
+            hit_ratio=0.1234,
+            hit_ratio_met=False,
+            breaker_state="half_open",
+            retry_s=29.6,
+            sync_lag_s=12_345.6,
+            clock_error_s=-12_345.6,
+            excess_ratio=12.345,
+            sample=total._replace(allowed_per_s=1_234_567.8, fail_open_per_s=1_234_567.8),
+        )
+        gone = not node.is_this
+        return node._replace(status=status, gone=gone, age_s=59.0 if gone else 0.0)
+
+    return Overview(
+        total=total,
+        nodes=[trouble(node) for node in nodes],
+        unheard_s=None,
+        shares=True,
+        endpoints=[DeniedEndpoint(LONG, 1_234_567.0)],
+        identifiers=[DeniedIdentifier("0", "api_key+session+user", "m" * 64, 1_234_567.0)],
+        holds=[HeldLimit(LONG, "api_key+session+user", "n" * 32, 1_234_567, 1_234_567_890)],
+        unmatched=[DeniedEndpoint(LONG, 1_234_567.0)],
     )

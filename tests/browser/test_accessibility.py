@@ -5,10 +5,11 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.accessibility import SIDEWAYS, tab_stops, violations
+from tests.browser.accessibility import tab_stops, violations
 from tests.browser.acts import RULE, create_rule, fill, press, reset, try_check
 from tests.browser.conftest import LONG, open_session
-from tests.browser.visit import PHONE
+from tests.browser.fitting import clipped
+from tests.browser.painted import painted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
@@ -61,6 +62,13 @@ class Walk(NamedTuple):
 
     def changes(self):
         self.page.goto("/audit")
+
+    def found_changes(self):
+        self.page.goto("/audit?who=admin&action=create")
+
+    def revert_form(self):
+        self.page.goto("/audit/revert?to=1")
+        expect(self.page.get_by_role("heading", name="Bring the rules back")).to_be_visible()
 
     def plans(self):
         self.page.goto("/plans")
@@ -124,15 +132,22 @@ def walk(operator, node, visit):
     return start
 
 
+def test_no_column_is_clipped_where_everything_is_in_trouble(visit):
+    with painted(20, strained=True) as address:
+        page = visit(address).go("/")
+        expect(page.locator("#live")).to_have_text("Live, every two seconds.")
+        assert clipped(page) == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_grave(walk, scheme):
     found = {way: violations(page) for way, page in walk(color_scheme=scheme)}
     assert found == {way: [] for way in WAYS}
 
 
-def test_nothing_is_wider_than_a_phone(walk):
-    wide = [way for way, page in walk(viewport=PHONE, has_touch=True) if page.evaluate(SIDEWAYS)]
-    assert wide == []
+def test_no_column_and_no_action_is_clipped_at_any_width(walk):
+    found = {way: clipped(page) for way, page in walk()}
+    assert found == {way: [] for way in WAYS}
 
 
 def test_the_keyboard_reaches_everything_in_order_and_one_sees_where_it_is(walk):
@@ -205,6 +220,10 @@ def test_without_javascript_all_forms_work_and_numbers_are_there(node, visit):
     expect(page.get_by_role("status")).to_contain_text("The change was stored.")
     page.goto("/")
     expect(page.get_by_role("main")).to_contain_text("Allowed")
+    expect(page.get_by_role("table", name="Means")).to_contain_text("99 % within")
+    assert page.locator("svg:visible, button[type=button]:visible").count() == 0
+    page.get_by_role("link", name="1 h").click()
+    expect(page.get_by_role("heading", name="The last hour")).to_be_visible()
     page.goto(f"{rule}/delete")
     press(page, "Delete the rule")
     expect(page.get_by_role("status")).to_contain_text("The rule was deleted.")

@@ -117,3 +117,21 @@ def test_the_workers_of_one_port_answer_as_one(tmp_path, visit):
         create_rule(page, Limit="3")
         verdicts = [try_check(page).split()[0] for _ in range(4)]
         assert verdicts == ["allowed"] * 3 + ["denied"]
+
+
+def test_the_name_of_an_identifier_that_one_node_denied_is_shown_by_another(nodes, visit):
+    visitor = visit(nodes[1].http_address)
+    log_in(visitor.go("/rules"))
+    rule = create_rule(visitor.page, Endpoint="/named", Limit="1")
+    nodes.agree()
+    for _ in range(20):
+        nodes[0].check("/named", "ada.lovelace")
+    page = visitor.go("/")
+    identifiers = page.get_by_role("table", name="Identifiers with the most denials")
+    expect(identifiers).to_contain_text("ada…")
+    expect(identifiers).not_to_contain_text("lovelace")
+    page.get_by_role("link", name="Show names").click()
+    expect(identifiers).to_contain_text("ada.lovelace")
+    page.goto(f"{rule}/delete")
+    press(page, "Delete the rule")
+    nodes.agree()

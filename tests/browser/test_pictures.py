@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from ratelimitd.rules.rules_file import parse_rules
-from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.browser.conftest import AS_ADMIN
 from tests.browser.painted import painted
 from tests.browser.visit import PHONE
-from tests.system.process import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -62,19 +58,7 @@ def test_overview(cluster, visit, take, kind):
     take(page, f"page-{kind}")
 
 
-def test_rules(node, operator, take):
-    for rule in parse_rules((ROOT / "examples/rules.yaml").read_bytes()):
-        fields = {
-            name: getattr(rule, name)
-            for name in pb.RateLimit.DESCRIPTOR.fields_by_name
-            if hasattr(rule, name)
-        }
-        node.rules.CreateRateLimit(
-            pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(**fields)),
-            timeout=START_S,
-            metadata=AS_ADMIN,
-        )
-    operator.page.set_viewport_size({"width": 1280, "height": 760})
-    page = operator.go("/rules")
+def test_rules(cluster, visit, take):
+    page = visit(cluster, viewport={"width": 1280, "height": 760}).go("/rules")
     expect(page.get_by_role("table")).to_contain_text("/v1/exports/{id}")
     take(page, "page-rules")

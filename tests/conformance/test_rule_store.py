@@ -3,6 +3,7 @@
 import asyncio
 import re
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -14,7 +15,8 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period
-from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleChanges, RuleDraft
+from ratelimitd.rules.assignments import Assignment
+from ratelimitd.rules.store import AuditFilter, LimitDraft, PlanDraft, RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
@@ -411,6 +413,43 @@ async def test_a_rule_is_for_types_that_are_declared(open_store):
         with pytest.raises(RuleInvalidError, match="identifier_type"):
             await store.update(rule.id, RuleChanges(identifier_type="org"), "", ME)
         assert len(await store.page("", "", None, 10)) == 2
+
+
+async def test_changes_can_be_filtered_by_who_what_and_when(store):
+    rule = await store.create(ORDERS, "alice@10.0.0.1")
+    await store.create(CARTS, "Bob_")
+    await store.update(rule.id, RuleChanges(limit=20), "", "bob%")
+    now = (await store.audit("", None, 1))[0].at
+
+    async def found(**fields):
+        wanted = AuditFilter(**fields)
+        return [entry.revision for entry in await store.audit("", None, 10, wanted)]
+
+    assert await found() == [3, 2, 1]
+    assert await found(actor="BOB") == [3, 2]
+    assert await found(actor="b_") == [2]
+    assert await found(actor="b%") == [3]
+    assert await found(action="create") == [2, 1]
+    assert await found(text=ORDERS.endpoint.upper()) == [3, 1]
+    assert await found(since=now) == [3, 2, 1]
+    assert await found(until=now) == []
+    assert await found(since=now + timedelta(seconds=1)) == []
+    assert await found(actor="bob", action="create", text="carts") == [2]
+
+
+async def test_a_set_of_rules_is_found_by_each_of_its_rules_and_an_assignment_by_none(store):
+    rule = await store.create(ORDERS, ME)
+    await store.apply([replace(ORDERS, limit=20), CARTS], ME, prune=False, dry_run=False, since=0)
+    await store.assignments.assign_all([Assignment("user", b"carts", "carts", note="carts")], ME)
+
+    async def found(text, rule_id=""):
+        entries = await store.audit(rule_id, None, 10, AuditFilter(text=text))
+        return [entry.revision for entry in entries]
+
+    assert await found("carts") == [2]
+    assert await found("orders") == [2, 1]
+    assert await found("orders", rule.id) == [2, 1]
+    assert await found("carts", rule.id) == []
 
 
 async def test_one_rule_is_read_by_its_id_in_any_spelling(store):

@@ -124,8 +124,9 @@ class Node:
         """All that checks leave behind."""
         table, stats = self.table, self.stats
         counted = {name: getattr(stats, name) for name in CheckStats.__slots__}
-        # A rule that was looked up, and never charged, may have its counters already.
-        for name in ("by_rule", "would_deny"):
+        # A rule that was looked up, and never charged, may have its counters already, and be noted as used.
+        del counted["used_rules"]
+        for name in ("by_rule", "further_rules", "would_deny"):
             counted[name] = {key: some for key, some in counted[name].items() if any(some)}
         keys = [key for index in range(table.shard_count) for key in table.keys(index)]
         return counted, {key: table.value(key) for key in keys}

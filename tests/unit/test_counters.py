@@ -1,5 +1,6 @@
 import pytest
 
+from ratelimitd import counters
 from ratelimitd.counters import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, CheckStats
 
 
@@ -40,14 +41,27 @@ def test_a_rule_keeps_its_counters():
     assert stats.by_rule == {"a": [1, 0]}
 
 
-def test_rules_beyond_the_bound_on_labels_share_one_pair():
+def test_rules_beyond_the_bound_on_labels_share_one_label(monkeypatch):
+    monkeypatch.setattr(counters, "MAX_FURTHER_RULES", 2)
     stats = CheckStats()
     for number in range(MAX_RULE_LABELS):
         stats.rule_counters(f"rule {number}")[0] += 1
-    one, other = stats.rule_counters("one more"), stats.rule_counters("and another")
-    assert one is other is stats.by_rule[OTHER_RULES]
-    assert len(stats.by_rule) == MAX_RULE_LABELS + 1
+    for name in ("a", "b", "c", "d"):
+        stats.rule_counters(name)[1] += 1
     assert stats.rule_counters("rule 0") == [1, 0]
+    assert [stats.counters_of(name) for name in ("a", "b", "c")] == [[0, 1], [0, 1], None]
+    labels = [*stats.labelled_rules()]
+    assert len(labels) == MAX_RULE_LABELS + 1
+    assert (labels[0], labels[-1]) == (("rule 0", 1, 0), (OTHER_RULES, 0, 4))
+
+
+def test_what_rules_without_a_label_decided_stays_counted_when_they_are_gone():
+    stats = CheckStats()
+    for number in range(MAX_RULE_LABELS + 2):
+        stats.rule_counters(f"rule {number}")[0] += 1
+    stats.forget_rules(lambda rule_id: rule_id != f"rule {MAX_RULE_LABELS}")
+    assert [*stats.further_rules] == [f"rule {MAX_RULE_LABELS + 1}"]
+    assert [*stats.labelled_rules()][-1] == (OTHER_RULES, 2, 0)
 
 
 def test_rules_that_are_gone_release_their_labels():

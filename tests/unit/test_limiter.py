@@ -360,7 +360,7 @@ class TestCounters:
         for rule in rules:
             node.check(endpoint=rule.endpoint)
         assert len(node.stats.by_rule) == MAX_RULE_LABELS + 1
-        assert node.stats.by_rule[OTHER_RULES] == [9, 0]
+        assert [*node.stats.labelled_rules()][-1] == (OTHER_RULES, 9, 0)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_allowed_and_blocked_add_up_to_the_decisions(self, seed):

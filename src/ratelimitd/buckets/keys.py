@@ -8,6 +8,9 @@ so that no identifier is written (ADR 0014, 0015). The secret key prevents calle
 
 from __future__ import annotations
 
+import hmac
+import operator
+import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
@@ -27,6 +30,9 @@ IDENTIFIER_DIGEST_BYTES: Final = 8
 """Enough to distinguish the few identifiers shown to people."""
 
 TRACE_KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 16
+TAG_BYTES: Final = 16
+SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
 
 _LENGTH_BYTES: Final = 2
 
@@ -36,6 +42,8 @@ _IDENTIFIER_PERSON: Final = b"rl-ident"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
 _TRACE_PERSON: Final = b"rl-trace"
+_STREAM_PERSON: Final = b"rl-seal-stream"
+_TAG_PERSON: Final = b"rl-seal-tag"
 
 
 def joined(identifiers: Sequence[bytes]) -> bytes:
@@ -99,6 +107,33 @@ class BucketKeys:
             person=_ADMIN_TOKEN_PERSON,
         )
         return digest.hexdigest()
+
+    def seal(self, text: bytes) -> bytes:
+        """Encrypt a text for nodes with the same secret; the result is :data:`SEAL_BYTES` longer."""
+        nonce = os.urandom(NONCE_BYTES)
+        hidden = self._masked(text, nonce)
+        return nonce + hidden + self._tag(nonce + hidden)
+
+    def unseal(self, sealed: bytes) -> bytes | None:
+        """Return the text that a node with the same secret sealed; ``None`` if it was none of them, or was changed."""
+        body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        if len(sealed) < SEAL_BYTES or not hmac.compare_digest(tag, self._tag(body)):
+            return None
+        return self._masked(body[NONCE_BYTES:], body[:NONCE_BYTES])
+
+    def _masked(self, text: bytes, nonce: bytes) -> bytes:
+        """XOR a text with a key stream: keyed digests of the nonce and a counter."""
+        blocks = range(-(-len(text) // blake2b.MAX_DIGEST_SIZE))
+        stream = b"".join(
+            blake2b(
+                nonce + number.to_bytes(4, "big"), key=self._secret, person=_STREAM_PERSON
+            ).digest()
+            for number in blocks
+        )
+        return bytes(map(operator.xor, text, stream))
+
+    def _tag(self, body: bytes) -> bytes:
+        return blake2b(body, digest_size=TAG_BYTES, key=self._secret, person=_TAG_PERSON).digest()
 
     def scope(
         self, rule: Rule, endpoint: str, limit: Limit | None = None, start_s: int = 0

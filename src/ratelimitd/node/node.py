@@ -35,12 +35,13 @@ from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.startup import feed_of
 from ratelimitd.node.tokens_file import TokensFile
 from ratelimitd.node.transports import CAUSES, server_of
-from ratelimitd.observe import history
+from ratelimitd.observe import history, rule_traffic
 from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import EMBEDDED, Health
 from ratelimitd.observe.live import WATCH_S, Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
 from ratelimitd.rpc.tls import TlsFiles, web_context
@@ -127,6 +128,7 @@ class Node:
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
+        self._rule_traffic = RuleTraffic(self.stats, self._clock.now_us)
         self._assignments = Assignments()
         self._recorder: TraceRecorder | None = None
         self._health = Health(
@@ -313,6 +315,7 @@ class Node:
                 hosts=self._settings.http_names,
                 methods=methods,
                 live=live,
+                rule_traffic=self._rule_traffic,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
                 login=access.login,
@@ -330,6 +333,9 @@ class Node:
                 ratelimit_headers=self._settings.ratelimit_headers,
                 queue=self._queue,
                 types=self._settings.known_types,
+                on_breaker_open=self._settings.on_breaker_open
+                if self._settings.consistency == "eventual"
+                else "",
                 auth=auth,
                 record_dir=self._settings.record_dir,
             )
@@ -543,8 +549,11 @@ class Node:
             self._denials,
             addresses=lambda: (self.grpc_address, self.http_address),
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
+            busiest=lambda: self._rule_traffic.busiest,
+            seal=self._keys,
         )
         background.every(history.SAMPLE_S, "live view", live.step)
+        background.every(rule_traffic.STEP_S, "rule traffic", self._rule_traffic.sample)
         background.every(WATCH_S, "verdict", live.watch)
         return live
 

@@ -1,12 +1,14 @@
-"""The last 15 minutes of a node: a sample every two seconds, computed from cumulative counters.
+"""The last 24 hours of a node: a sample every two seconds, computed from cumulative counters, and means of older ones.
 
 Reads no clock and no counter: values are passed in. See ADR 0029.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ratelimitd.clock import Clock
@@ -15,9 +17,25 @@ from ratelimitd.model import US_PER_MS, US_PER_S
 
 SAMPLE_S: Final = 2.0
 
-KEPT_S: Final = 900
 
-MAX_SAMPLES: Final = int(KEPT_S / SAMPLE_S)
+class Span(NamedTuple):
+    """A stretch of time up to now, and how long each of its samples is; both in seconds."""
+
+    kept_s: int
+    step_s: int
+
+    @property
+    def most(self) -> int:
+        """The most samples in it, the unfinished one among them."""
+        return self.kept_s // self.step_s
+
+
+SPANS: Final[Mapping[str, Span]] = MappingProxyType(
+    {"5m": Span(300, 2), "15m": Span(900, 2), "1h": Span(3_600, 10), "24h": Span(86_400, 240)}
+)
+"""What is kept: at most 450 samples of each step, 1.6 MB in all."""
+
+DEFAULT_SPAN: Final = "15m"
 
 
 class Sample(NamedTuple):
@@ -66,6 +84,51 @@ def summed(samples: Sequence[Sample]) -> Sample:
         memory_bytes=sum(sample.memory_bytes for sample in samples),
         loop_lag_s=max(sample.loop_lag_s for sample in samples),
     )
+
+
+def folded(samples: Iterable[Sample], step_s: int) -> list[Sample]:
+    """Return one sample for each stretch of ``step_s`` seconds of time that has samples, oldest first.
+
+    It is their mean, with all of their latencies, the largest loop lag, and the time of the last one.
+    """
+    series = _Series(Span(sys.maxsize, step_s))
+    for sample in samples:
+        series.add(sample)
+    return series.samples
+
+
+class _Series:
+    """The samples of a span that are finished, and the sum of those that make up the next."""
+
+    def __init__(self, span: Span) -> None:
+        self._step_ms = span.step_s * 1_000
+        self._finished: deque[Sample] = deque(maxlen=span.most - 1)
+        self._sum: Sample | None = None
+        self._count = 0
+
+    def add(self, sample: Sample) -> None:
+        before = self._sum
+        if before is None or sample.at_ms // self._step_ms != before.at_ms // self._step_ms:
+            self._finished.extend(self._unfinished)
+            self._sum, self._count = sample, 1
+        else:
+            self._sum, self._count = summed([before, sample]), self._count + 1
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [*self._finished, *self._unfinished]
+
+    @property
+    def _unfinished(self) -> Sequence[Sample]:
+        if self._sum is None:
+            return ()
+        total, count = self._sum, self._count
+        mean = {name: getattr(total, name) / count for name in _PER_S}
+        held = {name: getattr(total, name) // count for name in ("buckets", "memory_bytes")}
+        return [total._replace(**mean, **held)]
+
+
+_PER_S: Final = tuple(name for name in Sample._fields if name.endswith("_per_s"))
 
 
 class _Totals(NamedTuple):
@@ -135,22 +198,26 @@ class Sampler:
 
 
 class History:
-    """The last :data:`MAX_SAMPLES` samples, oldest first."""
+    """The samples of each of :data:`SPANS`, oldest first."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
-        self._samples: deque[Sample] = deque(samples, maxlen=MAX_SAMPLES)
+        longest = sorted(SPANS.values())
+        self._series = {span.step_s: _Series(span) for span in longest}
+        for sample in samples:
+            self.add(sample)
 
     def add(self, sample: Sample) -> None:
         """Add a sample; drop the oldest."""
-        self._samples.append(sample)
+        for series in self._series.values():
+            series.add(sample)
 
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """Return the samples of the last :data:`KEPT_S` seconds."""
-        if not self._samples:
+    def samples(self, span: Span) -> Sequence[Sample]:
+        """Return the samples of the last ``span.kept_s`` seconds before the newest; ``span`` is one of SPANS."""
+        samples = self._series[span.step_s].samples
+        if not samples:
             return ()
-        oldest_ms = self._samples[-1].at_ms - KEPT_S * 1_000
-        return [sample for sample in self._samples if sample.at_ms > oldest_ms]
+        oldest_ms = samples[-1].at_ms - span.kept_s * 1_000
+        return [sample for sample in samples if sample.at_ms > oldest_ms]
 
 
 def percentile_s(counts: Sequence[int], share: float) -> float | None:

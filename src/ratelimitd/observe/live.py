@@ -1,4 +1,4 @@
-"""The state of the node and its cluster, now and over the last 15 minutes, for the page.
+"""The state of the node and its cluster, now and over the last 24 hours, for the page.
 
 Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
 looks, reads what they tell. Without an open page it reads only every ten seconds, so that a page that is opened has a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Final, NamedTuple
@@ -26,9 +26,19 @@ from ratelimitd.observe.denials import (
     DeniedEndpoint,
     DeniedIdentifier,
 )
-from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, summed
+from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, Span, summed
 from ratelimitd.observe.metrics import NodeParts, resident_bytes
-from ratelimitd.observe.node_status import MAX_ENDPOINT, HeldLimit, NodeStatus, decode, encode
+from ratelimitd.observe.node_status import (
+    MAX_ENDPOINT,
+    BusyRule,
+    HeldLimit,
+    NodeStatus,
+    Seal,
+    decode,
+    encode,
+    names_within,
+    sealed_names,
+)
 
 SILENT_S: Final = 6.0
 """Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
@@ -117,9 +127,11 @@ class Live:
         clock: Clock,
         *,
         is_healthy: Callable[[], bool],
+        seal: Seal,
     ) -> None:
         self._own = own
         self._is_healthy = is_healthy
+        self._seal = seal
         self._denials = denials
         self._board = board
         self._clock = clock
@@ -131,10 +143,9 @@ class Live:
         self.ended = False
         """End the steps of a stopping node."""
 
-    @property
-    def history(self) -> Sequence[Sample]:
-        """Return the samples of all nodes over the last 15 minutes, oldest first."""
-        return self._history.samples
+    def history(self, span: Span) -> Sequence[Sample]:
+        """Return the samples of all nodes over one of :data:`ratelimitd.observe.history.SPANS`, oldest first."""
+        return self._history.samples(span)
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` after each step from now on, and at the end."""
@@ -181,7 +192,7 @@ class Live:
             await self._read()
 
     def overview(self, *, named: bool = False) -> Overview:
-        """Return a snapshot; ``named``: with the names of denied identifiers that this node may show."""
+        """Return a snapshot; ``named``: with the names of denied identifiers that may be shown."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
         own = self._denials
@@ -192,7 +203,8 @@ class Live:
             shares=self._board is not None,
             endpoints=_merged_endpoints([own.top_endpoints(), *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers(
-                [own.top_identifiers(named=named), *(one.identifiers for one in alive)]
+                [own.top_identifiers(named=named), *(one.identifiers for one in alive)],
+                self._names(alive) if named else {},
             ),
             unmatched=_merged_endpoints([own.top_unmatched(), *(one.unmatched for one in alive)]),
             holds=_merged_holds([self._status.holds, *(one.holds for one in alive)]),
@@ -210,6 +222,12 @@ class Live:
             name = whole.get(endpoint, endpoint)
             found[name] = found.get(name, 0.0) + per_minute
         return nlargest(TOP_UNMATCHED, map(DeniedEndpoint._make, found.items()), key=_per_minute)
+
+    def _names(self, others: Iterable[NodeStatus]) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for one in others:
+            found |= names_within(one.names, self._seal)
+        return found
 
     async def _read(self) -> None:
         if self._board is None:
@@ -275,14 +293,17 @@ def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[Den
     return nlargest(TOP, map(DeniedEndpoint._make, found.items()), key=_per_minute)
 
 
-def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence[DeniedIdentifier]:
-    """Merge the top identifiers; names come from the first node, which is this one."""
+def _merged_identifiers(
+    lists: Iterable[Iterable[DeniedIdentifier]], names: Mapping[str, str]
+) -> Sequence[DeniedIdentifier]:
+    """Merge the top identifiers; names come from the first node, which is this one, and else from ``names``."""
     found: dict[str, DeniedIdentifier] = {}
     for one in (one for each in lists for one in each):
         first = found.get(one.digest)
         per_minute = one.per_minute + (first.per_minute if first else 0.0)
         found[one.digest] = (first or one)._replace(per_minute=per_minute)
-    return nlargest(TOP, found.values(), key=_per_minute)
+    most = nlargest(TOP, found.values(), key=_per_minute)
+    return [one if one.name else one._replace(name=names.get(one.digest, "")) for one in most]
 
 
 def _merged_holds(lists: Iterable[Iterable[HeldLimit]]) -> Sequence[HeldLimit]:
@@ -314,6 +335,8 @@ def live_of(
     *,
     addresses: Callable[[], tuple[str, str]],
     admin_token_digest: Callable[[], str],
+    busiest: Callable[[], Sequence[BusyRule]],
+    seal: Seal,
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
     sampler = Sampler(
@@ -352,9 +375,16 @@ def live_of(
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),
             unmatched=denials.top_unmatched(),
+            rules=busiest(),
+            names=sealed_names(denials.top_identifiers(named=True), seal) if cluster else "",
         )
 
     board = parts.cluster.board if parts.cluster else None
     return Live(
-        status, denials, board, parts.clock, is_healthy=lambda: parts.health.report().healthy
+        status,
+        denials,
+        board,
+        parts.clock,
+        is_healthy=lambda: parts.health.report().healthy,
+        seal=seal,
     )

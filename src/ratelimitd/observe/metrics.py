@@ -253,7 +253,7 @@ def _breaker(parts: NodeParts) -> Iterable[Point]:
 
 def _per_rule(column: int) -> Callable[[NodeParts], Iterable[Point]]:
     return lambda parts: [
-        Point(counts[column], rule_id) for rule_id, counts in parts.stats.by_rule.items()
+        Point(counts[column], rule_id) for rule_id, *counts in parts.stats.labelled_rules()
     ]
 
 

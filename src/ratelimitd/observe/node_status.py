@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
@@ -28,6 +29,12 @@ MAX_BYTES: Final = 4_096
 MAX_ENDPOINT: Final = 60
 """Characters of an endpoint in a published status: ten endpoints leave room in :data:`MAX_BYTES`."""
 
+MAX_NAMES_BYTES: Final = 600
+"""Names that a status carries, in octets of JSON: those of the most denied identifiers."""
+
+MAX_SEALED: Final = 1_000
+"""Characters of sealed names, in base64."""
+
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53
 """Largest exact count."""
@@ -41,6 +48,14 @@ class HeldLimit(NamedTuple):
     name: str
     holds: int
     tokens: int
+
+
+class BusyRule(NamedTuple):
+    """A rule that is among the busiest of a node, and the checks per second that it decides there."""
+
+    rule_id: str
+    allowed_per_s: float
+    blocked_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +93,17 @@ class NodeStatus:
     holds: Sequence[HeldLimit] = ()
     unmatched: Sequence[DeniedEndpoint] = ()
     """Endpoints without a rule, with their checks per minute."""
+    rules: Sequence[BusyRule] = ()
+    """The busiest rules."""
+    names: str = ""
+    """The names of ``identifiers``, sealed for nodes with the same secret; empty for none."""
 
 
 def encode(status: NodeStatus) -> bytes:
     """Encode for other nodes in at most :data:`MAX_BYTES`, without the names of identifiers.
 
-    Endpoints of many multi-byte characters cost the lists, not the status.
+    Where that is too little, rules are left out, then the sealed names, and then, for endpoints of many multi-byte
+    characters, all lists.
     """
     fields = {
         "v": FORMAT,
@@ -96,9 +116,15 @@ def encode(status: NodeStatus) -> bytes:
             for one in status.identifiers
         ],
         "holds": [[one.endpoint[:MAX_ENDPOINT], *one[1:]] for one in status.holds],
+        "names": status.names,
+        "rules": [[one.rule_id, *(round(rate, 2) for rate in one[1:])] for one in status.rules],
     }
     octets = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     if len(octets) > MAX_BYTES:
+        if status.rules:
+            return encode(replace(status, rules=()))
+        if status.names:
+            return encode(replace(status, names=""))
         without_lists = replace(status, endpoints=(), identifiers=(), holds=(), unmatched=())
         return octets if status == without_lists else encode(without_lists)
     return octets
@@ -124,10 +150,46 @@ def decode(octets: bytes) -> NodeStatus:
             # A node of the release before has none of these.
             unmatched=[_endpoint(one) for one in _list(fields.get("unmatched", []), TOP)],
             holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
+            names=_sealed(fields.get("names", "")),
+            rules=[_busy(one) for one in _list(fields.get("rules", []), TOP)],
         )
     except (ValueError, KeyError, RecursionError) as error:
         message = "the status of a node is none"
         raise StoreCorruptError(message) from error
+
+
+class Seal(Protocol):
+    """Keeps names from whom the shared state is not of: :class:`ratelimitd.buckets.keys.BucketKeys`."""
+
+    def seal(self, text: bytes) -> bytes:
+        """Encrypt for nodes with the same secret."""
+
+    def unseal(self, sealed: bytes) -> bytes | None:
+        """Return what was sealed; ``None`` if it was not sealed with this secret."""
+
+
+def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: Seal) -> str:
+    """Return the names of the first identifiers, as many as there is room for; empty for none."""
+    names: dict[str, str] = {}
+    octets = b""
+    for one in identifiers:
+        if one.name:
+            names[one.digest] = one.name
+            more = json.dumps(names, separators=(",", ":")).encode()
+            if len(more) > MAX_NAMES_BYTES:
+                break
+            octets = more
+    return b64encode(seal.seal(octets)).decode() if octets else ""
+
+
+def names_within(sealed: str, seal: Seal) -> Mapping[str, str]:
+    """Return names by the digest of their identifier; none of what another secret sealed."""
+    try:
+        octets = seal.unseal(b64decode(sealed))
+        names = _mapping(json.loads(octets or b"{}"))
+        return {_text(digest): _text(name) for digest, name in names.items()}
+    except ValueError:
+        return {}
 
 
 class _NoStatusError(ValueError):
@@ -170,6 +232,11 @@ def _held(value: Any) -> HeldLimit:
     )
 
 
+def _busy(value: Any) -> BusyRule:
+    rule_id, allowed_per_s, blocked_per_s = _list(value, 3, exactly=True)
+    return BusyRule(_text(rule_id), _number(allowed_per_s), _number(blocked_per_s))
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise _NoStatusError
@@ -187,6 +254,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise _NoStatusError
     return "".join([one if one.isprintable() else "\ufffd" for one in value])
+
+
+def _sealed(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_SEALED:
+        raise _NoStatusError
+    return value
 
 
 def _flag(value: Any) -> bool:

@@ -163,6 +163,23 @@ class AuditEntry(NamedTuple):
     after: Mapping[str, Any] | None
 
 
+class AuditFilter(NamedTuple):
+    """What is selected of the audit trail; an empty field selects all.
+
+    ``actor`` and ``text`` are contained in who made a change, and in the fields of the rule that it changed, in upper
+    or lower case. A set of rules is selected if one of its rules is. ``since`` is included, ``until`` is not.
+    """
+
+    actor: str = ""
+    action: str = ""
+    text: str = ""
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+EVERY_CHANGE: Final = AuditFilter()
+
+
 class BookChanges(NamedTuple):
     """The changes from a known revision to ``revision``.
 
@@ -274,7 +291,9 @@ class RuleStore(Protocol):
         type) of the previous page.
         """
 
-    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+    async def audit(
+        self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
+    ) -> Sequence[AuditEntry]:
         """Return at most ``size`` changes, newest first; fewer only at the end.
 
         ``rule_id`` selects the changes of one rule, those in whole sets among them; empty = all, a whole set as one.

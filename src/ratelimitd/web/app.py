@@ -37,13 +37,14 @@ from ratelimitd import __version__
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import Requirement, is_cross_site
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
-from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
+from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
@@ -257,6 +258,8 @@ class Parts:
     assignments: Assignments
     """The plans of identities in force."""
     audit: AuditReader
+    rule_traffic: RuleTraffic
+    """What the rules decide on this node."""
     live: LiveStatus
     """What the overview shows."""
     may_read: Requirement
@@ -281,6 +284,8 @@ class Parts:
     """Reads and writes large JSON in turn with the large calls of gRPC."""
     types: Sequence[str]
     """Identifier types that requests may name."""
+    on_breaker_open: str
+    """The setting; empty for a strict node, which has no state of its own to go by."""
     auth: ForwardAuth
     record_dir: Path | None = None
     """Where checks are recorded."""
@@ -313,12 +318,21 @@ def application(parts: Parts) -> ASGIApp:
         front_page(parts.grpc_address),
         may_administer=parts.may_administer,
         actor=parts.actor,
+        on_breaker_open=parts.on_breaker_open,
     )
     routes: list[BaseRoute] = [
         *overview.routes(),
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
-        *RulesPages(frame, services, parts.book, trail, types=parts.types).routes(),
+        *RulesPages(
+            frame,
+            services,
+            parts.book,
+            trail,
+            traffic=parts.rule_traffic,
+            live=parts.live,
+            types=parts.types,
+        ).routes(),
         *PlansPage(
             frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
         ).routes(),
@@ -331,7 +345,7 @@ def application(parts: Parts) -> ASGIApp:
             types=parts.types,
             now_s=parts.now_s,
         ).routes(),
-        *audit_routes(frame, trail),
+        *AuditPages(frame, services, trail).routes(),
         *api.routes(),
     ]
 

@@ -8,6 +8,7 @@ from ratelimitd.buckets.keys import (
     FINGERPRINT_BYTES,
     IDENTIFIER_DIGEST_BYTES,
     SCOPE_BYTES,
+    SEAL_BYTES,
     STORED_KEY_BYTES,
     BucketKeys,
     joined,
@@ -158,3 +159,25 @@ def test_identifiers_that_were_joined_are_taken_apart(given):
 
 def test_nobody_is_joined_to_nothing():
     assert (joined([]), taken_apart(b"", 0)) == (b"", [])
+
+
+@pytest.mark.parametrize("text", [b"", b"ada.lovelace", bytes(range(256)) * 3])
+def test_what_is_sealed_is_opened_by_a_node_with_the_same_secret_and_by_no_other(text):
+    keys = BucketKeys(b"k" * 16)
+    sealed, again = keys.seal(text), keys.seal(text)
+    assert sealed != again
+    assert len(sealed) == len(text) + SEAL_BYTES
+    assert not text or text not in sealed
+    assert BucketKeys(b"k" * 16).unseal(sealed) == text
+    assert BucketKeys(b"x" * 16).unseal(sealed) is None
+
+
+def test_what_was_changed_or_cut_is_not_opened():
+    keys = BucketKeys(b"k" * 16)
+    sealed = keys.seal(b"ada.lovelace")
+    for place in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[place] ^= 1
+        assert keys.unseal(bytes(changed)) is None
+        assert keys.unseal(sealed[:place]) is None
+    assert keys.unseal(keys.seal(b"a") + b"b") is None

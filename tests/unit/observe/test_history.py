@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.observe.history import MAX_SAMPLES, SAMPLE_S, History, Sample, Sampler, summed
+from ratelimitd.observe.history import SAMPLE_S, SPANS, History, Sample, Sampler, folded, summed
 from ratelimitd.testing import ManualClock
 
 
@@ -77,14 +77,31 @@ def test_the_sum_of_nodes_adds_all_but_their_lags():
 
 def test_the_history_is_bounded_and_loses_the_oldest():
     history = History()
-    assert history.samples == ()
-    for number in range(MAX_SAMPLES + 5):
+    assert [history.samples(span) for span in SPANS.values()] == [()] * len(SPANS)
+    for number in range(86_400 // 2 + 500):
         history.add(Sample(number * 2_000))
-    assert len(history.samples) == MAX_SAMPLES
-    assert history.samples[-1].at_ms == (MAX_SAMPLES + 4) * 2_000
+    newest_ms = history.samples(SPANS["15m"])[-1].at_ms
+    for span in SPANS.values():
+        samples = history.samples(span)
+        assert len(samples) == span.most
+        assert samples[-1].at_ms == newest_ms
+        assert samples[0].at_ms > newest_ms - span.kept_s * 1_000
 
 
-def test_what_is_older_than_a_quarter_of_an_hour_is_not_told():
+def test_what_is_older_than_the_span_is_not_told():
     """A machine that slept, or a cluster that was looked at more rarely."""
     history = History([Sample(0), Sample(100_000), Sample(950_000)])
-    assert [sample.at_ms for sample in history.samples] == [100_000, 950_000]
+    assert [one.at_ms for one in history.samples(SPANS["15m"])] == [100_000, 950_000]
+    assert [one.at_ms for one in history.samples(SPANS["5m"])] == [950_000]
+
+
+def test_a_coarser_sample_is_the_mean_of_its_stretch_and_is_there_before_it_is_whole():
+    counts = CheckStats().latency_counts
+    one = Sample(10_000, 2.0, 4.0, 6.0, 8.0, 10.0, (1, *counts[1:]), 10, 100, 0.2)
+    other = Sample(12_000, 4.0, 4.0, 6.0, 8.0, 10.0, (2, *counts[1:]), 21, 200, 0.1)
+    mean = Sample(12_000, 3.0, 4.0, 6.0, 8.0, 10.0, (3, *counts[1:]), 15, 150, 0.2)
+    assert folded([one, other], 10) == [mean]
+    last = Sample(20_000, 9.0)
+    assert folded([one, other, last], 10) == [mean, last]
+    assert History([one, other, last]).samples(SPANS["1h"]) == [mean, last]
+    assert folded([], 10) == []

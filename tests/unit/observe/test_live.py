@@ -2,14 +2,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import SAMPLE_S, Sample
+from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
 from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
-from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
+from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode, sealed_names
 from ratelimitd.testing import ManualClock
+
+KEYS = BucketKeys(b"k" * 16)
 
 
 def status_of(node_id="n1", *, at_ms=0, allowed_per_s=1.0, **fields):
@@ -68,6 +71,7 @@ class Scene:
             self.board,
             self.clock,
             is_healthy=lambda: self.healthy,
+            seal=KEYS,
         )
 
     @property
@@ -118,7 +122,7 @@ async def test_a_node_that_is_alone_shows_itself():
     assert overview.unheard_s is None
     assert not overview.shares
     assert overview.total == overview.this.sample
-    assert [sample.at_ms for sample in scene.live.history] == [
+    assert [sample.at_ms for sample in scene.live.history(SPANS["15m"])] == [
         scene.now_ms - 4_000,
         scene.now_ms - 2_000,
         scene.now_ms,
@@ -189,7 +193,7 @@ async def test_two_nodes_of_one_name_are_both_shown(scene):
 async def test_with_nobody_looking_the_others_are_read_now_and_then(scene):
     await scene.steps(2 * STEPS_UNSEEN)
     assert scene.board.reads == 2
-    assert len(scene.live.history) == 2
+    assert len(scene.live.history(SPANS["15m"])) == 2
 
 
 async def test_while_somebody_looks_they_are_read_in_each_step(scene):
@@ -291,6 +295,21 @@ async def test_denials_fade_with_every_step(scene):
     await scene.steps(30)
     [after] = scene.live.overview().endpoints
     assert after.per_minute == pytest.approx(before.per_minute / 2)
+
+
+async def test_names_come_from_every_node_that_has_the_same_secret(scene):
+    def denied(name, seal, kind="user"):
+        identifiers = [DeniedIdentifier(name.encode().hex(), kind, name[:3], 5.0, name)]
+        return {"identifiers": identifiers, "names": sealed_names(identifiers, seal)}
+
+    scene.deny(b"here")
+    scene.other("n2", **denied("there", KEYS))
+    scene.other("n3", **denied("stranger", BucketKeys(b"x" * 16)))
+    scene.other("n4", age_s=SILENT_S + 1, **denied("gone", KEYS))
+    await scene.steps()
+    names = [one.name for one in scene.live.overview(named=True).identifiers]
+    assert sorted(names) == ["", "here", "there"]
+    assert {one.name for one in scene.live.overview().identifiers} == {""}
 
 
 async def test_endpoints_without_a_rule_are_those_of_all_nodes_that_are_heard(scene):

@@ -1,20 +1,26 @@
 import json
+from base64 import b64encode
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.node_status import (
     MAX_BYTES,
     MAX_ENDPOINT,
+    MAX_SEALED,
+    BusyRule,
     HeldLimit,
     NodeStatus,
     decode,
     encode,
+    names_within,
+    sealed_names,
 )
 
 SAMPLE = Sample(1_700_006_400_000, 12.5, 3.0, 0.5, 15.5, 15.0, (1,) * 15, 42, 10**8, 0.002)
@@ -49,10 +55,13 @@ BUSY = replace(
     ],
     holds=[HeldLimit(f"/held/{number}", "user", "minute", 10**6, 10**9) for number in range(TOP)],
     unmatched=[DeniedEndpoint(f"/unmatched/{number}", 99.5) for number in range(TOP)],
+    names="c2VhbGVk" * 50,
+    rules=[BusyRule(f"00000000-0000-4000-8000-{number:012}", 12.25, 0.5) for number in range(TOP)],
 )
 
 
-NONE: dict[str, list[object]] = {"endpoints": [], "identifiers": [], "holds": [], "unmatched": []}
+LISTS = ("endpoints", "identifiers", "holds", "unmatched", "rules")
+NONE: dict[str, list[object]] = {name: [] for name in LISTS}
 
 
 def changed(**fields):
@@ -64,18 +73,20 @@ def test_what_was_encoded_is_decoded():
     assert decode(encode(BUSY)).endpoints == BUSY.endpoints
     assert decode(encode(BUSY)).holds == BUSY.holds
     assert decode(encode(BUSY)).unmatched == BUSY.unmatched
+    assert decode(encode(BUSY)).rules == BUSY.rules
+    assert decode(encode(BUSY)).names == BUSY.names
 
 
-def test_a_node_of_the_release_before_tells_neither_holds_nor_endpoints_without_a_rule():
+def test_a_node_of_the_release_before_tells_neither_holds_nor_rules_nor_endpoints_without_one():
     fields = json.loads(encode(BUSY))
-    del fields["holds"], fields["unmatched"]
-    expected = replace(decode(encode(BUSY)), holds=[], unmatched=[])
+    del fields["holds"], fields["unmatched"], fields["rules"], fields["names"]
+    expected = replace(decode(encode(BUSY)), holds=[], unmatched=[], rules=[], names="")
     assert decode(json.dumps(fields).encode()) == expected
 
 
 def test_a_status_is_small():
     assert len(encode(STATUS)) < 1_024
-    assert len(encode(BUSY)) < 2_048
+    assert len(encode(BUSY)) < 3_072
 
 
 def test_no_name_of_an_identifier_leaves_the_node():
@@ -94,6 +105,35 @@ def test_endpoints_that_take_too_many_bytes_cost_the_lists_and_not_the_status():
     octets = encode(replace(BUSY, endpoints=wide))
     assert len(octets) < MAX_BYTES
     assert decode(octets) == replace(STATUS, **NONE)
+
+
+def test_where_there_is_no_room_for_all_rules_are_left_out_first_and_then_names():
+    told = []
+    for length in range(0, MAX_ENDPOINT, 2):
+        wide = [DeniedEndpoint("é" * length, 1.0)] * TOP
+        status = decode(encode(replace(BUSY, endpoints=wide, unmatched=wide)))
+        assert status.holds == BUSY.holds
+        told.append((bool(status.rules), bool(status.names)))
+    assert [*dict.fromkeys(told)] == [(True, True), (False, True), (False, False)]
+
+
+def test_names_are_sealed_as_far_as_there_is_room():
+    keys = BucketKeys(b"k" * 16)
+    long = [one._replace(name="n" * 150) for one in BUSY.identifiers]
+    sealed = sealed_names(long, keys)
+    assert len(sealed) <= MAX_SEALED
+    assert names_within(sealed, keys) == {one.digest: one.name for one in long[:3]}
+    assert sealed_names([one._replace(name="") for one in long], keys) == ""
+    assert sealed_names([long[0]._replace(name="n" * 1_000)], keys) == ""
+
+
+def test_of_what_another_secret_sealed_or_holds_no_names_there_are_none():
+    keys, other = BucketKeys(b"k" * 16), BucketKeys(b"x" * 16)
+    assert names_within(sealed_names(BUSY.identifiers, other), keys) == {}
+    for octets in (b"[]", b"{", b"\xff", b'{"00":7}', b'{"00":"' + b"n" * 300 + b'"}'):
+        assert names_within(b64encode(keys.seal(octets)).decode(), keys) == {}
+    for text in ("", "no base64!", "AAAA", "\u00e4"):
+        assert names_within(text, keys) == {}
 
 
 def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():
@@ -131,6 +171,10 @@ def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():
         {"identifiers": [["00", "u" * 10_000, "a…", 1.0]]},
         {"identifiers": [["00", [], "a…", 1.0]]},
         {"identifiers": [["00", "user", "a…", 1.0, "ada"]]},
+        {"rules": [["1", 1.0]]},
+        {"rules": [["1", 1.0, 1.0]] * (TOP + 1)},
+        {"names": 7},
+        {"names": "n" * (MAX_SEALED + 1)},
     ],
 )
 def test_a_status_out_of_bounds_is_none(fields):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -9,7 +10,7 @@ from ratelimitd.observe.denials import Denials
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.live import live_of
 from ratelimitd.observe.metrics import NodeParts, Runtime
-from ratelimitd.observe.node_status import decode
+from ratelimitd.observe.node_status import BusyRule, decode, names_within
 from ratelimitd.testing import ManualClock
 
 
@@ -45,6 +46,8 @@ class Parts:
             self.denials,
             addresses=lambda: ("127.0.0.1:1", "127.0.0.1:2"),
             admin_token_digest=str,
+            seal=BucketKeys(b"k" * 16),
+            busiest=lambda: [BusyRule("1", 2.0, 0.5)],
         )
 
     async def step(self):
@@ -66,6 +69,7 @@ async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
     assert (status.sample.loop_lag_s, status.clock_error_s) == (0.25, -1.5)
     assert status.sample.memory_bytes > 1_000_000
     assert (status.sync_lag_s, status.excess_bound_ratio) == (0.0, 0.0)
+    assert status.rules == [BusyRule("1", 2.0, 0.5)]
 
 
 async def test_who_was_denied_is_told_masked():
@@ -103,4 +107,20 @@ async def test_a_node_of_a_cluster_tells_the_others_of_its_part_in_it():
     await parts.step()
     told = decode(cluster.board.published[-1])
     assert (told.sync_lag_s, told.excess_ratio, told.excess_bound_ratio) == (0.5, 0.01, 0.51)
+    assert told.names == ""
     assert (told.shared_state_connected, told.breaker_state, told.retry_s) == (False, "open", 12.0)
+
+
+async def test_the_names_of_denied_identifiers_are_told_sealed():
+    cluster = SimpleNamespace(
+        board=Board(), sync_lag_s=0.5, worst_excess=0.01, promised_excess=0.51
+    )
+    parts = Parts(cluster)
+    for name, kind in ((b"ada.lovelace", "user"), (b"sk_live_1", "api_key")):
+        parts.denials.note((name, SimpleNamespace(endpoint="/a", identifier_type=kind)))
+    parts.denials.fold()
+    await parts.step()
+    octets = cluster.board.published[-1]
+    assert b"lovelace" not in octets
+    names = names_within(decode(octets).names, BucketKeys(b"k" * 16))
+    assert [*names.values()] == ["ada.lovelace"]

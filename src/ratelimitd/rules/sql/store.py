@@ -54,7 +54,6 @@ from ratelimitd.rules.sql.assignments import (
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
     current_revision,
-    fields_of,
     next_revision,
     rule_audit,
     rule_audit_changes,
@@ -64,11 +63,14 @@ from ratelimitd.rules.sql.database import (
     storable,
 )
 from ratelimitd.rules.sql.reverting import changes_back_to
+from ratelimitd.rules.sql.trail import read_trail
 from ratelimitd.rules.store import (
+    EVERY_CHANGE,
     MAX_RULES,
     SECRET_BYTES,
     Applied,
     AuditEntry,
+    AuditFilter,
     BookChanges,
     RuleChanges,
     RuleDraft,
@@ -231,17 +233,12 @@ class SqlRuleStore:
                 found += batch.rules
         return found[:size]
 
-    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+    async def audit(
+        self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
+    ) -> Sequence[AuditEntry]:
         """Return a page of the audit trail."""
-        statements = [_trail(rule_audit, rule_id, before, size)]
-        if rule_id:
-            statements.append(_trail(rule_audit_changes, rule_id, before, size))
-        found: list[AuditEntry] = []
         async with self._database.reading() as connection:
-            for statement in statements:
-                rows = await connection.execute(statement)
-                found += [_audit_entry(AuditEntry._make(row)) for row in rows]
-        return sorted(found, key=lambda entry: -entry.revision)[:size]
+            return await read_trail(connection, rule_id, before, size, wanted)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """Return what changed."""
@@ -444,23 +441,6 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
         message = "the rule has changed: read it again and send its new etag"
         raise RuleConflictError(message)
     return found
-
-
-def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa.Select[Any]:
-    """Select a page of the audit trail: of its own rows, or of those beside it, with who changed them and when."""
-    columns = (changes.c.get(name, rule_audit.c[name]) for name in AuditEntry._fields)
-    statement = sa.select(*columns).order_by(changes.c.revision.desc()).limit(size)
-    if changes is not rule_audit:
-        statement = statement.join(rule_audit, rule_audit.c.revision == changes.c.revision)
-    if rule_id:
-        statement = statement.where(changes.c.rule_id == rule_id)
-    return statement if before is None else statement.where(changes.c.revision < before)
-
-
-def _audit_entry(row: AuditEntry) -> AuditEntry:
-    """Return the change of a row; SQLite drops the time zone, which is always UTC."""
-    at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
-    return row._replace(at=at, before=fields_of(row.before), after=fields_of(row.after))
 
 
 class _Change(NamedTuple):

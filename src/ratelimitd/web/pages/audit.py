@@ -1,26 +1,41 @@
-"""``/audit``: who changed which rule or assignment, and when; 503 while the rule database does not answer."""
+"""``/audit``: who changed which rule or assignment, and when, and the way back to the rules of an earlier revision.
+
+503 while the rule database does not answer. Reverting is a whole set of rules, see ADR 0058: it is shown before it is
+done, and refused if a rule was changed after it was shown.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import MAXYEAR, UTC, datetime, timedelta
+from typing import Final, NamedTuple, Protocol, Self
+from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rules.store import AuditEntry
+from ratelimitd.rules.store import EVERY_CHANGE, AuditEntry, AuditFilter, LimitDraft
 from ratelimitd.rules.validation import RuleRow, rule_from_row
-from ratelimitd.web.pages.invoke import HTTP_STATUS
-from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rule_changes import Difference, assignment_differences, fields_differences
+from ratelimitd.web.pages.invoke import HTTP_STATUS, Rejected, ServiceCalls
+from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.rule_changes import (
+    Difference,
+    assignment_differences,
+    fields_differences,
+    limit_summary,
+)
+from ratelimiter.v1 import ratelimiter_pb2
 
 PAGE_CHANGES: Final = 25
+
+ACTIONS: Final = {"create": "created", "update": "changed", "delete": "deleted", "apply": "applied"}
+"""The actions of the trail, in the words of the page."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +43,9 @@ _log = logging.getLogger(__name__)
 class AuditReader(Protocol):
     """What this module needs of a :class:`ratelimitd.rules.store.RuleStore`."""
 
-    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+    async def audit(
+        self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
+    ) -> Sequence[AuditEntry]:
         """At most ``size`` changes, the newest first."""
 
 
@@ -42,6 +59,11 @@ class Change(NamedTuple):
     """Whose assignment it was; empty for a change of a rule."""
     counts: str = ""
     """How many rules a whole set created, updated and deleted; empty for any other change."""
+
+    @property
+    def what(self) -> str:
+        """What was done."""
+        return ACTIONS.get(self.entry.action, self.entry.action)
 
 
 class Changes(NamedTuple):
@@ -59,10 +81,12 @@ class AuditTrail:
     def __init__(self, reader: AuditReader) -> None:
         self._reader = reader
 
-    async def page(self, rule_id: str, before: int | None) -> Changes:
+    async def page(
+        self, rule_id: str, before: int | None, wanted: AuditFilter = EVERY_CHANGE
+    ) -> Changes:
         """Changes of a rule, of all rules when ``rule_id`` is empty, from below the revision ``before`` on."""
         try:
-            entries = await self._reader.audit(rule_id, before, PAGE_CHANGES + 1)
+            entries = await self._reader.audit(rule_id, before, PAGE_CHANGES + 1, wanted)
         except StoreUnavailableError as error:
             _log.warning("the audit trail cannot be read: %s", error)
             return Changes([], away=True)
@@ -95,22 +119,198 @@ def _change(entry: AuditEntry) -> Change:
 
 _REVISION: Final = re.compile(r"[0-9]{1,18}")
 
+MAX_FILTER: Final = 255
+"""Characters of a filter: as many as a name of a caller or an endpoint may have."""
 
-def audit_routes(frame: Frame, trail: AuditTrail) -> list[BaseRoute]:
-    """The page; ``before`` in its address is the revision it starts below, ``rule`` the one it is about."""
+MAX_SHOWN: Final = 100
+"""Changes of a revert that its preview lists."""
 
-    async def show(request: Request) -> Response:
-        given = request.query_params.get("before", "")
-        before = int(given) if _REVISION.fullmatch(given) else None
-        rule_id = request.query_params.get("rule", "")
-        changes = await trail.page(rule_id, before)
-        return frame.page(
+STALE: Final = (
+    "A rule was changed meanwhile, so nothing was reverted. This is what would change now."
+)
+
+
+class AuditQuery(NamedTuple):
+    """Which changes an address asks for, as it was typed; what makes no sense selects all."""
+
+    rule: str = ""
+    who: str = ""
+    action: str = ""
+    text: str = ""
+    since: str = ""
+    until: str = ""
+    before: str = ""
+
+    @classmethod
+    def of_parameters(cls, given: Mapping[str, str]) -> Self:
+        """From the parameters of an address."""
+        return cls(*(given.get(name, "").strip()[:MAX_FILTER] for name in cls._fields))
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether not all changes of all rules are asked for."""
+        return any(self[:-1])
+
+    @property
+    def first_below(self) -> int | None:
+        """The revision that the page begins below; ``None`` for the newest."""
+        return int(self.before) if _REVISION.fullmatch(self.before) else None
+
+    @property
+    def filter(self) -> AuditFilter:
+        """What is read."""
+        action = self.action if self.action in ACTIONS else ""
+        until = _day(self.until)
+        return AuditFilter(
+            self.who,
+            action,
+            self.text,
+            _day(self.since),
+            until + timedelta(days=1) if until else None,
+        )
+
+    def address(self, before: int | str = "") -> str:
+        """The address of another page of the same changes."""
+        given = {**self._asdict(), "before": before}
+        parameters = {name: value for name, value in given.items() if value}
+        return "/audit" + (f"?{urlencode(parameters)}" if parameters else "")
+
+
+def _day(text: str) -> datetime | None:
+    """The beginning of a day in UTC; ``None`` if it is none, or no day follows it."""
+    try:
+        day = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return day if day.year < MAXYEAR else None
+
+
+class AuditPages:
+    """The endpoints."""
+
+    def __init__(self, frame: Frame, services: ServiceCalls, trail: AuditTrail) -> None:
+        self._frame = frame
+        self._services = services
+        self._trail = trail
+
+    def routes(self) -> list[BaseRoute]:
+        """Where the pages are."""
+        return [
+            Route("/audit", self._frame.reading(self.show)),
+            Route("/audit/revert", self._frame.reading(self.preview)),
+            Route("/audit/revert", self._frame.posting(self.revert), methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """A page of the changes that are asked for."""
+        query = AuditQuery.of_parameters(request.query_params)
+        changes = await self._trail.page(query.rule, query.first_below, query.filter)
+        return self._frame.page(
             request,
             "audit.html",
             status_code=HTTP_STATUS[StatusCode.UNAVAILABLE] if changes.away else 200,
-            rule_id=rule_id,
-            first=before is None,
+            query=query,
+            actions=ACTIONS,
             trail=changes,
+            done=request.query_params.get("done", "") == "reverted",
         )
 
-    return [Route("/audit", frame.reading(show))]
+    async def preview(self, request: Request) -> Response:
+        """What a revert to the revision ``to`` of the address would change."""
+        return await self._preview(request, request.query_params.get("to", ""))
+
+    async def revert(self, request: Request, fields: Fields) -> Response:
+        """Revert, if no rule was changed after the preview."""
+        to, since = fields.get("to", ""), fields.get("revision", "")
+        if not _is_revision(to) or not _is_revision(since):
+            return await self._no_revision(request)
+        try:
+            await self._services.revert(request, int(to), since=int(since))
+        except Rejected as error:
+            problem = STALE if error.code is StatusCode.ABORTED else error.message
+            return await self._preview(request, to, problem, error.status)
+        return RedirectResponse("/audit?done=reverted", 303)
+
+    async def _preview(
+        self, request: Request, to: str, problem: str = "", status_code: int = 200
+    ) -> Response:
+        if not _is_revision(to):
+            return await self._no_revision(request)
+        try:
+            answer = await self._services.revert(request, int(to), dry_run=True)
+        except Rejected as error:
+            text = "; ".join(error.fields.values()) or error.message
+            title = f"The rules cannot be reverted to revision {to}"
+            return await self._frame.message(request, title, text, error.status)
+        counts = {"created": answer.created, "changed": answer.updated, "deleted": answer.deleted}
+        return self._frame.page(
+            request,
+            "revert.html",
+            status_code=status_code,
+            to=int(to),
+            revision=answer.revision,
+            counts=counts,
+            total=sum(counts.values()),
+            changes=[*map(_reverted, answer.changes[:MAX_SHOWN])],
+            problem=problem,
+        )
+
+    async def _no_revision(self, request: Request) -> Response:
+        text = "A revision is a number from 1 on, such as the list of changes shows."
+        return await self._frame.message(request, "There is no such revision", text, 404)
+
+
+def _is_revision(text: str) -> bool:
+    return bool(_REVISION.fullmatch(text)) and int(text) > 0
+
+
+class Reverted(NamedTuple):
+    """One rule that a revert changes."""
+
+    endpoint: str
+    identifier_type: str
+    difference: Difference
+
+
+def _reverted(change: ratelimiter_pb2.RateLimitChange) -> Reverted:
+    before, after = (
+        getattr(change, name) if change.HasField(name) else None for name in ("before", "after")
+    )
+    places = [(one.endpoint, one.identifier_type) for one in (before, after) if one]
+    words = [
+        _in_words(one, with_place=len({*places}) > 1) if one else "" for one in (before, after)
+    ]
+    return Reverted(*places[-1], Difference("", *words))
+
+
+def _in_words(rule: ratelimiter_pb2.RateLimit, *, with_place: bool) -> str:
+    """A rule in a few words; ``with_place``: also which one it is, for it moves."""
+    parts = [f"{rule.endpoint} {rule.identifier_type}"] if with_place else []
+    parts += [_limits(rule.limits or [rule])]
+    parts += [f"plan {name}: {_limits(rule.plans[name].limits)}" for name in sorted(rule.plans)]
+    parts += [] if rule.enabled else ["disabled"]
+    return "; ".join(parts)
+
+
+def _limits(
+    limits: Iterable[ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit],
+) -> str:
+    return "; ".join(
+        f"{limit.name} {limit_summary(limit)}".strip() for limit in map(_draft_of, limits)
+    )
+
+
+def _draft_of(limit: ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit) -> LimitDraft:
+    if isinstance(limit, ratelimiter_pb2.RateLimit):
+        return LimitDraft("", limit.limit, limit.window_seconds, limit.algorithm)
+    return LimitDraft(
+        limit.name,
+        limit.limit,
+        limit.window_seconds,
+        limit.algorithm,
+        burst=limit.burst,
+        period=ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None,
+        time_zone=limit.time_zone,
+        anchor_day=limit.anchor_day,
+        enforcement=ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower(),
+    )

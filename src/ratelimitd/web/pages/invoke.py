@@ -105,6 +105,14 @@ class ServiceCalls:
         message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=etag)
         await self._ask(request, f"{CONFIG}/DeleteRateLimit", message)
 
+    async def revert(
+        self, request: Request, to: int, *, dry_run: bool = False, since: int = 0
+    ) -> ratelimiter_pb2.ApplyRateLimitsResponse:
+        """Bring the rules back to the revision ``to``, unless one was changed after ``since``; 0 = whatever was."""
+        message = ratelimiter_pb2.ApplyRateLimitsRequest(as_of=to, dry_run=dry_run, revision=since)
+        answer = await self._ask(request, f"{CONFIG}/ApplyRateLimits", message)
+        return ratelimiter_pb2.ApplyRateLimitsResponse.FromString(answer)
+
     async def check(
         self, request: Request, question: Question, cost: int, *, peek: bool, max_wait_ms: int = 0
     ) -> ratelimiter_pb2.RateLimitResponse:

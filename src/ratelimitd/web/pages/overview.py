@@ -10,18 +10,26 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.observe.history import Sample
+from ratelimitd.observe.history import DEFAULT_SPAN, SPANS, Sample, Span
 from ratelimitd.observe.live import Listener, Overview
 from ratelimitd.rpc.interface import Call, RpcError
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.pages.errors import Cause, Refused
-from ratelimitd.web.pages.overview_view import headings_of, row, summary_of, view_of
+from ratelimitd.web.pages.overview_view import (
+    TABLE_HEADINGS,
+    headings_of,
+    row,
+    summary_of,
+    table_of,
+    view_of,
+)
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 
 MAX_BEHIND: Final = 3
@@ -35,17 +43,37 @@ RETRY_MS: Final = 2_000
 ROWS_PER_EVENT: Final = 100
 """Samples of the past that are put together in one turn of the event loop, in less than 1 ms."""
 
-Fragments = Callable[[Overview, Sequence[Sample], bool], Awaitable[dict[str, str]]]
-"""The parts of the page that change, as HTML, by their ids; for who sees names, or for who does not. Made in several
-turns of the event loop."""
+NAMES: Final = "names"
+SHOWN: Final = "shown"
+"""The query that asks for names: ``?names=shown``."""
+
+SPAN_WORDS: Final = {"5m": "5 minutes", "15m": "15 minutes", "1h": "hour", "24h": "24 hours"}
+"""The spans in words, behind "the last"."""
+
+
+class Look(NamedTuple):
+    """What a page is asked to show: names of denied identifiers, and which of SPANS its charts are of."""
+
+    named: bool = False
+    span: str = DEFAULT_SPAN
+
+    def address(self, path: str = "/", **changes: Any) -> str:
+        """The address of a path for this look, with changes."""
+        named, span = self._replace(**changes)
+        given = {NAMES: SHOWN if named else "", "range": span if span != DEFAULT_SPAN else ""}
+        query = urlencode({name: value for name, value in given.items() if value})
+        return f"{path}?{query}" if query else path
+
+
+Fragments = Callable[[Look], Awaitable[dict[str, str]]]
+"""The parts of the page that change, as HTML, by their ids. Made in several turns of the event loop."""
 
 
 class LiveStatus(Protocol):
     """What is shown: :class:`ratelimitd.observe.live.Live`."""
 
-    @property
-    def history(self) -> Sequence[Sample]:
-        """The last quarter of an hour."""
+    def history(self, span: Span) -> Sequence[Sample]:
+        """The samples of one of SPANS up to now."""
 
     @property
     def ended(self) -> bool:
@@ -72,18 +100,18 @@ class LiveStream:
         self._fragments = fragments
         self._readers: set[_Reader] = set()
 
-    async def events(self, may_go_on: Callable[[], bool], *, named: bool) -> AsyncIterator[bytes]:
+    async def events(self, may_go_on: Callable[[], bool], look: Look) -> AsyncIterator[bytes]:
         """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node.
 
         ``may_go_on`` is asked before each: the token of the visitor may have ended.
         """
-        reader = _Reader(named, asyncio.get_running_loop().time() + STREAM_S)
+        reader = _Reader(look, asyncio.get_running_loop().time() + STREAM_S)
         if not self._readers:
             self._live.listen(self._stepped)
         self._readers.add(reader)
         try:
             yield b"retry: %d\n\n" % RETRY_MS
-            samples = self._live.history
+            samples = self._live.history(SPANS[look.span])
             for start in range(0, len(samples), ROWS_PER_EVENT):
                 piece = samples[start : start + ROWS_PER_EVENT]
                 yield _event("past", [row(one) for one in piece])
@@ -101,25 +129,24 @@ class LiveStream:
             for reader in self._readers:
                 reader.end()
             return
-        made: dict[bool, bytes] = {}
+        made: dict[Look, bytes] = {}
         for reader in [*self._readers]:
-            if reader.named not in made:
-                made[reader.named] = await self._event(named=reader.named)
-            if not reader.take(made[reader.named]):
+            if reader.look not in made:
+                made[reader.look] = await self._event(reader.look)
+            if not reader.take(made[reader.look]):
                 self._readers.discard(reader)
                 reader.end()
 
-    async def _event(self, *, named: bool) -> bytes:
-        overview, history = self._live.overview(named=named), self._live.history
-        parts = await self._fragments(overview, history, named)
-        return _event("now", {"row": row(overview.total), "parts": parts})
+    async def _event(self, look: Look) -> bytes:
+        newest = self._live.history(SPANS[look.span])[-1]
+        return _event("now", {"row": row(newest), "parts": await self._fragments(look)})
 
 
 class _Reader:
     """One open page. ``until_s``: when its stream ends at the latest, on the event loop's time."""
 
-    def __init__(self, named: bool, until_s: float) -> None:  # noqa: FBT001 -- one of two kinds
-        self.named = named
+    def __init__(self, look: Look, until_s: float) -> None:
+        self.look = look
         self._until_s = until_s
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -148,10 +175,6 @@ def _event(name: str, data: object) -> bytes:
     return f"event: {name}\ndata: {text}\n\n".encode()
 
 
-NAMES: Final = "names"
-SHOWN: Final = "shown"
-"""The query that asks for names: ``?names=shown``."""
-
 FRAGMENTS: Final = ("state", "nodes", "denials", "holds", "summary")
 """The parts of the page that change, by their ids; each is the template ``overview_<id>.html``."""
 
@@ -162,7 +185,11 @@ _log = logging.getLogger(__name__)
 
 
 class OverviewPage:
-    """The page and its stream. ``may_administer`` guards names; ``actor`` says who the log names for asking."""
+    """The page and its stream.
+
+    ``may_administer`` guards names; ``actor`` says who the log names for asking; ``on_breaker_open`` is the setting,
+    empty where there is no choice.
+    """
 
     def __init__(
         self,
@@ -172,8 +199,10 @@ class OverviewPage:
         *,
         may_administer: Requirement,
         actor: Callable[[Call], str],
+        on_breaker_open: str = "",
     ) -> None:
         self._frame = frame
+        self._on_breaker_open = on_breaker_open
         self._live = live
         self._words = words
         self._may_administer = may_administer
@@ -190,31 +219,43 @@ class OverviewPage:
         return [Route("/", front), Route("/events", self._frame.reading(self._events))]
 
     async def _page(self, request: Request) -> Response:
-        named = self._asks_for_names(request)
-        if named:
+        look = self._look(request)
+        if look.named:
             _log.info(
                 "%s looks at the names of denied identifiers", self._actor(self._call(request))
             )
         await self._live.refresh()
-        overview, history = self._live.overview(named=named), self._live.history
+        span = SPANS[look.span]
         return self._frame.page(
-            request, "overview.html", **self._context(overview, history, named=named)
+            request,
+            "overview.html",
+            look=look,
+            span=span,
+            spans=SPAN_WORDS,
+            table=table_of(self._live.history(span), span),
+            table_headings=TABLE_HEADINGS,
+            **self._context(look),
         )
 
     async def _events(self, request: Request) -> Response:
-        named = self._asks_for_names(request)
+        look = self._look(request)
         if self._live.ended:
             headers = {"Retry-After": "10"}
             return Response("the node is draining\n", 503, headers, media_type="text/plain")
 
         def may_go_on() -> bool:
             try:
-                return self._frame.still_admits(request) and self._asks_for_names(request) == named
+                return self._frame.still_admits(request) and self._look(request) == look
             except Refused:
                 return False
 
-        events = self._stream.events(may_go_on, named=named)
+        events = self._stream.events(may_go_on, look)
         return StreamingResponse(events, media_type="text/event-stream")
+
+    def _look(self, request: Request) -> Look:
+        span = request.query_params.get("range", "")
+        named = self._asks_for_names(request)
+        return Look(named, span if span in SPANS else DEFAULT_SPAN)
 
     def _asks_for_names(self, request: Request) -> bool:
         if request.query_params.get(NAMES) != SHOWN:
@@ -228,13 +269,8 @@ class OverviewPage:
     def _call(self, request: Request) -> Call:
         return self._frame.call(request, request.url.path)
 
-    async def _fragments(
-        self,
-        overview: Overview,
-        history: Sequence[Sample],
-        named: bool,  # noqa: FBT001 -- as the stream calls it
-    ) -> dict[str, str]:
-        context = self._context(overview, history, named=named)
+    async def _fragments(self, look: Look) -> dict[str, str]:
+        context = self._context(look)
         parts = {}
         for name in FRAGMENTS:
             # Each in an event-loop iteration: with 20 nodes all of them take some milliseconds.
@@ -242,7 +278,9 @@ class OverviewPage:
             parts[name] = self._frame.fragment(f"overview_{name}.html", **context)
         return parts
 
-    @staticmethod
-    def _context(overview: Overview, history: Sequence[Sample], *, named: bool) -> dict[str, Any]:
-        view = view_of(overview, history, named=named)
-        return {"view": view, "headings": headings_of(view), "summary": summary_of(history)}
+    def _context(self, look: Look) -> dict[str, Any]:
+        overview = self._live.overview(named=look.named)
+        recent = self._live.history(SPANS[DEFAULT_SPAN])
+        view = view_of(overview, recent, named=look.named, on_breaker_open=self._on_breaker_open)
+        summary = summary_of(self._live.history(SPANS[look.span]))
+        return {"view": view, "headings": headings_of(view), "summary": summary}

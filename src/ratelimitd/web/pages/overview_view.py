@@ -8,22 +8,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Final, NamedTuple
 
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
-from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.history import SPANS, Sample, Span, folded, summed
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
-from ratelimitd.web.pages.rendering import NONE, faded, milliseconds, percent, seconds, short, size
+from ratelimitd.web.pages.rendering import (
+    NONE,
+    faded,
+    milliseconds,
+    number,
+    percent,
+    seconds,
+    short,
+    size,
+    time_of_day,
+)
 
 P99: Final = 6
 HIT_RATIO: Final = 7
 """Columns of a row that the chart summaries use."""
 
 
-@lru_cache(maxsize=2 * MAX_SAMPLES)
+@lru_cache(maxsize=2 * sum(span.most for span in SPANS.values()))
 def row(sample: Sample) -> Sequence[float | None]:
     """A sample as the charts take it.
 
@@ -88,7 +98,6 @@ class NodeRow(NamedTuple):
     state_tone: str
     addresses: str
     version: str
-    revision: Tile
     figures: Sequence[Tile]
 
 
@@ -129,10 +138,14 @@ class View:
     unmatched: Sequence[DeniedRow]
     """Endpoints without a rule."""
     named: bool
+    advice: str
+    """What to set instead, while a breaker is open; empty for nothing."""
 
 
-def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> View:
-    """The view; ``history`` ends with the sample of now, or is empty."""
+def view_of(
+    overview: Overview, history: Sequence[Sample], *, named: bool, on_breaker_open: str = ""
+) -> View:
+    """The view; ``history`` ends with the sample of now, or is empty. ``on_breaker_open``: the setting of this node."""
     alive = overview.alive
     newest = max(status.rules_revision for status in alive)
     unheard = "" if overview.unheard_s is None else seconds(round(overview.unheard_s))
@@ -154,6 +167,7 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
         ],
         holds=[HeldRow(*one[:3], short(one.holds), short(one.tokens)) for one in overview.holds],
         named=named,
+        advice=_advice(alive, on_breaker_open),
     )
 
 
@@ -186,6 +200,37 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
             f"now {short(now.buckets)}, at most {short(max(one.buckets for one in history))}",
         ),
     )
+
+
+TABLE_ROWS: Final = 12
+
+
+class TableRow(NamedTuple):
+    """One line of the table that stands in for the charts."""
+
+    until: str
+    figures: Sequence[str]
+
+
+TABLE_HEADINGS: Final = ("Allowed", "Blocked", "Fail-open", "99 % within", "Hit ratio", "Buckets")
+
+
+def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
+    """The charts as a table, newest first: means of a twelfth of the span each."""
+    return [
+        TableRow(
+            time_of_day(one.at_ms // 1_000),
+            (
+                short(one.allowed_per_s),
+                short(one.blocked_per_s),
+                short(one.fail_open_per_s),
+                milliseconds(one.percentile_ms(0.99)),
+                percent(one.hit_ratio),
+                short(one.buckets),
+            ),
+        )
+        for one in reversed(folded(history, span.kept_s // TABLE_ROWS))
+    ]
 
 
 def _course(now: float, highest: float) -> str:
@@ -288,6 +333,16 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
     return Tile("Breaker", BREAKER_WORDS[worst.breaker_state], note, BAD)
 
 
+def _advice(alive: Sequence[NodeStatus], on_breaker_open: str) -> str:
+    does = {"fail_open": "allows", "deny": "denies"}.get(on_breaker_open)
+    if does is None or all(one.breaker_state == "closed" for one in alive):
+        return ""
+    return (
+        f"While its breaker is open a node {does} every check (ON_BREAKER_OPEN={on_breaker_open})."
+        " With ON_BREAKER_OPEN=local, which we recommend, it goes on limiting by what it knows."
+    )
+
+
 def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
     """Of the node that was furthest over, beyond its promise before all; an embedded node is exact."""
     worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
@@ -314,6 +369,7 @@ def _node_row(node: NodeView, newest_revision: int, unheard: str) -> NodeRow:
     if status.breaker_state != "closed":
         breaker += f", {seconds(round(status.retry_s))}"
     figures = (
+        Tile("Revision", number(status.rules_revision), tone=WARN if behind else ""),
         Tile("Allowed", short(sample.allowed_per_s)),
         Tile("Blocked", short(sample.blocked_per_s)),
         Tile(
@@ -346,7 +402,6 @@ def _node_row(node: NodeView, newest_revision: int, unheard: str) -> NodeRow:
         state_tone=tone,
         addresses=" · ".join(filter(None, (status.grpc_address, status.http_address))),
         version=status.version,
-        revision=Tile("Rules", str(status.rules_revision), tone=WARN if behind else ""),
         figures=figures,
     )
 
@@ -365,5 +420,4 @@ def _shown(one: DeniedIdentifier) -> str:
 
 def headings_of(view: View) -> Sequence[str]:
     """The columns of the table of nodes, which are the labels of its figures."""
-    first = view.nodes[0]
-    return [tile.label for tile in chain([first.revision], first.figures)]
+    return [tile.label for tile in view.nodes[0].figures]

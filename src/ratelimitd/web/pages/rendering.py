@@ -109,6 +109,11 @@ def instant(at: datetime | int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
+def time_of_day(at_s: int) -> str:
+    """The time of a moment in Unix seconds, in UTC."""
+    return f"{datetime.fromtimestamp(at_s, UTC):%H:%M:%S}"
+
+
 def _read(path: Path) -> StaticFile:
     content = path.read_bytes()
     return StaticFile(content, MEDIA_TYPES[path.suffix], sha256(content).hexdigest()[:16])

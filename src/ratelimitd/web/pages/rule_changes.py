@@ -5,15 +5,11 @@ The words are those of docs/algorithms.md, "When a rule changes". See ADR 0008.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from heapq import nlargest, nsmallest
-from itertools import islice
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import urlencode
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import (
@@ -142,10 +138,11 @@ def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> lis
 def summary(rule: Rule) -> str:
     """The rule in a few words."""
     plans = ", ".join(plan.name for plan in rule.plans)
-    return "; ".join(map(_limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
+    return "; ".join(map(limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
 
 
-def _limit_summary(limit: Limit | LimitDraft) -> str:
+def limit_summary(limit: Limit | LimitDraft) -> str:
+    """A limit in a few words, without its name."""
     name = limit.algorithm.replace("_", " ")
     burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
@@ -198,7 +195,7 @@ def _plans_edited(was: Rule, will: Rule) -> list[str]:
         if name in before:
             told += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
         else:
-            shown = "; ".join(map(_limit_summary, limits))
+            shown = "; ".join(map(limit_summary, limits))
             told.append(f"Who is assigned to the plan {name} has limits of its own: {shown}.")
     return told
 
@@ -213,7 +210,7 @@ def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
     told = [f"There is no limit {name} from now on." for name in before if name not in after]
     for name, limit in after.items():
         if name not in before:
-            told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
+            told.append(f"{name}: {limit_summary(limit)} from now on, and all buckets are full.")
             continue
         if _numbers(limit) != _numbers(before[name]):
             told.append(f"{name}: {_limit_edited(before[name], limit)}")
@@ -300,7 +297,7 @@ def _list_shown(stored: str) -> dict[str, str]:
         noted += f", {_window(LimitDraft(**{**dict.fromkeys(FIRST_LIMIT), **first}))}"
     noted += ", observed" if "enforcement" in first else ""
     shown = {first["name"]: f"the first{noted}"}
-    return shown | {limit["name"]: _limit_summary(LimitDraft(**limit)) for limit in more}
+    return shown | {limit["name"]: limit_summary(LimitDraft(**limit)) for limit in more}
 
 
 def _plans_shown(stored: str) -> str:
@@ -308,119 +305,11 @@ def _plans_shown(stored: str) -> str:
     try:
         return "; ".join(
             f"{plan}: "
-            + ", ".join(
-                f"{limit['name']} {_limit_summary(LimitDraft(**limit))}" for limit in limits
-            )
+            + ", ".join(f"{limit['name']} {limit_summary(LimitDraft(**limit))}" for limit in limits)
             for plan, limits in json.loads(stored).items()
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return stored
-
-
-PAGE_RULES: Final = 50
-RULES_PER_TURN: Final = 1_000
-"""About 0.4 ms."""
-
-STATES: Final = ("enabled", "disabled")
-
-Place = tuple[str, str]
-"""Endpoint and identifier type: rules are in this order, by their bytes."""
-
-
-class RuleQuery(NamedTuple):
-    """What is looked for, and which page of it; an empty field selects all."""
-
-    text: str = ""
-    identifier_type: str = ""
-    algorithm: str = ""
-    state: str = ""
-    after: Place | None = None
-    """The page begins behind this place."""
-    before: Place | None = None
-    """The page ends in front of it."""
-
-    @classmethod
-    def of_parameters(cls, given: Mapping[str, str]) -> Self:
-        """From the parameters of an address."""
-        return cls(
-            given.get("q", "").strip(),
-            given.get("type", ""),
-            given.get("algorithm", ""),
-            given.get("state", ""),
-            _place(given, "after"),
-            _place(given, "before"),
-        )
-
-    @property
-    def selects_all(self) -> bool:
-        """Whether every rule matches."""
-        return not any(self[:4])
-
-    def matches(self, rule: Rule) -> bool:
-        """Whether it is looked for, on whichever page."""
-        return (
-            self.text.casefold() in rule.endpoint.casefold()
-            and self.identifier_type in {"", rule.identifier_type}
-            and self.algorithm in {"", rule.algorithm}
-            and self.state in {"", STATES[not rule.enabled]}
-        )
-
-    def address(self, name: str = "", place: Place | None = None) -> str:
-        """The address of the page that ``name``, ``after`` or ``before``, says from ``place`` on."""
-        texts = zip(("q", "type", "algorithm", "state"), self[:4], strict=True)
-        parameters = {key: value for key, value in texts if value}
-        if place is not None:
-            parameters |= {name: place[0], f"{name}_type": place[1]}
-        return "/rules" + ("?" + urlencode(parameters) if parameters else "")
-
-
-class Found(NamedTuple):
-    """One page of results. ``first`` is the number of its first rule, from 1."""
-
-    rules: Sequence[Rule]
-    first: int
-    total: int
-
-    @property
-    def last(self) -> int:
-        """The number of its last rule."""
-        return self.first + len(self.rules) - 1
-
-
-async def search(book: RuleBook, query: RuleQuery) -> Found:
-    """The page of ``book`` that ``query`` asks for."""
-    total = in_front = 0
-    page: list[Rule] = []
-    rules = book.rules()
-    while batch := [*islice(rules, RULES_PER_TURN)]:
-        matching = [rule for rule in batch if query.matches(rule)]
-        total += len(matching)
-        if query.before is not None:
-            candidates = [rule for rule in matching if place_of(rule) < query.before]
-            in_front += len(candidates)
-            page = nlargest(PAGE_RULES, page + candidates, key=place_of)
-        else:
-            candidates = _behind(query.after, matching)
-            in_front += len(matching) - len(candidates)
-            page = nsmallest(PAGE_RULES, page + candidates, key=place_of)
-        await asyncio.sleep(0)
-    if query.before is not None:
-        page.reverse()
-        in_front -= len(page)
-    return Found(page, in_front + 1, total)
-
-
-def place_of(rule: Rule) -> Place:
-    """Where it stands among all rules."""
-    return rule.endpoint, rule.identifier_type
-
-
-def _behind(after: Place | None, rules: Iterable[Rule]) -> list[Rule]:
-    return [rule for rule in rules if after is None or place_of(rule) > after]
-
-
-def _place(given: Mapping[str, str], name: str) -> Place | None:
-    return (given[name], given.get(f"{name}_type", "")) if name in given else None
 
 
 DEFAULT_WINDOW_S: Final = "60"

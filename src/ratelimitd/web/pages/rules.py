@@ -14,21 +14,21 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
+from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.overview import SPAN_WORDS, LiveStatus
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import (
     PERIODS,
-    STATES,
     RuleForm,
-    RuleQuery,
     consequences,
     differences,
-    place_of,
-    search,
 )
+from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
+from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
@@ -63,6 +63,8 @@ class RulesPages:
         book: Callable[[], RuleBook | None],
         trail: AuditTrail,
         *,
+        traffic: RuleTraffic,
+        live: LiveStatus,
         types: Sequence[str] = tuple(IdentifierType),
     ) -> None:
         self._types = types
@@ -70,6 +72,8 @@ class RulesPages:
         self._services = services
         self._book = book
         self._trail = trail
+        self._traffic = traffic
+        self._live = live
 
     def routes(self) -> list[BaseRoute]:
         """Where the pages are."""
@@ -90,25 +94,27 @@ class RulesPages:
         """The rules that are looked for, a page of them."""
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
-        found = await search(book, query)
-        earlier = later = ""
-        if found.rules and found.first > 1:
-            earlier = query.address("before", place_of(found.rules[0]))
-        if found.last < found.total and found.rules:
-            later = query.address("after", place_of(found.rules[-1]))
+        found = await search(book, query, self._traffic.of)
+        await self._live.refresh()
+        overview = self._live.overview()
         return self._frame.page(
             request,
             "rules.html",
             query=query,
             found=found,
-            earlier=earlier,
-            later=later,
+            traffic={rule.id: traffic_of(rule.id, self._traffic, overview) for rule in found.rules},
+            sorts=SORT_WORDS,
             revision=book.revision,
             loaded=self._book() is not None,
             done=DONE.get(request.query_params.get("done", ""), ""),
             types=sorted({*self._types, *book.types}),
             **CHOICES,
         )
+
+    async def _view(self, request: Request, rule: Rule) -> RuleView:
+        await self._live.refresh()
+        span = request.query_params.get("range", "")
+        return view_of_rule(rule.id, span, self._traffic, self._live.overview())
 
     async def new(self, request: Request) -> Response:
         """The empty form; parameters of the address fill it, so that others can link to it."""
@@ -146,6 +152,8 @@ class RulesPages:
             etag=rule.etag,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
+            traffic=await self._view(request, rule),
+            spans=SPAN_WORDS,
         )
 
     async def edit(self, request: Request, fields: Fields) -> Response:
@@ -239,6 +247,7 @@ class RulesPages:
     ) -> Response:
         """The form, of a new rule or of ``rule``."""
         given = {"etag": "", "errors": {}, "problem": "", "history": None, "done": "", **context}
+        given.setdefault("traffic", None)
         return self._frame.page(
             request,
             "rule_form.html",

@@ -1,31 +1,23 @@
 // Keeps the overview up to date: the past for the charts, then with each event the parts of the page as the node
 // would show them now. Without it the page stays as it was loaded.
-import { Chart } from './chart.js';
+import { Chart, plain } from './chart.js';
 
-const SPAN_MS = 900_000;
 const SILENCE_MS = 8_000;
 const REFUSED_MS = 20_000;
 
+const { spanMs: SPAN_MS, stepMs: STEP_MS } = document.querySelector('.charts').dataset;
 const PER_S = 1, LATENCY = 4, RATIO = 7, BUCKETS = 8; // where a row has what; it begins with its time
-const charts = {
-  checks: { columns: [PER_S, PER_S + 1, PER_S + 2], unit: '' },
-  latency: { columns: [LATENCY, LATENCY + 1, LATENCY + 2], unit: ' ms' },
-  ratio: { columns: [RATIO], unit: '', fixed: 1, label: '100 %' },
-  buckets: { columns: [BUCKETS], unit: '' },
-};
-for (const [name, chart] of Object.entries(charts)) {
-  const svg = document.querySelector(`[data-chart="${name}"]`);
-  chart.drawn = new Chart(svg, chart.columns, chart.fixed);
-  chart.highest = document.querySelector(`[data-highest="${name}"]`);
-}
+const charts = Object.entries({
+  checks: { columns: [PER_S, PER_S + 1, PER_S + 2] },
+  latency: { columns: [LATENCY, LATENCY + 1, LATENCY + 2], format: (value) => `${plain(value)} ms` },
+  ratio: { columns: [RATIO], format: (value) => `${plain(value * 100)} %`, top: 1 },
+  buckets: { columns: [BUCKETS] },
+}).map(([name, options]) => new Chart(document.querySelector(`[data-chart="${name}"]`), options));
 
 let rows = [];
 
 function draw() {
-  for (const chart of Object.values(charts)) {
-    const top = chart.drawn.draw(rows);
-    chart.highest.textContent = chart.label ?? top.toLocaleString('en') + chart.unit;
-  }
+  for (const chart of charts) chart.draw(rows, Number(SPAN_MS), Number(STEP_MS));
 }
 
 // Makes a part of the page equal to another one, and leaves alone what is equal already: focus, selection and opened
@@ -69,8 +61,10 @@ function take(event) {
   // Nothing is drawn for who does not look; what is missed comes with the next event.
   last = Date.now();
   say('Live, every two seconds.');
-  if (!rows.length || row[0] > rows[rows.length - 1][0]) rows.push(row);
-  rows = rows.filter(([at]) => at > row[0] - SPAN_MS);
+  // A sample that is not finished takes the place of what it was two seconds ago.
+  const stretch = ([at]) => Math.floor(at / STEP_MS);
+  rows = rows.filter((one) => one[0] > row[0] - SPAN_MS && stretch(one) < stretch(row));
+  rows.push(row);
   if (document.hidden) return;
   for (const [id, html] of Object.entries(parts)) renewPart(id, html);
   draw();

@@ -1,5 +1,5 @@
-// Which of the two looks: the system's, or the one that was chosen here. Runs before the page is shown, so that it does
-// not flash in the other one.
+// Tells the style sheet that scripts run, and which of the two looks is chosen: the system's, or one chosen here. Runs
+// before the page is shown, so that it does not flash in another one.
 const CHOICES = ['system', 'light', 'dark'];
 const root = document.documentElement;
 
@@ -17,6 +17,7 @@ function show(choice) {
   else root.setAttribute('data-theme', choice);
 }
 
+root.classList.add('scripts');
 show(chosen());
 
 document.addEventListener('DOMContentLoaded', () => {

@@ -1,11 +1,15 @@
+import html
 import json
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
+import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import running_node
 from ratelimitd.web.pages import audit
-from tests.page_visitor import PageVisitor
+from tests.page_visitor import PageVisitor, hidden_in, text_of
 
 RULE = {
     "identifier_type": "user",
@@ -32,7 +36,7 @@ async def test_changes_are_listed_with_who_when_and_what(visitor):
     page = (await visitor.get("/audit")).text
     assert f'<a href="/rules/{rule_id}"><code>/orders</code></a>' in page
     assert "admin@127.0.0.1" in page
-    assert "<td>created</td>" in page
+    assert ">created</td>" in page
     assert "Enabled: <ins>no</ins>" in " ".join(page.split())
 
 
@@ -51,6 +55,113 @@ async def test_changes_of_one_rule_can_be_listed_and_paged(visitor, monkeypatch)
     page = (await visitor.get(f"/audit?rule={rule_id}")).text
     assert "/carts" not in page
     assert "Changes of one rule" in page
+
+
+async def test_changes_are_filtered_by_who_what_when_and_rule_and_pages_keep_the_filter(
+    visitor, monkeypatch
+):
+    monkeypatch.setattr(audit, "PAGE_CHANGES", 1)
+    for endpoint in ("/orders", "/carts", "/orders/a"):
+        await create(visitor, endpoint)
+    page = (await visitor.get("/audit?text=ORDERS&who=admin&action=create&since=2020-01-01")).text
+    assert "<code>/orders/a</code>" in page
+    assert 'value="ORDERS"' in page
+    assert '<option value="create" selected>created</option>' in page
+    later = html.unescape(page.partition('">Earlier')[0].rpartition('href="')[2])
+    assert later == "/audit?who=admin&action=create&text=ORDERS&since=2020-01-01&before=3"
+    page = (await visitor.get(later)).text
+    assert "<code>/orders</code>" in page
+    assert "Earlier →" not in page
+    for nothing in (
+        "who=bob",
+        "action=delete",
+        "text=none",
+        "until=2020-01-01",
+        "since=9998-01-01",
+    ):
+        assert "No changes are recorded." in (await visitor.get(f"/audit?{nothing}")).text, nothing
+    for senseless in ("action=sing", "since=soon", "until=9999-12-31", "since=2026-02-31"):
+        assert "/orders/a" in (await visitor.get(f"/audit?{senseless}")).text, senseless
+
+
+async def test_the_last_day_of_a_filter_is_in_it(visitor):
+    await create(visitor, "/orders")
+    today = datetime.now(UTC).date()
+    page = await visitor.get(f"/audit?since={today - timedelta(1)}&until={today + timedelta(1)}")
+    assert "/orders" in page.text
+    page = await visitor.get(f"/audit?until={today - timedelta(days=2)}")
+    assert "/orders" not in page.text
+
+
+async def test_the_rules_are_reverted_from_a_row_after_a_preview(visitor):
+    await create(visitor, "/orders")
+    await create(visitor, "/carts")
+    page = await visitor.get("/audit")
+    assert 'href="/audit/revert?to=1">Revert to here' in page.text
+    preview = await visitor.get("/audit/revert?to=1")
+    assert "1 rule is deleted." in text_of(preview)
+    assert "/carts user 10 in 1 min, token bucket; disabled" in text_of(preview)
+    assert "/carts" in (await visitor.get("/rules")).text
+    fields = hidden_in(preview.text)
+    answer = await visitor.post("/audit/revert", fields)
+    assert answer.headers["location"] == "/audit?done=reverted"
+    assert "The rules were reverted." in (await visitor.get(answer.headers["location"])).text
+    assert "/carts" not in (await visitor.get("/rules")).text
+    assert "there is nothing to revert" in (await visitor.get("/audit/revert?to=1")).text
+
+
+async def test_a_revert_tells_what_changes_in_each_rule(visitor):
+    rule_id = await create(visitor, "/orders")
+    edit = {**RULE, "endpoint": "/other", "enabled": "on", "limit": "20", "name": "quick"}
+    edit |= {"more": "monthly 500 month fixed_window zone=Europe/Berlin observe"}
+    edit |= {"plans": "pro day 1000 86400 fixed_window"}
+    page = (await visitor.get(f"/rules/{rule_id}")).text
+    answer = await visitor.post(f"/rules/{rule_id}", {**edit, "etag": hidden_in(page)["etag"]})
+    assert answer.status_code == 303
+    preview = text_of(await visitor.get("/audit/revert?to=1"))
+    assert "1 rule is changed." in preview
+    assert (
+        "/other user; quick 20 in 1 min, token bucket; monthly 500 in a month from day 1 of"
+        " Europe/Berlin, fixed window, observed; plan pro: day 1 000 in 1 d, fixed window"
+    ) in preview.replace("\u202f", " ")
+    assert "becomes /orders user; 10 in 1 min, token bucket; disabled" in preview
+
+
+async def test_a_revert_after_another_change_is_refused_and_shown_anew(visitor):
+    for endpoint in ("/orders", "/carts"):
+        await create(visitor, endpoint)
+    fields = hidden_in((await visitor.get("/audit/revert?to=1")).text)
+    await create(visitor, "/new")
+    answer = await visitor.post("/audit/revert", fields)
+    assert answer.status_code == 409
+    assert "A rule was changed meanwhile, so nothing was reverted." in text_of(answer)
+    assert "2 rules are deleted." in text_of(answer)
+    assert "/carts" in (await visitor.get("/rules")).text
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "x", "1" * 30])
+async def test_only_a_revision_can_be_reverted_to(visitor, given):
+    await create(visitor, "/orders")
+    answer = await visitor.get(f"/audit/revert?to={given}")
+    assert answer.status_code == 404
+    assert "There is no such revision" in answer.text
+    for fields in ({"to": given, "revision": "1"}, {"to": "1", "revision": given}):
+        assert (await visitor.post("/audit/revert", fields)).status_code == 404
+
+
+async def test_a_revision_that_there_never_was_is_refused_with_the_reason(visitor):
+    await create(visitor, "/orders")
+    answer = await visitor.get("/audit/revert?to=7")
+    assert answer.status_code == 422
+    assert "The rules cannot be reverted to revision 7" in answer.text
+
+
+async def test_a_revert_is_refused_without_the_token_of_the_form(visitor):
+    for endpoint in ("/orders", "/carts"):
+        await create(visitor, endpoint)
+    answer = await visitor.post("/audit/revert", {"to": "1", "revision": "2"}, token="forged")
+    assert answer.status_code == 403
+    assert "/carts" in (await visitor.get("/rules")).text
 
 
 async def test_an_address_that_says_nothing_sensible_lists_the_newest(visitor):
@@ -88,5 +199,24 @@ async def test_a_whole_set_of_rules_is_one_row(visitor):
     assert answer.status_code == 200
     page = " ".join((await visitor.get("/audit")).text.split())
     assert '<th scope="row">a set of rules</th>' in page
-    assert "<td>applied</td>" in page
-    assert "<td>2 created, 0 updated, 0 deleted</td>" in page
+    assert ">applied</td>" in page
+    assert ">2 created, 0 updated, 0 deleted</td>" in page
+
+
+async def test_who_may_only_read_sees_the_changes_and_cannot_revert(tmp_path):
+    tokens = tmp_path / "tokens.yaml"
+    digest = sha256(b"a token of a reader, long enough").hexdigest()
+    tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")
+    tokens.chmod(0o600)
+    async with running_node(admin_token="token-of-the-tests", tokens_file=tokens) as node:
+        async with PageVisitor(node.http_address) as admin:
+            await admin.log_in("token-of-the-tests")
+            for endpoint in ("/orders", "/carts"):
+                await create(admin, endpoint)
+        async with PageVisitor(node.http_address) as reader:
+            await reader.log_in("a token of a reader, long enough")
+            assert "/carts" in (await reader.get("/audit")).text
+            assert (await reader.get("/audit/revert?to=1")).status_code == 403
+            answer = await reader.post("/audit/revert", {"to": "1", "revision": "2"})
+            assert answer.status_code == 403
+            assert "/carts" in (await reader.get("/rules")).text

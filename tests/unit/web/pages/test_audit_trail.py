@@ -68,7 +68,7 @@ class Reader:
         self.entries = entries
         self.error = error
 
-    async def audit(self, rule_id, before, size):
+    async def audit(self, rule_id, before, size, wanted):
         if self.error:
             raise self.error
         return self.entries

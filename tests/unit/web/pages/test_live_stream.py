@@ -4,36 +4,26 @@ import json
 import pytest
 
 from ratelimitd.observe.history import Sample
-from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.web.pages import overview as live_stream
-from ratelimitd.web.pages.overview import MAX_BEHIND, ROWS_PER_EVENT, LiveStream
-from tests.unit.observe.test_live import status_of
+from ratelimitd.web.pages.overview import MAX_BEHIND, ROWS_PER_EVENT, LiveStream, Look
 
 
 class FakeLive:
     """Steps when the test says so."""
 
     def __init__(self):
-        self.history, self.ended, self.asked = [], False, []
+        self.past, self.ended, self.newest = [], False, []
         self.listeners = []
         self.listen, self.unlisten = self.listeners.append, self.listeners.remove
 
-    def overview(self, *, named=False):
-        self.asked.append(named)
-        status = status_of(at_ms=7_000)
-        return Overview(
-            total=status.sample,
-            nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
-            unheard_s=None,
-            shares=True,
-            endpoints=(),
-            identifiers=(),
-            holds=(),
-        )
+    def history(self, span):
+        return [one._replace(buckets=span.step_s) for one in [*self.past, *self.newest]]
 
     async def step(self):
+        self.newest = [Sample(7_000)]
         for listener in [*self.listeners]:
             await listener()
+        self.newest = []
 
 
 class Scene:
@@ -41,13 +31,13 @@ class Scene:
         self.live, self.made, self.allowed = FakeLive(), [], True
         self.stream = LiveStream(self.live, self.fragments)
 
-    async def fragments(self, _overview, _history, named):
-        self.made.append(named)
-        return {"state": f"named: {named}"}
+    async def fragments(self, look):
+        self.made.append(look)
+        return {"state": f"named: {look.named}"}
 
-    async def open(self, *, named=False):
+    async def open(self, **look):
         """A page that has read up to the first step."""
-        events = self.stream.events(lambda: self.allowed, named=named)
+        events = self.stream.events(lambda: self.allowed, Look(**look))
         assert await anext(events) == b"retry: 2000\n\n"
         return events
 
@@ -64,7 +54,7 @@ def parsed(event):
 
 
 async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
-    scene.live.history = [Sample(at_ms) for at_ms in range(ROWS_PER_EVENT + 1)]
+    scene.live.past = [Sample(at_ms) for at_ms in range(ROWS_PER_EVENT + 1)]
     events = await scene.open()
     pasts = [parsed(await anext(events)) for _ in range(2)]
     assert [(name, len(rows)) for name, rows in pasts] == [("past", ROWS_PER_EVENT), ("past", 1)]
@@ -79,12 +69,12 @@ async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
 
 async def test_a_step_is_computed_once_for_each_kind_of_reader(scene):
     pages = [await scene.open() for _ in range(3)]
-    pages.append(await scene.open(named=True))
+    pages += [await scene.open(named=True), await scene.open(span="24h")]
     await scene.live.step()
-    assert sorted(scene.made) == [False, True]
+    assert sorted(scene.made) == [Look(), Look(span="24h"), Look(named=True)]
     events = [await anext(page) for page in pages]
     assert events[0] == events[1] == events[2] != events[3]
-    assert sorted(scene.live.asked) == [False, True]
+    assert [parsed(event)[1]["row"][-1] for event in events] == [2, 2, 2, 2, 240]
     for page in pages:
         await page.aclose()
 

@@ -18,6 +18,7 @@ from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
 from ratelimitd.web.pages.page_base import Frame
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import Sessions
+from tests.page_visitor import text_of
 from tests.unit.observe.test_live import status_of
 
 HTML = {"accept": "text/html"}
@@ -27,8 +28,12 @@ class FakeLive:
     """A node with one denied identifier; unless it ``lasts``, it ends after one step that somebody listens to."""
 
     def __init__(self):
-        self.history, self.ended, self.refreshed = [Sample(1_000)], False, 0
+        self.ended, self.refreshed, self.spans = False, 0, []
         self.lasts = False
+
+    def history(self, span):
+        self.spans.append(span)
+        return [Sample(1_000 - span.step_s)]
 
     def listen(self, listener):
         if not self.lasts:
@@ -146,9 +151,34 @@ async def test_names_are_for_administrators(site, path):
 async def test_the_stream_sends_the_past_and_the_parts_of_the_page(site, query, shown):
     answer = await site.get(f"/events{query}")
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert "event: past\ndata: [[1000,0.0," in answer.text
+    assert "event: past\ndata: [[998,0.0," in answer.text
     assert all(f'"{name}":"' in answer.text for name in FRAGMENTS)
     assert ("ada.lovelace" in answer.text) is shown
+
+
+async def test_a_range_is_asked_for_by_a_link_and_kept_by_the_stream_and_the_other_links(site):
+    text = (await site.get("/?range=1h", **HTML)).text
+    assert "The last hour" in text
+    assert 'href="/?range=1h" aria-current="true">1 h</a>' in text
+    assert 'href="/?range=24h">24 h</a>' in text
+    assert 'href="/">15 m</a>' in text
+    assert 'href="/?names=shown&amp;range=1h">Show names' in text
+    assert 'data-events="/events?range=1h"' in text
+    assert 'data-span-ms="3600000" data-step-ms="10000"' in text
+    answer = await site.get("/events?range=1h")
+    assert "event: past\ndata: [[990,0.0," in answer.text
+    assert '{"row":[990,0.0,' in answer.text
+
+
+async def test_a_range_that_there_is_not_is_a_quarter_of_an_hour(site):
+    assert "The last 15 minutes" in (await site.get("/?range=7y", **HTML)).text
+
+
+async def test_the_charts_are_a_table_for_who_has_no_scripts(site):
+    text = text_of(await site.get("/", **HTML))
+    assert "Until Allowed Blocked Fail-open 99 % within Hit ratio Buckets 00:00:00 0 0" in text
+    site.live.history = lambda span: []
+    assert "No sample was taken yet." in (await site.get("/", **HTML)).text
 
 
 async def test_a_node_that_ends_begins_no_stream(site):

@@ -25,10 +25,10 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
     return NodeView(status or status_of(), is_this, age_s, gone)
 
 
-def view(*nodes, total=None, history=(), named=False, **fields):
+def view(*nodes, total=None, history=(), named=False, on_breaker_open="", **fields):
     common = {"unheard_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
-    return view_of(overview, history, named=named)
+    return view_of(overview, history, named=named, on_breaker_open=on_breaker_open)
 
 
 def tile(view, label):
@@ -78,6 +78,18 @@ def test_the_breaker_of_the_node_that_waits_longest_is_told():
     several = view(*(node_of(one) for one in (status_of(), half_open, open_one)))
     assert tile(several, "Breaker") == ("open", "next try in 12 s, on n2", BAD)
     assert tile(view(node_of(half_open)), "Breaker")[0] == "half open"
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [("fail_open", "allows every check"), ("deny", "denies every check"), ("local", ""), ("", "")],
+)
+def test_while_a_breaker_is_open_it_is_told_that_local_goes_on_limiting(setting, told):
+    opened = node_of(status_of("n2", breaker_state="open"), is_this=False)
+    shown = view(node_of(), opened, on_breaker_open=setting).advice
+    assert told in shown
+    assert ("ON_BREAKER_OPEN=local, which we recommend" in shown) is bool(told)
+    assert not view(on_breaker_open=setting).advice
 
 
 def test_over_admission_stands_beside_what_is_promised():
@@ -152,9 +164,9 @@ def test_how_many_nodes_are_healthy_and_gone_is_told():
 def test_a_node_with_older_rules_is_marked_unless_it_is_gone():
     old, new = status_of(rules_revision=3), status_of("n2", rules_revision=4)
     shown = view(node_of(old), node_of(new, is_this=False))
-    assert [row.revision.tone for row in shown.nodes] == [WARN, ""]
+    assert [figure(row, "Revision") for row in shown.nodes] == [("3", WARN), ("4", "")]
     shown = view(node_of(new), node_of(old, is_this=False, gone=True))
-    assert [row.revision.tone for row in shown.nodes] == ["", ""]
+    assert [figure(row, "Revision")[1] for row in shown.nodes] == ["", ""]
 
 
 def test_a_row_has_the_figures_of_its_node():
@@ -179,10 +191,7 @@ def test_a_row_has_the_figures_of_its_node():
     assert figure(row, "Skew") == ("−3 s", WARN)
     assert figure(row, "Fail-open") == ("2", BAD)
     assert figure(row, "Over-admission") == (NONE, "")
-    assert headings_of(view(node_of(status))) == [
-        row.revision.label,
-        *(t.label for t in row.figures),
-    ]
+    assert headings_of(view(node_of(status))) == [tile.label for tile in row.figures]
 
 
 def test_denials_are_told_by_name_only_where_there_is_one():

@@ -3,12 +3,13 @@ import asyncio
 import pytest
 
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.rule_traffic import Traffic
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.web.pages.rule_changes import (
+from ratelimitd.web.pages.rule_search import (
     PAGE_RULES,
     RULES_PER_TURN,
+    Found,
     RuleQuery,
-    place_of,
     search,
 )
 
@@ -36,22 +37,63 @@ def numbers(found):
     return [int(rule.id.removeprefix("id-")) for rule in found.rules]
 
 
-async def test_pages_are_in_order_and_lead_on_and_back(book):
-    pages = [await search(book, RuleQuery())]
-    while pages[-1].last < COUNT:
-        pages.append(await search(book, RuleQuery(after=place_of(pages[-1].rules[-1]))))
+def no_traffic(_rule_id):
+    return Traffic()
+
+
+async def page_of(book, traffic=no_traffic, **query):
+    return await search(book, RuleQuery(**query), traffic)
+
+
+async def test_pages_are_in_order_and_have_numbers(book):
+    pages = [await page_of(book, page=number) for number in (1, 2, 3)]
     assert [number for page in pages for number in numbers(page)] == list(range(COUNT))
     assert [(page.first, page.last) for page in pages] == [(1, 50), (51, 100), (101, 120)]
-    assert {page.total for page in pages} == {COUNT}
-    assert await search(book, RuleQuery(before=place_of(pages[2].rules[0]))) == pages[1]
-    assert await search(book, RuleQuery(before=place_of(pages[1].rules[0]))) == pages[0]
+    assert {(page.total, page.pages) for page in pages} == {(COUNT, 3)}
+    assert await page_of(book, page=4) == pages[2]
 
 
-async def test_a_page_behind_the_last_and_in_front_of_the_first_is_empty(book):
-    behind = await search(book, RuleQuery(after=("~", "")))
-    assert (behind.rules, behind.first, behind.total) == ([], COUNT + 1, COUNT)
-    in_front = await search(book, RuleQuery(before=("", "")))
-    assert (in_front.rules, in_front.first) == ([], 1)
+async def test_of_nothing_there_is_one_empty_page():
+    found = await page_of(RuleBook.empty())
+    assert (found.rules, found.total, found.page, found.pages) == ([], 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("page", "pages", "near"),
+    [
+        (1, 1, [1]),
+        (2, 4, [1, 2, 3, 4]),
+        (1, 200, [1, 2, 3, 0, 200]),
+        (5, 9, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (100, 200, [1, 0, 98, 99, 100, 101, 102, 0, 200]),
+    ],
+)
+def test_the_first_the_last_and_the_next_pages_are_near(page, pages, near):
+    assert Found([], 1, 0, page, pages).near == near
+
+
+async def test_rules_are_sorted_by_what_is_asked_for_and_then_by_their_place():
+    rules = [
+        rule(0, limit=5),
+        rule(1, limit=7, identifier_type=IdentifierType.API_KEY),
+        rule(2, limit=5),
+    ]
+    book = RuleBook.of(rules, 3)
+    traffic = {
+        "id-0": Traffic(1, 9, 500, judged=True),
+        "id-1": Traffic(2, 8, judged=True),
+        "id-2": Traffic(3, 8),
+    }
+
+    async def order(sort):
+        return numbers(await page_of(book, traffic.__getitem__, sort=sort))
+
+    assert await order("-endpoint") == [2, 1, 0]
+    assert await order("type") == [1, 0, 2]
+    assert await order("limit") == [0, 2, 1]
+    assert await order("-allowed") == [2, 1, 0]
+    assert await order("blocked") == [1, 2, 0]
+    assert await order("match") == [2, 1, 0]
 
 
 async def test_rules_are_found_by_each_of_their_fields():
@@ -64,7 +106,7 @@ async def test_rules_are_found_by_each_of_their_fields():
     async def found(**parameters):
         query = RuleQuery.of_parameters(parameters)
         assert query.address().startswith("/rules?")
-        return (await search(book, query)).rules
+        return (await search(book, query, no_traffic)).rules
 
     assert await found(type="ip") == [ip]
     assert await found(algorithm="fixed_window") == [fixed]
@@ -87,18 +129,35 @@ async def test_a_long_book_gives_others_their_turn():
             await asyncio.sleep(0)
 
     running = asyncio.create_task(others())
-    await search(book, RuleQuery())
+    await page_of(book)
     running.cancel()
     assert turns >= 3
 
 
-def test_an_address_says_what_is_looked_for_and_where():
+def test_an_address_says_what_is_looked_for_in_which_order_and_which_page():
     query = RuleQuery.of_parameters({"q": " /a&b ", "type": "ip"})
     assert query.address() == "/rules?q=%2Fa%26b&type=ip"
-    address = query.address("after", ("/x?y", "ip"))
-    assert address == "/rules?q=%2Fa%26b&type=ip&after=%2Fx%3Fy&after_type=ip"
-    given = {"after": "/x", "after_type": "ip", "before": "/z"}
-    assert RuleQuery.of_parameters(given) == RuleQuery(after=("/x", "ip"), before=("/z", ""))
+    address = query.address(sort="-allowed", page=3)
+    assert address == "/rules?q=%2Fa%26b&type=ip&sort=-allowed&page=3"
+    given = {"sort": "-allowed", "page": "3"}
+    assert RuleQuery.of_parameters(given) == RuleQuery(sort="-allowed", page=3)
     assert RuleQuery().address() == "/rules"
-    assert RuleQuery(after=("/x", "ip")).selects_all
+    assert RuleQuery(sort="limit", page=2).selects_all
     assert not query.selects_all
+
+
+@pytest.mark.parametrize("page", ["0", "-1", "x", "", "²", "9" * 400])
+def test_an_order_or_a_page_that_makes_no_sense_is_left_out(page):
+    query = RuleQuery.of_parameters({"sort": "colour", "page": page})
+    assert query == RuleQuery()
+
+
+def test_a_heading_sorts_first_in_its_natural_direction_and_then_in_the_other():
+    query = RuleQuery(text="a", page=7)
+    assert query.sorted_by("allowed") == "/rules?q=a&sort=-allowed"
+    assert query.sorted_by("type") == "/rules?q=a&sort=type"
+    assert query.sorted_by("endpoint") == "/rules?q=a&sort=-endpoint"
+    most = RuleQuery(sort="-allowed")
+    assert most.sorted_by("allowed") == "/rules?sort=allowed"
+    assert [most.direction(one) for one in ("allowed", "type")] == ["descending", ""]
+    assert query.direction("endpoint") == "ascending"

@@ -1,18 +1,21 @@
 """Through a real node over HTTP, as a person without scripts uses the pages."""
 
 import html
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Calendar, Period
+from ratelimitd.observe.live import Live
+from ratelimitd.observe.node_status import BusyRule
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
-from tests.page_visitor import PageVisitor, errors_in, hidden_in
+from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
 
 RULE = {
     "endpoint": "/orders",
@@ -22,6 +25,7 @@ RULE = {
     "algorithm": "token_bucket",
     "enabled": "on",
 }
+CHECK = {"identifier_type": "user", "identifier": "ada", "cost": "1"}
 SCRIPT = "<script>alert('x')</script>"
 OTHER_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 
@@ -387,11 +391,11 @@ async def test_search_and_pages_lead_to_each_rule(visitor, node):
     assert page.count("<code>/orders/") == 3
     assert "/carts" not in page
     assert "No rule matches." in (await visitor.get("/rules?q=nothing")).text
-    assert "1–1 of 4 rules" in (await visitor.get("/rules?before=/d")).text
+    assert "1–4 of 4 rules" in (await visitor.get("/rules?page=9")).text
 
 
 async def test_earlier_and_later_pages_are_linked(visitor, monkeypatch):
-    monkeypatch.setattr("ratelimitd.web.pages.rule_changes.PAGE_RULES", 2)
+    monkeypatch.setattr("ratelimitd.web.pages.rule_search.PAGE_RULES", 2)
     for number in range(5):
         await created(visitor, endpoint=f"/{number}")
     page = (await visitor.get("/rules")).text
@@ -401,6 +405,47 @@ async def test_earlier_and_later_pages_are_linked(visitor, monkeypatch):
     assert "<code>/2</code>" in middle
     assert 'rel="prev"' in middle
     assert 'rel="next"' in middle
+    assert '<a href="/rules?page=2" aria-current="page">' in middle
+    last = (await visitor.get("/rules?page=3&sort=-endpoint")).text
+    assert "<code>/0</code>" in last
+    assert 'rel="next"' not in last
+
+
+async def test_the_table_has_the_traffic_of_each_rule_and_is_sorted_by_it(visitor, node):
+    addresses = [await created(visitor, endpoint=f"/{name}") for name in ("idle", "busy")]
+    for _ in range(2):
+        await visitor.post("/try", {**CHECK, "endpoint": "/busy", "action": "check"})
+        await node._rule_traffic.sample()
+    page = (await visitor.get("/rules?sort=-allowed")).text
+    assert page.index(addresses[1]) < page.index(addresses[0])
+    text = text_of(await visitor.get("/rules?sort=-allowed"))
+    assert "/busy user 10 in 1 min, token bucket 2 0 20" in text
+    assert "/idle user 10 in 1 min, token bucket – 0 0 never since start enabled" in text
+    assert 'class="spark"' in page
+    assert '<th scope="col" class="number" aria-sort="descending">' in page
+    assert '<option value="-allowed" selected>most allowed</option>' in page
+    odd = (await visitor.get("/rules?sort=-type")).text
+    assert '<option value="-type" selected>as in the table</option>' in odd
+
+
+async def test_what_nodes_decide_together_stands_beside_the_traffic_of_this_one(
+    visitor, node, monkeypatch
+):
+    address = await created(visitor)
+    [rule] = book_of(node).rules()
+    of_this_node = Live.overview
+
+    def of_two(live, **options):
+        overview = of_this_node(live, **options)
+        [this] = overview.nodes
+        rules = [BusyRule(rule.id, 2.0, 1.0), BusyRule("another", 7.0, 7.0)]
+        other = this._replace(status=replace(this.status, rules=rules), is_this=False)
+        return replace(overview, nodes=[this, other])
+
+    monkeypatch.setattr(Live, "overview", of_two)
+    told = "2 allowed and 1 blocked a second on 1 of 2 nodes"
+    assert told in (await visitor.get("/rules")).text
+    assert told in (await visitor.get(address)).text
 
 
 async def test_before_the_rules_are_loaded_the_page_says_so(tmp_path):
