@@ -104,6 +104,10 @@ format: setup ## format the code and mend what ruff can mend
 bench: setup ## measure checks per second and latencies
 	@$(BIN)/python -m bench
 
+.PHONY: dist
+dist: setup ## build both distributions of the last commit, and their list of materials, into dist/
+	@$(BIN)/python tools/dist.py
+
 .PHONY: docs
 docs: setup ## write the RPC reference anew, and build the documentation site into site/
 	@$(BIN)/python -m tools.reference_pages --write
@@ -128,5 +132,5 @@ pins: setup ## compile requirements/*.in anew; UPGRADE=--upgrade takes the newes
 .PHONY: clean
 clean: ## remove .venv, caches and what a node left in the checkout
 	@rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage* \
-		ratelimitd.db* ratelimitd-state site .scratch
+		ratelimitd.db* ratelimitd-state site dist .scratch
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
