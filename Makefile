@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+GO ?= $(or $(shell command -v go),/usr/local/go/bin/go)
 # Where make runs several targets at once, their output would interleave beyond reading.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -22,12 +23,19 @@ serve: ## serve from the checkout, with WORKERS (1) processes; a new rule book i
 # The tests of whole clusters, of the simulated ledger and of generated input are `deep`; a slice of each stays in `test`.
 QUICK := not system and not long and not deep
 
+# Does nothing when it is current: it is pinned and verified by tools/helm/go.sum. The Go caches are the user's own.
+.PHONY: helm
+helm: setup ## build Helm, which renders the chart, into .venv/go; needs Go 1.26
+	@$(GO) version >/dev/null || { echo "helm: missing Go 1.26: install it, or name it: make GO=/path/to/go" >&2; exit 1; }
+	@$(GO) build -C tools/helm -mod=readonly -trimpath -buildvcs=false -ldflags "-s -w" -o $(CURDIR)/.venv/go/ \
+		helm.sh/helm/v4/cmd/helm
+
 .PHONY: test
-test: setup ## run the tests
+test: setup helm ## run the tests
 	@$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)"
 
 .PHONY: coverage
-coverage: setup ## run the tests in asyncio's debug mode; the pure packages must be covered to every line and branch
+coverage: setup helm ## run the tests in asyncio's debug mode; the pure packages must be covered to every line and branch
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 		$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" tests/unit
@@ -59,7 +67,7 @@ mutants: setup ## put SAMPLE (800) small faults into the code, one at a time, an
 LINTS := format ruff mypy pyright imports spelling contract generated pins docs
 
 .PHONY: lint $(LINTS:%=lint-%)
-lint: setup ## check style, types, layers, spelling, the contract, the generated code and the docs
+lint: setup helm ## check style, types, layers, spelling, the contract, the generated code and the docs
 	@$(MAKE) --keep-going --no-print-directory $(LINTS:%=lint-%)
 
 lint-format:
@@ -87,6 +95,7 @@ lint-contract:
 lint-generated:
 	@$(BIN)/python tools/generated_code.py --check
 	@$(BIN)/python -m tools.reference_pages --check
+	@$(BIN)/python tools/kubernetes_manifests.py --check
 
 lint-pins:
 	@$(BIN)/python tools/check_pins.py
@@ -116,6 +125,10 @@ docs: setup ## write the RPC reference anew, and build the documentation site in
 .PHONY: proto
 proto: setup ## write the generated code anew from proto/
 	@$(BIN)/python tools/generated_code.py --write
+
+.PHONY: manifests
+manifests: helm ## write deploy/kubernetes anew from the chart
+	@$(BIN)/python tools/kubernetes_manifests.py --write
 
 .PHONY: proto-baseline
 proto-baseline: setup ## at a release: make today's contract the one that may not be broken
