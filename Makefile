@@ -51,6 +51,10 @@ test-system: setup ## run the end-to-end tests of the installed command
 	@tools/system_packages.sh
 	@$(BIN)/python -m pytest -q -n 2 -m system
 
+.PHONY: test-pythons
+test-pythons: setup ## run the tests of the core from the wheels with each newer Python that is at hand
+	@$(BIN)/python tools/other_pythons.py
+
 .PHONY: test-long
 test-long: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -q -m long
