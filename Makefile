@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+GO ?= $(or $(shell command -v go),/usr/local/go/bin/go)
 # Where make runs several targets at once, their output would interleave beyond reading.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -22,6 +23,13 @@ serve: ## serve from the checkout, with WORKERS (1) processes; a new rule book i
 # The tests of whole clusters, of the simulated ledger and of generated input are `deep`; a slice of each stays in `test`.
 QUICK := not system and not long and not deep
 
+# Does nothing when it is current: it is pinned and verified by tools/helm/go.sum. The Go caches are the user's own.
+.PHONY: helm
+helm: setup ## build Helm, which renders the chart, into .venv/go; needs Go 1.26
+	@$(GO) version >/dev/null || { echo "helm: missing Go 1.26: install it, or name it: make GO=/path/to/go" >&2; exit 1; }
+	@$(GO) build -C tools/helm -mod=readonly -trimpath -buildvcs=false -ldflags "-s -w" -o $(CURDIR)/.venv/go/ \
+		helm.sh/helm/v4/cmd/helm
+
 .PHONY: test
 test: setup ## run the tests
 	@$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)"
@@ -39,12 +47,17 @@ test-deep: setup ## run the tests of real clusters, the simulated ledger and gen
 	@$(BIN)/python -m pytest -q -n 2 -m "deep and not long"
 
 .PHONY: test-system
-test-system: setup ## run the end-to-end tests of the installed command
+test-system: setup helm ## run the end-to-end tests of the installed command
 	@tools/system_packages.sh
-	@$(BIN)/python -m pytest -q -n 2 -m system
+	@$(BIN)/python -m pytest -q -n 2 -m "system and not long"
+
+.PHONY: test-pythons
+test-pythons: setup ## run the tests of the core from the wheels with each newer Python that is at hand
+	@$(BIN)/python tools/other_pythons.py
 
 .PHONY: test-long
-test-long: setup ## run the tests that take minutes
+test-long: setup helm ## run the tests that take minutes
+	@tools/system_packages.sh
 	@$(BIN)/python -m pytest -q -m long
 
 .PHONY: soak
@@ -108,6 +121,10 @@ recording: setup ## record `ratelimitd demo` for a minute, for the README
 bench: setup ## measure checks per second and latencies
 	@$(BIN)/python -m bench
 
+.PHONY: dist
+dist: setup ## build both distributions of the last commit, and their list of materials, into dist/
+	@$(BIN)/python tools/dist.py
+
 .PHONY: docs
 docs: setup ## write the RPC reference anew, and build the documentation site into site/
 	@$(BIN)/python -m tools.reference_pages --write
@@ -116,6 +133,10 @@ docs: setup ## write the RPC reference anew, and build the documentation site in
 .PHONY: proto
 proto: setup ## write the generated code anew from proto/
 	@$(BIN)/python tools/generated_code.py --write
+
+.PHONY: manifests
+manifests: helm ## write deploy/kubernetes anew from the chart
+	@$(BIN)/python tools/kubernetes_manifests.py --write
 
 .PHONY: proto-baseline
 proto-baseline: setup ## at a release: make today's contract the one that may not be broken
@@ -132,5 +153,5 @@ pins: setup ## compile requirements/*.in anew; UPGRADE=--upgrade takes the newes
 .PHONY: clean
 clean: ## remove .venv, caches and what a node left in the checkout
 	@rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage* \
-		ratelimitd.db* ratelimitd-state site .scratch
+		ratelimitd.db* ratelimitd-state site dist .scratch
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,6 +52,10 @@ PACKAGES=(
     chromium # the browser that the tests of the pages drive; Playwright's own would be a download
     systemd # systemd-analyze: is the unit one, and what may it do
     curl # the command lines of the pages are run as they are
+    buildah # builds the image, and podman runs it with runc; none needs an engine
+    podman
+    runc # podman's default, crun, refuses machines with both kinds of cgroups
+    mmdebstrap # stands in for the base image
     redis-server # of Debian 12 it is 7.0, the oldest shared state that is promised; Valkey comes as a wheel
 )
 

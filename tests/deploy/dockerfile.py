@@ -1,4 +1,4 @@
-"""The Dockerfile as data, for the tests; there is no engine that would build it."""
+"""The Dockerfile as data, for the tests; tests/system builds it."""
 
 from __future__ import annotations
 

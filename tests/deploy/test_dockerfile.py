@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as no engine is needed to judge it; tests/system runs its commands."""
+"""The Dockerfile, as far as it can be judged without building it; tests/system builds it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid ones, which fit together."""
+"""The Kubernetes manifests, which are those of the chart with its defaults: valid ones, which fit together."""
 
 import json
 
@@ -12,8 +12,9 @@ from tests.deploy.settings import settings_with
 DIRECTORY = ROOT / "deploy/kubernetes"
 KUSTOMIZATION = yaml.safe_load((DIRECTORY / "kustomization.yaml").read_text(encoding="utf-8"))
 APPLIED_BY_HAND = {"secret.example.yaml", "database-upgrade.yaml"}
-RELEASES = ("1.29", kubernetes_validate.latest_version())
-"""The oldest that may be met, and the newest."""
+NEWEST = int(kubernetes_validate.latest_version().split(".")[1])
+RELEASES = ("1.29", *(f"1.{NEWEST - older}" for older in (2, 1, 0)))
+"""The oldest that may be met, and the last three."""
 
 RESOURCES = {
     (file.name, resource["kind"], resource["metadata"]["name"]): resource

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -32,10 +33,17 @@ class Nodes(Shown):
 @pytest.fixture(params=[["--sqlite"], []], ids=["sqlite", "postgresql"])
 def cluster(request):
     let_others_enter()
+    with dev_cluster(COMMAND, *request.param) as shown:
+        yield shown
+
+
+@contextmanager
+def dev_cluster(command, *options):
+    """The command `dev cluster` of an installation, once all nodes are ready."""
     grpc_port = free_port(adjacent=6)  # of three nodes
     ports = ["--grpc-port", str(grpc_port), "--http-port", str(grpc_port + 3)]
     with subprocess.Popen(
-        [*COMMAND, "dev", "cluster", *ports, *request.param],
+        [*command, "dev", "cluster", *ports, *options],
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

