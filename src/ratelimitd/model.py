@@ -16,6 +16,9 @@ from typing import Final, NamedTuple, TypeAlias
 INT32_MAX: Final = 2**31 - 1
 """Largest value of the contract's int32 fields: limit, window_seconds, tokens_requested, retry_after_seconds."""
 
+MAX_IDENTITIES: Final = 8
+"""Identities of one check: each may be one more bucket to look up, and so may their combinations."""
+
 MAX_TIME_US: Final = 2**53 - 1
 """Latest instant that is handled, in µs since the Unix epoch (the year 2255): exact in a double, for the Lua twins."""
 

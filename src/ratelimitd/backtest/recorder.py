@@ -46,7 +46,10 @@ STEP_S: Final = 0.05
 """Pause between two steps of the job."""
 
 CHECKS_PER_TURN: Final = 1_000
-"""Checks encoded in one turn of the event loop: about 1 ms."""
+"""Checks encoded per event-loop iteration: about 1 ms."""
+
+MAX_KINDS: Final = 512
+"""Of a block: each has an endpoint, which may be 1 KB."""
 
 MAX_NOTED: Final = 50_000
 """Recorded checks between two steps; further ones are lost. 20 MB at most."""
@@ -151,7 +154,7 @@ class TraceRecorder:
         # One by one, so that a step that is cancelled leaves the others to the next.
         for number in range(1, len(noted) + 1):
             self._add(*noted.popleft())
-            if len(self._block.times) >= BLOCK_CHECKS:
+            if len(self._block.times) >= BLOCK_CHECKS or len(self._numbers) >= MAX_KINDS:
                 await self._write_block()
             elif not number % CHECKS_PER_TURN:
                 await asyncio.sleep(0)

@@ -31,7 +31,7 @@ MAX_BUCKETS: Final = 1_000_000
 """As many as a node holds by default. Beyond them the least recently used begin fresh, which is counted."""
 
 _SECRET: Final = bytes(32)
-"""Buckets of a replay are in nobody's reach."""
+"""Callers cannot reach the buckets of a replay."""
 
 
 class Trace:

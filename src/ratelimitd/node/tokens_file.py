@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,7 +95,9 @@ def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) ->
     try:
         # Opening a pipe without O_NONBLOCK would wait for a writer, and the node with it.
         with open(path, "rb", opener=_without_waiting) as file:
-            return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
+            if not os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
+        reason = "can be written by all users, who could give themselves any role: chmod o-w it"
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except YamlError as error:

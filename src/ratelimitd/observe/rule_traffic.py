@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from ratelimitd.counters import OTHER_RULES, CheckStats
 from ratelimitd.model import US_PER_MS
+from ratelimitd.observe import history
 from ratelimitd.observe.denials import TOP
 from ratelimitd.observe.history import Span
 from ratelimitd.observe.node_status import BusyRule
@@ -35,9 +36,9 @@ SLOTS: Final = 361
 SAMPLES_PER_SLOT: Final = (1, 24)
 
 SPANS: Final[Mapping[str, Span]] = MappingProxyType(
-    {"5m": Span(300, 10), "15m": Span(900, 10), "1h": Span(3_600, 10), "24h": Span(86_400, 240)}
+    {name: Span(span.kept_s, max(span.step_s, STEP_S)) for name, span in history.SPANS.items()}
 )
-"""The spans of :data:`ratelimitd.observe.history.SPANS` in the steps that are kept here."""
+"""The spans of the history, in the steps that are kept here."""
 
 LAST_MINUTE: Final = Span(60, STEP_S)
 

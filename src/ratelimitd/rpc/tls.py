@@ -43,10 +43,10 @@ class Certificates(NamedTuple):
     client_ca: bytes | None
 
 
-_Stamp = tuple[tuple[int, int, int] | None, ...]
-"""What tells that a file has changed: time of its last change in ns, size and inode; ``None`` for a missing one.
+Stamp = tuple[int, int, int] | None
+"""Identifies a version of a file: change time in ns, size and inode; ``None`` if it is missing.
 
-Of its metadata, too: who may read it counts, and a copy that keeps the time of its source is new."""
+The change time also covers permissions, and copies that keep the modification time."""
 
 
 class CertificateSource:
@@ -58,7 +58,7 @@ class CertificateSource:
     def __init__(self, files: TlsFiles, report: Callable[[str], None]) -> None:
         self._files = files
         self._report = report
-        self._stamp: _Stamp = ()
+        self._stamp: tuple[Stamp, ...] = ()
         self._current: Certificates | None = None
 
     def load(self) -> Certificates:
@@ -98,12 +98,12 @@ class CertificateSource:
         self._stamp = ()
         self._current = None
 
-    def _stamp_now(self) -> _Stamp:
+    def _stamp_now(self) -> tuple[Stamp, ...]:
         return tuple(stamp_of(path) for path in self._files if path is not None)
 
 
-def stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells that a file has changed: see ``_Stamp``."""
+def stamp_of(path: Path) -> Stamp:
+    """Return the present version of a file."""
     try:
         status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
     except OSError:

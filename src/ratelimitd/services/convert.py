@@ -20,6 +20,7 @@ from ratelimitd.model import (
     EVERYBODY,
     GLOBAL_ENDPOINT,
     INT32_MAX,
+    MAX_IDENTITIES,
     MAX_WAIT_MS,
     UNLIMITED_PLAN,
     AssignedPlan,
@@ -76,9 +77,6 @@ REMEMBERED_ENDPOINTS: Final = 4_096
 
 REMEMBERED_ADDRESSES: Final = 16_384
 """Cached addresses: ``ipaddress`` takes 1 to 5 µs, the cache 0.1 µs. About 4 MB in all."""
-
-MAX_IDENTITIES: Final = 8
-"""Identities of one check: each may be one more bucket to look up, and so may their combinations."""
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
     ratelimiter_pb2.Enforcement.Value(member.name): member for member in Enforcement

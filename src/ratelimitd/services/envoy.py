@@ -24,6 +24,7 @@ from ratelimitd.limiter.holder import SettledHold
 from ratelimitd.model import (
     ALLOWED,
     INT32_MAX,
+    MAX_IDENTITIES,
     US_PER_S,
     Check,
     Decision,
@@ -34,7 +35,7 @@ from ratelimitd.model import (
     Reason,
 )
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.services.convert import CONTRACT_IDENTITIES, MAX_IDENTITIES, Identities, check_of
+from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
 from ratelimitd.services.holds import NO_HOLD, HoldsService, Ticket
 from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers

@@ -185,11 +185,17 @@ def identifier_headers(text: str) -> tuple[str, ...]:
     """Parse ``HEADER=TYPE`` separated by commas; X-Forwarded-For is an address. Header names in lower case."""
     found = tuple(pair.lower() for pair in identifier_keys(text))
     named = [pair.rpartition("=")[::2] for pair in found]
-    if len({header for header, _ in named}) < len(named) or not all(
-        re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
-        for header, kind in named
+    others = [kind for _, kind in named if kind != IdentifierType.IP]
+    is_unique = len({header for header, _ in named}) == len(named)
+    if (
+        not is_unique
+        or len({*others}) < len(others)
+        or not all(
+            re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
+            for header, kind in named
+        )
     ):
-        message = f"must be HEADER=TYPE separated by commas, each HEADER once, {FORWARDED_FOR}=ip"
+        message = f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip"
         raise ValueError(message)
     return found
 

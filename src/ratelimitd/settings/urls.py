@@ -345,3 +345,10 @@ def _options(query: str, known: frozenset[str]) -> dict[str, str]:
 def _require(condition: object, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def reachable(address: str) -> str:
+    """Return the ``HOST:PORT`` at which programs of the host reach a node: loopback if it listens on all addresses."""
+    host, _, port = address.rpartition(":")
+    every_host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- nothing is bound here
+    return f"{every_host.get(host, host)}:{port}"

@@ -23,13 +23,18 @@ from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
 VERSION: Final = b"2.0"
 
 MAX_FRAME_BYTES: Final = 65_536
-"""HAProxy's own bound is its buffer, 16 KiB unless it is told otherwise."""
-MIN_FRAME_BYTES: Final = 7
+"""HAProxy's own bound is its buffer, 16 KiB by default."""
+MAX_DIGITS: Final = 10
+"""Of the bound that HAProxy names."""
 _LENGTH_BYTES: Final = 4
 _MAX_VARINT_BYTES: Final = 10
 
 MAX_CONNECTIONS: Final = 500
 """One more closes the connection that has been silent for the longest time."""
+MAX_ARGUMENTS: Final = 64
+"""Of a frame: each takes 1 µs."""
+FRAMES_PER_TURN: Final = 16
+"""Frames of a connection that are handled per event-loop iteration, in some 2 ms."""
 MAX_PENDING: Final = 200
 """Requests of a connection that wait for the shared state; further ones are not read."""
 
@@ -164,10 +169,15 @@ def arguments_of(payload: bytes) -> dict[bytes, bytes]:
         SpopError: it is malformed.
     """
     reader = _Reader(payload)
-    found = {}
+    found: dict[bytes, bytes] = {}
+    count = 0
     while reader:
         reader.text()
-        for _ in range(reader.take(1)[0]):
+        arguments = reader.take(1)[0]
+        count += 1 + arguments
+        if count > MAX_ARGUMENTS:
+            raise SpopError(Status.TOO_BIG)
+        for _ in range(arguments):
             name = reader.text()
             found[name.lower()] = reader.value()
     return found
@@ -221,7 +231,7 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     if VERSION not in versions:
         raise SpopError(Status.BAD_VERSION)
     size = given.get(b"max-frame-size", b"")
-    if not size.isdigit():
+    if not size.isdigit() or len(size) > MAX_DIGITS:
         raise SpopError(Status.INVALID)
     told: dict[bytes, bytes | int] = {
         b"version": VERSION,
@@ -282,9 +292,12 @@ class SpopConnection(asyncio.Protocol):
         self.pending: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection."""
+        """Accept the connection of a trusted proxy; close others."""
         self._transport = transport
         self._client = transport.get_extra_info("peername")[:2]
+        if not self._auth.trusts(self._client[0]):
+            transport.abort()
+            return
         if len(self._connections) >= MAX_CONNECTIONS:
             silent = next(iter(self._connections))
             silent.end(Status.NORMAL)
@@ -324,8 +337,15 @@ class SpopConnection(asyncio.Protocol):
     def _work(self) -> None:
         """Handle what was received, as far as there is room for, and read on if there is."""
         try:
-            while self._has_room() and (whole := self._next()) is not None:
+            for _ in range(FRAMES_PER_TURN):
+                if not self._has_room() or (whole := self._next()) is None:
+                    break
                 self._handle(read_frame(whole))
+            else:
+                # Other connections have their turn first.
+                self._transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._work)
+                return
         except SpopError as error:
             self.end(error.status)
         if self._has_room():

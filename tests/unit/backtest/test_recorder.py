@@ -6,9 +6,15 @@ from zlib import crc32
 import pytest
 
 from ratelimitd.backtest import recorder as module
-from ratelimitd.backtest.recorder import BLOCK_CHECKS, CHECKS_PER_TURN, FILE_S, TraceRecorder
+from ratelimitd.backtest.recorder import (
+    BLOCK_CHECKS,
+    CHECKS_PER_TURN,
+    FILE_S,
+    MAX_KINDS,
+    TraceRecorder,
+)
 from ratelimitd.backtest.replay import Trace
-from ratelimitd.backtest.trace import Kind
+from ratelimitd.backtest.trace import Kind, TraceReader
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.errors import StartupError
 from ratelimitd.model import Algorithm, Check, Rule
@@ -152,6 +158,17 @@ async def test_without_rules_nothing_is_recorded(record):
     assert at.limiter.check(CHECK).allowed
     await at.recorder.drain()
     assert at.files == []
+
+
+async def test_a_block_has_a_bounded_number_of_endpoints(record):
+    at = record(ORDERS)
+    for number in range(3 * MAX_KINDS):
+        at.limiter.check(Check(b"a", "user", f"/{number}"))
+    await at.recorder.drain()
+    [path] = at.directory.glob("*.trace")
+    with path.open("rb") as file:
+        blocks = [*TraceReader(file, path.name).blocks()]
+    assert [len(block.kinds) for block in blocks] == [MAX_KINDS] * 3
 
 
 async def test_a_file_is_whole_when_its_time_is_over(record):

@@ -124,6 +124,13 @@ def test_a_file_that_cannot_be_read_is_refused(path):
         TokensFile(path, lambda: NOW_S)
 
 
+def test_a_file_that_all_users_can_write_is_refused(path):
+    write(path, entry("ann"))
+    path.chmod(0o666)
+    with pytest.raises(StartupError, match="can be written by all users"):
+        read_tokens(path)
+
+
 def test_a_token_is_in_force_until_it_expires(path):
     times = [NOW_S]
     write(path, entry("a", "read", expires="2026-01-01T00:00:01Z"))

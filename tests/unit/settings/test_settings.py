@@ -121,6 +121,7 @@ def test_everything_that_is_wrong_is_named_at_once():
             "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
         ),
         ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
+        ({"AUTH_IDENTIFIERS": "x-a=api_key,x-b=api_key"}, "each HEADER and each TYPE but ip once"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"HTTP_TLS": "on"}, "HTTP_TLS needs TLS_CERT and TLS_KEY"),

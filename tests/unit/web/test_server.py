@@ -10,7 +10,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
-from ratelimitd.web.server import MAX_HEADER_BYTES, HttpServer
+from ratelimitd.web.server import MAX_HEADER_BYTES, MAX_HEADER_LINES, HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -217,6 +217,36 @@ async def test_a_head_that_is_too_long_is_refused(listening):
     reader, writer = await talk(await listening(), head)
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
+    writer.close()
+
+
+@pytest.mark.parametrize("piece", [1_000, 65_536])
+async def test_a_head_of_too_many_lines_is_refused_before_it_is_read(listening, piece):
+    head = b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADER_LINES + 1) + b"\r\n"
+    reader, writer = await talk(await listening(), head[:piece])
+    writer.write(head[piece:])
+    assert b" 400 " in await reader.readline()
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_lines_of_a_body_and_of_another_request_are_not_counted(listening):
+    body = b"\n" * 4 * MAX_HEADER_LINES
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body)
+    request = head + b"a:\r\n" * (MAX_HEADER_LINES - 10) + b"\r\n" + body
+    reader, writer = await talk(await listening(), request)
+    assert b" 200 " in await reader.readline()
+    writer.write(request)
+    assert b" 200 " in await reader.readuntil(b" 200 ")
+    writer.close()
+
+
+async def test_a_second_request_of_too_many_lines_ends_the_connection(listening):
+    first = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    second = b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADER_LINES + 1) + b"\r\n"
+    reader, writer = await talk(await listening(), first + second)
+    assert b" 200 " in await reader.readline()
+    assert b"HTTP/1.1" not in await reader.read()
     writer.close()
 
 

@@ -7,6 +7,8 @@ from starlette.responses import Response
 from ratelimitd.errors import StartupError
 from ratelimitd.web import spop
 from ratelimitd.web.spop import (
+    FRAMES_PER_TURN,
+    MAX_ARGUMENTS,
     Frame,
     FrameType,
     SpopError,
@@ -151,6 +153,7 @@ class Auth:
 
     def __init__(self):
         self.asked = []
+        self.proxies = {"127.0.0.1"}
         self.arrived = asyncio.Queue()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -158,6 +161,9 @@ class Auth:
             status_code=429,
             headers={"Retry-After": "5", "RateLimit": "r", "RateLimit-Policy": "p", "Other": "o"},
         )
+
+    def trusts(self, peer):
+        return peer in self.proxies
 
     async def answer(self, request):
         self.asked.append(request)
@@ -237,6 +243,30 @@ async def test_a_request_is_asked_about_and_its_answer_sets_variables(auth, conn
     assert request.scope["query_string"] == b"cost=2"
     assert request.headers.raw == [(b"x-forwarded-uri", b"/a")]
     assert request.client.host == "127.0.0.1"
+
+
+async def test_others_than_trusted_proxies_are_not_answered(auth, connect):
+    auth.proxies = set()
+    peer = await connect(greeted=False)
+    peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO)))
+    with contextlib.suppress(ConnectionError):
+        assert await peer.reader.read() == b""
+    assert not auth.asked
+
+
+async def test_more_frames_than_one_iteration_handles_are_all_answered(auth, connect):
+    peer = await connect()
+    numbers = range(3 * FRAMES_PER_TURN)
+    peer.send(*(notify(number) for number in numbers))
+    assert {(await peer.frame()).frame_id for _ in numbers} == {*numbers}
+
+
+def test_a_frame_of_too_many_arguments_is_refused():
+    fits = message(*((b"", b"\x00") for _ in range(MAX_ARGUMENTS - 1)))
+    assert arguments_of(fits) == {b"": b""}
+    with pytest.raises(SpopError) as caught:
+        arguments_of(fits + message())
+    assert caught.value.status is Status.TOO_BIG
 
 
 async def test_frames_may_arrive_in_any_pieces(auth, connect):

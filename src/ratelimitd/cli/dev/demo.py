@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "/orders"
 
 GRPC_PORT: Final = 9090
-"""Where the command line asks unless told otherwise."""
+"""Default port of the command line."""
 
 RULES: Final = f"""\
 rules:

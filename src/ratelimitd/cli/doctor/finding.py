@@ -18,6 +18,7 @@ from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.interface import TransportLimits
 from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import reachable
 
 
 class Level(enum.StrEnum):
@@ -136,7 +137,7 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     import grpc  # noqa: PLC0415
 
     try:
-        endpoints = await asyncio.to_thread(_unmatched, _reached(listens_at), token)
+        endpoints = await asyncio.to_thread(_unmatched, reachable(listens_at), token)
     except grpc.RpcError as error:
         what = f"endpoints without a rule are not known: {error.code().name}"
         yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
@@ -155,13 +156,6 @@ def _unmatched(target: str, token: str | None) -> Sequence[str]:
 
     with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:
         return [one.endpoint for one in client.unmatched()]
-
-
-def _reached(listens_at: str) -> str:
-    """Return where a node of this machine is reached."""
-    host, _, port = listens_at.rpartition(":")
-    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- what is listened to
-    return f"{own.get(host, host)}:{port}"
 
 
 async def _answer(address: Address, *, tls: bool) -> bytes:

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import INT32_MAX, IdentifierType
+from ratelimitd.model import INT32_MAX, MAX_IDENTITIES, IdentifierType
 from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE
@@ -48,18 +48,17 @@ UNMATCHED: Final = "unmatched"
 """Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
 
 MAX_PATH_BYTES: Final = 8_192
-"""Of a path; nginx takes no longer request line unless told to. Decoding one takes at most 2 ms."""
+"""Of a path; nginx takes no longer request line by default. Decoding one takes at most 2 ms."""
 
 MAX_QUERY_BYTES: Final = 2_048
 MAX_COST_DIGITS: Final = 10
-
-MAX_IDENTITIES: Final = 8
-"""As many as a check may name."""
 
 URI: Final = "X-Forwarded-Uri"
 _METHOD: Final = "X-Forwarded-Method"
 _HOST: Final = "X-Forwarded-Host"
 _FORWARDING: Final = (FORWARDED_FOR, _METHOD.lower(), URI.lower(), _HOST.lower())
+
+_DIGEST: Final = "sha256:"
 
 _WRONG_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
@@ -96,7 +95,11 @@ class PathTemplates:
         self._templates = [_Template.of(text) for text in texts]
 
     def endpoint_of(self, method: str, host: str, segments: Sequence[bytes]) -> str:
-        """Return the first template that matches, or ``UNMATCHED``. HEAD counts as GET."""
+        """Return the first template that matches, or ``UNMATCHED``. HEAD counts as GET, and ``get`` as well.
+
+        Applications may serve a method in lower case as if it were in upper case.
+        """
+        method = method.upper()
         method = "GET" if method == "HEAD" else method
         host = host_name(host)
         count = len(segments)
@@ -234,11 +237,15 @@ class ForwardAuth:
         self._revision = revision
         self._ignored = options.ignored
         self._proxies = ClientAddresses(options.trusted_proxies)
-        self._nobody = ClientAddresses()
+        self._no_proxies = ClientAddresses()
         self._templates = PathTemplates(options.endpoints)
         pairs = (pair.rpartition("=") for pair in options.identifiers)
         self._identifiers = [(header, kind) for header, _, kind in pairs]
         self._has_warned = False
+
+    def trusts(self, peer: str | None) -> bool:
+        """Return whether the peer is in TRUSTED_PROXIES."""
+        return self._proxies.trusts(peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, of any method."""
@@ -308,7 +315,7 @@ class ForwardAuth:
             if header == FORWARDED_FOR:
                 identifier = address
             else:
-                identifier = self._identifier(headers.getlist(header), kind, is_trusted=is_trusted)
+                identifier = self._identifier(_only(headers, header), kind, is_trusted=is_trusted)
             if identifier and len(found) < MAX_IDENTITIES:
                 found.setdefault(kind, identifier)
         if not found:
@@ -320,19 +327,20 @@ class ForwardAuth:
         for kind, identifier in also:
             message.also.add(identifier_type=kind, identifier=identifier)
 
-    def _identifier(self, values: Sequence[str], kind: str, *, is_trusted: bool) -> str | None:
-        """Return what a header says, if it is there once; a header with an address counts from trusted proxies only."""
-        if len(values) != 1 or not values[0]:
+    def _identifier(self, text: str | None, kind: str, *, is_trusted: bool) -> str | None:
+        """Return what a header says; a header with an address counts from trusted proxies only."""
+        if not text:
             return None
         if kind == IdentifierType.IP:
-            return self._nobody.of(values[0]) if is_trusted else None
-        raw = values[0].encode("latin-1")
-        if len(raw) <= MAX_IDENTIFIER_BYTES:
+            return self._no_proxies.of(text) if is_trusted else None
+        raw = text.encode("latin-1")
+        # What looks like a digest is none, or it would be the identity of the text that has it.
+        if len(raw) <= MAX_IDENTIFIER_BYTES and not text.startswith(_DIGEST):
             try:
                 return raw.decode()
             except UnicodeDecodeError:
                 pass
-        return f"sha256:{sha256(raw).hexdigest()}"
+        return f"{_DIGEST}{sha256(raw).hexdigest()}"
 
     def _told(self, decision: ratelimiter_pb2.RateLimitResponse, deny: int) -> Response:
         fields = limit_fields(decision, self._now_s(), self._revision)
@@ -362,10 +370,11 @@ def _failure(request: Request, error: RpcError) -> Response:
 
 
 def _only(headers: Headers, name: str) -> str | None:
-    """Return the value of a header that a proxy sets.
+    """Return the value of a header.
 
     Raises:
-        InvalidInputError: it is there more than once: one of them may be the client's.
+        InvalidInputError: it is there more than once. One of them may be the client's, and which one an application
+            goes by is not known here.
     """
     values = headers.getlist(name)
     if len(values) > 1:

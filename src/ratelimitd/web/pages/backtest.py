@@ -153,7 +153,7 @@ class BacktestPage:
 
 
 def _draft_of(rule: Rule) -> RuleDraft:
-    """Return a rule as a file has it, without its id, which tells nothing here."""
+    """Return a rule as a file has it, without its id."""
     row = RuleRow.of(rule)
     # A member of an enumeration is no text for the writer of YAML.
     return row._replace(algorithm=str(row.algorithm)).draft()

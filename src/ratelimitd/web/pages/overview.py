@@ -66,7 +66,7 @@ class Look(NamedTuple):
 
 
 Fragments = Callable[[Look], Awaitable[dict[str, str]]]
-"""The parts of the page that change, as HTML, by their ids. Made in several turns of the event loop."""
+"""The parts of the page that change, as HTML, by their ids. Made in several event-loop iterations."""
 
 
 class LiveStatus(Protocol):

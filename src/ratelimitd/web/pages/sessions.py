@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from itsdangerous import BadSignature, URLSafeSerializer
 from starlette.datastructures import Headers
 
+from ratelimitd.settings.urls import reachable
 from ratelimitd_wire.addresses import ClientAddresses
 
 SESSION_S: Final = 8 * 3600
@@ -194,10 +195,3 @@ def login_link(scheme: str, http_address: str, admin_token: str, now_s: float) -
     host = reachable(http_address)
     code = Sessions(admin_token, lambda: now_s).link_code(host)
     return f"{scheme}://{host}/login?code={code}"
-
-
-def reachable(http_address: str) -> str:
-    """Return the ``HOST:PORT`` for a browser on the same host: loopback where the node listens on all addresses."""
-    host, _, port = http_address.rpartition(":")
-    every_host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- nothing is bound here
-    return f"{every_host.get(host, host)}:{port}"

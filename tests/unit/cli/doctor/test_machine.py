@@ -8,13 +8,13 @@ import pytest
 
 from ratelimitd.cli.doctor.finding import (
     MAX_NAMED,
-    _reached,
     check_event_loop,
     check_open_files,
     check_ports,
     check_unmatched,
 )
 from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import reachable
 from ratelimitd.testing import running_node
 from ratelimitd_client import AsyncRateLimiterClient
 
@@ -116,4 +116,4 @@ async def test_endpoints_without_a_rule_are_told_where_the_node_runs(tmp_path):
     ],
 )
 def test_a_node_that_listens_everywhere_is_asked_on_this_machine(listens_at, target):
-    assert _reached(listens_at) == target
+    assert reachable(listens_at) == target

@@ -294,10 +294,20 @@ async def test_no_more_identities_are_named_than_a_check_may_have():
     assert [*node.identities] == [f"t{number}" for number in range(8)]
 
 
-async def test_a_header_that_is_there_twice_names_nobody(node):
+@pytest.mark.parametrize("second", ["b", "a", ""])
+async def test_an_identifier_that_is_there_twice_is_refused(node, second):
+    """The application goes by one of them, and the limit must not go by the other."""
     forwarded = [("X-Forwarded-For", CLIENT), ("X-Forwarded-Uri", "/")]
-    await node.ask([*forwarded, ("X-Api-Key", "a"), ("X-Api-Key", "b")])
-    assert node.identities == {"ip": CLIENT}
+    answer = await node.ask([*forwarded, ("X-Api-Key", "a"), ("X-Api-Key", second)])
+    assert (answer.status_code, answer.json()["message"]) == (400, "x-api-key: must be sent once")
+    assert not node.asked
+
+
+async def test_what_looks_like_the_hash_of_a_key_is_another_key(node):
+    text = f"sha256:{'0a' * 32}"
+    await node.ask([("X-Forwarded-For", CLIENT), ("X-Api-Key", text)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert node.identities["api_key"] == f"sha256:{digest}"
 
 
 @pytest.mark.parametrize("raw", [b"k" * 257, b"\xff"])
