@@ -64,7 +64,9 @@ def test(python: str, venv: Path, wheels: list[str]) -> None:
     """Install the wheels and run the tests, which find them and not the checkout's own modules."""
     uv = str(BIN / "uv")
     run([uv, "venv", "--quiet", "--python", python, str(venv)])
-    install = [uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python")]
+    # The machine's certificates, as pip takes them.
+    install = [uv, "pip", "install", "--quiet", "--system-certs"]
+    install += ["--python", str(venv / "bin" / "python")]
     run([*install, "--require-hashes", "-r", str(PINS / "base.txt")])
     run([*install, "--constraint", str(PINS / "dev.txt"), *TOOLS])  # uv verifies its hashes, too
     run([*install, "--no-deps", *wheels])
