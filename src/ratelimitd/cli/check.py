@@ -220,7 +220,7 @@ def said(limit: pb.LimitStatus, windows: Windows = _UNKNOWN) -> tuple[str, str]:
         return limit.plan, "is passed over"
     says = "allows" if limit.allowed else "denies"
     if limit.enforcement == pb.OBSERVE:
-        says = "allows" if limit.allowed else "would deny"
+        says = "would allow" if limit.allowed else "would deny"
     plan = f"{limit.plan}, " if limit.plan else ""
     window = _window(limit, limit.name, windows)
     numbers = f"{plan}{limit.name}: {limit.limit} per {window}"

@@ -123,7 +123,7 @@ def parse_tokens(data: bytes, others: Mapping[str, str] = MappingProxyType({})) 
         else None
     )
     if not isinstance(entries, list):
-        message = "must be a mapping with one key, tokens: a list of entries"
+        message = 'must be a mapping with one key, tokens: a list of entries (is the first line "tokens:" missing?)'
         raise YamlError(message)
     tokens = []
     places: dict[str | bytes, str] = {
