@@ -321,9 +321,7 @@ async def everything_is_closed(kept, threads_before):
 
 
 async def test_haproxy_is_answered_at_its_own_address_until_the_drain(kept):
-    async with running_node(
-        **kept, spoe_listen="127.0.0.1:0", trusted_proxies=("127.0.0.1",)
-    ) as node:
+    async with running_node(**kept, spoe_listen="127.0.0.1:0", trusted_proxies="127.0.0.1") as node:
         host, _, port = node.spoe_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         hello = spop.pairs({b"supported-versions": b"2.0", b"max-frame-size": 16_380})
