@@ -253,3 +253,19 @@ class Shown:
             line = self.process.stdout.readline()
             assert line, f"it ended: {self.process.communicate(timeout=START_S)}"
             self.lines.append(line)
+
+
+@contextmanager
+def running(command, kind=Shown):
+    """A command, and what it shows; ends by Ctrl-C."""
+    with subprocess.Popen(
+        [*map(str, command)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield kind(process)
+        finally:
+            process.send_signal(signal.SIGINT)  # the second of two is nothing new

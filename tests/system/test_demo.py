@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.servers import free_port
-from tests.system.process import COMMAND, START_S, Shown, clean_environment
+from tests.system.process import COMMAND, START_S, running
 
 pytestmark = pytest.mark.system
 
@@ -27,14 +27,7 @@ def reading(shown, limit):
 def test_a_limit_acts_and_its_edit_acts():
     grpc_port = free_port(adjacent=3)
     ports = ("--grpc-port", grpc_port, "--http-port", grpc_port + 1, "--api-port", grpc_port + 2)
-    with subprocess.Popen(
-        [*COMMAND, "demo", "--no-browser", *map(str, ports)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        shown = Shown(process)
+    with running([*COMMAND, "demo", "--no-browser", *ports]) as shown:
         shown.until("stops everything")
         [update] = [line for line in shown.lines if "rules update" in line]
         [page] = re.findall(r"http://\S+/rules", "".join(shown.lines))
@@ -47,8 +40,8 @@ def test_a_limit_acts_and_its_edit_acts():
         )
         more, _, _ = reading(shown, 15)
         assert more > allowed
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=START_S)
-        assert process.returncode == 0
+        shown.process.send_signal(signal.SIGINT)
+        out, err = shown.process.communicate(timeout=START_S)
+        assert shown.process.returncode == 0
         assert out.endswith("stopping\n")
         assert err == ""

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.postgres_server import let_others_enter
 from tests.servers import free_port, until
-from tests.system.process import COMMAND, START_S, Shown, clean_environment
+from tests.system.process import COMMAND, START_S, Shown, running
 
 pytestmark = pytest.mark.system
 
@@ -42,17 +41,9 @@ def dev_cluster(command, *options):
     """The command `dev cluster` of an installation, once all nodes are ready."""
     grpc_port = free_port(adjacent=6)  # of three nodes
     ports = ["--grpc-port", str(grpc_port), "--http-port", str(grpc_port + 3)]
-    with subprocess.Popen(
-        [*command, "dev", "cluster", *ports, *options],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        shown = Nodes(process)
+    with running([*command, "dev", "cluster", *ports, *options], Nodes) as shown:
         shown.until("stops everything")
         yield shown
-        process.send_signal(signal.SIGINT)  # the second of two is nothing new
 
 
 def left(address):

@@ -12,16 +12,9 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import entry, token_of, write
 from tests.page_visitor import PageVisitor, text_of, token_in
+from tests.unit.node.test_named_tokens import RULE
 
 HEADER = "X-Forwarded-Email"
-RULE = {
-    "endpoint": "/orders",
-    "identifier_type": "user",
-    "limit": "9",
-    "window_seconds": "60",
-    "algorithm": "token_bucket",
-    "step": "store",
-}
 
 
 def user(name, role="admin", **fields):

@@ -11,6 +11,7 @@ from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
 from ratelimitd.web.server import MAX_HEADER_BYTES, MAX_HEADER_LINES, HttpServer
+from tests.unit.rpc.test_tls_contexts import write
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -36,12 +37,6 @@ def files(tmp_path, ca):
     found = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "not-there.pem")
     write(found, ca)
     return found
-
-
-def write(files, ca):
-    certificate = ca.issue_cert("127.0.0.1")
-    certificate.private_key_pem.write_to_path(files.key)
-    certificate.cert_chain_pems[0].write_to_path(files.cert)
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ def cluster(
     ] = DEFAULT_NODES,
     grpc_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the first.")
-    ] = 9090,
+    ] = run.GRPC_PORT,
     http_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the first.")
-    ] = 8080,
+    ] = run.HTTP_PORT,
     rules_file: Annotated[
         Path | None,
         typer.Option(

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 ENDPOINT: Final = "/orders"
 
-GRPC_PORT: Final = 9090
-"""Default port of the command line."""
-
 RULES: Final = f"""\
 rules:
   - endpoint: {ENDPOINT}
@@ -65,10 +62,10 @@ def demo(
     *,
     grpc_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the node.")
-    ] = GRPC_PORT,
+    ] = run.GRPC_PORT,
     http_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the node.")
-    ] = 8080,
+    ] = run.HTTP_PORT,
     api_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="Port of the API.")
     ] = 8000,
@@ -176,8 +173,7 @@ class Demo:
         from ratelimitd.web.server import HttpServer  # noqa: PLC0415
         from ratelimitd_client import AsyncRateLimiterClient  # noqa: PLC0415
 
-        rules_file = directory / "rules.yaml"
-        rules_file.write_text(RULES)
+        rules_file = run.write_rules(directory, RULES)
         command = self._node.command(directory, rules_file=rules_file)
         node = await children.start(self._node.name, command, read=True)
         await run.ready(node)
@@ -196,7 +192,7 @@ class Demo:
 
     def _show_what_to_try(self) -> None:
         page = f"http://{self._node.http_address}/"
-        is_default = self._node.grpc_port == GRPC_PORT
+        is_default = self._node.grpc_port == run.GRPC_PORT
         target = "" if is_default else f" --target {self._node.grpc_address}"
         self._output.line(
             f"An API allows each user 5 requests a second. {GREEDY} sends {GREEDY_PER_S}. Edit the limit:"

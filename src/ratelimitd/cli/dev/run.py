@@ -38,6 +38,10 @@ PROGRAM: Final = (
 )
 """The command of this very installation, whatever else is on the PATH."""
 
+GRPC_PORT: Final = 9090
+"""Where other commands ask by default."""
+
+HTTP_PORT: Final = 8080
 LAST_PORT: Final = 65_535
 
 
@@ -207,7 +211,7 @@ class Cluster:
         self._output.flush()
         valkey, redis_url = await servers.start_valkey(children, directory)
         database_url = await self._start_database(children, directory)
-        rules_file = self._rules_file or _write_rules(directory)
+        rules_file = self._rules_file or write_rules(directory, RULES)
         nodes: list[Child] = []
         for planned in self._nodes:
             command = planned.command(
@@ -281,9 +285,10 @@ async def ready(node: Child) -> None:
         raise failure(node)
 
 
-def _write_rules(directory: Path) -> Path:
+def write_rules(directory: Path, rules: str) -> Path:
+    """Return the file to which a node's first rules were written."""
     path = directory / "rules.yaml"
-    path.write_text(RULES)
+    path.write_text(rules)
     return path
 
 

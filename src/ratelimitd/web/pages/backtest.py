@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -22,14 +21,13 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.backtest.recorder import FILE_NAME, WHOLE
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import US_PER_S, Rule
-from ratelimitd.rpc.interface import RpcError
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.rules_file import dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import RuleRow
 from ratelimitd.web.api.http_call import Requirement
-from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.rendering import instant
 
 MAX_WINDOW_BYTES: Final = 50_000_000
 """Of a window the newest files of this size are replayed: two million checks, some 10 s."""
@@ -94,7 +92,7 @@ class BacktestPage:
 
     async def replay(self, request: Request, fields: Fields) -> Response:
         """What the rules of the form would do, in the place of those of the same endpoint and type."""
-        self._admit(request)
+        self._frame.demand(request, self._may_administer)
         window, text = fields.get("window", ""), fields.get("rules", "")
         try:
             edited = parse_rules(text.encode(), self._types)
@@ -118,12 +116,6 @@ class BacktestPage:
         return await self._page(
             request, window, text, status_code=status, report=report, problem=problem
         )
-
-    def _admit(self, request: Request) -> None:
-        try:
-            self._may_administer(self._frame.call(request, request.url.path))
-        except RpcError as error:
-            raise Refused(Cause.NOT_ALLOWED, error.message) from None
 
     def _with(self, edited: Iterable[RuleDraft]) -> list[RuleDraft]:
         """Return the rules of the book, with the edited ones in their places; at most one more than is replayed."""
@@ -169,8 +161,7 @@ def _files(directory: Path) -> list[Path]:
 
 def _begin(path: Path) -> str:
     """Return when a file was begun; it may be from a little earlier."""
-    at_s = int(path.name[:16]) // US_PER_S
-    return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ").removesuffix("+00:00") + " UTC"
+    return instant(int(path.name[:16]) // US_PER_S)
 
 
 def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:

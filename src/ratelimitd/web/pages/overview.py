@@ -19,9 +19,9 @@ from starlette.routing import BaseRoute, Route
 
 from ratelimitd.observe.history import DEFAULT_SPAN, SPANS, Sample, Span
 from ratelimitd.observe.live import Listener, Overview
-from ratelimitd.rpc.interface import Call, RpcError
+from ratelimitd.rpc.interface import Call
 from ratelimitd.web.api.http_call import Requirement
-from ratelimitd.web.pages.errors import Cause, Refused
+from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview_view import (
     TABLE_HEADINGS,
     headings_of,
@@ -222,7 +222,8 @@ class OverviewPage:
         look = self._look(request)
         if look.named:
             _log.info(
-                "%s looks at the names of denied identifiers", self._actor(self._call(request))
+                "%s looks at the names of denied identifiers",
+                self._actor(self._frame.call(request, request.url.path)),
             )
         await self._live.refresh()
         span = SPANS[look.span]
@@ -260,14 +261,8 @@ class OverviewPage:
     def _asks_for_names(self, request: Request) -> bool:
         if request.query_params.get(NAMES) != SHOWN:
             return False
-        try:
-            self._may_administer(self._call(request))
-        except RpcError as error:
-            raise Refused(Cause.NOT_ALLOWED, error.message) from None
+        self._frame.demand(request, self._may_administer)
         return True
-
-    def _call(self, request: Request) -> Call:
-        return self._frame.call(request, request.url.path)
 
     async def _fragments(self, look: Look) -> dict[str, str]:
         context = self._context(look)

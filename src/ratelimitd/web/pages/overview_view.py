@@ -18,6 +18,8 @@ from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.web.pages.rendering import (
     NONE,
+    TABLE_ROWS,
+    course,
     faded,
     milliseconds,
     number,
@@ -184,9 +186,9 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
     ratios = [one for each in rows if (one := each[HIT_RATIO]) is not None]
     now = history[-1]
     return (
-        ("Allowed", _course(now.allowed_per_s, max(one.allowed_per_s for one in history))),
-        ("Blocked", _course(now.blocked_per_s, max(one.blocked_per_s for one in history))),
-        ("Fail-open", _course(now.fail_open_per_s, max(one.fail_open_per_s for one in history))),
+        ("Allowed", course(now.allowed_per_s, max(one.allowed_per_s for one in history))),
+        ("Blocked", course(now.blocked_per_s, max(one.blocked_per_s for one in history))),
+        ("Fail-open", course(now.fail_open_per_s, max(one.fail_open_per_s for one in history))),
         (
             "Latency, 99th percentile",
             f"now {milliseconds(now.percentile_ms(0.99))}, at most {milliseconds(max(latencies, default=None))}",
@@ -200,9 +202,6 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
             f"now {short(now.buckets)}, at most {short(max(one.buckets for one in history))}",
         ),
     )
-
-
-TABLE_ROWS: Final = 12
 
 
 class TableRow(NamedTuple):
@@ -231,10 +230,6 @@ def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
         )
         for one in reversed(folded(history, span.kept_s // TABLE_ROWS))
     ]
-
-
-def _course(now: float, highest: float) -> str:
-    return f"now {short(now)} a second, at most {short(highest)}"
 
 
 def _recent(overview: Overview, history: Sequence[Sample]) -> Sample:

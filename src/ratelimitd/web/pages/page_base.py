@@ -198,6 +198,17 @@ class Frame:
             login=login,
         )
 
+    def demand(self, request: Request, requirement: Requirement) -> None:
+        """Refuse a visitor who lacks a role beyond that of reading.
+
+        Raises:
+            Refused: the visitor lacks it.
+        """
+        try:
+            requirement(self.call(request, request.url.path))
+        except RpcError as error:
+            raise Refused(Cause.NOT_ALLOWED, error.message) from None
+
     async def message(self, request: Request, title: str, text: str, status_code: int) -> Response:
         """Return a page with one message."""
         return self.page(

@@ -109,6 +109,15 @@ def instant(at: datetime | int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
+TABLE_ROWS: Final = 12
+"""Rows of a table that stands in for a chart."""
+
+
+def course(now: float, highest: float) -> str:
+    """A rate over a stretch of time, in words."""
+    return f"now {short(now)} a second, at most {short(highest)}"
+
+
 def time_of_day(at_s: int) -> str:
     """The time of a moment in Unix seconds, in UTC."""
     return f"{datetime.fromtimestamp(at_s, UTC):%H:%M:%S}"

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ratelimitd.observe.history import DEFAULT_SPAN
 from ratelimitd.observe.live import Overview
 from ratelimitd.observe.rule_traffic import SPANS, Rates, RuleTraffic, Traffic
-from ratelimitd.web.pages.rendering import instant, number, short, time_of_day
+from ratelimitd.web.pages.rendering import TABLE_ROWS, course, instant, number, short, time_of_day
 
 SORT_WORDS: Final = {
     "endpoint": "endpoint",
@@ -79,8 +79,8 @@ def _spark(rates: Sequence[Rates]) -> Spark | None:
     asked = [0.0] * (most - len(rates)) + [one.allowed_per_s + one.blocked_per_s for one in rates]
     blocked = [0.0] * (most - len(rates)) + [one.blocked_per_s for one in rates]
     top = max(asked)
-    words = f"now {short(asked[-1])} a second, at most {short(top)}"
-    return Spark(_path(asked, top), _path(blocked, top) if any(blocked) else "", words)
+    blocked_path = _path(blocked, top) if any(blocked) else ""
+    return Spark(_path(asked, top), blocked_path, course(asked[-1], top))
 
 
 def _path(values: Sequence[float], top: float) -> str:
@@ -94,9 +94,6 @@ def _path(values: Sequence[float], top: float) -> str:
         for place, value in enumerate(points)
     ]
     return "M" + "L".join(places)
-
-
-TABLE_ROWS: Final = 12
 
 
 class RuleView(NamedTuple):

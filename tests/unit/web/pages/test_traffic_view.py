@@ -2,30 +2,14 @@ import json
 
 import pytest
 
-from ratelimitd.counters import CheckStats
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import BusyRule
-from ratelimitd.observe.rule_traffic import STEP_S, RuleTraffic
-from ratelimitd.testing import ManualClock
 from ratelimitd.web.pages.traffic_view import BESIDE, NEVER, TOGETHER, traffic_of, view_of_rule
 from tests.unit.observe.test_live import status_of
+from tests.unit.observe.test_rule_traffic import Node as TrafficNode
 
 
-class Node:
-    def __init__(self):
-        self.stats, self.clock = CheckStats(), ManualClock()
-        self.traffic = RuleTraffic(self.stats, self.clock.now_us)
-
-    def decide(self, rule_id, allowed=0, blocked=0):
-        self.stats.used_rules.add(rule_id)
-        pair = self.stats.rule_counters(rule_id)
-        pair[0] += allowed
-        pair[1] += blocked
-
-    async def step(self):
-        self.clock.advance(seconds=STEP_S)
-        await self.traffic.sample()
-
+class Node(TrafficNode):
     def view(self, span="", *statuses):
         return view_of_rule("a", span, self.traffic, overview_of(*statuses or [status_of()]))
 
