@@ -117,6 +117,11 @@ class StoreOpening:
             written = await seed_new_book(self._store, self._rules_file, self._types)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
+            else:
+                _log.info(
+                    "RULES_FILE fills a new rule book only, and this one is not new: "
+                    "`ratelimitd rules apply` puts a file in force"
+                )
         if self._bucket_key is not None:
             await self._bucket_key.settle(self._store)
         if self._shared_key is not None:

@@ -57,6 +57,23 @@ async def test_a_new_database_gets_its_schema_its_rules_and_the_nodes_key(
     await opening.open()
 
 
+async def test_a_book_that_is_not_new_leaves_the_file_alone_and_the_log_says_so(
+    store, url, rules_file, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    for _ in "ab":
+        opening = StoreOpening(
+            store, url, may_create=lambda: True, rules_file=rules_file, bucket_key=None
+        )
+        await opening.open()
+    filled, left = [
+        record.getMessage() for record in caplog.records if record.name == startup.__name__
+    ]
+    assert "1 rules" in filled
+    assert "RULES_FILE" in left
+    assert "ratelimitd rules apply" in left
+
+
 async def test_without_rules_file_and_key_there_is_only_the_schema(store, url):
     await StoreOpening(store, url, may_create=lambda: True, rules_file=None, bucket_key=None).open()
     assert await store.revision() == 0

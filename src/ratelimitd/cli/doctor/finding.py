@@ -108,7 +108,7 @@ async def _port(
         if any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
-            what = f"{address} is in use by an unknown program"
+            what = f"{address} is in use: from here it cannot be told whether by this node"
             return warning(name, what, "fine if it is this node: see `ratelimitd health`")
         remedy = f"stop what listens there, or choose another {name}"
         return problem(name, f"cannot listen on {address}: {reason}", remedy)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratelimitd.cli.output import printable
-from ratelimitd.cli.top.reading import Latency, Reading
+from ratelimitd.cli.top.reading import MS_PER_S, Latency, Reading
 
 WIDE: Final = 80
 """From so many columns on the measurements stand in two columns."""
@@ -113,7 +113,7 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
             f"{_percent(reading.excess_ratio)} (promised {_percent(reading.excess_bound_ratio)})"
         )
         yield "nodes", Text(_number(reading.cluster_nodes))
-        yield "sync lag", Text(_milliseconds((reading.sync_lag_s or 0.0) * 1_000))
+        yield "sync lag", Text(_milliseconds((reading.sync_lag_s or 0.0) * MS_PER_S))
         yield "over-admission", Text(excess)
 
 
@@ -175,4 +175,5 @@ def _mebibytes(value: float | None) -> str:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:.3g} ms"
+    # From 999.5 on three digits would be 1e+03.
+    return f"{value:.3g} ms" if value < MS_PER_S - 0.5 else f"{value / MS_PER_S:,.1f} s"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -69,6 +70,15 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
     )
     assert "1.0% (promised 51.0%)" in out
     assert "12.5 ms" in out
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "text"),
+    [(0.9994, "999 ms"), (0.9996, "1.0 s"), (4.53, "4.5 s"), (5_000, "5,000.0 s")],
+)
+def test_long_times_are_seconds(lag_s, text):
+    out = drawn(READING._replace(cluster_nodes=3, sync_lag_s=lag_s))
+    assert re.search(rf"sync lag +{re.escape(text)}", out)
 
 
 def test_what_is_unknown_is_a_dash():
