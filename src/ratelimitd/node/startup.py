@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from ratelimitd.rules.last_good import BucketKey, LastGoodBook, require_same_key
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
-from ratelimitd.rules.store import RuleStore
+from ratelimitd.rules.store import RuleDraft, RuleStore
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 
@@ -29,25 +29,36 @@ ACTOR: Final = "RULES_FILE"
 
 
 async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
-    """Write the rules of ``path`` if the store never had one, whole; returns how many were written.
+    """Write the rules of ``path`` if the store never had one, whole, else log that the file is left alone.
 
-    ``types`` are the identifier types that rules may have, or be made of.
+    Returns how many were written. ``types`` are the identifier types that rules may have, or be made of.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
-    if await store.revision():
-        return 0  # the file need not even be there; what decides is asked again in the transaction
+    if not await store.revision():  # else the file need not even be there
+        drafts = await _drafts_in(path, types)
+        # What decides is asked again in the transaction.
+        written = await store.create_all(drafts, ACTOR)
+        if written or not drafts:
+            return written
+    _log.info(
+        "RULES_FILE fills a new rule book only, and this one is not new: "
+        "`ratelimitd rules apply` puts a file in force"
+    )
+    return 0
+
+
+async def _drafts_in(path: Path, types: Collection[str] | None) -> Sequence[RuleDraft]:
     try:
-        drafts = parse_rules(await asyncio.to_thread(_read, path), types)
+        return parse_rules(await asyncio.to_thread(_read, path), types)
     except OSError as error:
         message = f"RULES_FILE {path} cannot be read: {error.strerror}"
         raise StartupError(message) from error
     except RuleInvalidError as error:
         message = f"RULES_FILE {path}: {error}"
         raise StartupError(message) from error
-    return await store.create_all(drafts, ACTOR)
 
 
 def _read(path: Path) -> bytes:
@@ -117,11 +128,6 @@ class StoreOpening:
             written = await seed_new_book(self._store, self._rules_file, self._types)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
-            else:
-                _log.info(
-                    "RULES_FILE fills a new rule book only, and this one is not new: "
-                    "`ratelimitd rules apply` puts a file in force"
-                )
         if self._bucket_key is not None:
             await self._bucket_key.settle(self._store)
         if self._shared_key is not None:

@@ -6,6 +6,7 @@ import pytest
 
 from ratelimitd.clock import SystemClock
 from ratelimitd.errors import StartupError
+from ratelimitd.node import startup
 from ratelimitd.node.startup import ACTOR, seed_new_book
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.database import open_database
@@ -52,6 +53,26 @@ async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
     assert await seed_new_book(store, rules_file) == 0
     assert await seed_new_book(store, tmp_path / "absent.yaml") == 0
     assert await endpoints(store) == ["/b"]
+
+
+async def test_a_file_without_rules_beside_a_new_book_is_not_said_to_be_left_alone(
+    store, rules_file, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    rules_file.write_text("rules: []\n")
+    assert await seed_new_book(store, rules_file) == 0
+    assert "RULES_FILE" not in caplog.text
+
+
+async def test_a_book_with_rows_past_the_service_is_said_to_be_left_alone(
+    store, rules_file, tmp_path, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    await seed_new_book(store, rules_file)
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+        connection.execute("UPDATE rule_revision SET revision = 0")
+    assert await seed_new_book(store, rules_file) == 0
+    assert "RULES_FILE fills a new rule book only" in caplog.text
 
 
 async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file):

@@ -113,7 +113,7 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
             f"{_percent(reading.excess_ratio)} (promised {_percent(reading.excess_bound_ratio)})"
         )
         yield "nodes", Text(_number(reading.cluster_nodes))
-        yield "sync lag", Text(_milliseconds((reading.sync_lag_s or 0.0) * MS_PER_S))
+        yield "sync lag", Text(_duration((reading.sync_lag_s or 0.0) * MS_PER_S))
         yield "over-admission", Text(excess)
 
 
@@ -122,11 +122,11 @@ def _latencies(latency: Latency | None) -> Iterator[tuple[str, Text]]:
     if latency is None:
         yield "latency", Text(NOTHING)
         return
-    yield "latency", Text(f"{_milliseconds(latency.mean_ms)} mean")
+    yield "latency", Text(f"{_duration(latency.mean_ms)} mean")
     for name, value in (("p50", latency.p50_ms), ("p95", latency.p95_ms), ("p99", latency.p99_ms)):
         yield (
             name,
-            Text(f"≤ {_milliseconds(value)}" if math.isfinite(value) else "above all bounds"),
+            Text(f"≤ {_duration(value)}" if math.isfinite(value) else "above all bounds"),
         )
 
 
@@ -174,6 +174,6 @@ def _mebibytes(value: float | None) -> str:
     return NOTHING if value is None else f"{value / MIB:,.1f} MiB"
 
 
-def _milliseconds(value: float) -> str:
+def _duration(value_ms: float) -> str:
     # From 999.5 on three digits would be 1e+03.
-    return f"{value:.3g} ms" if value < MS_PER_S - 0.5 else f"{value / MS_PER_S:,.1f} s"
+    return f"{value_ms:.3g} ms" if value_ms < MS_PER_S - 0.5 else f"{value_ms / MS_PER_S:,.1f} s"
