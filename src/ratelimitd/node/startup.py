@@ -29,21 +29,23 @@ ACTOR: Final = "RULES_FILE"
 
 
 async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
-    """Write the rules of ``path`` if the store never had one, whole; returns how many were written.
+    """Write the rules of ``path`` if the store never had one, whole; else log that it is not loaded.
 
-    ``types`` are the identifier types that rules may have, or be made of.
+    Returns how many were written. ``types`` are the identifier types that rules may have, or be made of.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
-    if await store.revision():
-        return 0  # the file need not even be there; what decides is asked again in the transaction
+    if await store.revision():  # what decides is asked again in the transaction
+        _log.info(
+            "RULES_FILE is not loaded: the rule book has rules, or had some; to load it, run"
+            " `ratelimitd rules apply -f %s`",
+            path,
+        )
+        return 0
     try:
         drafts = parse_rules(await asyncio.to_thread(_read, path), types)
-    except OSError as error:
-        message = f"RULES_FILE {path} cannot be read: {error.strerror}"
-        raise StartupError(message) from error
     except RuleInvalidError as error:
         message = f"RULES_FILE {path}: {error}"
         raise StartupError(message) from error
@@ -51,8 +53,12 @@ async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | N
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_FILE_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"RULES_FILE {path} cannot be read: {error.strerror}"
+        raise StartupError(message) from error
 
 
 _log = logging.getLogger(__name__)
@@ -61,7 +67,8 @@ _log = logging.getLogger(__name__)
 class StoreOpening:
     """Opens the store of one node.
 
-    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book.
+    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book, and must be
+    readable at the first attempt.
     ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
     of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
     """
@@ -97,6 +104,9 @@ class StoreOpening:
         if self._is_open:
             return
         was_tried, self._was_tried = self._was_tried, True
+        if not was_tried and self._rules_file is not None:
+            # Whatever the database has: a file that is named and missing is a mistake.
+            await asyncio.to_thread(_read, self._rules_file)
         try:
             await self._prepare()
         except StartupError as error:

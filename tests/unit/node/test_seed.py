@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import sqlite3
 from contextlib import closing
 
@@ -43,14 +44,18 @@ async def test_a_new_book_is_filled(store, rules_file):
     assert await endpoints(store) == ["/a", "/b"]
 
 
-async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
-    store, rules_file, tmp_path
+async def test_a_filled_book_is_never_touched_and_one_line_says_what_loads_the_file(
+    store, rules_file, caplog
 ):
+    caplog.set_level(logging.INFO)
     await seed_new_book(store, rules_file)
     for rule in await store.page("/a", "", None, 1):
         await store.delete(rule.id, "", "test")
+    caplog.clear()
     assert await seed_new_book(store, rules_file) == 0
-    assert await seed_new_book(store, tmp_path / "absent.yaml") == 0
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("RULES_FILE is not loaded: ")
+    assert f"`ratelimitd rules apply -f {rules_file}`" in line
     assert await endpoints(store) == ["/b"]
 
 

@@ -57,6 +57,20 @@ async def test_a_new_database_gets_its_schema_its_rules_and_the_nodes_key(
     await opening.open()
 
 
+async def test_a_rules_file_that_cannot_be_read_ends_the_start_whatever_the_book_has(
+    store, url, rules_file
+):
+    def opening():
+        return StoreOpening(
+            store, url, may_create=lambda: True, rules_file=rules_file, bucket_key=None
+        )
+
+    await opening().open()
+    rules_file.unlink()
+    with pytest.raises(StartupError, match=r"RULES_FILE .*rules\.yaml cannot be read: No such"):
+        await opening().open()
+
+
 async def test_without_rules_file_and_key_there_is_only_the_schema(store, url):
     await StoreOpening(store, url, may_create=lambda: True, rules_file=None, bucket_key=None).open()
     assert await store.revision() == 0
@@ -118,7 +132,6 @@ async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_th
         return feed
 
     assert len((await started()).book) == 1
-    rules_file.unlink()
     (tmp_path / "rules.db").rename(tmp_path / "away.db")
     (tmp_path / "rules.db").mkdir()
     with pytest.raises(StartupError, match="cannot be opened"):
