@@ -25,6 +25,9 @@ MIB: Final = 1024 * 1024
 
 NOTHING: Final = "–"
 
+NEARLY_A_SECOND_MS: Final = 999.5
+"""Three digits of ms are not enough from here on."""
+
 _STYLES: Final = {
     "HEALTHY": "green",
     "closed": "green",
@@ -175,4 +178,4 @@ def _mebibytes(value: float | None) -> str:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:.3g} ms"
+    return f"{value:.3g} ms" if value < NEARLY_A_SECOND_MS else f"{value / 1_000:,.1f} s"

@@ -71,6 +71,15 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
     assert "12.5 ms" in out
 
 
+@pytest.mark.parametrize(
+    ("sync_lag_s", "shown"), [(0.9994, "999 ms"), (0.9996, "1.0 s"), (4.53, "4.5 s")]
+)
+def test_a_duration_of_a_second_or_more_is_in_seconds(sync_lag_s, shown):
+    out = drawn(READING._replace(cluster_nodes=3, sync_lag_s=sync_lag_s))
+    assert shown in out
+    assert "e+" not in out
+
+
 def test_what_is_unknown_is_a_dash():
     out = drawn(
         READING._replace(
