@@ -16,6 +16,7 @@ from ratelimitd.cli.check import (
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
+from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
@@ -133,15 +134,34 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
     output.line(
         output.styled(enum_name(pb.HealthStatus, answer.status), "good" if good else "warn")
     )
-    # The bounds are the specification's; the node judges, this only shows what it judged.
+
+    def judged(text: str, *, met: bool) -> str:
+        """What the node judged, marked where it may be the reason: too few checks to tell count as met there."""
+        return text if good or met else output.styled(f"{text} ← not met", "warn")
+
+    reached, ratio = answer.shared_state_connected, answer.local_cache_hit_ratio
+    latency_ms, failed_open = answer.average_latency_ms, answer.error_rate
+    # The bounds are the specification's.
     output.pairs(
         [
             ("node", answer.node_id or "–"),
             ("transport", answer.transport or "–"),
-            ("shared state", "connected" if answer.shared_state_connected else "not connected"),
-            ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
-            ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),
-            ("error rate", f"{answer.error_rate:.4f} (healthy below 0.01)"),
+            ("shared state", judged("connected" if reached else "not connected", met=reached)),
+            (
+                "cache hit ratio",
+                judged(f"{ratio:.3f} (healthy above 0.90)", met=ratio > MIN_CACHE_HIT_RATIO),
+            ),
+            (
+                "average latency",
+                judged(
+                    f"{latency_ms:.3f} ms (healthy below 2.0 ms)",
+                    met=latency_ms < MAX_AVERAGE_LATENCY_MS,
+                ),
+            ),
+            (
+                "fail-open answers",
+                judged(f"{failed_open:.4f} (healthy below 0.01)", met=failed_open < MAX_ERROR_RATE),
+            ),
             ("circuit breaker", answer.breaker_state or "–"),
             ("rules revision", str(answer.rules_revision)),
             *_cluster(metrics),
