@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -37,6 +38,9 @@ from ratelimitd.rules.rules_file import (
 from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
@@ -227,7 +231,7 @@ def _ask(
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
     with target.client() as client, shown, _named_if_missing(target):
         try:
-            return client.apply_rules(
+            answer = client.apply_rules(
                 map(_message, wanted),
                 prune=prune,
                 dry_run=dry_run,
@@ -240,6 +244,29 @@ def _ask(
             # Of the request, its rules are those of the file.
             placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
             raise _refusal(file, placed) from None
+        changes = [(one.before.endpoint, one.after.endpoint) for one in answer.changes]
+        added = {after for before, after in changes if after and after != before}
+        warn_of_case(client, added, gone={before for before, after in changes if not after})
+        return answer
+
+
+def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[str] = ()) -> None:
+    """Say of added endpoints that differ from another one in case alone; both are valid, and seldom meant.
+
+    The rules are changed already, so that a node that does not list them is no error.
+    """
+    import grpc  # noqa: PLC0415 - as in client_options
+
+    spelled: dict[str, str] = {}
+    with suppress(grpc.RpcError):
+        for rule in islice(client.rules(), MAX_APPLIED) if added else ():
+            if rule.endpoint not in added and rule.endpoint not in gone:
+                spelled[rule.endpoint.casefold()] = rule.endpoint
+    for endpoint in sorted(added):
+        other = spelled.setdefault(endpoint.casefold(), endpoint)
+        if other != endpoint:
+            text = f"Warning: {endpoint} differs in case alone from {other}, which has rules, too"
+            print(printable(f"{text}: a check is of one of them"), file=sys.stderr)
 
 
 def warn_of_patterns(endpoints: Iterable[str]) -> None:

@@ -37,6 +37,7 @@ def asked(node):
     return [
         (len(call.request.rate_limits), call.request.prune, call.request.dry_run)
         for call in node.seen
+        if call.method == "ApplyRateLimits"
     ]
 
 
@@ -59,6 +60,20 @@ def test_what_looks_like_a_pattern_and_is_none_is_told(ask, book):
     file = book(BOOK.replace("/login", "/login/*"))
     for command in ("apply", "diff"):
         assert ask("rules", command, "-f", file).err.startswith("Warning: /login/* is the name of")
+
+
+def test_an_endpoint_that_differs_from_another_in_case_alone_is_told(ask, node, book):
+    node.add_rule("/Login", "ip")
+    warning = "Warning: /login differs in case alone from /Login, which has rules, too: "
+    assert ask("rules", "diff", "-f", book()).err.startswith(warning)
+    assert ask("rules", "diff", "--prune", "-f", book()).err == ""
+    ended = ask("rules", "apply", "-f", book())
+    assert (ended.status, ended.err.count("\n"), ended.err.startswith(warning)) == (0, 1, True)
+    assert ask("rules", "apply", "-f", book()).err == ""
+    two = book(BOOK.replace('"*"', "/LOGIN"))
+    assert (
+        "Warning: /LOGIN differs in case alone from /login," in ask("rules", "diff", "-f", two).err
+    )
 
 
 def test_only_what_differs_is_changed_and_shown(ask, node, book):

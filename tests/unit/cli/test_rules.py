@@ -63,6 +63,15 @@ def test_what_looks_like_a_pattern_and_is_none_is_told(ask, endpoint, is_warned)
     assert bool(ended.err) == is_warned
 
 
+def test_a_rule_that_differs_from_another_in_case_alone_is_told(ask, node):
+    rule = node.add_rule("/orders")
+    warning = "Warning: /Orders differs in case alone from /orders, which has rules, too: "
+    assert ask("rules", "create", "/Orders", "ip", *NUMBERS).err.startswith(warning)
+    moved = ask("rules", "update", rule.id, "--endpoint", "/ORDERS")
+    assert moved.err.startswith("Warning: /ORDERS differs in case alone from /Orders")
+    assert ask("rules", "update", rule.id, "--limit", "7").err == ""
+
+
 def test_a_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
     assert "5 per 60 s, token_bucket, burst 50" in ended.out
