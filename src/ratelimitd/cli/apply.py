@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
@@ -79,7 +79,7 @@ def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
 
 STDIN: Final = Path("-")
 
-_IN_FILE: Final = re.compile(r"^rate_limits\b")
+_IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d+)\])?")
 
 RULES_PER_S: Final = 500
 """The node gets a second more for so many rules; it applies thousands."""
@@ -210,7 +210,7 @@ def content_of(file: Path, option: str = "--file") -> bytes:
         raise UsageError(message) from None
 
 
-def _refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
+def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
     """Everything that is wrong with the file, a line for each."""
     details = [f"{field}: {description}" for field, description in violations]
     return CliError(f"{file} is refused, nothing was changed:", details=details)
@@ -225,7 +225,7 @@ def _ask(
     try:
         wanted = parse_rules(content_of(file))
     except RuleInvalidError as error:
-        raise _refusal(file, error.violations) from None
+        raise refusal(file, error.violations) from None
     warn_of_patterns(rule.endpoint for rule in wanted)
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
@@ -241,13 +241,22 @@ def _ask(
         except grpc.RpcError as error:
             if not (violations := violations_of(error)):
                 raise
-            # Of the request, its rules are those of the file.
-            placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
-            raise _refusal(file, placed) from None
+            raise refusal(file, (_in_file(one, wanted) for one in violations)) from None
         changes = [(one.before.endpoint, one.after.endpoint) for one in answer.changes]
         added = {after for before, after in changes if after and after != before}
         warn_of_case(client, added, gone={before for before, after in changes if not after})
         return answer
+
+
+def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldViolation:
+    """What is wrong with a field of the request, whose rules are those of the file, with the name of the rule."""
+    place = _IN_FILE.match(violation.field)
+    if place is None:
+        return violation
+    rules = wanted[int(place[1]) :][:1] if place[1] else ()
+    named = "".join(f" ({_name(rule)})" for rule in rules)
+    field = f"{RULES_KEY}{violation.field.removeprefix('rate_limits')}"
+    return FieldViolation(field, f"{violation.description}{named}")
 
 
 def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[str] = ()) -> None:

@@ -161,7 +161,7 @@ def test_what_the_node_refuses_is_named_by_its_place_in_the_file(ask, node, book
         "",
         (
             f"Error: {file} is refused, nothing was changed:\n"
-            f"  rules[0].id: {text}\n"
+            f"  rules[0].id: {text} (* user)\n"
             "  rules: 3 more fields are wrong\n"
         ),
     )
