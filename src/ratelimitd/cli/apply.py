@@ -24,7 +24,7 @@ from ratelimitd.cli.client_options import (
     asks_node,
     violations_of,
 )
-from ratelimitd.cli.output import Output, printable, working
+from ratelimitd.cli.output import Output, printable, window, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
@@ -169,9 +169,20 @@ def revert(
     Example:
       ratelimitd rules revert 17 --dry-run
     """
+    import grpc  # noqa: PLC0415 - as in client_options
+
     timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
     with target.client() as client, _named_if_missing(target):
-        answer = client.revert_rules(as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s)
+        try:
+            answer = client.revert_rules(
+                as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s
+            )
+        except grpc.RpcError as error:
+            reasons = [why for field, why in violations_of(error) if field == "as_of"]
+            if not reasons:
+                raise
+            message = f"the rules cannot be reverted to revision {as_of}: {'; '.join(reasons)}"
+            raise CliError(message) from None
     _show(answer, _summary(answer, dry_run=dry_run), target)
 
 
@@ -344,7 +355,7 @@ def _print_change(change: pb.RateLimitChange, output: Output) -> None:
     for name in EDITABLE:
         old, new = _text(before, name), _text(after, name)
         if old != new and name not in hidden:
-            output.line(f"    {name}: {old} → {new}")
+            output.line(f"    {name.removesuffix('_seconds')}: {old} → {new}")
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
@@ -392,7 +403,7 @@ def _own_text(rule: RuleDraft) -> str:
     """The limits of identities without a plan."""
     if rule.limits:
         return _list_text(rule.limits)
-    return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    return f"{rule.limit} per {window(rule.window_seconds)}, {rule.algorithm}"
 
 
 def _list_text(limits: Iterable[LimitDraft]) -> str:
@@ -405,9 +416,9 @@ def _list_text(limits: Iterable[LimitDraft]) -> str:
 
 
 def window_text(limit: LimitDraft) -> str:
-    """The window of a limit: its seconds, or what of the calendar it is."""
+    """The window of a limit: its length, or what of the calendar it is."""
     if limit.period is None:
-        return f"{limit.window_seconds} s"
+        return window(limit.window_seconds)
     anchor = f" from day {limit.anchor_day}" if limit.anchor_day else ""
     return f"{limit.period}{anchor} ({printable(limit.time_zone)})"
 
@@ -419,4 +430,6 @@ def _text(rule: RuleDraft, name: str) -> str:
     if name == "plans":
         return "; ".join(f"{one.name}: {_list_text(one.limits)}" for one in rule.plans) or "none"
     value = getattr(rule, name)
+    if name == "window_seconds":
+        return window(value)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))

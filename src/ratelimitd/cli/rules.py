@@ -409,6 +409,7 @@ def promote(
         if replaced not in names:
             message = f"the rule has no limit {printable(replaced)}"
             raise CliError(message)
+        former = pb.RateLimit(limits=[limits[names.index(replaced)]])
         candidate = limits[names.index(name)]
         candidate.enforcement = pb.ENFORCE
         limits[names.index(replaced)] = candidate
@@ -416,6 +417,8 @@ def promote(
         change = pb.RateLimit(id=rule.id, etag=rule.etag, limits=kept.values())
         updated = client.update_rule(change, ["limits"])
     _show("updated", updated, target)
+    if replaced != name and not target.output.as_json:
+        target.output.line(f"{name} is in the place of {limits_text(former)}")
 
 
 @asks_node

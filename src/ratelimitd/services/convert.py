@@ -268,7 +268,7 @@ def _remedy(check: Check, looked_at: LookedAt) -> str:
     if match is Match.DISABLED:
         return "enable the rule"
     if match is Match.OVERRIDDEN:
-        return f"disable the rule of the endpoint for {rule.identifier_type}"
+        return "none needed: the endpoint's own rule judges in its place; a rule for ** judges beside it"
     if match is Match.NOT_NAMED:
         named = {check.identifier_type, *(kind for kind, _ in check.also)}
         missing = [kind for kind in types_within(rule.identifier_type) if kind not in named]

@@ -264,7 +264,11 @@ def test_an_answer_names_the_plan_and_the_rules_that_were_passed_over():
             "ask for at most 11 tokens, or raise the burst of default to 12",
         ),
         (Match.DISABLED, None, "enable the rule"),
-        (Match.OVERRIDDEN, None, "disable the rule of the endpoint for ip+user"),
+        (
+            Match.OVERRIDDEN,
+            None,
+            "none needed: the endpoint's own rule judges in its place; a rule for ** judges beside it",
+        ),
         (Match.NOT_NAMED, None, "name the ip of the request"),
     ],
 )
