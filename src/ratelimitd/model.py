@@ -346,7 +346,7 @@ class Decision(NamedTuple):
 class Explained(NamedTuple):
     """What a check would be answered, the rules that were looked at, and the plans of its identities.
 
-    ``nearest`` are rules that the check may have meant, if it has none.
+    ``nearest`` are rules that the check may have meant, if its endpoint has none of its own.
     """
 
     decision: Decision

@@ -157,7 +157,7 @@ def test_who_wants_it_closed_is_denied_whatever_a_call_ends_with(clock, caplog):
     ]  # fmt: skip
     assert all(decision.fail_closed for decision in decisions)
     assert {decision.retry_after_seconds for decision in decisions} == {1}
-    assert "the client denies checks" in caplog.text
+    assert "the client denies checks unless the middleware or a view has its own" in caplog.text
 
 
 def test_what_is_denied_is_not_charged_by_the_probe(fail_open, clock):

@@ -222,5 +222,5 @@ async def test_a_dry_run_of_going_back_changes_nothing(store):
 
 async def test_there_is_no_going_back_to_a_revision_to_come(store):
     await store.create(draft("/a"), ME)
-    with pytest.raises(RuleInvalidError, match="as_of: the revision is 1"):
+    with pytest.raises(RuleInvalidError, match="as_of: there is no such revision: the newest is 1"):
         await store.revert(2, ME, dry_run=False, since=0)

@@ -1595,6 +1595,15 @@ class TestRulesThatAreUsed:
         node = Node(ORDERS, replace(ORDERS, id="other", endpoint="/Orders"))
         assert (await node.limiter.explain(Check(b"ada", USER, "/orders"))).nearest == ()
 
+    async def test_a_check_that_a_rule_for_all_others_judges_is_told_of_another_spelling(self):
+        every = replace(ORDERS, id="every", endpoint="*")
+        node = Node(ORDERS, every, replace(ORDERS, id="below", endpoint="/orders/{id}"))
+        explained = await node.limiter.explain(Check(b"ada", USER, "/Orders"))
+        assert explained.decision.rule is every
+        assert explained.nearest == ((ORDERS, "differs in case"),)
+        explained = await node.limiter.explain(Check(b"ada", USER, "/orders/42"))
+        assert (explained.decision.rule, explained.nearest) == (every, ())
+
     async def test_of_a_long_book_a_bounded_number_of_rules_is_looked_at(self, monkeypatch):
         monkeypatch.setattr(limiter_module, "MAX_LOOKED_AT", 0)
         assert (await Node(ORDERS).limiter.explain(Check(b"ada", USER, "/Orders"))).nearest == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -64,13 +65,15 @@ class StateDir:
         """Return the address published by the node running in ``path``; empty if none runs.
 
         ``made_token``: also empty if its admin token is not the one in the directory, which an earlier start may have
-        left.
+        left. A relative ``path`` is whatever the working directory has there, and so must be of this process's user.
 
         Raises:
-            OSError: the lock file is missing or not readable.
+            OSError: the lock file is missing, not readable, or in a relative path another user's.
         """
         lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not path.is_absolute() and os.fstat(lock_fd).st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "belongs to another user")
             published = os.read(lock_fd, MAX_ADDRESS_BYTES).decode("ascii", "replace").strip()
             address = published.removesuffix(NOT_MADE)
             if not address or (made_token and address != published):

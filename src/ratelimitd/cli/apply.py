@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -23,7 +24,7 @@ from ratelimitd.cli.client_options import (
     asks_node,
     violations_of,
 )
-from ratelimitd.cli.output import Output, printable, working
+from ratelimitd.cli.output import Output, printable, window, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
@@ -37,6 +38,9 @@ from ratelimitd.rules.rules_file import (
 from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
@@ -75,7 +79,7 @@ def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
 
 STDIN: Final = Path("-")
 
-_IN_FILE: Final = re.compile(r"^rate_limits\b")
+_IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
 
 RULES_PER_S: Final = 500
 """The node gets a second more for so many rules; it applies thousands."""
@@ -165,9 +169,20 @@ def revert(
     Example:
       ratelimitd rules revert 17 --dry-run
     """
+    import grpc  # noqa: PLC0415 - as in client_options
+
     timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
     with target.client() as client, _named_if_missing(target):
-        answer = client.revert_rules(as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s)
+        try:
+            answer = client.revert_rules(
+                as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s
+            )
+        except grpc.RpcError as error:
+            reasons = [why for field, why in violations_of(error) if field == "as_of"]
+            if not reasons:
+                raise
+            message = f"the rules cannot be reverted to revision {as_of}: {'; '.join(reasons)}"
+            raise CliError(message) from None
     _show(answer, _summary(answer, dry_run=dry_run), target)
 
 
@@ -206,7 +221,7 @@ def content_of(file: Path, option: str = "--file") -> bytes:
         raise UsageError(message) from None
 
 
-def _refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
+def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
     """Everything that is wrong with the file, a line for each."""
     details = [f"{field}: {description}" for field, description in violations]
     return CliError(f"{file} is refused, nothing was changed:", details=details)
@@ -221,13 +236,13 @@ def _ask(
     try:
         wanted = parse_rules(content_of(file))
     except RuleInvalidError as error:
-        raise _refusal(file, error.violations) from None
+        raise refusal(file, error.violations) from None
     warn_of_patterns(rule.endpoint for rule in wanted)
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
     with target.client() as client, shown, _named_if_missing(target):
         try:
-            return client.apply_rules(
+            answer = client.apply_rules(
                 map(_message, wanted),
                 prune=prune,
                 dry_run=dry_run,
@@ -237,9 +252,42 @@ def _ask(
         except grpc.RpcError as error:
             if not (violations := violations_of(error)):
                 raise
-            # Of the request, its rules are those of the file.
-            placed = (one._replace(field=_IN_FILE.sub(RULES_KEY, one.field)) for one in violations)
-            raise _refusal(file, placed) from None
+            raise refusal(file, (_in_file(one, wanted) for one in violations)) from None
+        moved = [one for one in answer.changes if one.before.endpoint != one.after.endpoint]
+        added = {one.after.endpoint for one in moved} - {""}
+        warn_of_case(client, added, gone={one.before.id for one in moved})
+        return answer
+
+
+def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldViolation:
+    """What is wrong with a field of the request, whose rules are those of the file, with the name of the rule."""
+    place = _IN_FILE.match(violation.field)
+    if place is None:
+        return violation
+    rules = wanted[int(place[1]) :][:1] if place[1] else ()
+    named = "".join(f" ({_name(rule)})" for rule in rules)
+    field = f"{RULES_KEY}{violation.field.removeprefix('rate_limits')}"
+    return FieldViolation(field, f"{violation.description}{named}")
+
+
+def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[str] = ()) -> None:
+    """Say of added endpoints that differ from another one in case alone; both are valid, and seldom meant.
+
+    ``gone`` are the ids of rules that the node may list with an endpoint which they no longer have. The rules are
+    changed already, so that a node that does not list them is no error.
+    """
+    import grpc  # noqa: PLC0415 - as in client_options
+
+    spelled: dict[str, str] = {}
+    with suppress(grpc.RpcError):
+        for rule in islice(client.rules(), MAX_APPLIED) if added else ():
+            if rule.endpoint not in added and rule.id not in gone:
+                spelled[rule.endpoint.lower()] = rule.endpoint
+    for endpoint in sorted(added):
+        other = spelled.setdefault(endpoint.lower(), endpoint)
+        if other != endpoint:
+            text = f"Warning: {endpoint} differs in case alone from {other}, which has rules, too"
+            print(printable(f"{text}: a check is of one of them"), file=sys.stderr)
 
 
 def warn_of_patterns(endpoints: Iterable[str]) -> None:
@@ -308,7 +356,7 @@ def _print_change(change: pb.RateLimitChange, output: Output) -> None:
     for name in EDITABLE:
         old, new = _text(before, name), _text(after, name)
         if old != new and name not in hidden:
-            output.line(f"    {name}: {old} → {new}")
+            output.line(f"    {name.removesuffix('_seconds')}: {old} → {new}")
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
@@ -356,7 +404,7 @@ def _own_text(rule: RuleDraft) -> str:
     """The limits of identities without a plan."""
     if rule.limits:
         return _list_text(rule.limits)
-    return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    return f"{rule.limit} per {window(rule.window_seconds)}, {rule.algorithm}"
 
 
 def _list_text(limits: Iterable[LimitDraft]) -> str:
@@ -369,9 +417,9 @@ def _list_text(limits: Iterable[LimitDraft]) -> str:
 
 
 def window_text(limit: LimitDraft) -> str:
-    """The window of a limit: its seconds, or what of the calendar it is."""
+    """The window of a limit: its length, or what of the calendar it is."""
     if limit.period is None:
-        return f"{limit.window_seconds} s"
+        return window(limit.window_seconds)
     anchor = f" from day {limit.anchor_day}" if limit.anchor_day else ""
     return f"{limit.period}{anchor} ({printable(limit.time_zone)})"
 
@@ -383,4 +431,6 @@ def _text(rule: RuleDraft, name: str) -> str:
     if name == "plans":
         return "; ".join(f"{one.name}: {_list_text(one.limits)}" for one in rule.plans) or "none"
     value = getattr(rule, name)
+    if name == "window_seconds":
+        return window(value)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))

@@ -17,8 +17,8 @@ import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
 from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
-from ratelimitd.cli.output import Output, as_dict, enum_name
-from ratelimitd.model import INT32_MAX, NOMINAL_SECONDS, IdentifierType
+from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
+from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ Windows = Mapping[tuple[str, str, str], str]
 _UNKNOWN: Final[Windows] = MappingProxyType({})
 
 _ITEM: Final = re.compile(r"requests\[\d+\]\.")
-
-_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 def int32(value: int | None) -> int | None:
@@ -222,13 +220,12 @@ def said(limit: pb.LimitStatus, windows: Windows = _UNKNOWN) -> tuple[str, str]:
     if limit.enforcement == pb.OBSERVE:
         says = "would allow" if limit.allowed else "would deny"
     plan = f"{limit.plan}, " if limit.plan else ""
-    window = _window(limit, limit.name, windows)
-    numbers = f"{plan}{limit.name}: {limit.limit} per {window}"
+    numbers = f"{plan}{limit.name}: {limit.limit} per {_window(limit, limit.name, windows)}"
     return numbers, f"{says}, {limit.remaining_tokens} left"
 
 
 def _window(of: pb.LimitStatus | pb.RateLimitResponse, name: str, windows: Windows) -> str:
-    return windows.get((of.rule_id, of.plan, name)) or duration(of.window_seconds)
+    return windows.get((of.rule_id, of.plan, name)) or window(of.window_seconds)
 
 
 def request_of(  # noqa: PLR0917 -- the arguments of a check
@@ -255,8 +252,8 @@ def describe(
 ) -> list[tuple[str, str]]:
     """The answer in words for a person; ``now_s`` is Unix time in seconds."""
     name = f"{answer.limit_name}: " if answer.limits else ""
-    window = _window(answer, answer.limit_name, windows)
-    rule = f"{answer.rule_id} ({name}{answer.limit} per {window})"
+    length = _window(answer, answer.limit_name, windows)
+    rule = f"{answer.rule_id} ({name}{answer.limit} per {length})"
     if not answer.limit:
         rule = answer.rule_id
     others = [
@@ -300,16 +297,6 @@ def reset_text(reset_time_s: int, now_s: float) -> str:
         at = f"Unix time {reset_time_s}"
     left_s = max(0, round(reset_time_s - now_s))
     return f"{f'in {duration(left_s)}' if left_s else 'now'} ({at})"
-
-
-def duration(seconds: int) -> str:
-    """Seconds in their two largest units: ``1 h 30 min``."""
-    parts = []
-    for unit, size_s in _UNITS:
-        if amount := seconds // size_s:
-            parts.append(f"{amount} {unit}")
-            seconds -= amount * size_s
-    return " ".join(parts[:2]) or "0 s"
 
 
 def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
@@ -385,6 +372,7 @@ def _denier(answer: pb.RateLimitResponse) -> str:
     kind = [answer.limits[0].identifier_type] if answer.limits else []
     words = [*kind, *([f"plan {answer.plan}"] if answer.plan else [])]
     if answer.limit_name:
-        window = duration(answer.window_seconds)
-        words.append(f"{answer.limit_name}: {answer.limit} per {window}")
+        is_only = answer.limit_name == DEFAULT_LIMIT and not answer.limits
+        name = "" if is_only else f"{answer.limit_name}: "
+        words.append(f"{name}{answer.limit} per {window(answer.window_seconds)}")
     return f"  by {', '.join(words)}" if words else ""

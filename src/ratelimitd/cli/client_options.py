@@ -82,7 +82,13 @@ class UsageError(CliError):
 
 
 def rpc_failure(
-    error: grpc.RpcError, target: str, timeout_s: float, *, tls: bool, certificate: bool
+    error: grpc.RpcError,
+    target: str,
+    timeout_s: float,
+    *,
+    tls: bool,
+    certificate: bool,
+    why_no_token: str = "",
 ) -> CliError:
     """The failure that the error of one call means.
 
@@ -107,7 +113,9 @@ def rpc_failure(
         message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
     name = code.lower().replace("_", " ")
-    hint = f" ({_HINTS[code]})" if code in _HINTS else ""
+    is_due = code == "UNAUTHENTICATED" and why_no_token
+    why = f"no token was sent: {why_no_token}; " if is_due else ""
+    hint = f" ({why}{_HINTS[code]})" if code in _HINTS else ""
     violations = (
         f"{field.removeprefix('rate_limit.')}: {what}" for field, what in violations_of(error)
     )
@@ -168,6 +176,7 @@ class Target:
     tls: Tls | None = None
     token: str | None = field(default=None, repr=False)
     output: Output = field(default_factory=Output)
+    why_no_token: str = ""
 
     @contextmanager
     def client(self) -> Iterator[NodeClient]:
@@ -209,6 +218,7 @@ class Target:
             self.timeout_s,
             tls=self.tls is not None,
             certificate=self.tls is not None and self.tls.cert is not None,
+            why_no_token=self.why_no_token,
         )
 
 
@@ -288,14 +298,15 @@ def connection_options(
         if not token:
             message = f"--token-file: {token_file} is empty"
             raise UsageError(message)
-    if token is None:
-        token = find_admin_token(target, os.environ)
     tls = None
     if ca is not None or cert is not None:
         from ratelimitd_client import Tls  # noqa: PLC0415
 
         tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))
-    return Target(target, timeout, tls, token, Output(as_json=json))
+    why_no_token = ""
+    if token is None:
+        target, token, why_no_token = find_admin_token(target, os.environ, tls=tls is not None)
+    return Target(target, timeout, tls, token, Output(as_json=json), why_no_token)
 
 
 def asks_node(command: Callable[..., None]) -> Callable[..., None]:

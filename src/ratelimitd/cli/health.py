@@ -141,7 +141,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
             ("shared state", "connected" if answer.shared_state_connected else "not connected"),
             ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
             ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),
-            ("error rate", f"{answer.error_rate:.4f} (healthy below 0.01)"),
+            ("fail-open answers", f"{answer.error_rate:.4f} (healthy below 0.01)"),
             ("circuit breaker", answer.breaker_state or "–"),
             ("rules revision", str(answer.rules_revision)),
             *_cluster(metrics),

@@ -104,6 +104,24 @@ def printable(text: str) -> str:
     )
 
 
+_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def duration(seconds: int, units: int = 2) -> str:
+    """Seconds in their largest units: ``1 h 30 min``."""
+    parts = []
+    for unit, size_s in _UNITS:
+        if amount := seconds // size_s:
+            parts.append(f"{amount} {unit}")
+            seconds -= amount * size_s
+    return " ".join(parts[:units]) or "0 s"
+
+
+def window(seconds: int) -> str:
+    """The length of a window, to the second."""
+    return duration(seconds, len(_UNITS))
+
+
 def enum_name(enum: Any, number: int) -> str:
     """The name of an enum's value; a value of a later release is shown by its number."""
     name: str = enum.Name(number) if number in enum.values() else str(number)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, diff, export, limits_text, revert, schema, warn_of_patterns
+from ratelimitd.cli.apply import (
+    apply,
+    diff,
+    export,
+    limits_text,
+    revert,
+    schema,
+    warn_of_case,
+    warn_of_patterns,
+)
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -302,6 +311,7 @@ def create(
         rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
     with target.client() as client:
         created = client.create_rule(rule)
+        warn_of_case(client, {endpoint})
     warn_of_patterns([endpoint])
     _show("created", created, target)
 
@@ -350,6 +360,7 @@ def update(
         rule_id = _id_of(client, rule, of_type)
         change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
         updated = client.update_rule(change, list(changes))
+        warn_of_case(client, {endpoint} if endpoint else ())
     _show("updated", updated, target)
 
 
@@ -398,6 +409,7 @@ def promote(
         if replaced not in names:
             message = f"the rule has no limit {printable(replaced)}"
             raise CliError(message)
+        former = pb.RateLimit(limits=[limits[names.index(replaced)]])
         candidate = limits[names.index(name)]
         candidate.enforcement = pb.ENFORCE
         limits[names.index(replaced)] = candidate
@@ -405,6 +417,8 @@ def promote(
         change = pb.RateLimit(id=rule.id, etag=rule.etag, limits=kept.values())
         updated = client.update_rule(change, ["limits"])
     _show("updated", updated, target)
+    if replaced != name and not target.output.as_json:
+        target.output.line(f"{name} is in the place of {limits_text(former)}")
 
 
 @asks_node

@@ -424,21 +424,24 @@ class Limiter:
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, judging)
         book = self.scopes.book
-        looked_at = book.looked_at(check.endpoint, types)
+        looked_at = [*book.looked_at(check.endpoint, types)]
         if isinstance(judging, Unjudged):
             decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
         else:
             decision, statuses = await self._foreseen(check, judging, now_us)
         is_blocked = decision.reason is Reason.BLOCKED
         assigned = {one.identifier_type: one.plan for one in plans}
+        has_none = decision.reason is Reason.NO_RULE
+        # A rule for * judges what was meant for another, too.
+        is_other = all(rule.endpoint != check.endpoint for rule, _ in looked_at)
         return Explained(
             decision,
             tuple(
                 [_looked_at(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
             ),
             plans,
-            await _nearest(book, check.endpoint, types)
-            if decision.reason is Reason.NO_RULE
+            await _nearest(book, Nearest(check.endpoint, types, only_spelling=not has_none))
+            if has_none or is_other
             else (),
         )
 
@@ -809,9 +812,9 @@ def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[Limi
     ]
 
 
-async def _nearest(book: RuleBook, endpoint: str, types: Sequence[str]) -> tuple[NearRule, ...]:
-    """Return the rules nearest to an endpoint that has none; other calls have their turn between two steps."""
-    nearest, rules = Nearest(endpoint, types), islice(book.rules(), MAX_LOOKED_AT)
+async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
+    """Return the nearest rules of a book; other calls have their turn between two steps."""
+    rules = islice(book.rules(), MAX_LOOKED_AT)
     while some := [*islice(rules, RULES_PER_STEP)]:
         nearest.look_at(some)
         await asyncio.sleep(0)

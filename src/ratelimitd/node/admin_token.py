@@ -11,7 +11,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
@@ -19,6 +19,10 @@ from ratelimitd.settings.parsing import MAX_TOKEN_CHARACTERS, Address, address, 
 from ratelimitd.settings.sources import environment_of
 
 FILE_NAME: Final = "admin-token"
+
+LOCALHOST: Final = "localhost"
+LOOPBACK: Final = ("127.0.0.1", "::1")
+"""The addresses of that name (RFC 6761 section 6.3)."""
 
 TOKEN_BYTES: Final = 32
 """Random bytes of a token: 256 bits cannot be guessed, however many tries a caller has."""
@@ -40,21 +44,45 @@ def own_admin_token(state_dir: Path) -> str:
     return read_admin_token(path) or _make(path)
 
 
-def find_admin_token(target: str, environ: Mapping[str, str]) -> str | None:
-    """Return the token of the node that answers at ``target``, a ``HOST:PORT`` of this host; ``None``: none is found.
+class FoundToken(NamedTuple):
+    """The token of a node on this host, and the only address to send it to; without one, ``why_none``."""
 
-    The token goes to no other address: the node that runs says in its state directory where it listens.
+    target: str
+    token: str | None = None
+    why_none: str = ""
+
+
+def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = False) -> FoundToken:
+    """Find the token of the node that answers at ``target``, a ``HOST:PORT`` of this host.
+
+    The token goes to no other address: the node that runs says in its state directory where it listens. ``localhost``
+    becomes the loopback address of that node, since another program may listen at the other one; not with ``tls``,
+    where the certificate may be for the name alone.
     """
     given = environ.get(environment_of("STATE_DIR"))
-    for directory in (Path(given),) if given else STATE_DIRS:
+    directories = (Path(given),) if given else STATE_DIRS
+    asked = address(target)
+    hosts = LOOPBACK if asked.host.lower() == LOCALHOST and not tls else ()
+    why = f"no node that made its token runs in {' or '.join(map(str, directories))}"
+    for directory in directories:
         try:
             listens_at = StateDir.address_in(directory, made_token=True)
-            if listens_at and _is_reached(address(listens_at), address(target)):
-                # Root may use the token of a node that has a user of its own.
-                return read_admin_token(directory / FILE_NAME, own=False)
-        except (OSError, ValueError, StartupError):
-            continue  # a file that cannot be used is the node's to tell, and it did
-    return None
+            if not listens_at:
+                continue
+            for one in (asked, *(Address(host, asked.port) for host in hosts)):
+                if _is_reached(address(listens_at), one):
+                    # Root may use the token of a node that has a user of its own.
+                    token = read_admin_token(directory / FILE_NAME, own=False)
+                    why_none = "" if token else f"{directory / FILE_NAME} is missing"
+                    return FoundToken(str(one) if token else target, token, why_none)
+            why = f"the node in {directory} listens on {listens_at}, and another program may on {target}"
+        except PermissionError as error:
+            why = f"{directory}: {error.strerror}"
+        except StartupError:  # which the node told, with the reason
+            why = f"{directory / FILE_NAME} cannot be used"
+        except (OSError, ValueError):
+            continue
+    return FoundToken(target, why_none=why)
 
 
 def _is_reached(listen: Address, target: Address) -> bool:
@@ -67,19 +95,21 @@ def _is_reached(listen: Address, target: Address) -> bool:
         wanted, bound = ipaddress.ip_address(target.host), ipaddress.ip_address(listen.host)
     except ValueError:
         return False
-    # A name such as localhost may lead to an address where another program listens.
     return wanted.is_loopback and bound.is_unspecified and wanted.version <= bound.version
 
 
 def read_admin_token(path: Path, *, own: bool = True) -> str | None:
     """Return the token in the file, ``None`` where there is no file. ``own``: it must belong to this process's user.
 
+    Of another user no link is followed: it may lead to any file that this process alone can read.
+
     Raises:
         StartupError: the file cannot be used, or others than its owner can; one line says why.
     """
     try:
         # Opening a pipe without O_NONBLOCK would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(path, flags if own else flags | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     except OSError as error:

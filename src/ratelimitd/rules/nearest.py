@@ -62,9 +62,15 @@ class _Near(NamedTuple):
 
 
 class Nearest:
-    """The rules that are nearest to an endpoint for identities of ``types``, of all that :meth:`look_at` is given."""
+    """The rules that are nearest to an endpoint for identities of ``types``, of all that :meth:`look_at` is given.
 
-    def __init__(self, endpoint: str, types: Collection[str]) -> None:
+    ``only_spelling``: none but those that differ in case or slashes alone.
+    """
+
+    def __init__(
+        self, endpoint: str, types: Collection[str], *, only_spelling: bool = False
+    ) -> None:
+        self._only_spelling = only_spelling
         self._asked = _form(endpoint)
         self._types = types
         self._best: list[_Near] = []
@@ -85,7 +91,11 @@ class Nearest:
         shared = _shared(asked.segments, own.segments)
         whys = _other_parts(asked, own)
         if asked.segments == own.segments:
+            if whys and self._only_spelling:
+                return None
             kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
+        elif self._only_spelling:
+            return None
         elif shared == len(asked.segments) == len(own.segments):
             kind, whys = _Kind.TEMPLATE, [*_templates(asked, own), *whys]
         elif _is_misspelled("/".join(asked.segments), "/".join(own.segments)):
@@ -107,7 +117,7 @@ def _form(endpoint: str) -> _Form:
     head, _, rest = endpoint.partition(" ")
     method, path = (head.upper(), rest) if rest and head.upper() in METHODS else ("", endpoint)
     path, _, query = path.partition("?")
-    segments = tuple(filter(None, path.casefold().split("/", MAX_SEGMENTS)))
+    segments = tuple(filter(None, path.lower().split("/", MAX_SEGMENTS)))
     return _Form(endpoint, method, path, query, segments)
 
 

@@ -470,15 +470,16 @@ def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> 
             return ""
     elif isinstance(identifier_type, str) and len(identifier_type) > MAX_IDENTIFIER_TYPE_CHARS:
         return f"the identifier type must be at most {MAX_IDENTIFIER_TYPE_CHARS} characters"
-    named = choice_of(types or IdentifierType)
-    return (
-        f"the identifier type must be one of {named}, several of them joined by +, or {EVERYBODY}"
-    )
+    named = choice_of(types or IdentifierType, f", several joined by +, or {EVERYBODY}")
+    return f"must be one of {named}"
 
 
-def choice_of(types: Iterable[str]) -> str:
-    """Return identifier types for an error that refuses another, with the setting that declares more."""
-    return f"{', '.join(types)} (the setting IDENTIFIER_TYPES declares others)"
+def choice_of(types: Iterable[str], more: str = "") -> str:
+    """Return identifier types, and ``more``, for an error that refuses another, with the setting that declares others.
+
+    The types come first: a status has room for 120 characters.
+    """
+    return f"{', '.join(types)}{more} (the setting IDENTIFIER_TYPES declares others)"
 
 
 @lru_cache(REMEMBERED_TYPES)

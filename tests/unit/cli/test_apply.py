@@ -37,6 +37,7 @@ def asked(node):
     return [
         (len(call.request.rate_limits), call.request.prune, call.request.dry_run)
         for call in node.seen
+        if call.method == "ApplyRateLimits"
     ]
 
 
@@ -45,8 +46,8 @@ def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
     assert first == (
         0,
         (
-            "+ create * user: 600 per 60 s, token_bucket\n"
-            "+ create /login ip: 5 per 60 s, fixed_window, disabled\n"
+            "+ create * user: 600 per 1 min, token_bucket\n"
+            "+ create /login ip: 5 per 1 min, fixed_window, disabled\n"
             "2 created, 0 updated, 0 deleted\n"
         ),
         "",
@@ -59,6 +60,28 @@ def test_what_looks_like_a_pattern_and_is_none_is_told(ask, book):
     file = book(BOOK.replace("/login", "/login/*"))
     for command in ("apply", "diff"):
         assert ask("rules", command, "-f", file).err.startswith("Warning: /login/* is the name of")
+
+
+def test_a_window_that_is_changed_is_shown_as_everywhere(ask, node, book):
+    node.add_rule("*", limit=600, window_seconds=86_400)
+    assert "~ update * user\n    window: 1 d → 1 min\n" in ask("rules", "diff", "-f", book()).out
+
+
+def test_an_endpoint_that_differs_from_another_in_case_alone_is_told(ask, node, book):
+    node.add_rule("/Login", "ip")
+    warning = "Warning: /login differs in case alone from /Login, which has rules, too: "
+    assert ask("rules", "diff", "-f", book()).err.startswith(warning)
+    assert ask("rules", "diff", "--prune", "-f", book()).err == ""
+    ended = ask("rules", "apply", "-f", book())
+    assert (ended.status, ended.err.count("\n"), ended.err.startswith(warning)) == (0, 1, True)
+    assert ask("rules", "apply", "-f", book()).err == ""
+    assert ask("rules", "diff", "-f", book(BOOK.replace("/login", "/LOGIN"))).err.startswith(
+        "Warning: /LOGIN"
+    )
+    two = book(BOOK.replace('"*"', "/LOGIN"))
+    assert (
+        "Warning: /LOGIN differs in case alone from /login," in ask("rules", "diff", "-f", two).err
+    )
 
 
 def test_only_what_differs_is_changed_and_shown(ask, node, book):
@@ -87,14 +110,14 @@ rules:
 def test_plans_are_applied_exported_and_shown(ask, node, book):
     created = ask("rules", "apply", "-f", book(PLANS))
     assert created.out.splitlines()[0] == (
-        "+ create * user: 600 per 60 s, token_bucket; plan pro: day: 9 per 60 s, token_bucket"
+        "+ create * user: 600 per 1 min, token_bucket; plan pro: day: 9 per 1 min, token_bucket"
     )
     assert ask("rules", "apply", "-f", book(PLANS)).out == "no changes\n"
     exported = ask("rules", "export").out
     assert "plans:" in exported
     assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
     changed = ask("rules", "apply", "-f", book(PLANS.replace("limit: 9", "limit: 8")))
-    day = "pro: day: {} per 60 s, token_bucket"
+    day = "pro: day: {} per 1 min, token_bucket"
     assert changed.out.splitlines()[1] == f"    plans: {day.format(9)} → {day.format(8)}"
     [rule] = node.rules.values()
     assert rule.plans["pro"].limits[0].limit == 8
@@ -106,7 +129,7 @@ def test_other_rules_are_deleted_only_with_prune(ask, node, book):
     assert other.id in node.rules
     ended = ask("rules", "apply", "-f", book(), "--prune")
     assert ended.out == (
-        "- delete /other user: 10 per 60 s, token_bucket\n0 created, 0 updated, 1 deleted\n"
+        "- delete /other user: 10 per 1 min, token_bucket\n0 created, 0 updated, 1 deleted\n"
     )
     assert other.id not in node.rules
 
@@ -146,7 +169,7 @@ def test_what_the_node_refuses_is_named_by_its_place_in_the_file(ask, node, book
         "",
         (
             f"Error: {file} is refused, nothing was changed:\n"
-            f"  rules[0].id: {text}\n"
+            f"  rules[0].id: {text} (* user)\n"
             "  rules: 3 more fields are wrong\n"
         ),
     )
@@ -199,9 +222,9 @@ def test_a_difference_is_shown_and_ends_with_status_4(ask, node, book):
     ended = ask("rules", "diff", "-f", book(), "--prune")
     assert ended.status == 4
     assert ended.out == (
-        "+ create * user: 600 per 60 s, token_bucket\n"
-        "+ create /login ip: 5 per 60 s, fixed_window, disabled\n"
-        "- delete /other user: 10 per 60 s, token_bucket\n"
+        "+ create * user: 600 per 1 min, token_bucket\n"
+        "+ create /login ip: 5 per 1 min, fixed_window, disabled\n"
+        "- delete /other user: 10 per 1 min, token_bucket\n"
         "2 to create, 0 to update, 1 to delete; the rules are at revision 1\n"
     )
     assert json.loads(ask("rules", "diff", "-f", book(), "--json").out)["created"] == 2

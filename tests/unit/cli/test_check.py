@@ -6,7 +6,7 @@ import re
 import grpc
 import pytest
 
-from ratelimitd.cli.check import MAX_COUNT, describe, duration, reset_text
+from ratelimitd.cli.check import MAX_COUNT, describe, reset_text
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
@@ -92,6 +92,7 @@ def test_many_checks_print_a_line_each_and_a_sum(ask, node):
     ("answer", "by"),
     [
         ({"limit_name": "day", "limit": 5, "window_seconds": 60}, "  by day: 5 per 1 min"),
+        ({"limit_name": "default", "limit": 5, "window_seconds": 60}, "  by 5 per 1 min"),
         ({"reason": pb.BLOCKED, "plan": "blocked"}, "  by plan blocked"),
         (
             {
@@ -196,14 +197,6 @@ def test_every_reason_has_words(answer, facts):
 )
 def test_a_reset_is_told_as_a_duration_and_as_an_instant(reset_time_s, text):
     assert reset_text(reset_time_s, 1_700_000_000) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3_661, "1 h 1 min"), (86_400, "1 d")],
-)
-def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
-    assert duration(seconds) == text
 
 
 EXPLANATION = pb.Explanation(

@@ -39,8 +39,8 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises
         ]
     )
     out = ask("health").out
-    assert "  cluster nodes    3\n" in out
-    assert "  over-admission   1.2% of a limit at most (promised: 51.5%)\n" in out
+    assert "  cluster nodes      3\n" in out
+    assert "  over-admission     1.2% of a limit at most (promised: 51.5%)\n" in out
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,22 @@ def test_health_shows_what_it_was_judged_by(ask, node):
     )
     assert ask("health").out == (
         "DEGRADED\n"
-        "  node             node-1\n"
-        "  transport        native\n"
-        "  shared state     connected\n"
-        "  cache hit ratio  0.500 (healthy above 0.90)\n"
-        "  average latency  0.250 ms (healthy below 2.0 ms)\n"
-        "  error rate       0.1250 (healthy below 0.01)\n"
-        "  circuit breaker  half_open\n"
-        "  rules revision   7\n"
+        "  node               node-1\n"
+        "  transport          native\n"
+        "  shared state       connected\n"
+        "  cache hit ratio    0.500 (healthy above 0.90)\n"
+        "  average latency    0.250 ms (healthy below 2.0 ms)\n"
+        "  fail-open answers  0.1250 (healthy below 0.01)\n"
+        "  circuit breaker    half_open\n"
+        "  rules revision     7\n"
     )
 
 
 def test_what_a_node_does_not_say_is_a_dash(ask, node):
     node.health_answer = pb.HealthResponse()
     out = ask("health").out
-    assert "node             –\n" in out
-    assert "shared state     not connected\n" in out
+    assert "node               –\n" in out
+    assert "shared state       not connected\n" in out
 
 
 def test_metrics_are_a_table_with_their_labels(ask, node):

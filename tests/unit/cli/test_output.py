@@ -6,13 +6,33 @@ import os
 
 import pytest
 
-from ratelimitd.cli.output import Output, as_dict, enum_name, printable, table_lines
+from ratelimitd.cli.output import (
+    Output,
+    as_dict,
+    duration,
+    enum_name,
+    printable,
+    table_lines,
+    window,
+)
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (60, "1 min"), (90_061, "1 d 1 h"), (86_400, "1 d")],
+)
+def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_window_is_told_to_the_second():
+    assert (window(90_061), window(86_400)) == ("1 d 1 h 1 min 1 s", "1 d")
 
 
 @pytest.fixture

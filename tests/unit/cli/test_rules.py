@@ -40,7 +40,7 @@ def test_a_json_list_is_a_list_of_messages(ask, node):
 def test_a_rule_is_created_with_what_was_typed(ask, node):
     options = ["--algorithm", "fixed_window", "--id", ID, "--disabled"]
     ended = ask("rules", "create", "/login", "ip", *NUMBERS, *options)
-    assert ended == (0, f"created {ID}: /login ip, 5 per 60 s, fixed_window, disabled\n", "")
+    assert ended == (0, f"created {ID}: /login ip, 5 per 1 min, fixed_window, disabled\n", "")
     assert node.seen[0].request.rate_limit == pb.RateLimit(
         id=ID,
         endpoint="/login",
@@ -63,9 +63,18 @@ def test_what_looks_like_a_pattern_and_is_none_is_told(ask, endpoint, is_warned)
     assert bool(ended.err) == is_warned
 
 
+def test_a_rule_that_differs_from_another_in_case_alone_is_told(ask, node):
+    rule = node.add_rule("/orders")
+    warning = "Warning: /Orders differs in case alone from /orders, which has rules, too: "
+    assert ask("rules", "create", "/Orders", "ip", *NUMBERS).err.startswith(warning)
+    moved = ask("rules", "update", rule.id, "--endpoint", "/ORDERS")
+    assert moved.err.startswith("Warning: /ORDERS differs in case alone from /Orders")
+    assert ask("rules", "update", rule.id, "--limit", "7").err == ""
+
+
 def test_a_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
-    assert "5 per 60 s, token_bucket, burst 50" in ended.out
+    assert "5 per 1 min, token_bucket, burst 50" in ended.out
     [sent] = node.seen[0].request.rate_limit.limits
     assert (sent.limit, sent.window_seconds, sent.algorithm, sent.burst) == (
         5,
@@ -141,7 +150,7 @@ def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, 
 def test_an_update_shows_the_rule_as_it_is_now(ask, node):
     node.add_rule("/a", id=ID)
     assert ask("rules", "update", ID, "--limit", "7").out == (
-        f"updated {ID}: /a user, 7 per 60 s, token_bucket\n"
+        f"updated {ID}: /a user, 7 per 1 min, token_bucket\n"
     )
 
 
@@ -197,13 +206,19 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
-    [([], ["candidate", "day"]), (["--replaces", "day"], ["default", "candidate"]),
-     (["--replaces", "candidate"], ["default", "day", "candidate"])],
+    ("options", "names", "told"),
+    [([], ["candidate", "day"], ["default: 10 per 1 min, token_bucket"]),
+     (["--replaces", "day"], ["default", "candidate"], ["day: 9 per 1 min 30 s, fixed_window"]),
+     (["--replaces", "candidate"], ["default", "day", "candidate"], [])],
 )  # fmt: skip
-def test_a_limit_that_observes_takes_the_place_of_another(ask, node, options, names):
+def test_a_limit_that_observes_takes_the_place_of_another(  # noqa: PLR0917 -- two fixtures
+    ask, node, options, names, told
+):
     node.add_rule("/a", id=ID, limits=LIMITS)
-    assert ask("rules", "promote", ID, "candidate", *options).status == 0
+    ended = ask("rules", "promote", ID, "candidate", *options)
+    assert ended.status == 0
+    replaced = [f"candidate is in the place of {one}" for one in told]
+    assert ended.out.splitlines()[1:] == replaced
     request = node.seen[-1].request
     assert list(request.update_mask.paths) == ["limits"]
     assert request.rate_limit.etag
@@ -252,8 +267,10 @@ def test_the_list_tells_plans_and_calendars_below_the_limits(ask, node):
 def test_an_update_tells_several_limits_in_one_line(ask, node):
     node.add_rule("/a", id=ID, limits=LIMITS)
     out = ask("rules", "update", ID, "--limit", "7").out
-    assert "default: 10 per 60 s, token_bucket; " in out
-    assert "day: 9 per 90 s, fixed_window; candidate: 5 per 60 s, fixed_window, observed" in out
+    assert "default: 10 per 1 min, token_bucket; " in out
+    assert (
+        "day: 9 per 1 min 30 s, fixed_window; candidate: 5 per 1 min, fixed_window, observed" in out
+    )
 
 
 def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):

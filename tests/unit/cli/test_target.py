@@ -73,6 +73,27 @@ def test_the_token_of_the_node_on_this_host_is_sent_to_that_node_alone(
     assert sent == [None, f"Bearer {made}", f"Bearer {SECRET}", None]
 
 
+def test_localhost_is_the_node_on_this_host_and_without_a_token_the_error_says_why(
+    run, node, tmp_path, monkeypatch
+):
+    state_dir = StateDir.lock(tmp_path / "state")
+    made = own_admin_token(state_dir.path)
+    monkeypatch.setenv("RATELIMITD_STATE_DIR", str(state_dir.path))
+    state_dir.publish(node.address, made_token=True)
+    local = node.address.replace("127.0.0.1", "localhost")
+    assert run("health", "--target", local).status == 0
+    assert node.seen[0].metadata["authorization"] == f"Bearer {made}"
+    state_dir.close()
+    node.error = status(grpc.StatusCode.UNAUTHENTICATED, "needs a token")
+    refused = run("health", "--target", local)
+    assert refused.status == 1
+    assert f"no token was sent: no node that made its token runs in {state_dir.path}; " in (
+        refused.err
+    )
+    assert "give a token with --token-file" in refused.err
+    assert "no token was sent" not in run("health", "--target", local, "--token", SECRET).err
+
+
 def test_an_argument_that_is_no_text_is_status_2(ask, node):
     ended = ask("check", "user", "\udcff", "/x")
     assert ended == (2, "", "Error: an argument is not valid UTF-8\n")

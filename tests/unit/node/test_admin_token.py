@@ -1,3 +1,5 @@
+import contextlib
+import errno
 import os
 import stat
 
@@ -110,6 +112,10 @@ def test_a_file_that_cannot_be_read_or_made_is_refused(tmp_path, token_file):
         own_admin_token(tmp_path / "none")
 
 
+def token_for(target, environ):
+    return find_admin_token(target, environ).token
+
+
 @pytest.fixture
 def running(tmp_path):
     """A state directory in use, with a token."""
@@ -134,7 +140,8 @@ def running(tmp_path):
         ("0.0.0.0:9090", "[::1]:9090", False),
         ("10.0.0.5:9090", "127.0.0.1:9090", False),
         ("127.0.0.1:9090", "127.0.0.2:9090", False),
-        ("127.0.0.1:9090", "localhost:9090", False),  # may be ::1, where another program listens
+        ("127.0.0.1:9090", "elsewhere.localhost:9090", False),
+        ("10.0.0.5:9090", "localhost:9090", False),
         ("nonsense", "127.0.0.1:9090", False),
     ],
 )
@@ -143,17 +150,89 @@ def test_the_token_goes_only_where_the_node_of_its_directory_answers(
 ):
     running.publish(listens, made_token=True)
     expected = own_admin_token(running.path) if found else None
-    assert find_admin_token(target, {VARIABLE: str(running.path)}) == expected
+    found_token = find_admin_token(target, {VARIABLE: str(running.path)})
+    assert found_token[:2] == (target, expected)
+    assert bool(found_token.why_none) is not found
+
+
+@pytest.mark.parametrize(
+    ("listens", "asked"),
+    [
+        ("127.0.0.1:9090", "127.0.0.1:9090"),
+        ("0.0.0.0:9090", "127.0.0.1:9090"),
+        ("[::]:9090", "127.0.0.1:9090"),
+        ("[::1]:9090", "[::1]:9090"),
+        ("localhost:9090", "localhost:9090"),
+    ],
+)
+def test_localhost_is_the_loopback_address_of_the_node_since_another_program_may_have_the_other(
+    running, listens, asked
+):
+    running.publish(listens, made_token=True)
+    found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)})
+    assert found == (asked, own_admin_token(running.path), "")
+
+
+def test_with_tls_localhost_stays_the_name_of_the_certificate(running):
+    running.publish("127.0.0.1:9090", made_token=True)
+    found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)}, tls=True)
+    assert found[:2] == ("localhost:9090", None)
+    assert found.why_none == (
+        f"the node in {running.path} listens on 127.0.0.1:9090, and another program may on localhost:9090"
+    )
+
+
+def test_a_directory_that_cannot_be_read_is_named(running, monkeypatch):
+    running.publish("127.0.0.1:9090", made_token=True)
+
+    def refused(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(StateDir, "address_in", refused)  # tests may run as root, who may read all
+    found = find_admin_token("127.0.0.1:9090", {VARIABLE: str(running.path)})
+    assert found.why_none == f"{running.path}: Permission denied"
+
+
+def test_a_token_that_is_missing_is_named(running):
+    running.publish("0.0.0.0:9090", made_token=True)
+    (running.path / FILE_NAME).unlink()
+    found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)})
+    assert found == ("localhost:9090", None, f"{running.path / FILE_NAME} is missing")
+
+
+def test_no_link_to_a_token_is_followed_in_the_directory_of_a_node(running, tmp_path):
+    running.publish("127.0.0.1:9090", made_token=True)
+    elsewhere = tmp_path / "elsewhere"
+    (running.path / FILE_NAME).rename(elsewhere)
+    (running.path / FILE_NAME).symlink_to(elsewhere)
+    found = find_admin_token("127.0.0.1:9090", {VARIABLE: str(running.path)})
+    assert found.why_none == f"{running.path / FILE_NAME} cannot be used"
+
+
+def test_a_lock_that_another_user_put_into_the_working_directory_says_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(StateDir.lock("ratelimitd-state")) as state_dir:
+        state_dir.publish("127.0.0.1:9090", made_token=True)
+        own_admin_token(state_dir.path)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        assert find_admin_token("127.0.0.1:9090", {}).why_none == (
+            "ratelimitd-state: belongs to another user"
+        )
+        # Root may use the token of a node that has a user of its own, where it is named.
+        assert token_for("127.0.0.1:9090", {VARIABLE: str(state_dir.path.absolute())})
 
 
 def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_admin_token("127.0.0.1:9090", {}) is None
+    assert token_for("127.0.0.1:9090", {}) is None
     state_dir = StateDir.lock("ratelimitd-state")
     state_dir.publish("127.0.0.1:9090", made_token=True)
     made = own_admin_token(state_dir.path)
-    assert find_admin_token("127.0.0.1:9090", {}) == made
-    assert find_admin_token("127.0.0.1:9090", {VARIABLE: str(tmp_path)}) is None
+    assert token_for("127.0.0.1:9090", {}) == made
+    assert token_for("127.0.0.1:9090", {VARIABLE: str(tmp_path)}) is None
     state_dir.close()
 
 
@@ -163,15 +242,16 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     own_admin_token(tmp_path)
     state_dir.publish("127.0.0.1:9090", made_token=True)
     state_dir.close()
-    assert find_admin_token("127.0.0.1:9090", environ) is None
+    assert token_for("127.0.0.1:9090", environ) is None
     (tmp_path / "lock").write_text(
         "127.0.0.1:9090\n"
     )  # it was killed: another program may have its port
-    assert find_admin_token("127.0.0.1:9090", environ) is None
+    assert token_for("127.0.0.1:9090", environ) is None
     again = StateDir.lock(tmp_path)
-    assert find_admin_token("127.0.0.1:9090", environ) is None  # it has not said where it listens
+    assert token_for("127.0.0.1:9090", environ) is None  # it has not said where it listens
     again.publish("127.0.0.1:9090", made_token=True)
-    assert find_admin_token("127.0.0.1:9090", environ)
+    assert token_for("127.0.0.1:9090", environ)
     (tmp_path / FILE_NAME).write_text("")
-    assert find_admin_token("127.0.0.1:9090", environ) is None
+    unusable = find_admin_token("127.0.0.1:9090", environ)
+    assert (unusable.token, unusable.why_none) == (None, f"{tmp_path / FILE_NAME} cannot be used")
     again.close()

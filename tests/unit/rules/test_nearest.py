@@ -106,6 +106,13 @@ def test_what_is_another_endpoint_or_is_looked_at_anyway_is_not_near(asked, endp
     assert nearest(asked, endpoint) == []
 
 
+def test_only_another_spelling_is_near_where_that_is_asked_for():
+    found = Nearest("/orders/42", ["user"], only_spelling=True)
+    others = ["/Orders/42", "GET /orders/42", "/orders/{id}", "/orders/43", "/orders"]
+    found.look_at([rule_of(other) for other in others])
+    assert [near.rule.endpoint for near in found.found()] == ["/Orders/42"]
+
+
 def test_the_nearest_come_first_and_are_few():
     far_to_near = ["/orders", "/orders/42/itms", "/orders/{id}/items", "/orders/42/Items"]
     found = nearest("/orders/42/items", *far_to_near)

@@ -102,8 +102,8 @@ rules:
         (
             "rules[1].identifier_type",
             (
-                "the identifier type must be one of user, ip, api_key (the setting IDENTIFIER_TYPES declares others),"
-                " several of them joined by +, or all (line 8)"
+                "must be one of user, ip, api_key, several joined by +, or all"
+                " (the setting IDENTIFIER_TYPES declares others) (line 8)"
             ),
         ),
         ("rules[1].limit", "the limit must be positive (line 9)"),

@@ -81,7 +81,8 @@ async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, a
     assert node_id == "n"
     token = own_admin_token(settings.state_dir)
     assert link.startswith(f"http://{http_address}/login?code=")
-    assert find_admin_token(grpc_address, {"RATELIMITD_STATE_DIR": str(settings.state_dir)})
+    environ = {"RATELIMITD_STATE_DIR": str(settings.state_dir)}
+    assert find_admin_token(grpc_address, environ).token == token
     assert await ended(serving) == 0
     first, second = (process.settings for process in started.all)
     assert first.admin_token == second.admin_token == token

@@ -178,10 +178,11 @@ class FailOpen:
             # or of a class: text of the peer is not logged.
             with suppress(Exception):
                 _LOG.warning(
-                    "no usable answer from the rate limiter (%s), %d since the last warning: the client %s",
+                    "no usable answer from the rate limiter (%s), %d since the last warning: the client %s unless"
+                    " the middleware or a view has its own on_unavailable",
                     why,
                     calls,
-                    "lets checks through" if self.on_unavailable == "allow" else "denies checks",
+                    "allows checks" if self.on_unavailable == "allow" else "denies checks",
                 )
         now_s = self._clock.now_s()
         return [unchecked(Reason.NO_ANSWER, why, now_s, self.on_unavailable) for _ in range(count)]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ratelimitd.cli.apply import content_of, refusal
 from ratelimitd.cli.dev import run, servers
 from ratelimitd.cli.dev.run import Cluster, is_free
 from ratelimitd.cli.output import Output
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.settings.table import Settings
 
 DEFAULT_NODES = 3
 MOST_NODES = 20
@@ -55,12 +61,23 @@ def cluster(
       ratelimitd dev cluster --identifier-types tenant
     """
     servers.require(postgresql=not sqlite)
+    rules = None if rules_file is None else _rules(rules_file, identifier_types)
     planned = run.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
     started = Cluster(
         planned,
         Output(),
         rules_file=rules_file,
+        rules=rules,
         sqlite=sqlite,
         identifier_types=identifier_types,
     )
     asyncio.run(started.run())
+
+
+def _rules(file: Path, identifier_types: str) -> Sequence[RuleDraft]:
+    """Read the rules as the nodes will, before anything is started."""
+    types = Settings.load({}, {"IDENTIFIER_TYPES": identifier_types}).known_types
+    try:
+        return parse_rules(content_of(file, "--rules-file"), types)
+    except RuleInvalidError as error:
+        raise refusal(file, error.violations) from None

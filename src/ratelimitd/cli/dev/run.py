@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 import socket
 import sys
@@ -17,6 +18,8 @@ from ratelimitd.cli.client_options import UsageError
 from ratelimitd.cli.dev import servers
 from ratelimitd.cli.dev.servers import Child, Children, failure
 from ratelimitd.cli.output import Output, single_keys
+from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, IdentifierType
+from ratelimitd.rules.store import RuleDraft
 
 HOST: Final = "127.0.0.1"
 """The cluster is for local use and has no passwords."""
@@ -122,13 +125,23 @@ def free_ports(
     raise UsageError(message)
 
 
-def suggestions(plan: Sequence[NodePlan], last_pid: int, redis_pid: int) -> Iterator[str]:
-    """What to try, as command lines; ``last_pid`` is that of the last node."""
+def suggestions(
+    plan: Sequence[NodePlan],
+    last_pid: int,
+    redis_pid: int,
+    rules: Sequence[RuleDraft] | None = None,
+) -> Iterator[str]:
+    """What to try, as command lines; ``last_pid`` is that of the last node, ``rules`` are others than RULES."""
     first, last = plan[0], plan[-1]
-    ask = "ratelimitd check user alice /orders --count 6 --target"
-    tries = {
-        f"{ask} {first.grpc_address}": f"spends 6 of 10 on {first.name}",
-        f"{ask} {last.grpc_address}": f"{last.name} knows of it: 4 are left",
+    if rules is None:
+        ask = "ratelimitd check user alice /orders --count 6 --target"
+        tries = {
+            f"{ask} {first.grpc_address}": f"spends 6 of 10 on {first.name}",
+            f"{ask} {last.grpc_address}": f"{last.name} knows of it: 4 are left",
+        }
+    else:
+        tries = _tries(rules, first, last)
+    tries |= {
         f"ratelimitd health --target {last.grpc_address}": "what a node says of itself",
         f"kill -9 {last_pid}": f"{last.name} dies, the others go on",
         f"kill -STOP {redis_pid}": "the shared state hangs, until kill -CONT",
@@ -136,6 +149,26 @@ def suggestions(plan: Sequence[NodePlan], last_pid: int, redis_pid: int) -> Iter
     width = max(map(len, tries))
     for command, remark in tries.items():
         yield f"{command:<{width}}  # {remark}"
+
+
+def _tries(rules: Sequence[RuleDraft], first: NodePlan, last: NodePlan) -> dict[str, str]:
+    """Checks by a rule of one type, if there is any; its numbers may be of any kind."""
+    tries = {f"ratelimitd rules list --target {first.grpc_address}": "the rules of the file"}
+    single = (
+        one
+        for one in rules
+        if one.enabled and "+" not in one.identifier_type and not one.endpoint.startswith("-")
+    )
+    rule = next((one for one in single if one.identifier_type != EVERYBODY), None)
+    if rule is not None:
+        kind = rule.identifier_type
+        who = "192.0.2.7" if kind == IdentifierType.IP else "alice"
+        every = rule.endpoint in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}
+        endpoint = "/orders" if every else shlex.quote(rule.endpoint)
+        ask = f"ratelimitd check {kind} {who} {endpoint} --target"
+        tries[f"{ask} {first.grpc_address}"] = f"asks {first.name}"
+        tries[f"{ask} {last.grpc_address}"] = f"{last.name} knows of what was spent there"
+    return tries
 
 
 def is_free(port: int) -> bool:
@@ -187,12 +220,15 @@ class Cluster:
         output: Output,
         *,
         rules_file: Path | None,
+        rules: Sequence[RuleDraft] | None,
         sqlite: bool,
         identifier_types: str,
     ) -> None:
+        """``rules`` are those of ``rules_file``."""
         self._nodes = nodes
         self._output = output
         self._rules_file = rules_file
+        self._rules = rules
         self._sqlite = sqlite
         self._identifier_types = identifier_types
 
@@ -249,7 +285,7 @@ class Cluster:
 
     def _show_what_to_try(self, nodes: Sequence[Child], valkey: Child) -> None:
         self._output.line()
-        for line in suggestions(self._nodes, nodes[-1].pid, valkey.pid):
+        for line in suggestions(self._nodes, nodes[-1].pid, valkey.pid, self._rules):
             self._output.line(line)
         self._output.line()
         self._output.line("q or Ctrl-C stops everything")

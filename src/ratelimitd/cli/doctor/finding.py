@@ -90,22 +90,32 @@ def check_event_loop() -> Iterator[Finding]:
 
 async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
     """The ports of the node: free, or taken by one that runs already."""
-    is_silent = settings.tls_cert is not None or settings.transport != "native"
-    yield await _port("LISTEN", settings.listen, is_silent=is_silent)
+    yield await _port(
+        "LISTEN",
+        settings.listen,
+        tls=settings.tls_cert is not None,
+        is_silent=settings.tls_client_ca is not None or settings.transport != "native",
+        is_ours=_running(settings) == str(settings.listen),
+    )
     if settings.http_listen is not None:
         yield await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)
 
 
 async def _port(
-    name: str, address: Address, *, is_silent: bool = False, tls: bool = False
+    name: str,
+    address: Address,
+    *,
+    tls: bool,
+    is_silent: bool = False,
+    is_ours: bool = False,
 ) -> Finding:
-    """``is_silent``: a node there would not answer HTTP/1.1 in words. ``tls``: it would over TLS."""
+    """``tls``: a node there answers HTTP/1.1 over TLS. ``is_silent``: not in words. ``is_ours``: it says so itself."""
     try:
         await demand_free(str(address))
     except StartupError as error:
         reason = str(error).rpartition(": ")[2]
-        answer = await _answer(address, tls=tls)
-        if any(sign in answer for sign in SIGNS):
+        answer = b"" if is_ours else await _answer(address, tls=tls)
+        if is_ours or any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
             what = f"{address} is in use: from here it cannot be told whether by this node"
@@ -127,9 +137,8 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
 
     Nothing else is asked, and sent the admin token, than the node that holds the state directory.
     """
-    listens_at, token = "", None
-    with contextlib.suppress(OSError, StartupError):  # findings of their own
-        listens_at = StateDir.address_in(settings.state_dir, made_token=False)
+    listens_at, token = _running(settings), None
+    with contextlib.suppress(StartupError):  # a finding of its own
         token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
     if not listens_at or settings.tls_cert is not None:
         return
@@ -149,6 +158,13 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     more = f" and {len(endpoints) - MAX_NAMED} more" if len(endpoints) > MAX_NAMED else ""
     what = f"checks without a rule are all allowed: {named}{more}"
     yield warning(AREA, what, "ratelimitd rules unmatched; ratelimitd explain names similar rules")
+
+
+def _running(settings: Settings) -> str:
+    """Where the node listens that holds the state directory; empty if none does."""
+    with contextlib.suppress(OSError):  # a finding of its own
+        return StateDir.address_in(settings.state_dir, made_token=False)
+    return ""
 
 
 def _unmatched(target: str, token: str | None) -> Sequence[str]:

@@ -33,7 +33,7 @@ async def changes_back_to(to: int, connection: AsyncConnection, current: int) ->
             or one was invalid then.
     """
     if to > current:
-        _refuse(f"the revision is {current}")
+        _refuse(f"there is no such revision: the newest is {current}")
     await _refuse_gaps(connection, to, current)
     earliest: dict[str, _Earliest] = {}
     for trail in (rule_audit.c, rule_audit_changes.c):

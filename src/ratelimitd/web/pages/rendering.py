@@ -133,6 +133,7 @@ NONE: Final = "–"
 NEXT_TO_NOTHING: Final = 0.005
 NEXT_TO_ALL: Final = 0.999
 FOUR_DIGITS: Final = 1_000
+MS_PER_S: Final = 1_000
 
 _GAP: Final = "\u202f"
 """A thin space that no line ends at."""
@@ -156,11 +157,13 @@ def faded(value: float) -> str:
 
 
 def milliseconds(value_ms: float | None) -> str:
-    """A latency: ``35 µs`` or ``1.5 ms``."""
+    """A latency: ``35 µs``, ``1.5 ms`` or ``4.5 s``."""
     if value_ms is None:
         return NONE
     if value_ms < 1:
         return f"{round(value_ms * 1_000)}{_GAP}µs"
+    if round(value_ms) >= MS_PER_S:
+        return f"{short(value_ms / 1_000)}{_GAP}s"
     return f"{short(value_ms)}{_GAP}ms"
 
 

@@ -5,6 +5,8 @@ import pytest
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import command, servers
 
+RULES = "rules: [{endpoint: /a, identifier_type: tenant, limit: 1, window: 1m}]"
+
 
 @pytest.fixture
 def runs(monkeypatch):
@@ -28,12 +30,13 @@ def test_three_nodes_on_the_usual_ports(run, runs):
     [(nodes, options)] = runs
     addresses = [(node.grpc_address, node.http_address) for node in nodes]
     assert addresses == [(f"127.0.0.1:{9090 + n}", f"127.0.0.1:{8080 + n}") for n in range(3)]
-    assert options == {"rules_file": None, "sqlite": False, "identifier_types": ""}
+    unset = {"rules_file": None, "rules": None}
+    assert options == {**unset, "sqlite": False, "identifier_types": ""}
 
 
 def test_everything_may_be_chosen(run, runs, tmp_path):
     rules = tmp_path / "rules.yaml"
-    rules.write_text("rules: []")
+    rules.write_text(RULES)
     ended = run(
         "dev", "cluster", "--nodes", 2, "--grpc-port", 7000, "--http-port", 7100,
         "--rules-file", rules, "--sqlite", "--identifier-types", "tenant",
@@ -42,7 +45,19 @@ def test_everything_may_be_chosen(run, runs, tmp_path):
     [(nodes, options)] = runs
     assert [node.grpc_port for node in nodes] == [7000, 7001]
     assert [node.http_port for node in nodes] == [7100, 7101]
+    [rule] = options.pop("rules")
+    assert (rule.endpoint, rule.identifier_type) == ("/a", "tenant")
     assert options == {"rules_file": rules, "sqlite": True, "identifier_types": "tenant"}
+
+
+def test_a_wrong_rule_is_named_before_anything_is_started(run, runs, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES)
+    ended = run("dev", "cluster", "--sqlite", "--rules-file", rules)
+    assert ended.status == 1
+    assert "rules[0].identifier_type: must be one of user, ip, api_key, " in ended.err
+    assert run("dev", "cluster", "--sqlite", "--rules-file", rules, "--identifier-types", "A").err
+    assert not runs
 
 
 @pytest.mark.parametrize(

@@ -72,3 +72,30 @@ def test_what_to_try_names_the_nodes_and_the_processes():
     assert any(line.startswith("kill -9 123 ") for line in lines)
     assert any(line.startswith("kill -STOP 456 ") for line in lines)
     assert len({line.index("  # ") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "tried"),
+    [
+        ("endpoint: '*', identifier_type: ip", "ratelimitd check ip 192.0.2.7 /orders --target"),
+        (
+            "endpoint: 'GET /a', identifier_type: user",
+            "ratelimitd check user alice 'GET /a' --target",
+        ),
+        ("endpoint: --json, identifier_type: user", None),
+        ("endpoint: /a, identifier_type: all", None),
+        ("endpoint: /a, identifier_type: ip+user", None),
+        ("endpoint: /a, identifier_type: user, enabled: false", None),
+    ],
+)
+def test_with_other_rules_a_check_is_by_one_of_them_and_says_nothing_of_numbers(rule, tried):
+    rules = parse_rules(f"rules: [{{{rule}, limit: 3, window: 1d}}]".encode())
+    planned = nodes(2, grpc_port=9090, http_port=8080, is_free=free())
+    listing, *lines = suggestions(planned, 123, 456, rules)
+    assert listing.startswith("ratelimitd rules list --target 127.0.0.1:9090 ")
+    checks = [line for line in lines if line.startswith("ratelimitd check")]
+    addresses = ["127.0.0.1:9090", "127.0.0.1:9091"] if tried else []
+    assert [one.partition("  #")[0].rstrip() for one in checks] == [
+        f"{tried} {address}" for address in addresses
+    ]
+    assert " of 10" not in "".join(lines)

@@ -86,6 +86,7 @@ def cluster(screen, *nodes, rules_file=None, sqlite=True):
         nodes,
         Output(stream=screen, environ={}),
         rules_file=rules_file,
+        rules=None,
         sqlite=sqlite,
         identifier_types="",
     )

@@ -5,6 +5,7 @@ import importlib.util
 import resource
 
 import pytest
+import trustme
 
 from ratelimitd.cli.doctor.finding import (
     MAX_NAMED,
@@ -60,6 +61,25 @@ async def test_ports_of_a_node_that_runs_are_well():
     async with running_node() as node:
         for finding in await ports(listen=node.grpc_address, http_listen=node.http_address):
             assert (finding.level, "a ratelimitd listens" in finding.what) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"tls_client_ca": "ca.pem"}, {"transport": "grpcio"}],
+    ids=["tls", "mtls", "grpcio"],
+)
+async def test_the_port_of_a_node_that_speaks_tls_is_well(tmp_path, more):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    certificate = authority.issue_cert("localhost")
+    certificate.private_key_and_cert_chain_pem.write_to_path(tmp_path / "node.pem")
+    given = {"tls_cert": tmp_path / "node.pem", "tls_key": tmp_path / "node.pem", **more}
+    if "tls_client_ca" in more:
+        given["tls_client_ca"] = tmp_path / "ca.pem"
+    async with running_node(state_dir=tmp_path / "state", **given) as node:
+        given |= {"state_dir": tmp_path / "state"} if more else {}  # plain TLS answers in words
+        grpc, _ = await ports(listen=node.grpc_address, http_listen=node.http_address, **given)
+        assert (grpc.level, "a ratelimitd listens" in grpc.what) == ("ok", True)
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0\r\n", b""])

@@ -69,7 +69,7 @@ WRONG = {
         "descriptors[1].is_negative_hits",
     ),
     "a forged text": (
-        lambda text: giving_back((named("A" + text[1:]), 1)),
+        lambda text: giving_back((named(text.swapcase()), 1)),
         "descriptors[0].entries[0].value",
     ),
     "the second is wrong": (

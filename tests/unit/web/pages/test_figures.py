@@ -34,7 +34,7 @@ def test_what_little_is_left_of_a_count_is_not_told_to_the_hundredth(value, expe
 
 @pytest.mark.parametrize(
     ("value_ms", "expected"),
-    [(None, NONE), (0.0354, "35 µs"), (1.52, "1.5 ms"), (250.0, "250 ms")],
+    [(None, NONE), (0.0354, "35 µs"), (1.52, "1.5 ms"), (250.0, "250 ms"), (4_530.0, "4.5 s")],
 )
 def test_a_latency_is_in_the_unit_that_suits_it(value_ms, expected):
     assert plain(milliseconds(value_ms)) == expected

@@ -138,6 +138,14 @@ def test_the_four_conditions_are_told_with_what_is_wanted():
 
 
 @pytest.mark.parametrize(
+    ("ratio", "shown"), [(0.8996, "89"), (0.9, "90"), (0.886, "89"), (0.5, "50")]
+)
+def test_a_ratio_that_is_too_low_is_not_rounded_up_to_its_bound(ratio, shown):
+    known = view(node_of(status_of(hit_ratio=ratio, hit_ratio_met=False))).conditions[1]
+    assert known.value == f"{shown}\u202f%"
+
+
+@pytest.mark.parametrize(
     ("condition", "few"), [(1, {"hit_ratio": 0.5}), (2, {"average_latency_ms": 2.0})]
 )
 def test_a_condition_that_is_met_because_checks_are_few_is_told_to_be_that(condition, few):

@@ -1444,7 +1444,7 @@ class Explanation(_message.Message):
 
     @_builtins.property
     def nearest(self) -> _containers.RepeatedCompositeFieldContainer[Global___NearRule]:
-        """with NO_RULE: rules whose endpoints are nearly that of the check, nearest first; at most 3"""
+        """rules whose endpoints are nearly that of the check, if it has none, nearest first; at most 3; where * or ** judges, those that differ in case or slashes"""
 
     def __init__(
         self,
