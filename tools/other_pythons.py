@@ -80,9 +80,6 @@ def test(python: str, venv: Path, wheels: list[str]) -> None:
         "-p",
         "no:cacheprovider",
     ]
-    # From 3.13 on Python warns of an SQLite connection that was opened for a caller who was cancelled meanwhile. It is
-    # closed when it is collected.
-    command += ["-W", "ignore:unclosed database:ResourceWarning"]
     run([*command, "-m", "not system and not long and not deep", *TESTS])
 
 

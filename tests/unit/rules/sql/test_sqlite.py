@@ -233,6 +233,33 @@ async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_can
     assert not any(worker.is_alive() for worker in workers)
 
 
+@pytest.mark.parametrize("exists", [True, False])
+async def test_a_connection_that_opens_after_its_caller_was_cancelled_is_closed(
+    path, monkeypatch, exists
+):
+    begun, may_open, opened = threading.Event(), threading.Event(), []
+
+    class SlowConnection(sqlite._Connection):
+        def __init__(self, *arguments, **options):
+            begun.set()
+            may_open.wait()
+            super().__init__(*arguments, **options)
+            opened.append(self)
+
+    monkeypatch.setattr(sqlite, "_Connection", SlowConnection)
+    database = SqliteDatabase(path if exists else path.with_name("missing.db"))
+    reading = asyncio.create_task(database.reading().__aenter__())
+    await asyncio.to_thread(begun.wait)
+    reading.cancel()
+    await asyncio.wait([reading])
+    may_open.set()
+    await database.close()
+    assert len(opened) == exists
+    for connection in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
+
+
 def sqlite_error(code):
     error = sqlite3.OperationalError()
     error.sqlite_errorcode = code
