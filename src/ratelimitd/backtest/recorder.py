@@ -36,6 +36,7 @@ from ratelimitd.backtest.trace import (
 )
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.state_dir import demand_guarded
 from ratelimitd.clock import Clock
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
@@ -329,11 +330,14 @@ def _trace_of(directory: Path) -> bytes:
     """Return the number of the trace in a directory; the first process that records there makes both.
 
     Raises:
-        StartupError: the directory cannot be made or read, or has something else in the place of the number.
+        StartupError: the directory cannot be made or read, can be written by all users, or has something else in
+            the place of the number.
     """
     path = directory / TRACE_FILE
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = directory.stat().st_mode
+        demand_guarded(mode, f"RECORD_DIR {directory}", "forge what was recorded")
         if not path.exists():
             _make_trace(path)
         trace = path.read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +84,17 @@ class StateDir:
         """Release the lock."""
         os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)
+
+
+def demand_guarded(mode: int, name: str, harm: str) -> None:
+    """Refuse a file or directory that all users can write; ``name`` is for the message, ``harm`` what they could do.
+
+    Raises:
+        StartupError: the ``mode`` lets them.
+    """
+    if mode & stat.S_IWOTH:
+        message = f"{name}: can be written by all users, who could {harm}: chmod o-w it"
+        raise StartupError(message)
 
 
 def _is_held(lock_fd: int) -> bool:

@@ -11,13 +11,13 @@ import logging
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NoReturn
 
+from ratelimitd.buckets.state_dir import demand_guarded
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.tls import stamp_of
 from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
@@ -95,9 +95,9 @@ def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) ->
     try:
         # Opening a pipe without O_NONBLOCK would wait for a writer, and the node with it.
         with open(path, "rb", opener=_without_waiting) as file:
-            if not os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
-                return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
-        reason = "can be written by all users, who could give themselves any role: chmod o-w it"
+            mode = os.fstat(file.fileno()).st_mode
+            demand_guarded(mode, f"TOKENS_FILE {path}", "give themselves any role")
+            return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except YamlError as error:

@@ -339,6 +339,16 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path, record):
         record()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_directory_that_all_users_can_write_is_refused_and_left_alone(tmp_path, record, mode):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace").chmod(mode)
+    refused = r"^RECORD_DIR /.*trace: can be written by all users, .*: chmod o-w it$"
+    with pytest.raises(StartupError, match=refused):
+        record()
+    assert [*(tmp_path / "trace").iterdir()] == []
+
+
 def test_something_else_in_the_place_of_the_number_is_named(record):
     at = record()
     (at.directory / "trace-id").write_bytes(b"?")
