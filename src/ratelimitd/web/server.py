@@ -147,7 +147,7 @@ _END_OF_HEAD: Final = b"\r\n\r\n"
 MAX_HEADER_LINES: Final = 128
 """Limit of lines before the body: h11 takes 2 µs for each, however short."""
 
-BACKLOG: Final = 1_024
+BACKLOG: Final = 4_096
 
 
 class HttpServer:
