@@ -30,6 +30,7 @@ TOOLS = (
 TESTS = (
     *(f"tests/unit/{name}" for name in ("algorithms", "buckets", "http2", "ledger", "wire")),
     "tests/rpc/test_checks.py",
+    "tests/unit/rules/sql/test_sqlite.py",
 )
 
 
@@ -80,9 +81,6 @@ def test(python: str, venv: Path, wheels: list[str]) -> None:
         "-p",
         "no:cacheprovider",
     ]
-    # From 3.13 on Python warns of an SQLite connection that was opened for a caller who was cancelled meanwhile. It is
-    # closed when it is collected.
-    command += ["-W", "ignore:unclosed database:ResourceWarning"]
     run([*command, "-m", "not system and not long and not deep", *TESTS])
 
 

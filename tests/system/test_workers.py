@@ -279,6 +279,25 @@ def test_a_service_manager_that_signals_every_process_gets_a_drain(files, severa
     assert log.count('"drained"') == 3
 
 
+def test_a_worker_that_has_drained_is_not_killed_by_a_late_signal(files, several):
+    with files.serving(*several) as node:
+        pids = [*workers_of(node).values()]
+        node.signal(signal.SIGSTOP)  # busy elsewhere: its own signals to the workers come late
+        while any(map(still_signalled, pids)):  # a pause would miss the moment
+            pass
+        node.signal(signal.SIGTERM)
+        node.signal(signal.SIGCONT)
+        status, _, log = node.ended()
+    assert status == 0
+    assert "ended by signal" not in log
+    assert log.count('"drained"') == 3
+
+
+def still_signalled(pid):
+    os.kill(pid, signal.SIGTERM)  # nobody has waited for it yet, so it is there also after its end
+    return runs(pid)
+
+
 def test_a_second_signal_ends_all_at_once(files, several):
     with files.serving(*several) as node:
         pids = workers_of(node).values()

@@ -48,6 +48,9 @@ class Overseer(Protocol):
     def insist(self, status: int) -> None:
         """A signal came while the node was on its way out already; ``status`` is the one it stands for."""
 
+    def drained(self) -> None:
+        """The node is drained and everything is written; the process may end here."""
+
 
 class Terminal:
     """The :class:`Overseer` of a process that somebody started by hand or by a service manager."""
@@ -74,6 +77,9 @@ class Terminal:
     def insist(self, status: int) -> None:
         """End at once."""
         process.leave(status)
+
+    def drained(self) -> None:
+        """End as any program does."""
 
 
 def run(settings: Settings, overseer: Overseer | None = None) -> int:
@@ -126,4 +132,5 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
             overseer.failed("the node did not drain in time; what was not written is lost")
             process.leave(EXIT_FAILED)
         _log.info("drained")
+        overseer.drained()
     return EXIT_OK

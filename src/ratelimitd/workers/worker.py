@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ratelimitd.node import supervisor
+from ratelimitd.node import process, supervisor
 from ratelimitd.node.node import Node
-from ratelimitd.node.process import EXIT_FAILED
+from ratelimitd.node.process import EXIT_FAILED, EXIT_OK
 from ratelimitd.workers import protocol
 
 LAST_WORD_S: Final = 1.0
@@ -82,6 +82,10 @@ class Parent:
 
     def insist(self, _status: int) -> None:
         """Go on draining: a service manager may signal all processes, and the parent the worker once more."""
+
+    def drained(self) -> None:
+        """End at once: a signal would kill the process between the end of its event loop and its own."""
+        process.leave(EXIT_OK)
 
     def _say(self, kind: str, *values: object) -> None:
         assert self._writer is not None  # noqa: S101 -- it attends to the node by now

@@ -94,6 +94,9 @@ class Overseer:
         self.heard.append(status)
         self.insisted.set()
 
+    def drained(self):
+        self.heard.append("drained")
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_the_node_and_the_status_is_0(node, monkeypatch, number):
@@ -183,7 +186,7 @@ def test_the_log_is_set_up_by_the_settings(node, monkeypatch):
 def test_an_overseer_hears_what_a_terminal_would_show(node, capsys):
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "leaves"]
+    assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "drained", "leaves"]
     assert overseer.shares_port
     assert capsys.readouterr() == ("", "")
 
@@ -221,4 +224,4 @@ def test_an_overseer_decides_what_a_second_signal_does(node):
     node.drain = drain
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard[3:] == [128 + signal.SIGINT, "leaves"]
+    assert overseer.heard[3:] == [128 + signal.SIGINT, "drained", "leaves"]

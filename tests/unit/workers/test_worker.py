@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ratelimitd.node import supervisor
+from ratelimitd.node import process, supervisor
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
@@ -132,6 +132,13 @@ async def test_a_parent_that_does_not_hear_the_last_word_is_not_waited_for(monke
 
 def test_a_second_signal_is_the_parents_business():
     Parent(None).insist(143)
+
+
+def test_after_the_drain_no_signal_finds_the_process(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(process, "leave", statuses.append)
+    Parent(None).drained()
+    assert statuses == [0]
 
 
 def run_main(*octets):

@@ -239,21 +239,24 @@ class Demo:
 
 
 def api_of(limiter: AsyncRateLimiter) -> Any:
-    """An ASGI application with one answer, whose callers are named by ``X-User`` and limited by ``limiter``."""
+    """An ASGI application with one answer, whose callers are named by ``X-User`` and limited by ``limiter``.
+
+    The endpoint is the path as it was sent, so that a rule for another one acts, too; an application takes its routes.
+    """
     from ratelimitd_client.middleware import Identity, Options  # noqa: PLC0415 -- as above
     from ratelimitd_client.middleware.asgi import RateLimitMiddleware  # noqa: PLC0415
 
-    async def orders(_scope: object, _receive: object, send: Any) -> None:
+    async def answer(_scope: object, _receive: object, send: Any) -> None:
         headers = [(b"content-type", b"text/plain")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"no orders\n"})
+        await send({"type": "http.response.body", "body": b"allowed\n"})
 
     def user(scope: Mapping[str, Any]) -> Identity:
         name = dict(scope["headers"]).get(b"x-user", b"you")
         return Identity(name.decode("latin-1"), "user")
 
-    options = Options(endpoint=lambda _: ENDPOINT, identify=user)
-    return RateLimitMiddleware(orders, limiter, options)
+    options = Options(endpoint=lambda scope: scope["path"], identify=user)
+    return RateLimitMiddleware(answer, limiter, options)
 
 
 def may_open_page(environ: Mapping[str, str]) -> bool:

@@ -132,9 +132,16 @@ class SqliteDatabase:
             check_same_thread=False,
             factory=_Connection,
         )
-        self._threads = {thread for thread in self._threads if thread.is_alive()}
+        # Without an ident it is about to start.
+        self._threads = {one for one in self._threads if one.ident is None or one.is_alive()}
         self._threads.add(connection._thread)  # noqa: SLF001 - the driver has no public way to join it
-        return await connection
+        opening = asyncio.ensure_future(connection)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Cancelled itself, the driver would never close what its thread opens.
+            opening.add_done_callback(_stop)
+            raise
 
     def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
         engine = create_async_engine(
@@ -215,6 +222,12 @@ class _Connection(sqlite3.Connection):
         with suppress(sqlite3.Error):
             self.rollback()
         super().close()
+
+
+def _stop(opening: asyncio.Future[aiosqlite.Connection]) -> None:
+    """Close a connection that has no caller any more, in its thread."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().stop()
 
 
 def _begin(connection: sa.Connection) -> None:

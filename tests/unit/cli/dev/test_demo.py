@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import httpx
 import pytest
 
 from ratelimitd.cli.dev import demo as module
@@ -12,8 +13,12 @@ from ratelimitd_client.testing import AsyncFakeRateLimiter
 
 
 @pytest.fixture
-async def api():
-    limiter = AsyncFakeRateLimiter()
+def limiter():
+    return AsyncFakeRateLimiter()
+
+
+@pytest.fixture
+async def api(limiter):
     limiter.limit(ENDPOINT, "user", limit=3, window_seconds=60)
     server = HttpServer(api_of(limiter), "127.0.0.1", 0)
     address = await server.start()
@@ -34,6 +39,15 @@ async def test_a_caller_is_let_through_up_to_the_limit_and_sees_it(api):
     assert caller.reading(1.0) == ("ann", 3, denied, "3 in 60 s", "█")
     assert caller.reading(1.0) == ("ann", 0, 0, "3 in 60 s", "█▁")
     assert other.reading(1.0) == ("ben", 0, 0, "", "▁")
+
+
+async def test_a_path_is_limited_by_the_rule_for_it(api, limiter):
+    limiter.limit("/reports", "user", limit=1, window_seconds=60)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api}") as client:
+        statuses = [
+            (await client.get(path)).status_code for path in ("/reports", "/reports", ENDPOINT)
+        ]
+    assert statuses == [200, 429, 200]
 
 
 async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):

@@ -233,6 +233,35 @@ async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_can
     assert not any(worker.is_alive() for worker in workers)
 
 
+@pytest.mark.parametrize("exists", [True, False])
+async def test_connections_that_open_after_their_callers_were_cancelled_are_closed(
+    path, monkeypatch, exists
+):
+    begun, may_open, opened = threading.Semaphore(0), threading.Event(), []
+
+    class SlowConnection(sqlite._Connection):
+        def __init__(self, *arguments, **options):
+            begun.release()
+            may_open.wait()
+            super().__init__(*arguments, **options)
+            opened.append(self)
+
+    monkeypatch.setattr(sqlite, "_Connection", SlowConnection)
+    database = SqliteDatabase(path if exists else path.with_name("missing.db"))
+    readings = [asyncio.create_task(database.reading().__aenter__()) for _ in "ab"]
+    for reading in readings:
+        await asyncio.to_thread(begun.acquire)
+    for reading in readings:
+        reading.cancel()
+    await asyncio.wait(readings)
+    may_open.set()
+    await database.close()
+    assert len(opened) == (2 if exists else 0)
+    for connection in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
+
+
 def sqlite_error(code):
     error = sqlite3.OperationalError()
     error.sqlite_errorcode = code
