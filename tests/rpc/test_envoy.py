@@ -8,7 +8,7 @@ import pytest
 from ratelimitd.rules.envoy_import import import_config
 from ratelimitd.rules.validation import validated
 from ratelimitd.services.auth import Credentials
-from ratelimitd.services.convert import rate_limit_of
+from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.envoy import METHOD
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.envoy_messages import Response, giving_back, request_of

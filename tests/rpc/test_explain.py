@@ -11,7 +11,7 @@ import pytest
 
 from ratelimitd.cli import main
 from ratelimitd.model import Enforcement
-from ratelimitd.services.convert import rate_limit_of
+from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs

@@ -154,11 +154,6 @@ class Connection:
         """Say that data has been dealt with, so that the peer may send as much again."""
         self._receiver.acknowledge(stream_id, flow_bytes)
 
-    def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
-        """End a stream without an answer, or without the rest of it."""
-        if stream_id in self._streams.live:
-            self._sender.reset(stream_id, code)
-
     def ping(self, payload: bytes) -> None:
         """Ask for a sign of life, by 8 octets of the owner's choice; PingAcknowledged is the answer."""
         self._sender.frame(frames.ping(payload))

@@ -142,7 +142,7 @@ class NativeServer:
         if self._timer is not None:
             self._timer.cancel()
 
-    # What connections need; see native_connection.Registry
+    # What connections need; see ratelimitd.rpc.connection.Registry
 
     def joined(self, connection: NativeConnection) -> bool:
         """Register a connection; false if the server has closed."""

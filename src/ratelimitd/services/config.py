@@ -19,12 +19,12 @@ from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
-from ratelimitd.services.convert import (
+from ratelimitd.services.convert import text_of
+from ratelimitd.services.convert_rules import (
     change_of,
     deleted_id_of,
     draft_of,
     rate_limit_of,
-    text_of,
     update_of,
 )
 from ratelimitd.services.wire import (

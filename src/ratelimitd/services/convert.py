@@ -1,4 +1,4 @@
-"""Converts checks, resets and rules between the wire and the model, and validates them.
+"""Converts checks, resets and answers between the wire and the model, and validates them.
 
 Pure, and total on every message the parser lets through: a field is either valid or named in a ``CheckInvalidError``.
 Never does I/O, never decides anything. See ADR 0010.
@@ -7,13 +7,12 @@ Never does I/O, never decides anything. See ADR 0010.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
 from ratelimitd.buckets.keys import joined
-from ratelimitd.errors import CheckInvalidError, FieldViolation, RuleInvalidError
+from ratelimitd.errors import CheckInvalidError, FieldViolation
 from ratelimitd.model import (
     BLOCKED_PLAN,
     EVERY_ENDPOINT,
@@ -30,44 +29,22 @@ from ratelimitd.model import (
     Explained,
     IdentifierType,
     Identity,
-    Limit,
     LimitStatus,
     LookedAt,
     Match,
-    Period,
     Reason,
-    Rule,
     types_within,
 )
-from ratelimitd.rules.applying import Change
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
-from ratelimitd.rules.store import (
-    EDITABLE,
-    FIRST_LIMIT,
-    LimitDraft,
-    PlanDraft,
-    RuleChanges,
-    RuleDraft,
-    in_order,
-)
 from ratelimitd.rules.validation import (
     CONTROL_CHARACTER,
     MAX_ENDPOINT_CHARS,
-    MAX_QUOTED_CHARS,
-    RuleRow,
-    canonical_id,
     choice_of,
-    rule_within,
-    validated,
 )
 from ratelimitd.services.wire import (
     WireCheck,
-    WireDelete,
     WireIdentity,
-    WireLimit,
     WireReset,
-    WireRule,
-    WireUpdate,
 )
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -78,13 +55,6 @@ REMEMBERED_ENDPOINTS: Final = 4_096
 REMEMBERED_ADDRESSES: Final = 16_384
 """Cached addresses: ``ipaddress`` takes 1 to 5 µs, the cache 0.1 µs. About 4 MB in all."""
 
-_ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
-    ratelimiter_pb2.Enforcement.Value(member.name): member for member in Enforcement
-}
-_PERIODS: Final[Mapping[int, Period | None]] = {
-    ratelimiter_pb2.PERIOD_UNSPECIFIED: None,
-    **{ratelimiter_pb2.Period.Value(member.name): member for member in Period},
-}
 T = TypeVar("T")
 
 
@@ -310,6 +280,16 @@ def status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:
     )
 
 
+def enforcement_of(enforcement: Enforcement) -> ratelimiter_pb2.Enforcement.ValueType:
+    """Return the contract's number of an enforcement."""
+    return ratelimiter_pb2.Enforcement.Value(enforcement.name)
+
+
+def text_of(raw: bytes) -> str:
+    """Decode a field. Invalid UTF-8 becomes lone surrogates, which validation refuses."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
 def invalid_answer_of(error: CheckInvalidError, path: str) -> ratelimiter_pb2.RateLimitResponse:
     """Return the answer to a malformed item at ``path``, such as ``requests[3].``: not allowed, nothing charged."""
     placed = (violation._replace(field=path + violation.field) for violation in error.violations)
@@ -466,192 +446,3 @@ def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[F
         read(value)
     except ValueError as error:
         yield FieldViolation(field, str(error))
-
-
-NOT_CHANGEABLE: Final = frozenset({"id", "etag"})
-"""Fields that identify a rule and its version."""
-
-MASK_FIELD: Final = "update_mask"
-
-
-class Update(NamedTuple):
-    """The change of an ``UpdateRateLimitRequest``; an empty ``etag`` matches every version."""
-
-    rule_id: str
-    changes: RuleChanges
-    etag: str
-
-
-def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
-    """Return the contract's message of a stored rule."""
-    return ratelimiter_pb2.RateLimit(
-        id=rule.id,
-        endpoint=rule.endpoint,
-        identifier_type=rule.identifier_type,
-        limit=rule.limit,
-        window_seconds=rule.window_seconds,
-        algorithm=rule.algorithm,
-        enabled=rule.enabled,
-        etag=rule.etag,
-        limits=map(_limit_of, rule.limits) if rule.has_list else (),
-        plans={
-            plan.name: ratelimiter_pb2.LimitList(limits=map(_limit_of, plan.limits))
-            for plan in rule.plans
-        },
-    )
-
-
-def change_of(change: Change, *, dry_run: bool) -> ratelimiter_pb2.RateLimitChange:
-    """Return the contract's message of a change; in a dry run the etag that the rule would get is not there."""
-    before, after = map(_row_message, change)
-    if after is not None and dry_run:
-        after.etag = ""
-    return ratelimiter_pb2.RateLimitChange(before=before, after=after)
-
-
-def _row_message(row: RuleRow | None) -> ratelimiter_pb2.RateLimit | None:
-    if row is None:
-        return None
-    rule = rule_within(row)
-    # What was written past the service, and is no rule, has no more than an id.
-    return rate_limit_of(rule) if isinstance(rule, Rule) else ratelimiter_pb2.RateLimit(id=row.id)
-
-
-def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
-    return ratelimiter_pb2.Limit(
-        name=limit.name,
-        limit=limit.limit,
-        window_seconds=limit.window_seconds,
-        algorithm=limit.algorithm,
-        burst=limit.burst,
-        enforcement=enforcement_of(limit.enforcement),
-        **calendar_fields(limit),
-    )
-
-
-def calendar_fields(limit: Limit) -> dict[str, Any]:
-    """Return the fields of the contract's ``Limit`` that say its calendar."""
-    if limit.calendar is None:
-        return {}
-    period, time_zone, anchor_day = limit.calendar
-    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
-    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
-
-
-def enforcement_of(enforcement: Enforcement) -> ratelimiter_pb2.Enforcement.ValueType:
-    """Return the contract's number of an enforcement."""
-    return ratelimiter_pb2.Enforcement.Value(enforcement.name)
-
-
-def draft_of(message: WireRule) -> RuleDraft:
-    """Return the rule of a create, not yet validated.
-
-    ``enabled`` unset means true; a field of the first limit unset means that of the list.
-    """
-    fields = _fields_of(message)
-    if message.limits:
-        first = fields["limits"][0]
-        fields |= {name: fields[name] or getattr(first, name) for name in FIRST_LIMIT}
-    enabled = message.enabled if message.HasField("enabled") else True
-    identity = {"id": text_of(message.id), "etag": text_of(message.etag)}
-    return RuleDraft(**{**fields, **identity, "enabled": enabled})
-
-
-def _fields_of(message: WireRule) -> dict[str, Any]:
-    """Return the editable fields as they were sent."""
-    return {
-        "endpoint": text_of(message.endpoint),
-        "identifier_type": in_order(text_of(message.identifier_type)),
-        "limit": message.limit,
-        "window_seconds": message.window_seconds,
-        "algorithm": text_of(message.algorithm),
-        "enabled": message.enabled,
-        "limits": tuple(map(_limit_draft, message.limits)),
-        "plans": _plan_drafts(message),
-    }
-
-
-def _plan_drafts(message: WireRule) -> tuple[PlanDraft, ...]:
-    # Of two entries with one key a map has the last.
-    plans = {text_of(entry.key): entry.value.limits for entry in message.plans}
-    return tuple(PlanDraft(name, tuple(map(_limit_draft, plans[name]))) for name in sorted(plans))
-
-
-def _limit_draft(limit: WireLimit) -> LimitDraft:
-    period = _PERIODS.get(limit.period, limit.period)
-    has_window = limit.window_seconds or not isinstance(period, Period)
-    return LimitDraft(
-        text_of(limit.name),
-        limit.limit,
-        limit.window_seconds if has_window else None,
-        text_of(limit.algorithm),
-        burst=limit.burst,
-        period=period,
-        time_zone=text_of(limit.time_zone) or None,
-        anchor_day=limit.anchor_day or None,
-        enforcement=_ENFORCEMENTS.get(limit.enforcement, limit.enforcement),
-    ).completed()
-
-
-def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:
-    """Return the change of an update: the fields of its mask, or without a mask the whole rule.
-
-    ``types`` are the identifier types that rules may have, or be made of.
-
-    Raises:
-        RuleInvalidError: names everything that is wrong and can be seen without the stored rule.
-    """
-    rule = message.rate_limit
-    paths = list(dict.fromkeys(map(text_of, message.update_mask.paths)))
-    violations = _mask_violations(paths) if paths else _rule_violations(rule, types)
-    try:
-        rule_id = canonical_id(text_of(rule.id), "rate_limit.id")
-    except RuleInvalidError as error:
-        raise RuleInvalidError(*error.violations, *violations) from None
-    if violations:
-        raise RuleInvalidError(*violations)
-    return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag))
-
-
-def deleted_id_of(message: WireDelete) -> str:
-    """Return the id of the rule of a delete.
-
-    Raises:
-        RuleInvalidError: it is no UUID.
-    """
-    return canonical_id(text_of(message.id), "id")
-
-
-def text_of(raw: bytes) -> str:
-    """Decode a field. Invalid UTF-8 becomes lone surrogates, which validation refuses."""
-    return raw.decode("utf-8", "surrogateescape")
-
-
-def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
-    # Unset, enabled means true to a create, its zero to a mask, and to an update without one: leave it as it is.
-    if paths:
-        fields = _fields_of(rule)
-        return RuleChanges(**{name: fields[name] for name in paths})
-    draft = draft_of(rule)
-    whole = [name for name in EDITABLE if name != "enabled" or rule.HasField("enabled")]
-    return RuleChanges(**{name: getattr(draft, name) for name in whole})
-
-
-def _rule_violations(rule: WireRule, types: Collection[str] | None) -> list[FieldViolation]:
-    """Return the violations of the fields of a rule, without its id."""
-    try:
-        validated(replace(draft_of(rule), id=""), rule_id="", revision=0, types=types)
-    except RuleInvalidError as error:
-        return list(error.violations)
-    return []
-
-
-def _mask_violations(paths: list[str]) -> list[FieldViolation]:
-    violations = []
-    for path in paths:
-        if path in NOT_CHANGEABLE:
-            violations.append(FieldViolation(MASK_FIELD, f"{path} cannot be changed"))
-        elif path not in EDITABLE:
-            shown = ascii(path[:MAX_QUOTED_CHARS])
-            violations.append(FieldViolation(MASK_FIELD, f"{shown} is no field of a rule"))
-    return violations

@@ -10,10 +10,10 @@ Answers are written with the generated classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2, message_factory
 from google.protobuf.descriptor import Descriptor, FileDescriptor
@@ -299,116 +299,6 @@ class WireReset(WireIdentity, Protocol):
     also: Sequence[WireIdentity]
 
 
-def parse_check(data: bytes) -> WireCheck:
-    """Read a ``RateLimitRequest``. Like all of these, raises ``InvalidInputError`` when the bytes are none."""
-    return cast("WireCheck", _parse(_RATE_LIMIT, data))
-
-
-def parse_batch(data: bytes) -> WireBatch:
-    """Read a ``BatchRateLimitRequest``."""
-    return cast("WireBatch", _parse(_BATCH, data))
-
-
-def parse_create(data: bytes) -> WireCreate:
-    """Read a ``CreateRateLimitRequest``."""
-    return cast("WireCreate", _parse(_CREATE, data))
-
-
-def parse_update(data: bytes) -> WireUpdate:
-    """Read an ``UpdateRateLimitRequest``."""
-    return cast("WireUpdate", _parse(_UPDATE, data))
-
-
-def parse_delete(data: bytes) -> WireDelete:
-    """Read a ``DeleteRateLimitRequest``."""
-    return cast("WireDelete", _parse(_DELETE, data))
-
-
-def parse_get(data: bytes) -> WireGet:
-    """Read a ``GetRateLimitRequest``."""
-    return cast("WireGet", _parse(_GET, data))
-
-
-def parse_list(data: bytes) -> WireList:
-    """Read a ``ListRateLimitsRequest``."""
-    return cast("WireList", _parse(_LIST, data))
-
-
-def parse_rule(data: bytes) -> WireRule:
-    """Read a ``RateLimit``."""
-    return cast("WireRule", _parse(_RULE, data))
-
-
-def parse_apply(data: bytes) -> WireApply:
-    """Read an ``ApplyRateLimitsRequest``, as far as :func:`rules_within` leaves it."""
-    return cast("WireApply", _parse(_APPLY, data))
-
-
-def parse_assign(data: bytes) -> WireAssign:
-    """Read an ``AssignPlanRequest``."""
-    return cast("WireAssign", _parse(_ASSIGN, data))
-
-
-def parse_assign_batch(data: bytes) -> WireAssignBatch:
-    """Read a ``BatchAssignPlansRequest``."""
-    return cast("WireAssignBatch", _parse(_ASSIGN_BATCH, data))
-
-
-def parse_unassign(data: bytes) -> WireUnassign:
-    """Read an ``UnassignPlanRequest``."""
-    return cast("WireUnassign", _parse(_UNASSIGN, data))
-
-
-def parse_get_assignment(data: bytes) -> WireGetAssignment:
-    """Read a ``GetAssignmentRequest``."""
-    return cast("WireGetAssignment", _parse(_GET_ASSIGNMENT, data))
-
-
-def parse_assignments(data: bytes) -> WireAssignments:
-    """Read a ``ListAssignmentsRequest``."""
-    return cast("WireAssignments", _parse(_ASSIGNMENTS, data))
-
-
-def parse_metrics(data: bytes) -> WireMetrics:
-    """Read a ``MetricsRequest``."""
-    return cast("WireMetrics", _parse(_METRICS, data))
-
-
-def parse_reset(data: bytes) -> WireReset:
-    """Read a ``ResetRequest``."""
-    return cast("WireReset", _parse(_RESET, data))
-
-
-def parse_hold(data: bytes) -> WireHold:
-    """Read a ``HoldRequest``."""
-    return cast("WireHold", _parse(_HOLD, data))
-
-
-def parse_settle(data: bytes) -> WireSettle:
-    """Read a ``SettleRequest``."""
-    return cast("WireSettle", _parse(_SETTLE, data))
-
-
-def parse_extend(data: bytes) -> WireExtend:
-    """Read an ``ExtendRequest``."""
-    return cast("WireExtend", _parse(_EXTEND, data))
-
-
-def parse_list_unmatched(data: bytes) -> None:
-    """Read a ``ListUnmatchedRequest``, which says nothing."""
-    _parse(_LIST_UNMATCHED, data)
-
-
-def parse_list_holds(data: bytes) -> None:
-    """Read a ``ListHoldsRequest``, which says nothing."""
-    _parse(_LIST_HOLDS, data)
-
-
-def parse_empty(data: bytes) -> None:
-    """Read a ``google.protobuf.Empty``: whatever it carries is unknown to us and ignored."""
-    _parse(_EMPTY, data)
-
-
 def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
     """Split a ``BatchRateLimitRequest`` into unparsed items, in 0.15 µs each.
 
@@ -444,14 +334,14 @@ def rules_within(data: bytes, others: bytearray) -> Iterator[bytes]:
             size, first = read_varint(data, position)
             position = first + size
             if data[first - 1] >= ONE_BYTE or position > len(data):
-                raise _no_message(_APPLY)
+                raise _no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
             yield data[first:position]
             continue
         if fields == MAX_FIELDS:
             raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, "has too many fields"))
         fields += 1
         if tag & 7 in _GROUP_MARKS:
-            raise _no_message(_APPLY)
+            raise _no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
         position = _after(data, position, tag & 7)
         others += data[start:position]
 
@@ -475,17 +365,6 @@ def count_top_level(data: bytes, number: int, at_most: int) -> int:
         found += tag == wanted_tag
         position = _after(data, position, tag & 7)
     return found
-
-
-def _parse(message_class: type[Message], data: bytes) -> Message:
-    if len(data) > COUNT_ABOVE_BYTES:
-        at_most = MAX_BATCH_FIELDS if message_class is _BATCH else MAX_FIELDS
-        with suppress(IndexError):
-            _count_fields(data, 0, len(data), cast("Descriptor", message_class.DESCRIPTOR), at_most)
-    try:
-        return message_class.FromString(data)
-    except DecodeError:
-        raise _no_message(message_class) from None
 
 
 def _no_message(message_class: type[Message]) -> InvalidInputError:
@@ -574,29 +453,57 @@ def _pool() -> DescriptorPool:
 _POOL: Final = _pool()
 
 
-def _message(full_name: str) -> type[Message]:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(full_name))
+def _parser(contract: type[Message], max_fields: int = MAX_FIELDS) -> Callable[[bytes], Any]:
+    """Return what reads the messages of a class of the contract, by the class with wider fields."""
+    descriptor = _POOL.FindMessageTypeByName(contract.DESCRIPTOR.full_name)
+    from_string = message_factory.GetMessageClass(descriptor).FromString
+
+    def parse(data: bytes) -> Message:
+        if len(data) > COUNT_ABOVE_BYTES:
+            with suppress(IndexError):
+                _count_fields(data, 0, len(data), descriptor, max_fields)
+        try:
+            return from_string(data)
+        except DecodeError:
+            raise _no_message(contract) from None
+
+    return parse
 
 
-_RATE_LIMIT: Final = _message("ratelimiter.v1.RateLimitRequest")
-_BATCH: Final = _message("ratelimiter.v1.BatchRateLimitRequest")
-_CREATE: Final = _message("ratelimiter.v1.CreateRateLimitRequest")
-_UPDATE: Final = _message("ratelimiter.v1.UpdateRateLimitRequest")
-_DELETE: Final = _message("ratelimiter.v1.DeleteRateLimitRequest")
-_GET: Final = _message("ratelimiter.v1.GetRateLimitRequest")
-_LIST: Final = _message("ratelimiter.v1.ListRateLimitsRequest")
-_RULE: Final = _message("ratelimiter.v1.RateLimit")
-_APPLY: Final = _message("ratelimiter.v1.ApplyRateLimitsRequest")
-_ASSIGN: Final = _message("ratelimiter.v1.AssignPlanRequest")
-_ASSIGN_BATCH: Final = _message("ratelimiter.v1.BatchAssignPlansRequest")
-_UNASSIGN: Final = _message("ratelimiter.v1.UnassignPlanRequest")
-_GET_ASSIGNMENT: Final = _message("ratelimiter.v1.GetAssignmentRequest")
-_ASSIGNMENTS: Final = _message("ratelimiter.v1.ListAssignmentsRequest")
-_METRICS: Final = _message("ratelimiter.v1.MetricsRequest")
-_RESET: Final = _message("ratelimiter.v1.ResetRequest")
-_HOLD: Final = _message("ratelimiter.v1.HoldRequest")
-_SETTLE: Final = _message("ratelimiter.v1.SettleRequest")
-_EXTEND: Final = _message("ratelimiter.v1.ExtendRequest")
-_LIST_UNMATCHED: Final = _message("ratelimiter.v1.ListUnmatchedRequest")
-_LIST_HOLDS: Final = _message("ratelimiter.v1.ListHoldsRequest")
-_EMPTY: Final = _message("google.protobuf.Empty")
+# Each reads the message that its row names, and raises InvalidInputError when the bytes are none.
+parse_check: Final[Callable[[bytes], WireCheck]] = _parser(ratelimiter_pb2.RateLimitRequest)
+parse_batch: Final[Callable[[bytes], WireBatch]] = _parser(
+    ratelimiter_pb2.BatchRateLimitRequest, MAX_BATCH_FIELDS
+)
+parse_create: Final[Callable[[bytes], WireCreate]] = _parser(ratelimiter_pb2.CreateRateLimitRequest)
+parse_update: Final[Callable[[bytes], WireUpdate]] = _parser(ratelimiter_pb2.UpdateRateLimitRequest)
+parse_delete: Final[Callable[[bytes], WireDelete]] = _parser(ratelimiter_pb2.DeleteRateLimitRequest)
+parse_get: Final[Callable[[bytes], WireGet]] = _parser(ratelimiter_pb2.GetRateLimitRequest)
+parse_list: Final[Callable[[bytes], WireList]] = _parser(ratelimiter_pb2.ListRateLimitsRequest)
+parse_rule: Final[Callable[[bytes], WireRule]] = _parser(ratelimiter_pb2.RateLimit)
+parse_apply: Final[Callable[[bytes], WireApply]] = _parser(ratelimiter_pb2.ApplyRateLimitsRequest)
+"""As far as :func:`rules_within` leaves it."""
+parse_assign: Final[Callable[[bytes], WireAssign]] = _parser(ratelimiter_pb2.AssignPlanRequest)
+parse_assign_batch: Final[Callable[[bytes], WireAssignBatch]] = _parser(
+    ratelimiter_pb2.BatchAssignPlansRequest
+)
+parse_unassign: Final[Callable[[bytes], WireUnassign]] = _parser(
+    ratelimiter_pb2.UnassignPlanRequest
+)
+parse_get_assignment: Final[Callable[[bytes], WireGetAssignment]] = _parser(
+    ratelimiter_pb2.GetAssignmentRequest
+)
+parse_assignments: Final[Callable[[bytes], WireAssignments]] = _parser(
+    ratelimiter_pb2.ListAssignmentsRequest
+)
+parse_metrics: Final[Callable[[bytes], WireMetrics]] = _parser(ratelimiter_pb2.MetricsRequest)
+parse_reset: Final[Callable[[bytes], WireReset]] = _parser(ratelimiter_pb2.ResetRequest)
+parse_hold: Final[Callable[[bytes], WireHold]] = _parser(ratelimiter_pb2.HoldRequest)
+parse_settle: Final[Callable[[bytes], WireSettle]] = _parser(ratelimiter_pb2.SettleRequest)
+parse_extend: Final[Callable[[bytes], WireExtend]] = _parser(ratelimiter_pb2.ExtendRequest)
+parse_list_unmatched: Final[Callable[[bytes], object]] = _parser(
+    ratelimiter_pb2.ListUnmatchedRequest
+)
+parse_list_holds: Final[Callable[[bytes], object]] = _parser(ratelimiter_pb2.ListHoldsRequest)
+parse_empty: Final[Callable[[bytes], object]] = _parser(empty_pb2.Empty)
+"""Whatever it carries is unknown to us and ignored."""

@@ -460,15 +460,6 @@ def test_a_ping_of_ours():
     assert client.collect() == [Frame(PING, 0, 0, b"12345678")]
 
 
-def test_a_stream_is_reset_once():
-    client = peer()
-    client.feed(client.post(1))
-    for _ in range(2):
-        client.connection.reset_stream(1, ErrorCode.CANCEL)
-    client.collect()
-    assert client.resets == [(1, 8)]
-
-
 def test_seconds_make_room_for_pings():
     client = peer()
     for _ in range(200):

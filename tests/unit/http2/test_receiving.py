@@ -381,7 +381,7 @@ def test_data_for_an_answered_stream_resets():
 def test_ignored_headers_still_build_the_table():
     client = peer()
     open_stream(client)
-    client.connection.reset_stream(1, CANCEL)
+    client.connection.send_headers(1, RESPONSE, ended=True)
     client.feed(client.head(1, [("x", "new in the table")], END_HEADERS | END_STREAM))
     (event,) = client.feed(client.get(3, [*GET, ("x", "new in the table")]))
     assert event.head.fields[-1] == (b"x", b"new in the table")
@@ -645,10 +645,10 @@ def test_streams_over_the_maximum_are_refused_and_served_when_there_is_room():
     client.feed(client.head(1), client.head(3))
     client.forget()
     assert resets(client, client.head(5)) == (5, REFUSED_STREAM, "too_many_streams")
-    client.connection.reset_stream(1, CANCEL)
+    client.connection.send_headers(1, RESPONSE, ended=True)
     client.forget()
     client.feed(client.head(7))
-    assert client.resets == [(1, CANCEL)]
+    assert client.resets == [(1, NO_ERROR)]
 
 
 def test_streams_that_come_with_the_others_are_over_the_maximum_too():
@@ -765,7 +765,7 @@ def test_a_flood_of_requests_over_the_maximum_ends_the_connection():
 def test_a_flood_of_frames_for_dead_streams_ends_the_connection(what):
     client = peer()
     open_stream(client)
-    client.connection.reset_stream(1, CANCEL)
+    client.connection.send_headers(1, RESPONSE, ended=True)
     client.forget()
     trailers = frame(HEADERS, END_HEADERS | END_STREAM, 1)
     octets = {"RST_STREAM": rst_stream(1), "DATA": data(1, b"x"), "HEADERS": trailers}[what]

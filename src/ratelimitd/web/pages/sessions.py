@@ -90,20 +90,18 @@ class ProxyUsers:
 
 
 class Sessions:
-    """Opens and recognises sessions. ``now_s`` is Unix time; ``random_bytes`` is there for tests."""
+    """Opens and recognises sessions. ``now_s`` is Unix time."""
 
     def __init__(
         self,
         admin_token: str,
         now_s: Callable[[], float],
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         session_of: SessionOf = no_session,
     ) -> None:
         self._admin_token = admin_token
         self._now_s = now_s
-        self._random_bytes = random_bytes
         self._session_of = session_of
-        key = admin_token.encode() or random_bytes(32)
+        key = admin_token.encode() or secrets.token_bytes(32)
         self._key = key
         self._signed = _signer(key, _SALT)
         self._links = _signer(key, _LINK_SALT)
@@ -117,7 +115,7 @@ class Sessions:
 
     def nonce(self) -> str:
         """Return an unguessable text."""
-        return self._random_bytes(NONCE_BYTES).hex()
+        return secrets.token_hex(NONCE_BYTES)
 
     def link_code(self, host: str) -> str:
         """Return the code of a login link for ``host``, a ``HOST:PORT``."""

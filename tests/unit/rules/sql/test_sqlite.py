@@ -249,7 +249,7 @@ async def test_connections_that_open_after_their_callers_were_cancelled_are_clos
     monkeypatch.setattr(sqlite, "_Connection", SlowConnection)
     database = SqliteDatabase(path if exists else path.with_name("missing.db"))
     readings = [asyncio.create_task(database.reading().__aenter__()) for _ in "ab"]
-    for reading in readings:
+    for _ in readings:
         await asyncio.to_thread(begun.acquire)
     for reading in readings:
         reading.cancel()
