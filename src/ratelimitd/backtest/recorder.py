@@ -94,7 +94,7 @@ class _Columns(NamedTuple):
 
 
 class TraceRecorder:
-    """Records the checks of one process; a :class:`ratelimitd.limiter.limiter.Recorder`.
+    """Records the checks of one process; a :class:`ratelimitd.limiter.interfaces.Recorder`.
 
     :meth:`run` is a background task, :meth:`drain` ends the last file. ``share`` of the identities is recorded, at most
     ``max_bytes`` in the directory.
@@ -136,7 +136,7 @@ class TraceRecorder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
 
     def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
-        """Note a check; see :class:`ratelimitd.limiter.limiter.Recorder`."""
+        """Note a check; see :class:`ratelimitd.limiter.interfaces.Recorder`."""
         if len(self._noted) < MAX_NOTED:
             self._noted.append((identifier, check, at_us, allowed))
         else:

@@ -7,15 +7,15 @@ clock. A decision takes no await, no lock and no task; only checks that need the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias, cast
 from zlib import crc32
 
-from ratelimitd.algorithms import Decide, token_bucket
-from ratelimitd.algorithms.several import Bucket, Charge, deciding, passes, wait_ms
+from ratelimitd.algorithms import token_bucket
+from ratelimitd.algorithms.several import Charge, deciding, passes, wait_ms
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
@@ -25,6 +25,20 @@ from ratelimitd.errors import (
     RateLimitdError,
     StoreOverloadedError,
     StoreUnavailableError,
+)
+from ratelimitd.limiter.answers import (
+    decision_of,
+    explained_by,
+    passed,
+    reached,
+    statuses_of,
+)
+from ratelimitd.limiter.interfaces import (
+    Buckets,
+    Journal,
+    LocalBuckets,
+    Recorder,
+    SharedBuckets,
 )
 from ratelimitd.limiter.scopes import (
     Blocked,
@@ -36,23 +50,17 @@ from ratelimitd.limiter.scopes import (
 )
 from ratelimitd.model import (
     ALLOWED,
-    BLOCKED_PLAN,
-    COST_EXCEEDS_LIMIT,
     DENIED,
     EVERYBODY,
     INT32_MAX,
-    RESERVED_PLANS,
     US_PER_MS,
     US_PER_S,
-    WITHIN_LIMIT,
     Check,
     Decision,
     Enforcement,
     Explained,
     Limit,
     LimitStatus,
-    LookedAt,
-    Match,
     NearRule,
     Outcome,
     Reason,
@@ -68,120 +76,6 @@ FAIL_OPEN_RESET_S: Final = 60
 
 ASKED_PER_TURN: Final = 100
 """Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
-
-
-class Buckets(Protocol):
-    """The buckets a node decides on: its own, or the shared ones it knows."""
-
-    def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
-        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
-    ) -> Outcome | None:
-        """Judge and charge a check; return ``None`` if the shared state has to decide.
-
-        Raises:
-            BreakerOpenError: the shared state is not asked now. Nothing was charged.
-        """
-
-    def peek(  # noqa: PLR0917 - the same signature as apply
-        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
-    ) -> Outcome | None:
-        """Judge a check as :meth:`apply` would, and charge nothing."""
-
-    def apply_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
-    ) -> Sequence[Outcome] | None:
-        """Judge a check on several buckets, and charge all of them or, if one denies it, none.
-
-        Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`. ``None``: the
-        shared state has to decide, and nothing was charged.
-        """
-
-    def peek_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
-    ) -> Sequence[Outcome] | None:
-        """Judge a check as :meth:`apply_all` would, and charge nothing."""
-
-
-class LocalBuckets(Buckets, Protocol):
-    """Buckets in this node's memory, which it also resets."""
-
-    def states(self, charges: Sequence[Charge]) -> Sequence[Bucket]:
-        """Return what the buckets hold."""
-
-    def remove(self, key: bytes) -> Any | None:
-        """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
-
-    def put_back(self, key: bytes, value: Any) -> None:
-        """Undo a :meth:`remove`."""
-
-
-class SharedBuckets(Buckets, Protocol):
-    """Buckets that nodes share."""
-
-    def wait(
-        self,
-        key: bytes,
-        rule: Limit,
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,
-    ) -> Awaitable[Outcome | RateLimitdError]:
-        """Ask the shared state to decide a check, at once. ``is_counted``: an absent bucket is a miss.
-
-        ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
-        nothing was charged.
-        """
-
-    def wait_all(
-        self,
-        charges: Sequence[Charge],
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,
-    ) -> Awaitable[Sequence[Outcome | Exception]]:
-        """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
-
-        In the place of an outcome is the error of a bucket that cannot be decided. It denies nothing, unless the
-        breaker is open and denies.
-        """
-
-    async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
-        """Let the buckets of ``keys``, each with its limit, start afresh on every node.
-
-        Raises:
-            StoreUnavailableError: not known to be done.
-            StoreOverloadedError: at least one was not asked for.
-        """
-
-
-class Journal(Protocol):
-    """Where resets are written before they are answered, so that no restart undoes them."""
-
-    async def reset(self, keys: Sequence[bytes]) -> None:
-        """Write that the buckets of ``keys`` start afresh; done when it is on disk.
-
-        Raises:
-            StoreUnavailableError: it cannot be written.
-        """
-
-
-class Recorder(Protocol):
-    """Notes checks for a trace; each call is as cheap as it can be, and must not raise."""
-
-    @property
-    def seed(self) -> int:
-        """Checks with ``crc32(identifier, seed) < below`` are recorded; no others need to be noted."""
-
-    @property
-    def below(self) -> int:
-        """See :attr:`seed`."""
-
-    def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
-        """Note a check of ``identifier``, whatever ``check`` has in its place, that was judged at ``at_us``, in µs."""
 
 
 OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
@@ -437,7 +331,7 @@ class Limiter:
         return Explained(
             decision,
             tuple(
-                [_looked_at(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
+                [explained_by(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
             ),
             plans,
             await _nearest(book, Nearest(check.endpoint, types, only_spelling=not has_none))
@@ -458,13 +352,13 @@ class Limiter:
             # Only shared buckets leave it undecided.
             shared: SharedBuckets = self._shared  # type: ignore[assignment]
             found = await shared.wait_all(charges, now_us, check.cost, peek=True, is_counted=False)
-            outcomes = [_reached(one) for one in found]
+            outcomes = [reached(one) for one in found]
         first = deciding([one.limit for one in scopes], outcomes)
         judged, decides = outcomes[first], scopes[first]
         allowed = judged[0] or decides.would_deny is not None
-        judged = _passed(judged) if allowed else judged
-        decision = _decision(scope, first, judged, outcomes, ahead_ms)
-        return decision, _statuses(scopes, outcomes)
+        judged = passed(judged) if allowed else judged
+        decision = decision_of(scope, first, judged, outcomes, ahead_ms)
+        return decision, statuses_of(scopes, outcomes)
 
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
@@ -580,7 +474,7 @@ class Limiter:
             for one, judged in zip(scope.several, outcomes, strict=True):
                 if not judged[0] and one.would_deny is not None:
                     one.would_deny[0] += 1
-            outcome = _passed(outcome)
+            outcome = passed(outcome)
         self._count(outcome, identifiers, decides)
         return first, outcome, outcomes
 
@@ -592,7 +486,7 @@ class Limiter:
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
-        return None if judged is None else _decision(scope, *judged, ahead_ms)
+        return None if judged is None else decision_of(scope, *judged, ahead_ms)
 
     def _ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
         """Return how much later, in ms, a check may proceed; 0: it passes now, or not even then."""
@@ -699,21 +593,21 @@ class Limiter:
         """Answer by the limits that were reached; one that was not makes an answer that allows fail open."""
         identifiers, judged_by, _ = judging
         there = [*zip(judged_by.several, outcomes, strict=True)]
-        reached = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        answered = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         scopes = [one for one, outcome in there if not isinstance(outcome, Exception)]
         limits = [one.limit for one in scopes]
         failures = [
             outcome
             for one, outcome in there
-            if isinstance(outcome, Exception) and (one.would_deny is None or not reached)
+            if isinstance(outcome, Exception) and (one.would_deny is None or not answered)
         ]
-        if failures and passes(limits, reached):
+        if failures and passes(limits, answered):
             is_open = [error for error in failures if isinstance(error, BreakerOpenError)]
             return self.failed((is_open or failures)[0])
         scope = (
-            replace(judged_by, several=tuple(scopes)) if len(reached) < len(there) else judged_by
+            replace(judged_by, several=tuple(scopes)) if len(answered) < len(there) else judged_by
         )
-        return _decision(scope, *self._judged(identifiers, scope, reached), 0)
+        return decision_of(scope, *self._judged(identifiers, scope, answered), 0)
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
@@ -769,49 +663,6 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
-def _told(outcome: Outcome, scope: Scope) -> Outcome:
-    """Return an outcome as callers are told it: the shared state does not know the length of a calendar window."""
-    if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
-        return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
-    return outcome
-
-
-def _reached(outcome: Outcome | Exception) -> Outcome:
-    """Return an outcome; raises the error that stands in its place."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def _passed(outcome: Outcome) -> Outcome:
-    """Return the outcome of a check that passes: where no limit is enforced, one that observes is the answer."""
-    return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
-
-
-def _decision(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and beside it
-    scope: Scope,
-    first: int,
-    outcome: Outcome,
-    outcomes: Sequence[Outcome],
-    wait_ms: int,
-) -> Decision:
-    scopes = scope.several or (scope,)
-    statuses = _statuses(scopes, outcomes)
-    statuses.insert(0, statuses.pop(first))
-    statuses += scope.passed_over
-    limits = tuple(statuses) if len(statuses) > 1 else ()
-    decides = scopes[first]
-    told = _told(outcome, decides)[:5]
-    return Decision(*told, decides.rule, decides.told, limits, wait_ms, decides.plan)
-
-
-def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
-    return [
-        LimitStatus(*_told(judged, one)[:5], one.rule, one.told, one.plan)
-        for judged, one in zip(outcomes, scopes, strict=True)
-    ]
-
-
 async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
     """Return the nearest rules of a book; other calls have their turn between two steps."""
     rules = islice(book.rules(), MAX_LOOKED_AT)
@@ -819,22 +670,6 @@ async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
         nearest.look_at(some)
         await asyncio.sleep(0)
     return nearest.found()
-
-
-def _looked_at(
-    rule: Rule,
-    match: Match,
-    assigned: Mapping[str, str],
-    statuses: Sequence[LimitStatus],
-    *,
-    is_blocked: bool,
-) -> LookedAt:
-    if match is not Match.JUDGES:
-        return LookedAt(rule, match)
-    plan = BLOCKED_PLAN if is_blocked else rule.plan_among(assigned)
-    if plan in RESERVED_PLANS:
-        return LookedAt(rule, Match.PASSED_OVER, (), plan)
-    return LookedAt(rule, match, tuple(one for one in statuses if one.rule is rule), plan)
 
 
 def _ahead(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:

@@ -28,7 +28,8 @@ from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.ledger.holds import Holds
 from ratelimitd.limiter.holder import Holder
-from ratelimitd.limiter.limiter import Limiter, SharedBuckets
+from ratelimitd.limiter.interfaces import SharedBuckets
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter.limiter import Recorder
+from ratelimitd.limiter.interfaces import Recorder
 from ratelimitd.limiter.scopes import (
     MAX_BY_PLANS,
     MAX_OF_PLANS,

@@ -1,0 +1,82 @@
+"""What a check is told of the outcomes of its limits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ratelimitd.limiter.scopes import Scope
+from ratelimitd.model import (
+    ALLOWED,
+    BLOCKED_PLAN,
+    COST_EXCEEDS_LIMIT,
+    RESERVED_PLANS,
+    WITHIN_LIMIT,
+    Decision,
+    LimitStatus,
+    LookedAt,
+    Match,
+    Outcome,
+    Rule,
+)
+
+
+def told(outcome: Outcome, scope: Scope) -> Outcome:
+    """Return an outcome as callers are told it: the shared state does not know the length of a calendar window."""
+    if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
+        return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
+    return outcome
+
+
+def reached(outcome: Outcome | Exception) -> Outcome:
+    """Return an outcome; raises the error that stands in its place."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def passed(outcome: Outcome) -> Outcome:
+    """Return the outcome of a check that passes: where no limit is enforced, one that observes is the answer."""
+    return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+
+
+def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and beside it
+    scope: Scope,
+    first: int,
+    outcome: Outcome,
+    outcomes: Sequence[Outcome],
+    wait_ms: int,
+) -> Decision:
+    """Return the answer to a check; ``first`` of the limits decides, and it proceeds ``wait_ms`` later."""
+    scopes = scope.several or (scope,)
+    statuses = statuses_of(scopes, outcomes)
+    statuses.insert(0, statuses.pop(first))
+    statuses += scope.passed_over
+    limits = tuple(statuses) if len(statuses) > 1 else ()
+    decides = scopes[first]
+    numbers = told(outcome, decides)[:5]
+    return Decision(*numbers, decides.rule, decides.told, limits, wait_ms, decides.plan)
+
+
+def statuses_of(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
+    """Return what each limit says."""
+    return [
+        LimitStatus(*told(judged, one)[:5], one.rule, one.told, one.plan)
+        for judged, one in zip(outcomes, scopes, strict=True)
+    ]
+
+
+def explained_by(
+    rule: Rule,
+    match: Match,
+    assigned: Mapping[str, str],
+    statuses: Sequence[LimitStatus],
+    *,
+    is_blocked: bool,
+) -> LookedAt:
+    """Return what a rule does in a check whose identity of a type is ``assigned`` to a plan."""
+    if match is not Match.JUDGES:
+        return LookedAt(rule, match)
+    plan = BLOCKED_PLAN if is_blocked else rule.plan_among(assigned)
+    if plan in RESERVED_PLANS:
+        return LookedAt(rule, Match.PASSED_OVER, (), plan)
+    return LookedAt(rule, match, tuple(one for one in statuses if one.rule is rule), plan)
