@@ -25,9 +25,13 @@ def reading(shown, limit):
 
 
 def test_a_limit_acts_and_its_edit_acts():
+    a_limit_acts_and_its_edit_acts(COMMAND)
+
+
+def a_limit_acts_and_its_edit_acts(command):
     grpc_port = free_port(adjacent=3)
     ports = ("--grpc-port", grpc_port, "--http-port", grpc_port + 1, "--api-port", grpc_port + 2)
-    with running([*COMMAND, "demo", "--no-browser", *ports]) as shown:
+    with running([*command, "demo", "--no-browser", *ports]) as shown:
         shown.until("stops everything")
         [update] = [line for line in shown.lines if "rules update" in line]
         [page] = re.findall(r"http://\S+/rules", "".join(shown.lines))
@@ -36,7 +40,7 @@ def test_a_limit_acts_and_its_edit_acts():
         assert 0 < allowed <= 6
         assert denied > 0
         subprocess.run(
-            [*COMMAND, *update.split()[2:]], check=True, capture_output=True, timeout=START_S
+            [*command, *update.split()[2:]], check=True, capture_output=True, timeout=START_S
         )
         more, _, _ = reading(shown, 15)
         assert more > allowed

@@ -16,6 +16,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.deploy.monitoring import ROOT
 from tests.system.process import Files
+from tests.system.test_demo import a_limit_acts_and_its_edit_acts
 from tests.system.test_dev_cluster import dev_cluster
 from tests.trace_collector import collector
 
@@ -121,6 +122,10 @@ def test_it_serves_with_workers_and_traces(installed, tmp_path):
             receiver.wait_for(1)
             node.process.terminate()
             assert node.ended()[0] == 0
+
+
+def test_its_demo_shows_a_limit_act(installed):
+    a_limit_acts_and_its_edit_acts([installed / "ratelimitd"])
 
 
 def test_it_starts_a_cluster_with_its_servers(installed):
