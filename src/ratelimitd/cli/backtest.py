@@ -147,7 +147,7 @@ def _show(report: Report, output: Output) -> None:
     if report.limits:
         output.line()
         numbers = ("DENIED", "IDENTITIES", f"SPARES {SPARED_PERCENT} %")
-        head = ("RULE", "TYPE", "LIMIT", "PER S", "ALGORITHM", *numbers)
+        head = ("RULE", "TYPE", "LIMIT", "WINDOW_S", "ALGORITHM", *numbers)
         output.table(head, map(_limit_row, report.limits))
     if report.named:
         output.line()

@@ -58,8 +58,8 @@ def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
         "ENDPOINT  TYPES  CHECKS  WAS DENIED  DENIED\n"
         "/orders   user        5           1       2\n"
         "\n"
-        "RULE     TYPE  LIMIT  PER S  ALGORITHM     DENIED  IDENTITIES  SPARES 99 %\n"
-        "/orders  user  2         60  fixed_window       2  1 of 2                4\n"
+        "RULE     TYPE  LIMIT  WINDOW_S  ALGORITHM     DENIED  IDENTITIES  SPARES 99 %\n"
+        "/orders  user  2            60  fixed_window       2  1 of 2                4\n"
         "\n"
         "IDENTITY          TYPE  WAS DENIED  DENIED  LONGEST S\n"
         "aaaaaaaaaaaaaaaa  user           1       2  1.0\n"
@@ -96,8 +96,8 @@ rules:
       - {name: hour, limit: 1, window: 1h, algorithm: fixed_window, enforcement: observe}
 """
     out = run("backtest", trace, "-f", rules(text)).out
-    assert "/orders  user  2 (minute)             60" in out
-    assert "/orders  user  1 (hour), observed   3600" in out
+    assert "/orders  user  2 (minute)                60" in out
+    assert "/orders  user  1 (hour), observed      3600" in out
 
 
 def test_callers_may_try_again(run, trace, rules):

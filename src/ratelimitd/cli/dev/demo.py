@@ -32,7 +32,7 @@ rules:
     identifier_type: user
     limit: 5
     window_seconds: 1
-    algorithm: token_bucket
+    algorithm: sliding_window
 """
 
 POLITE: Final = ("ann", "ben", "cleo")
@@ -52,7 +52,7 @@ TIMEOUT_S: Final = 1.0
 HISTORY: Final = 30
 """Readings in the picture of a caller."""
 
-HEAD: Final = ("CALLER", "ALLOWED/S", "DENIED/S", "LIMIT", "ALLOWED")
+HEAD: Final = ("CALLER", "ALLOWED/S", "DENIED/S", "LIMIT", "LAST 30")
 
 _LIMIT: Final = re.compile(rb"q=(\d+);w=(\d+)")
 """The quota and the window of the header ``RateLimit-Policy``."""
