@@ -294,10 +294,11 @@ class SpopConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection of a trusted proxy; close others."""
         self._transport = transport
-        self._client = transport.get_extra_info("peername")[:2]
-        if not self._auth.trusts(self._client[0]):
+        peer = transport.get_extra_info("peername")  # None under uvloop if the peer has reset it
+        if peer is None or not self._auth.trusts(peer[0]):
             transport.abort()
             return
+        self._client = peer[:2]
         if len(self._connections) >= MAX_CONNECTIONS:
             silent = next(iter(self._connections))
             silent.end(Status.NORMAL)

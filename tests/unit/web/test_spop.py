@@ -11,6 +11,7 @@ from ratelimitd.web.spop import (
     MAX_ARGUMENTS,
     Frame,
     FrameType,
+    SpopConnection,
     SpopError,
     SpopServer,
     Status,
@@ -252,6 +253,19 @@ async def test_others_than_trusted_proxies_are_not_answered(auth, connect):
     with contextlib.suppress(ConnectionError):
         assert await peer.reader.read() == b""
     assert not auth.asked
+
+
+async def test_a_connection_that_its_peer_has_reset_is_closed(auth):
+    class Reset(asyncio.Transport):
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+
+    transport, connections = Reset(), {}
+    SpopConnection(auth, connections).connection_made(transport)
+    assert transport.aborted
+    assert not connections
 
 
 async def test_more_frames_than_one_iteration_handles_are_all_answered(auth, connect):
