@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from starlette.requests import Request
@@ -31,6 +31,8 @@ _MAX_VARINT_BYTES: Final = 10
 
 MAX_CONNECTIONS: Final = 500
 """One more closes the connection that has been silent for the longest time."""
+CLOSING_GRACE_S: Final = 5.0
+"""Time for a peer to read what was written before the end of its connection."""
 MAX_ARGUMENTS: Final = 64
 """Of a frame: each takes 1 µs."""
 FRAMES_PER_TURN: Final = 16
@@ -241,13 +243,26 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     return frame(FrameType.AGENT_HELLO, pairs(told)), given.get(b"healthcheck") == b"true"
 
 
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+
+
 class SpopServer:
     """Listens for HAProxy."""
 
-    def __init__(self, auth: ForwardAuth, host: str, port: int, *, reuse_port: bool) -> None:
+    def __init__(
+        self,
+        auth: ForwardAuth,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool,
+        call_later: CallLater | None = None,
+    ) -> None:
+        """``call_later`` is that of the event loop unless given."""
         self._auth = auth
         self._address = host, port
         self._reuse_port = reuse_port
+        self._call_later = call_later
         self._server: asyncio.Server | None = None
         self.connections: dict[SpopConnection, None] = {}
         """Those that were silent for longest come first."""
@@ -259,8 +274,12 @@ class SpopServer:
             StartupError: the address cannot be bound; the message says why.
         """
         sock = await bind(*self._address, setting="SPOE_LISTEN", reuse_port=self._reuse_port)
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: SpopConnection(self._auth, self.connections), sock=sock, backlog=BACKLOG
+        loop = asyncio.get_running_loop()
+        call_later = self._call_later or loop.call_later
+        self._server = await loop.create_server(
+            lambda: SpopConnection(self._auth, self.connections, call_later),
+            sock=sock,
+            backlog=BACKLOG,
         )
         return address_of(sock)
 
@@ -281,9 +300,13 @@ class SpopServer:
 class SpopConnection(asyncio.Protocol):
     """One connection of HAProxy; ``connections`` are all of its server."""
 
-    def __init__(self, auth: ForwardAuth, connections: dict[SpopConnection, None]) -> None:
+    def __init__(
+        self, auth: ForwardAuth, connections: dict[SpopConnection, None], call_later: CallLater
+    ) -> None:
         self._auth = auth
         self._connections = connections
+        self._call_later = call_later
+        self._expiry: asyncio.TimerHandle | None = None
         self._received = bytearray()
         self._transport: asyncio.Transport
         self._client: tuple[str, int] | None = None
@@ -300,13 +323,14 @@ class SpopConnection(asyncio.Protocol):
             return
         self._client = peer[:2]
         if len(self._connections) >= MAX_CONNECTIONS:
-            silent = next(iter(self._connections))
-            silent.end(Status.NORMAL)
+            next(iter(self._connections)).make_room()
         self._connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
         """Remove the connection, and drop what waits."""
         self._connections.pop(self, None)
+        if self._expiry is not None:
+            self._expiry.cancel()
         for task in self.pending:
             task.cancel()
 
@@ -324,9 +348,16 @@ class SpopConnection(asyncio.Protocol):
         self._is_blocked = False
         self._work()
 
+    def make_room(self) -> None:
+        """Close for another connection, at once if the peer does not read what was written."""
+        del self._connections[self]
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self.end(Status.NORMAL)
+
     def end(self, status: Status) -> None:
-        """Say why, and close."""
-        self._connections.pop(self, None)
+        """Say why, and close. The connection counts until it is lost, at most ``CLOSING_GRACE_S`` later."""
         if not self._transport.is_closing():
             told: dict[bytes, bytes | int] = {
                 b"status-code": int(status),
@@ -334,6 +365,7 @@ class SpopConnection(asyncio.Protocol):
             }
             self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(told)))
             self._transport.close()
+            self._expiry = self._call_later(CLOSING_GRACE_S, self._transport.abort)
 
     def _work(self) -> None:
         """Handle what was received, as far as there is room for, and read on if there is."""

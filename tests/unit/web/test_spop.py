@@ -179,8 +179,19 @@ async def auth():
 
 
 @pytest.fixture
-async def server(auth):
-    found = SpopServer(auth, "127.0.0.1", 0, reuse_port=True)
+async def timers():
+    """What was to be called later: delays, callbacks and handles."""
+    return []
+
+
+@pytest.fixture
+async def server(auth, timers):
+    def call_later(delay_s, callback):
+        handle = asyncio.get_running_loop().call_later(3_600, callback)
+        timers.append((delay_s, callback, handle))
+        return handle
+
+    found = SpopServer(auth, "127.0.0.1", 0, reuse_port=True, call_later=call_later)
     found.address = await found.start()
     yield found
     await found.stop()
@@ -263,7 +274,8 @@ async def test_a_connection_that_its_peer_has_reset_is_closed(auth):
             self.aborted = True
 
     transport, connections = Reset(), {}
-    SpopConnection(auth, connections).connection_made(transport)
+    later = asyncio.get_running_loop().call_later
+    SpopConnection(auth, connections, later).connection_made(transport)
     assert transport.aborted
     assert not connections
 
@@ -373,6 +385,42 @@ async def test_one_connection_too_many_closes_the_one_that_is_silent_for_longest
     for peer in (first, third):
         peer.send(notify())
         assert (await peer.frame()).kind == FrameType.ACK
+
+
+UNREAD_BYTES = 20_000_000
+"""More than the kernel takes for a peer that does not read."""
+
+
+async def test_one_connection_too_many_closes_one_that_does_not_read_at_once(
+    connect, server, monkeypatch
+):
+    monkeypatch.setattr(spop, "MAX_CONNECTIONS", 1)
+    stuck = await connect()
+    [connection] = server.connections
+    connection._transport.write(bytes(UNREAD_BYTES))
+    await connect()
+    assert connection not in server.connections
+    received = 0
+    with contextlib.suppress(ConnectionError):
+        while octets := await stuck.reader.read(1_000_000):
+            received += len(octets)
+    assert received < UNREAD_BYTES
+
+
+async def test_a_peer_that_does_not_read_how_its_connection_ends_is_left_after_seconds(
+    connect, server, timers
+):
+    await connect()
+    [connection] = server.connections
+    connection._transport.write(bytes(UNREAD_BYTES))
+    await server.stop()
+    assert [*server.connections] == [connection]
+    [(delay_s, leave, timer)] = timers
+    assert delay_s == spop.CLOSING_GRACE_S
+    leave()
+    await asyncio.sleep(0)
+    assert not server.connections
+    assert timer.cancelled()
 
 
 async def test_a_peer_that_leaves_waits_for_nothing(auth, connect, server):
