@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from itertools import pairwise
 
 import pytest
 from starlette.responses import Response
@@ -7,9 +8,10 @@ from starlette.responses import Response
 from ratelimitd.errors import StartupError
 from ratelimitd.web import spop
 from ratelimitd.web.spop import (
-    FRAMES_PER_TURN,
+    FRAMES_PER_ITERATION,
     MAX_ARGUMENTS,
     Frame,
+    FrameQueue,
     FrameType,
     SpopConnection,
     SpopError,
@@ -275,16 +277,30 @@ async def test_a_connection_that_its_peer_has_reset_is_closed(auth):
 
     transport, connections = Reset(), {}
     later = asyncio.get_running_loop().call_later
-    SpopConnection(auth, connections, later).connection_made(transport)
+    SpopConnection(auth, connections, FrameQueue(), later).connection_made(transport)
     assert transport.aborted
     assert not connections
 
 
 async def test_more_frames_than_one_iteration_handles_are_all_answered(auth, connect):
     peer = await connect()
-    numbers = range(3 * FRAMES_PER_TURN)
+    numbers = range(3 * FRAMES_PER_ITERATION)
     peer.send(*(notify(number) for number in numbers))
     assert {(await peer.frame()).frame_id for _ in numbers} == {*numbers}
+
+
+async def test_connections_share_the_frames_of_an_iteration_in_rotation(auth, connect, server):
+    auth.may_answer.clear()
+    peers = [await connect() for _ in range(3)]
+    for peer in peers:
+        peer.send(*(notify(number) for number in range(3 * FRAMES_PER_ITERATION)))
+    counts = [0]
+    while counts[-1] < 9 * FRAMES_PER_ITERATION:
+        await asyncio.sleep(0)
+        pending = [len(one.pending) for one in server.connections]
+        assert max(pending) - min(pending) <= 1
+        counts.append(sum(pending))
+    assert max(b - a for a, b in pairwise(counts)) == FRAMES_PER_ITERATION
 
 
 def test_a_frame_of_too_many_arguments_is_refused():
