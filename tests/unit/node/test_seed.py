@@ -1,4 +1,5 @@
 import asyncio
+import os
 import sqlite3
 from contextlib import closing
 
@@ -128,3 +129,10 @@ async def test_of_many_wrong_rules_the_first_are_named_and_the_others_counted(st
 async def test_a_file_that_cannot_be_read_is_named_with_the_reason(store, tmp_path):
     with pytest.raises(StartupError, match=r"RULES_FILE .*absent\.yaml cannot be read: No such"):
         await seed_new_book(store, tmp_path / "absent.yaml")
+
+
+async def test_a_pipe_is_refused_without_waiting_for_a_writer(store, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(StartupError, match=r"RULES_FILE .*pipe cannot be read: not a regular file"):
+        await seed_new_book(store, path)
