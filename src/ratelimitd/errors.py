@@ -6,7 +6,7 @@ identifier, a token or another secret.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class RateLimitdError(Exception):
@@ -32,11 +32,18 @@ class FieldViolation(NamedTuple):
     description: str
 
 
+MAX_VIOLATIONS: Final = 16
+"""Violations that a message names; of further ones it tells the number."""
+
+
 class InvalidInputError(RateLimitdError):
     """What a caller sent is malformed. Nothing was changed and nothing was charged."""
 
     def __init__(self, *violations: FieldViolation) -> None:
-        super().__init__("; ".join(f"{field}: {description}" for field, description in violations))
+        named = [f"{field}: {description}" for field, description in violations[:MAX_VIOLATIONS]]
+        if more := len(violations) - len(named):
+            named.append(f"{more} more")
+        super().__init__("; ".join(named))
         self.violations = violations
 
 

@@ -6,13 +6,17 @@ Never serves rules itself; the feed asks for the next attempt, and says what doe
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import stat
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
 from ratelimitd.errors import RuleInvalidError, StartupError, StoreUnavailableError
+from ratelimitd.node.tokens_file import without_waiting
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -52,7 +56,7 @@ async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | N
 
 async def _drafts_in(path: Path, types: Collection[str] | None) -> Sequence[RuleDraft]:
     try:
-        return parse_rules(await asyncio.to_thread(_read, path), types)
+        return parse_rules(await asyncio.to_thread(read_rules_file, path), types)
     except OSError as error:
         message = f"RULES_FILE {path} cannot be read: {error.strerror}"
         raise StartupError(message) from error
@@ -61,8 +65,15 @@ async def _drafts_in(path: Path, types: Collection[str] | None) -> Sequence[Rule
         raise StartupError(message) from error
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+def read_rules_file(path: Path) -> bytes:
+    """Return the content of the file; of one that is too large, a byte more than it may have.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
         return file.read(MAX_FILE_BYTES + 1)
 
 

@@ -93,8 +93,7 @@ def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) ->
         StartupError: it cannot be used; one line names the entry and its field, and quotes no value.
     """
     try:
-        # Opening a pipe without O_NONBLOCK would wait for a writer, and the node with it.
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             if not os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
                 return parse_tokens(file.read(MAX_FILE_BYTES + 1) or b"", others)
         reason = "can be written by all users, who could give themselves any role: chmod o-w it"
@@ -106,7 +105,8 @@ def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) ->
     raise StartupError(message)
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file for ``open``. Without O_NONBLOCK opening a pipe would wait for a writer, and the node with it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -191,7 +191,8 @@ def _items(document: Node) -> list[Node]:
             "the file must be a mapping with the key rules; an empty book is written as rules: []"
         )
     if unknown := [key for key in top if key != RULES_KEY]:
-        _refuse(f"line {top[unknown[0]].line}: unknown key {unknown[0]!r} beside rules")
+        shown = unknown[0][:MAX_QUOTED_CHARS]
+        _refuse(f"line {top[unknown[0]].line}: unknown key {shown!r} beside rules")
     items = top[RULES_KEY].value
     if not isinstance(items, list):
         _refuse(f"line {top[RULES_KEY].line}: rules must be a list; an empty one is written as []")
@@ -291,7 +292,8 @@ def _typed(
     typed = {}
     for name, node in fields.items():
         if name not in types:
-            violations.append(_violation(place, name, _unknown(name, types), node.line))
+            shown = name[:MAX_QUOTED_CHARS]
+            violations.append(_violation(place, shown, _unknown(name, types), node.line))
         elif type(node.value) is _TYPES[types[name]]:
             typed[name] = node.value
         else:

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
+    MAX_VIOLATIONS,
     AssignmentConflictError,
     AssignmentNotFoundError,
     AssignmentsFullError,
@@ -44,10 +45,9 @@ RULE_RESOURCE: Final = "ratelimiter.v1.RateLimit"
 RETRY_DELAY_S: Final = 1
 """When a caller may try again after UNAVAILABLE; the store is probed about that often."""
 
-MAX_VIOLATIONS: Final = 16
 MAX_TEXT_CHARS: Final = 120
 MAX_MESSAGE_CHARS: Final = 360
-"""Violations that are named, characters of each, and of the message. All of it travels in trailers, of which clients
+"""Characters of each violation, and of the message. All of it travels in trailers, of which clients
 take 8 KiB."""
 
 _log = logging.getLogger(__name__)

@@ -174,6 +174,22 @@ def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable
     return front
 
 
+class WithoutConnect:
+    """Refuses CONNECT for every path: after a 2xx answer to it a connection speaks no HTTP any more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self._app
+        if scope["method"] == "CONNECT":
+            app = PlainTextResponse(
+                "this is no proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
+            )
+        await app(scope, receive, send)
+
+
 def worker_application(
     *,
     metrics: Metrics,
@@ -185,7 +201,7 @@ def worker_application(
     routes = machine_routes(metrics=metrics, readiness=readiness)
     if auth is not None:
         routes.append(Route(AUTH_PATH, auth))
-    return Starlette(routes=[*routes, Mount("/", others)])
+    return WithoutConnect(Starlette(routes=[*routes, Mount("/", others)]))
 
 
 class HostCheck:

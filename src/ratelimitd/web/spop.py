@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from starlette.requests import Request
@@ -31,10 +31,12 @@ _MAX_VARINT_BYTES: Final = 10
 
 MAX_CONNECTIONS: Final = 500
 """One more closes the connection that has been silent for the longest time."""
+CLOSING_GRACE_S: Final = 5.0
+"""Time for a peer to read what was written before the end of its connection."""
 MAX_ARGUMENTS: Final = 64
 """Of a frame: each takes 1 µs."""
-FRAMES_PER_TURN: Final = 16
-"""Frames of a connection that are handled per event-loop iteration, in some 2 ms."""
+FRAMES_PER_ITERATION: Final = 16
+"""Frames of all connections that are handled per event-loop iteration, in some 2 ms."""
 MAX_PENDING: Final = 200
 """Requests of a connection that wait for the shared state; further ones are not read."""
 
@@ -241,16 +243,30 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     return frame(FrameType.AGENT_HELLO, pairs(told)), given.get(b"healthcheck") == b"true"
 
 
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+
+
 class SpopServer:
     """Listens for HAProxy."""
 
-    def __init__(self, auth: ForwardAuth, host: str, port: int, *, reuse_port: bool) -> None:
+    def __init__(
+        self,
+        auth: ForwardAuth,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool,
+        call_later: CallLater | None = None,
+    ) -> None:
+        """``call_later`` is that of the event loop unless given."""
         self._auth = auth
         self._address = host, port
         self._reuse_port = reuse_port
+        self._call_later = call_later
         self._server: asyncio.Server | None = None
         self.connections: dict[SpopConnection, None] = {}
         """Those that were silent for longest come first."""
+        self._frames = FrameQueue()
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address as ``host:port``.
@@ -259,8 +275,12 @@ class SpopServer:
             StartupError: the address cannot be bound; the message says why.
         """
         sock = await bind(*self._address, setting="SPOE_LISTEN", reuse_port=self._reuse_port)
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: SpopConnection(self._auth, self.connections), sock=sock, backlog=BACKLOG
+        loop = asyncio.get_running_loop()
+        call_later = self._call_later or loop.call_later
+        self._server = await loop.create_server(
+            lambda: SpopConnection(self._auth, self.connections, self._frames, call_later),
+            sock=sock,
+            backlog=BACKLOG,
         )
         return address_of(sock)
 
@@ -278,12 +298,61 @@ class SpopServer:
         self._server = None
 
 
-class SpopConnection(asyncio.Protocol):
-    """One connection of HAProxy; ``connections`` are all of its server."""
+class FrameQueue:
+    """Shares the frames per event-loop iteration among the connections of a listener, one at a time in rotation."""
 
-    def __init__(self, auth: ForwardAuth, connections: dict[SpopConnection, None]) -> None:
+    def __init__(self) -> None:
+        self._waiting: dict[SpopConnection, None] = {}
+        self._is_scheduled = False
+
+    def __contains__(self, connection: SpopConnection) -> bool:
+        """Return whether frames of this connection wait."""
+        return connection in self._waiting
+
+    def add(self, connection: SpopConnection) -> None:
+        """Let the frames of a connection wait for the next iteration."""
+        self._waiting[connection] = None
+        self._schedule()
+
+    def discard(self, connection: SpopConnection) -> None:
+        """Forget a connection that is lost."""
+        self._waiting.pop(connection, None)
+
+    def _handle(self) -> None:
+        self._is_scheduled = False
+        left = FRAMES_PER_ITERATION
+        try:
+            while self._waiting and left:
+                connection = next(iter(self._waiting))
+                del self._waiting[connection]
+                if connection.handle_frame():
+                    left -= 1
+                    self._waiting[connection] = None
+        finally:
+            if self._waiting:
+                self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._handle)
+
+
+class SpopConnection(asyncio.Protocol):
+    """One connection of HAProxy; ``connections`` and ``frames`` are those of its server."""
+
+    def __init__(
+        self,
+        auth: ForwardAuth,
+        connections: dict[SpopConnection, None],
+        frames: FrameQueue,
+        call_later: CallLater,
+    ) -> None:
         self._auth = auth
         self._connections = connections
+        self._frames = frames
+        self._call_later = call_later
+        self._expiry: asyncio.TimerHandle | None = None
         self._received = bytearray()
         self._transport: asyncio.Transport
         self._client: tuple[str, int] | None = None
@@ -294,25 +363,30 @@ class SpopConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection of a trusted proxy; close others."""
         self._transport = transport
-        self._client = transport.get_extra_info("peername")[:2]
-        if not self._auth.trusts(self._client[0]):
+        peer = transport.get_extra_info("peername")  # None under uvloop if the peer has reset it
+        if peer is None or not self._auth.trusts(peer[0]):
             transport.abort()
             return
+        self._client = peer[:2]
         if len(self._connections) >= MAX_CONNECTIONS:
-            silent = next(iter(self._connections))
-            silent.end(Status.NORMAL)
+            next(iter(self._connections)).make_room()
         self._connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
         """Remove the connection, and drop what waits."""
         self._connections.pop(self, None)
+        self._frames.discard(self)
+        if self._expiry is not None:
+            self._expiry.cancel()
         for task in self.pending:
             task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Handle every frame that is whole."""
+        """Let frames that are whole be handled."""
         self._received += data
-        self._work()
+        if self in self._frames:
+            self._transport.pause_reading()
+        self._frames.add(self)
 
     def pause_writing(self) -> None:
         """Read no more while HAProxy does not read its answers."""
@@ -321,11 +395,18 @@ class SpopConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Read on."""
         self._is_blocked = False
-        self._work()
+        self._frames.add(self)
+
+    def make_room(self) -> None:
+        """Close for another connection, at once if the peer does not read what was written."""
+        del self._connections[self]
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self.end(Status.NORMAL)
 
     def end(self, status: Status) -> None:
-        """Say why, and close."""
-        self._connections.pop(self, None)
+        """Say why, and close. The connection counts until it is lost, at most ``CLOSING_GRACE_S`` later."""
         if not self._transport.is_closing():
             told: dict[bytes, bytes | int] = {
                 b"status-code": int(status),
@@ -333,25 +414,21 @@ class SpopConnection(asyncio.Protocol):
             }
             self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(told)))
             self._transport.close()
+            self._expiry = self._call_later(CLOSING_GRACE_S, self._transport.abort)
 
-    def _work(self) -> None:
-        """Handle what was received, as far as there is room for, and read on if there is."""
+    def handle_frame(self) -> bool:
+        """Handle the next frame; returns ``False`` without one, or without room. Without room nothing is read."""
         try:
-            for _ in range(FRAMES_PER_TURN):
-                if not self._has_room() or (whole := self._next()) is None:
-                    break
+            if self._has_room() and (whole := self._next()) is not None:
                 self._handle(read_frame(whole))
-            else:
-                # Other connections have their turn first.
-                self._transport.pause_reading()
-                asyncio.get_running_loop().call_soon(self._work)
-                return
+                return True
         except SpopError as error:
             self.end(error.status)
         if self._has_room():
             self._transport.resume_reading()
-        else:
+        elif not self._transport.is_closing():
             self._transport.pause_reading()
+        return False
 
     def _has_room(self) -> bool:
         is_free = not self._is_blocked and len(self.pending) < MAX_PENDING
@@ -394,7 +471,7 @@ class SpopConnection(asyncio.Protocol):
     def _answered(self, task: asyncio.Task[None]) -> None:
         self.pending.discard(task)
         if len(self.pending) == MAX_PENDING - 1:
-            self._work()
+            self._frames.add(self)
 
     async def _answer(self, received: Frame, arguments: dict[bytes, bytes]) -> None:
         query = arguments.pop(b"query", b"")

@@ -228,7 +228,7 @@ def _request(scope: Scope) -> h11.Request:
     client = scope.get("client")
     if client is not None:
         headers.append((PEER_HEADER, f"{client[0]} {client[1]}".encode()))
-    headers.append((b"connection", b"close"))
+    # No Connection: close. A worker that answers early would close, and writing the body then drops the answer.
     return h11.Request(method=scope["method"], target=target, headers=headers)
 
 

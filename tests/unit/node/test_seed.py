@@ -1,11 +1,12 @@
 import asyncio
+import os
 import sqlite3
 from contextlib import closing
 
 import pytest
 
 from ratelimitd.clock import SystemClock
-from ratelimitd.errors import StartupError
+from ratelimitd.errors import MAX_VIOLATIONS, StartupError
 from ratelimitd.node import startup
 from ratelimitd.node.startup import ACTOR, seed_new_book
 from ratelimitd.rules.sql import migrations
@@ -118,6 +119,20 @@ async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_writ
     assert await endpoints(store) == []
 
 
+async def test_of_many_wrong_rules_the_first_are_named_and_the_others_counted(store, rules_file):
+    rules_file.write_text("rules:\n" + f"- {{{'x' * 900}: 1}}\n" * 9_000)
+    with pytest.raises(StartupError, match=r"; \d+ more$") as caught:
+        await seed_new_book(store, rules_file)
+    assert len(str(caught.value)) < 200 * MAX_VIOLATIONS
+
+
 async def test_a_file_that_cannot_be_read_is_named_with_the_reason(store, tmp_path):
     with pytest.raises(StartupError, match=r"RULES_FILE .*absent\.yaml cannot be read: No such"):
         await seed_new_book(store, tmp_path / "absent.yaml")
+
+
+async def test_a_pipe_is_refused_without_waiting_for_a_writer(store, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(StartupError, match=r"RULES_FILE .*pipe cannot be read: not a regular file"):
+        await seed_new_book(store, path)

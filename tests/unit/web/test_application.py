@@ -1,5 +1,7 @@
 """The HTTP side of a node as a whole: what holds for every route, whoever asks."""
 
+import asyncio
+
 import httpx
 import pytest
 import pytest_asyncio
@@ -122,6 +124,20 @@ async def test_a_proxy_may_ask_with_whatever_its_client_sent():
         answer = await http.get("/v1/auth", headers=headers)
         assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument")
         assert (await http.get("/v1/auth", headers=of_client)).status_code == 403
+
+
+@pytest.mark.parametrize("target", ["/v1/auth", "/metrics", "/rules", "localhost:80"])
+async def test_connect_is_refused_and_the_connection_goes_on(target):
+    async with running_node(trusted_proxies="127.0.0.1") as node:
+        reader, writer = await asyncio.open_connection(*node.http_address.split(":"))
+        writer.write(
+            f"CONNECT {target} HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-Uri: /a\r\n\r\n"
+            "GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
+        answers = await reader.read()
+        writer.close()
+    assert answers.startswith(b"HTTP/1.1 405 ")
+    assert b"\r\n\r\nthis is no proxy\nHTTP/1.1 200 OK\r\n" in answers
 
 
 async def test_the_services_are_there_in_json(node):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 
 import httpx
 import pytest
@@ -163,7 +164,7 @@ async def test_a_request_of_http_1_0_need_not_name_a_host(parent):
 def test_a_caller_without_an_address_is_passed_on_without_one():
     scope = {"method": "GET", "raw_path": b"/", "query_string": b"", "headers": [(b"host", b"n")]}
     names = [name for name, _ in worker_proxy._request({**scope, "client": None}).headers]
-    assert names == [b"host", b"connection"]
+    assert names == [b"host"]
 
 
 async def test_answers_without_a_body_have_none(parent):
@@ -177,6 +178,37 @@ async def test_an_answer_may_come_before_the_whole_request_was_read(parent):
     await parent.start("a")
     answer = await parent.http.post("/early", content=b"x" * 3_000_000)
     assert (answer.status_code, answer.text) == (413, "too large")
+
+
+async def test_an_answer_is_not_lost_where_the_body_is_sent_on_after_it(tmp_path):
+    answered = threading.Event()
+
+    def answer(sock):
+        connection, _ = sock.accept()
+        with connection:
+            head = connection.recv(65_536).lower()
+            connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 5\r\n\r\nlogin")
+            if b"connection: close" in head:
+                connection.close()
+            answered.set()
+            while connection.fileno() != -1 and connection.recv(65_536):
+                pass
+
+    async def body():
+        answered.wait()  # meanwhile the parent reads nothing
+        yield b"{}"
+
+    async def answers(_number):
+        return True
+
+    path = tmp_path / "a.sock"
+    proxy = httpx.ASGITransport(PassingOn([path], answers))
+    with listening_at(path) as sock:
+        worker = asyncio.create_task(asyncio.to_thread(answer, sock))
+        async with httpx.AsyncClient(transport=proxy, base_url="http://localhost") as http:
+            found = await http.post("/", content=body())
+        await worker
+    assert (found.status_code, found.text) == (401, "login")
 
 
 async def test_a_caller_stays_with_one_worker_while_that_lives(parent):

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from itertools import pairwise
 
 import pytest
 from starlette.responses import Response
@@ -7,10 +8,12 @@ from starlette.responses import Response
 from ratelimitd.errors import StartupError
 from ratelimitd.web import spop
 from ratelimitd.web.spop import (
-    FRAMES_PER_TURN,
+    FRAMES_PER_ITERATION,
     MAX_ARGUMENTS,
     Frame,
+    FrameQueue,
     FrameType,
+    SpopConnection,
     SpopError,
     SpopServer,
     Status,
@@ -178,8 +181,19 @@ async def auth():
 
 
 @pytest.fixture
-async def server(auth):
-    found = SpopServer(auth, "127.0.0.1", 0, reuse_port=True)
+async def timers():
+    """What was to be called later: delays, callbacks and handles."""
+    return []
+
+
+@pytest.fixture
+async def server(auth, timers):
+    def call_later(delay_s, callback):
+        handle = asyncio.get_running_loop().call_later(3_600, callback)
+        timers.append((delay_s, callback, handle))
+        return handle
+
+    found = SpopServer(auth, "127.0.0.1", 0, reuse_port=True, call_later=call_later)
     found.address = await found.start()
     yield found
     await found.stop()
@@ -254,11 +268,39 @@ async def test_others_than_trusted_proxies_are_not_answered(auth, connect):
     assert not auth.asked
 
 
+async def test_a_connection_that_its_peer_has_reset_is_closed(auth):
+    class Reset(asyncio.Transport):
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+
+    transport, connections = Reset(), {}
+    later = asyncio.get_running_loop().call_later
+    SpopConnection(auth, connections, FrameQueue(), later).connection_made(transport)
+    assert transport.aborted
+    assert not connections
+
+
 async def test_more_frames_than_one_iteration_handles_are_all_answered(auth, connect):
     peer = await connect()
-    numbers = range(3 * FRAMES_PER_TURN)
+    numbers = range(3 * FRAMES_PER_ITERATION)
     peer.send(*(notify(number) for number in numbers))
     assert {(await peer.frame()).frame_id for _ in numbers} == {*numbers}
+
+
+async def test_connections_share_the_frames_of_an_iteration_in_rotation(auth, connect, server):
+    auth.may_answer.clear()
+    peers = [await connect() for _ in range(3)]
+    for peer in peers:
+        peer.send(*(notify(number) for number in range(3 * FRAMES_PER_ITERATION)))
+    counts = [0]
+    while counts[-1] < 9 * FRAMES_PER_ITERATION:
+        await asyncio.sleep(0)
+        pending = [len(one.pending) for one in server.connections]
+        assert max(pending) - min(pending) <= 1
+        counts.append(sum(pending))
+    assert max(b - a for a, b in pairwise(counts)) == FRAMES_PER_ITERATION
 
 
 def test_a_frame_of_too_many_arguments_is_refused():
@@ -359,6 +401,42 @@ async def test_one_connection_too_many_closes_the_one_that_is_silent_for_longest
     for peer in (first, third):
         peer.send(notify())
         assert (await peer.frame()).kind == FrameType.ACK
+
+
+UNREAD_BYTES = 20_000_000
+"""More than the kernel takes for a peer that does not read."""
+
+
+async def test_one_connection_too_many_closes_one_that_does_not_read_at_once(
+    connect, server, monkeypatch
+):
+    monkeypatch.setattr(spop, "MAX_CONNECTIONS", 1)
+    stuck = await connect()
+    [connection] = server.connections
+    connection._transport.write(bytes(UNREAD_BYTES))
+    await connect()
+    assert connection not in server.connections
+    received = 0
+    with contextlib.suppress(ConnectionError):
+        while octets := await stuck.reader.read(1_000_000):
+            received += len(octets)
+    assert received < UNREAD_BYTES
+
+
+async def test_a_peer_that_does_not_read_how_its_connection_ends_is_left_after_seconds(
+    connect, server, timers
+):
+    await connect()
+    [connection] = server.connections
+    connection._transport.write(bytes(UNREAD_BYTES))
+    await server.stop()
+    assert [*server.connections] == [connection]
+    [(delay_s, leave, timer)] = timers
+    assert delay_s == spop.CLOSING_GRACE_S
+    leave()
+    await asyncio.sleep(0)
+    assert not server.connections
+    assert timer.cancelled()
 
 
 async def test_a_peer_that_leaves_waits_for_nothing(auth, connect, server):

@@ -18,7 +18,7 @@ from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.tls import CertificateSource, TlsFiles
-from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
+from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
 # The end of a certificate's validity is read from its DER (RFC 5280 section 4.1): the standard library shows the dates
@@ -162,12 +162,14 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
     """The file that seeds a new rule book."""
+    # It brings the stores: the other commands start without.
+    from ratelimitd.node.startup import read_rules_file  # noqa: PLC0415
+
     path = settings.rules_file
     if path is None:
         return
     try:
-        with path.open("rb") as file:
-            found = len(parse_rules(file.read(MAX_FILE_BYTES + 1), settings.known_types))
+        found = len(parse_rules(read_rules_file(path), settings.known_types))
     except OSError as error:
         yield problem(
             "RULES_FILE", f"cannot read {path}: {error.strerror}", "give the path of a file"

@@ -36,7 +36,7 @@ MAX_WINDOWS: Final = 288
 """Files that can be picked: of a day, if the node is not too busy."""
 
 MAX_RULES: Final = 2_000
-"""Rules of a book that is replayed here: writing it for the other process takes the event loop for 20 ms."""
+"""Rules of a book that is replayed here: a thread writes them for the other process in a second at most."""
 
 REPLAY_S: Final = 60.0
 """Longest replay."""
@@ -94,35 +94,30 @@ class BacktestPage:
         """What the rules of the form would do, in the place of those of the same endpoint and type."""
         self._frame.demand(request, self._may_administer)
         window, text = fields.get("window", ""), fields.get("rules", "")
+        if self._one.locked():
+            problem = "Another replay is running. Try again in some seconds."
+            return await self._page(request, window, text, status_code=409, problem=problem)
+        async with self._one:
+            result = await self._result(window, text)
+        return await self._page(request, window, text, **result)
+
+    async def _result(self, window: str, text: str) -> Mapping[str, Any]:
+        """Replay; returns the status and what the page shows."""
+        book = self._book()
+        rules = [*islice(book.rules(), MAX_RULES + 1)] if book is not None else []
         try:
-            edited = parse_rules(text.encode(), self._types)
+            file = await asyncio.to_thread(_file_of, rules, text, self._types)
         except RuleInvalidError as error:
-            wrong = "; ".join(f"{field}: {what}" for field, what in error.violations)
-            return await self._page(request, window, text, status_code=422, wrong=wrong)
-        rules = self._with(edited)
+            return {"status_code": 422, "wrong": str(error)}
         paths = _within(await self._files(), window, self._now_s())
-        problem = ""
-        if len(rules) > MAX_RULES:
+        if file is None:
             problem = f"There are more than {MAX_RULES} rules: use ratelimitd backtest."
         elif not paths:
             problem = "Nothing was recorded then."
-        elif self._one.locked():
-            problem = "Another replay is running. Try again in some seconds."
-        if problem:
-            return await self._page(request, window, text, status_code=409, problem=problem)
-        async with self._one:
-            report, problem = await _replayed(paths, dump_rules_json(rules).encode())
-        status = 200 if report else 500
-        return await self._page(
-            request, window, text, status_code=status, report=report, problem=problem
-        )
-
-    def _with(self, edited: Iterable[RuleDraft]) -> list[RuleDraft]:
-        """Return the rules of the book, with the edited ones in their places; at most one more than is replayed."""
-        book = self._book()
-        rules = islice(book.rules(), MAX_RULES + 1) if book is not None else ()
-        drafts = [_draft_of(rule) for rule in rules]
-        return [*{(one.endpoint, one.identifier_type): one for one in (*drafts, *edited)}.values()]
+        else:
+            report, problem = await _replayed(paths, file)
+            return {"status_code": 200 if report else 500, "report": report, "problem": problem}
+        return {"status_code": 409, "problem": problem}
 
     async def _files(self) -> list[Path]:
         return [] if self._directory is None else await asyncio.to_thread(_files, self._directory)
@@ -142,6 +137,17 @@ class BacktestPage:
             rules=text,
             **given,
         )
+
+
+def _file_of(rules: Iterable[Rule], text: str, types: Collection[str]) -> bytes | None:
+    """Return a file of the rules, with those of ``text`` in their places; ``None`` if they are too many.
+
+    Raises:
+        RuleInvalidError: a rule of ``text`` is wrong.
+    """
+    drafts = [*map(_draft_of, rules), *parse_rules(text.encode(), types)]
+    merged = {(one.endpoint, one.identifier_type): one for one in drafts}
+    return dump_rules_json(merged.values()).encode() if len(merged) <= MAX_RULES else None
 
 
 def _draft_of(rule: Rule) -> RuleDraft:

@@ -207,6 +207,9 @@ def test_a_rules_file_is_read_as_a_node_would(tmp_path):
     findings = list(check_rules_file(settings(rules_file=path)))
     assert len(findings) > 1
     assert {finding.level for finding in findings} == {"problem"}
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in one(check_rules_file(settings(rules_file=path))).what
 
 
 def test_a_state_directory_that_is_not_there_will_be_made(tmp_path):

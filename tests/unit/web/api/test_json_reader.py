@@ -8,13 +8,12 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.errors import InvalidInputError
+from ratelimitd.errors import MAX_VIOLATIONS, InvalidInputError
 from ratelimitd.web.api.json_messages import (
     MAX_BODY_BYTES,
     MAX_MASK_PATHS,
     MAX_NAME,
     MAX_VALUES,
-    MAX_VIOLATIONS,
     SLICE_ITEMS,
     message_from_json,
 )

@@ -1,9 +1,11 @@
 import asyncio
+import threading
 
 import pytest
 import pytest_asyncio
 
 from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
+from ratelimitd.errors import MAX_VIOLATIONS
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd.web.pages import backtest as module
 from tests.page_visitor import PageVisitor, text_of
@@ -82,6 +84,26 @@ async def test_a_wrong_rule_is_named_at_its_place(visitor):
     status, text = await replay(visitor, rules=TIGHT.replace("limit: 1", "limit: 0"))
     assert status == 422
     assert "rules[0].limit: " in text
+
+
+async def test_of_many_wrong_rules_the_first_are_named(visitor):
+    _, text = await replay(visitor, rules="rules:\n" + "- {}\n" * 1_000)
+    assert text.count("is missing") == MAX_VIOLATIONS
+    assert f"{4 * 1_000 - MAX_VIOLATIONS} more" in text
+
+
+@pytest.mark.parametrize("step", ["parse_rules", "_draft_of", "dump_rules_json"])
+async def test_the_event_loop_goes_on_while_rules_are_read_and_written(visitor, monkeypatch, step):
+    loop, real = asyncio.get_running_loop(), getattr(module, step)
+
+    def work(*arguments):
+        went_on = threading.Event()
+        loop.call_soon_threadsafe(went_on.set)
+        assert went_on.wait(5)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, step, work)
+    assert (await replay(visitor))[0] == 200
 
 
 @pytest.mark.parametrize("window", ["", "2020-01-01 00:00:00 UTC"])
