@@ -252,7 +252,7 @@ def api_of(limiter: AsyncRateLimiter) -> Any:
         await send({"type": "http.response.body", "body": b"allowed\n"})
 
     def user(scope: Mapping[str, Any]) -> Identity:
-        name = dict(scope["headers"]).get(b"x-user", b"you")
+        name = dict(scope["headers"]).get(b"x-user") or b"you"
         return Identity(name.decode("latin-1"), "user")
 
     options = Options(endpoint=lambda scope: scope["path"], identify=user)

@@ -50,6 +50,15 @@ async def test_a_path_is_limited_by_the_rule_for_it(api, limiter):
     assert statuses == [200, 429, 200]
 
 
+async def test_callers_without_a_name_are_limited_as_one(api):
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api}") as client:
+        statuses = [
+            (await client.get(ENDPOINT, headers=headers)).status_code
+            for headers in ({"X-User": ""}, {}, {"X-User": "you"}, {"X-User": ""})
+        ]
+    assert statuses == [200, 200, 200, 429]
+
+
 async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
     calling = asyncio.create_task(Caller("ann", 10_000).call(unused_tcp_port))
     for _ in range(100):
