@@ -115,7 +115,7 @@ class CheckStats:
         self.holds_open = 0
         """Holds made here that have neither ended nor been settled here."""
         self.recorded = {"written": 0, "lost": 0}
-        """Checks written to the trace, and those that could not be kept up with or written."""
+        """Checks in whole files of the trace, and those that could not be kept up with or written."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused by cause, from a closed set of causes."""
 

@@ -127,7 +127,8 @@ class TraceRecorder:
         self._hashers: dict[str, Callable[[], Any]] = {}
         self._begin_block()
         self._file: Appender | None = None
-        self._file_checks = 0
+        self._file_checks = self._file_lost = 0
+        """Checks in the file, and those that its blocks say were lost."""
         self._until_us = 0
         """When the file is to end that was begun, or is to begin with the checks that are there; 0: there are none."""
         self._no_file_before_us = 0
@@ -242,7 +243,6 @@ class TraceRecorder:
             self._fail(error)
             written = 0
         if self._file is not None and written:
-            self._stats.recorded["written"] += len(block.times)
             if self._file.size + written > self._max_bytes // FILES:
                 await self._end_file()
         else:
@@ -257,10 +257,12 @@ class TraceRecorder:
             self._make_room()
             name = f"{self._clock.now_us():016d}-{self._writer.hex()}{PART}"
             self._file = Appender(self._directory / name, header(self._trace, self._writer))
-            self._file_checks, self._holds = 0, self._stats.holds["made"]
+            self._file_checks = self._file_lost = 0
+            self._holds = self._stats.holds["made"]
         octets = encode_block(block)
         self._file.append(octets)
         self._file_checks += len(block.times)
+        self._file_lost += block.lost
         return len(octets)
 
     async def _end_file(self) -> None:
@@ -274,15 +276,22 @@ class TraceRecorder:
             End(self._file_checks, self._stats.holds["made"] - self._holds, self._share)
         )
         try:
-            await self._in_thread(_publish, file, end)
+            await self._in_thread(self._publish, file, end)
         except OSError as error:
             self._file = file
             self._fail(error)
         else:
             self._failing = False
 
+    def _publish(self, file: Appender, end: bytes) -> None:
+        """End a file in a thread, and count its checks, also if the caller is cancelled meanwhile."""
+        file.append(end)
+        file.publish(file.path.with_suffix(WHOLE))
+        file.close()
+        self._stats.recorded["written"] += self._file_checks
+
     def _fail(self, error: OSError) -> None:
-        """Give the file up."""
+        """Give the file up, and lose its checks."""
         if not self._failing:
             _log.warning("checks cannot be recorded: %s", error.strerror)
         self._failing = True
@@ -292,6 +301,8 @@ class TraceRecorder:
             with suppress(OSError):
                 self._file.discard()
             self._file = None
+            self._lost += self._file_lost
+            self._lose(self._file_checks)
 
     def _make_room(self) -> None:
         """Remove the oldest files until there is room for one more; one that may still be written counts as full."""
@@ -317,12 +328,6 @@ class TraceRecorder:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _publish(file: Appender, end: bytes) -> None:
-    file.append(end)
-    file.publish(file.path.with_suffix(WHOLE))
-    file.close()
 
 
 def _trace_of(directory: Path) -> bytes:

@@ -6,6 +6,7 @@ Decides nothing of its own: each check goes to :class:`ratelimitd.limiter.limite
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import merge
@@ -14,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, TypeAlias, cast
 
-from ratelimitd.backtest.recorder import PART, WHOLE
+from ratelimitd.backtest.recorder import FILE_NAME, PART, WHOLE
 from ratelimitd.backtest.trace import End, Kind, Recorded, TraceReader, checks_of
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
@@ -37,8 +38,8 @@ _SECRET: Final = bytes(32)
 class Trace:
     """The whole files of a trace, each of which has been read once, so that nothing is replayed of a broken one.
 
-    ``paths`` are files, or directories, whose unfinished files are left out and counted. ``first_us`` and ``last_us``
-    are in µs since the Unix epoch.
+    ``paths`` are files, or directories, whose unfinished files are left out and counted. Their order does not matter; a
+    file that is named twice is read once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
 
     Raises:
         TraceInvalidError: a file is no whole trace, or they are of different traces, or there is none.
@@ -54,17 +55,24 @@ class Trace:
         """The smallest share of the identities of which a file has the checks."""
         self.first_us, self.last_us = 1 << 62, 0
         self._numbers: dict[Kind, int] = {}
-        self._writers: dict[bytes, list[Path]] = {}
+        self._writers: dict[bytes, list[tuple[int, Path]]] = {}
+        """The files of each, with when they were begun, in µs since the Unix epoch."""
         self._identities: set[bytes] = set()
         self._trace = b""
-        self.unfinished = 0
+        whole: dict[str, Path] = {}
+        unfinished: set[str] = set()
         for path in paths:
             files = [path]
             if path.is_dir():
                 files = sorted(path.glob(f"*{WHOLE}"))
-                self.unfinished += len([*path.glob(f"*{PART}")])
+                unfinished.update(map(os.path.realpath, path.glob(f"*{PART}")))
             for file in files:
-                self._verify(file)
+                whole.setdefault(os.path.realpath(file), file)
+        self.unfinished = len(unfinished)
+        for file in whole.values():
+            self._verify(file)
+        for begun in self._writers.values():
+            begun.sort()
         if not self.checks:
             message = f"{paths[0]} has no whole file of a trace; a node ends one after 5 minutes and when it stops"
             raise TraceInvalidError(message)
@@ -87,7 +95,8 @@ class Trace:
     def __iter__(self) -> Iterator[Recorded]:
         """Yield the checks in their order; those of several processes by their time."""
         streams = [
-            chain.from_iterable(map(self._checks, paths)) for paths in self._writers.values()
+            chain.from_iterable(self._checks(path) for _, path in files)
+            for files in self._writers.values()
         ]
         return streams[0] if len(streams) == 1 else merge(*streams, key=itemgetter(0))
 
@@ -98,8 +107,11 @@ class Trace:
                 message = f"{path} is of another trace than the files before it"
                 raise TraceInvalidError(message)
             self._trace = reader.trace
-            self._writers.setdefault(reader.writer, []).append(path)
+            # By the node's clock; the times of checks may be those of callers. A renamed file has no other time.
+            named = FILE_NAME.fullmatch(path.name)
+            begun_us = int(named[1]) if named else 0
             for block in reader.blocks():
+                begun_us = begun_us or block.times[0]
                 self.first_us = min(self.first_us, *block.times)
                 self.last_us = max(self.last_us, *block.times)
                 self.checks += len(block.times)
@@ -108,6 +120,7 @@ class Trace:
                 counts = Counter(block.numbers)
                 for number, kind in enumerate(block.kinds):
                     self._count(kind, counts[number])
+            self._writers.setdefault(reader.writer, []).append((begun_us, path))
             end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
             self.holds += end.holds
             self.share = min(self.share, end.share)

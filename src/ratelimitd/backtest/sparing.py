@@ -16,6 +16,9 @@ from ratelimitd.model import INT32_MAX, Limit
 
 SPARED_PERCENT: Final = 99
 
+_NONE: Final = INT32_MAX + 1
+"""Above every limit."""
+
 Demand: TypeAlias = "array[int]"
 """What one bucket was asked for: time in µs since the Unix epoch and cost, by turns, in the order of the checks."""
 
@@ -31,13 +34,12 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
     left = [
         _Asked(sum(costs), max(costs), one) for one, costs in ((one, one[1::2]) for one in demands)
     ]
-    # Nothing is denied by a limit of all that is asked for.
-    low, high = 1, sorted([one.total for one in left])[wanted - 1]
-    if high > INT32_MAX:
-        return 0
+    # Nothing is denied where all that is asked for fits at once; a burst may be below its limit.
+    total = sorted([one.total for one in left])[wanted - 1]
+    low, high = 1, min(-(-total * limit.limit // limit.capacity), _NONE)
     spared = 0
     while low < high:
-        # Upwards in small steps: who is denied by little is denied soon, who passes is not looked at again.
+        # Double first: a small limit denies early in a demand, so failing tries are cheap.
         # equivalent: whichever limit is tried next, the same one is found
         middle = min((low + high) // 2, 2 * low)
         passed, denied = _divided(_scaled(limit, middle), left)
@@ -46,7 +48,7 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
         else:
             low, left = middle + 1, denied
             spared += len(passed)
-    return low
+    return low if low < _NONE else 0
 
 
 class _Asked(NamedTuple):

@@ -278,11 +278,11 @@ def _kind(  # noqa: PLR0917 -- the fields of a kind
         and not CONTROL_CHARACTER.search(endpoint)
         and endpoint.encode()  # a ValueError of a lone surrogate
         and isinstance(peek, bool)
-        and isinstance(max_wait_ms, int)
+        and type(max_wait_ms) is int  # a bool is none
         and 0 <= max_wait_ms <= MAX_WAIT_MS
         and isinstance(plans, list)
         and len(plans) in {0, len(types)}
-        and all(not one or PLAN_NAME.fullmatch(one) for one in plans)
+        and all(one == "" or PLAN_NAME.fullmatch(one) for one in plans)
     )
     if not is_kind:
         raise ValueError

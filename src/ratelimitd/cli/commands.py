@@ -75,6 +75,7 @@ app.add_typer(dev.app, name="dev")
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run a command line (``None`` = that of the process) and return its exit status."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "→" is no reason to fail
@@ -97,6 +98,13 @@ def run(arguments: Sequence[str] | None) -> int:
         bug = f"this is a bug ({type(error).__name__}); {DEBUG_VARIABLE}=1 shows where"
         status = _fail(bug, EXIT_ERROR)
     return status
+
+
+def _open_closed_streams() -> None:
+    """Let streams that the caller closed lead nowhere; a socket or file would get their descriptors otherwise."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 -- until the end
 
 
 def _accept_former_names(environ: MutableMapping[str, str]) -> None:

@@ -360,7 +360,7 @@ DEFINITIONS: Final = (
         "Wrong bearer tokens (wrong), and calls refused because too many came from their address (refused).",
         _counts(lambda r: r.stats.token_guesses), "result"),
     Definition("rate_limiter_recorded_checks_total", "counter",
-        "Checks recorded to the trace (written), and those that should have been and were not (lost).",
+        "Checks in whole files of the trace (written), and those that should have been and are not (lost).",
         _counts(lambda r: r.stats.recorded), "result"),
     Definition("rate_limiter_web_refused_total", "counter", "Requests that the pages refused, by cause.",
         _counts(lambda r: r.stats.refused_by_web), "cause"),

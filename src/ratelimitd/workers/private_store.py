@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import importlib.util
 import logging
 import os
 import re
 import secrets
-import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from typing import Final, Self
 from urllib.parse import quote
 
 from ratelimitd.errors import StartupError
+from ratelimitd.node.process import ending_with
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
 from ratelimitd.workers.pool import READINESS_TIMEOUT_S, ChildProcess
@@ -64,9 +63,6 @@ _READY: Final = b"+OK\r\n+PONG\r\n"
 
 _LOG_PREFIX: Final = re.compile(r"^\d+:\S+ (?:\(\d+\)|\d+ \w+ \d+ [\d:.]+ \S) ")
 """Process, time and level of a line of Valkey's log."""
-
-_PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None)
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +168,7 @@ class PrivateStore:
                 env={},
                 # Of its own, so that a Ctrl-C reaches the parent alone.
                 start_new_session=True,
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=ending_with(os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
             message = f"it cannot be started: {getattr(error, 'strerror', error)}"
@@ -273,16 +269,3 @@ async def _listens(path: Path) -> bool:
         return False
     writer.close()
     return True
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """Return what the new process does before it becomes Valkey. It takes no lock: other threads may have held any."""
-
-    def prepare() -> None:
-        os.umask(0o077)
-        if hasattr(_libc, "prctl"):  # Linux
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it ended before this was asked for
-                os._exit(1)
-
-    return prepare

@@ -1,6 +1,7 @@
 import asyncio
 import errno
 import shutil
+import threading
 from zlib import crc32
 
 import pytest
@@ -299,6 +300,79 @@ async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypat
     assert (trace.checks, trace.lost) == (BLOCK_CHECKS, 3 * BLOCK_CHECKS)
 
 
+async def test_a_file_that_the_disk_fails_is_lost_with_its_checks_and_what_it_said_of_others(
+    record, monkeypatch
+):
+    at = record(ORDERS)
+    append = Appender.append
+    broken = False
+
+    def appended(self, data, *, durable=False):
+        if broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, data, durable=durable)
+
+    monkeypatch.setattr(Appender, "append", appended)
+    monkeypatch.setattr(module, "MAX_NOTED", BLOCK_CHECKS)
+
+    async def fill(further=0):
+        for _ in range(BLOCK_CHECKS + further):
+            at.limiter.check(CHECK)
+        await at.recorder.step()
+
+    await fill()
+    await fill(further=10)
+    await fill()
+    assert at.stats.recorded == {"written": 0, "lost": 10}
+    broken = True
+    await fill()
+    assert at.files == []
+    lost = 4 * BLOCK_CHECKS + 10
+    assert at.stats.recorded == {"written": 0, "lost": lost}
+    broken = False
+    at.clock.advance(seconds=60)
+    await fill()
+    await at.recorder.drain()
+    assert at.stats.recorded == {"written": BLOCK_CHECKS, "lost": lost}
+    trace = Trace(at.directory)
+    assert (trace.checks, trace.lost) == (BLOCK_CHECKS, lost)
+
+
+async def test_a_directory_that_goes_while_it_records_costs_the_checks_of_the_file(record):
+    at = record(ORDERS)
+    for _ in range(BLOCK_CHECKS):
+        at.limiter.check(CHECK)
+    await at.recorder.step()
+    shutil.rmtree(at.directory)
+    at.limiter.check(CHECK)
+    await at.recorder.drain()
+    assert at.stats.recorded == {"written": 0, "lost": BLOCK_CHECKS + 1}
+
+
+async def test_a_file_that_is_ended_while_the_step_is_cancelled_is_counted(record, monkeypatch):
+    at = record(ORDERS)
+    at.limiter.check(CHECK)
+    await at.recorder.step()
+    at.clock.advance(seconds=FILE_S)
+    begun, may_end = threading.Event(), threading.Event()
+    publish = Appender.publish
+
+    def published(self, name):
+        begun.set()
+        assert may_end.wait(30)
+        publish(self, name)
+
+    monkeypatch.setattr(Appender, "publish", published)
+    task = asyncio.create_task(at.recorder.step())
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    may_end.set()
+    await at.recorder.drain()
+    assert Trace(at.directory).checks == 1
+    assert at.stats.recorded == {"written": 1, "lost": 0}
+
+
 async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
     at = record(ORDERS)
     at.limiter.check(CHECK)
@@ -309,6 +383,7 @@ async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
     monkeypatch.setattr(Appender, "publish", publish)
     await at.recorder.drain()
     assert at.files == []
+    assert at.stats.recorded == {"written": 0, "lost": 1}
 
 
 async def test_a_directory_that_is_gone_costs_checks(record):

@@ -304,6 +304,53 @@ async def test_one_file_of_a_trace_is_one_as_well(record):
     assert Trace(path).checks == 1
 
 
+async def in_two_files(at):
+    """Record two files, the second of which begins with a caller whose clock is slow."""
+    now_us = at.clock.now_us()
+    for begin_us in (now_us, now_us - 1):
+        for number in range(3):
+            check = Check(b"a", "user", "/orders", 1, begin_us + number * 10_000_000)
+            at.limiter.check(check)
+        await at.recorder.step()
+        at.clock.advance(seconds=FILE_S)
+        await at.recorder.step()
+    return sorted(at.directory.glob("*.trace"))
+
+
+async def test_the_order_of_the_files_does_not_matter(record):
+    at = record(rule(5))
+    first, second = await in_two_files(at)
+    in_order = [*Trace(at.directory)]
+    assert [check[0] - in_order[0][0] for check in in_order[2:4]] == [20_000_000, -1]
+    assert [*Trace(second, first)] == in_order
+
+
+async def test_a_renamed_file_has_its_place_by_its_first_check(record):
+    at = record(rule(5))
+    for _ in range(2):
+        at.limiter.check(Check(b"a", "user", "/orders"))
+        await at.recorder.step()
+        at.clock.advance(seconds=FILE_S)
+        await at.recorder.step()
+    in_order = [*Trace(at.directory)]
+    first, second = sorted(at.directory.glob("*.trace"))
+    first.rename(at.directory / "monday.trace")
+    second.rename(at.directory / "friday.trace")
+    assert [*Trace(at.directory)] == in_order
+
+
+async def test_a_file_that_is_named_twice_is_read_once(record, tmp_path):
+    at = record(rule(5))
+    first, _ = await in_two_files(at)
+    (at.directory / "0-0.part").write_bytes(b"")
+    link = tmp_path / "link"
+    link.symlink_to(at.directory)
+    for paths in ((at.directory, first), (at.directory, link), (first, at.directory)):
+        trace = Trace(*paths)
+        assert (trace.checks, len([*trace]), trace.unfinished) == (6, 6, 1)
+    assert Trace(first, first).checks == 3
+
+
 async def test_files_of_different_traces_are_refused(record, tmp_path):
     for directory in ("a", "b"):
         at = type(record())(tmp_path / directory, rule(5))

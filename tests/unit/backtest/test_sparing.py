@@ -22,12 +22,12 @@ def demand(*checks):
     )
 
 
-def spared(tokens, algorithm, demands):
+def spared(tokens, algorithm, demands, burst=0):
     count = 0
     for one in demands:
         state, passed = None, True
         for at_us, cost in zip(one[::2], one[1::2], strict=True):
-            outcome = DECIDE[algorithm](state, limit(tokens, algorithm), at_us, cost)
+            outcome = DECIDE[algorithm](state, limit(tokens, algorithm, burst), at_us, cost)
             passed, state = passed and outcome[0], outcome[5]
         count += passed
     return count
@@ -62,6 +62,29 @@ def test_a_burst_keeps_its_ratio():
     assert found == 20
 
 
+@given(demands=demands_of, percent=st.integers(1, 100), burst=st.integers(1, 300))
+def test_so_it_is_with_a_burst_that_keeps_its_ratio(demands, percent, burst):
+    def spared_by(tokens):
+        return spared(tokens, Algorithm.TOKEN_BUCKET, demands, -(-burst * tokens // 100))
+
+    found = sparing(limit(100, Algorithm.TOKEN_BUCKET, burst), demands, percent)
+    wanted = -(-len(demands) * percent // 100)
+    assert spared_by(found) >= wanted
+    assert found == 1 or spared_by(found - 1) < wanted
+
+
+def test_a_burst_may_be_below_its_limit():
+    at_once, in_steps = demand(*[(0, 1)] * 10), demand(*[(at_s, 1) for at_s in range(10)])
+    assert sparing(limit(100, Algorithm.TOKEN_BUCKET, burst=3), [at_once]) == 301
+    tiny = limit(10**9, Algorithm.TOKEN_BUCKET, burst=1)
+    assert sparing(tiny, [in_steps]) == 60
+    assert sparing(tiny, [at_once]) == 0
+
+
 def test_without_demand_or_with_too_much_there_is_none():
     assert sparing(limit(10), []) == 0
     assert sparing(limit(10), [demand((0, 2**31 - 1), (1, 2**31 - 1))]) == 0
+
+
+def test_a_demand_may_be_more_in_all_than_a_limit_can_be():
+    assert sparing(limit(10), [demand((0, 2**31 - 1), (60, 2**31 - 1))]) == 2**31 - 1

@@ -111,6 +111,16 @@ def test_a_reader_that_went_away_is_no_traceback(monkeypatch):
         stdout.write("what comes later goes nowhere")
 
 
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream_is_no_error_and_leads_nowhere(run, ends_with, monkeypatch, name):
+    monkeypatch.setattr(sys, name, None)
+    assert run("rules", "schema").status == 0
+    ends_with(CliError("no"))
+    ended = run()
+    assert (ended.status, ended.out) == (1, "")
+    getattr(sys, name).close()
+
+
 def test_an_output_that_cannot_be_written_is_one_line(run, ends_with):
     ends_with(OSError(28, "No space left on device"))
     assert run() == (1, "", "Error: No space left on device\n")

@@ -135,3 +135,14 @@ async def test_a_signal_before_the_start_is_done_breaks_it_off():
     stop.ask()
     assert await stop.comes_before(starting)
     assert starting.cancelled()
+
+
+def test_a_child_whose_parent_ended_before_it_began_ends_itself(monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(os, "umask", lambda _mask: None)
+    monkeypatch.setattr(process, "_libc", type("NoOther", (), {"prctl": print}))
+    process.ending_with(os.getppid())()
+    assert left == []
+    process.ending_with(os.getpid())()
+    assert left == [1]

@@ -177,16 +177,5 @@ async def test_a_line_without_end_is_no_log_of_ours(store, tmp_path):
     assert await process.ended() == -signal.SIGKILL
 
 
-def test_a_process_whose_parent_ended_before_it_began_ends_itself(monkeypatch):
-    left = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(os, "umask", lambda _mask: None)
-    monkeypatch.setattr(private_store, "_libc", type("NoOther", (), {"prctl": print}))
-    private_store._end_with(os.getppid())()
-    assert left == []
-    private_store._end_with(os.getpid())()
-    assert left == [1]
-
-
 def test_the_program_is_in_the_wheel():
     assert os.access(valkey_server(), os.X_OK)

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import run
 from ratelimitd.cli.dev.run import HOST, NodePlan
 from ratelimitd.cli.output import Output, table_lines
+from ratelimitd.errors import StartupError
 
 if TYPE_CHECKING:
     from ratelimitd.cli.dev.servers import Children
@@ -80,10 +82,18 @@ def demo(
       ratelimitd demo
       ratelimitd demo --no-browser
     """
-    [node] = run.nodes(1, grpc_port=grpc_port, http_port=http_port, is_free=run.is_free)
-    taken = (node.grpc_port, node.http_port)
-    [port] = run.free_ports(api_port, 1, run.is_free, taken=taken)
-    asyncio.run(Demo(node, port, Output(), opens_page=browser).run())
+    for may_retry in (True, False):
+        [node] = run.nodes(1, grpc_port=grpc_port, http_port=http_port, is_free=run.is_free)
+        taken = (node.grpc_port, node.http_port)
+        [port] = run.free_ports(api_port, 1, run.is_free, taken=taken)
+        try:
+            asyncio.run(Demo(node, port, Output(), opens_page=browser).run())
+        except (CliError, StartupError):
+            # Another process, such as a second demo, may have taken a port since it was free.
+            if not may_retry or all(map(run.is_free, (*taken, port))):
+                raise
+        else:
+            return
 
 
 @dataclass(slots=True)
@@ -252,7 +262,7 @@ def api_of(limiter: AsyncRateLimiter) -> Any:
         await send({"type": "http.response.body", "body": b"allowed\n"})
 
     def user(scope: Mapping[str, Any]) -> Identity:
-        name = dict(scope["headers"]).get(b"x-user", b"you")
+        name = dict(scope["headers"]).get(b"x-user") or b"you"
         return Identity(name.decode("latin-1"), "user")
 
     options = Options(endpoint=lambda scope: scope["path"], identify=user)

@@ -202,11 +202,14 @@ async def until_stopped(live: Callable[[Children, Path], Awaitable[None]], outpu
             try:
                 await asyncio.wait((living, asked), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (living, asked):
-                    task.cancel()
-                await asyncio.wait((living, asked))
-                output.line("stopping")
-                await children.stop()
+                try:
+                    for task in (living, asked):
+                        task.cancel()
+                    await asyncio.wait((living, asked))
+                    with contextlib.suppress(OSError):  # the terminal may be gone
+                        output.line("stopping")
+                finally:
+                    await children.stop()
         if not living.cancelled():
             living.result()
 

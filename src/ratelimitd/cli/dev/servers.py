@@ -20,6 +20,7 @@ from typing import Final
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.output import printable
+from ratelimitd.node.process import ending_with
 
 STOP_S: Final = 15.0
 """How long a child may take to end: longer than a node drains."""
@@ -79,6 +80,7 @@ class Children:
                 # Without this process's groups: as one of root's, a directory that others may enter stays closed.
                 group=pwd.getpwnam(user).pw_gid if user else None,
                 extra_groups=() if user else None,
+                preexec_fn=ending_with(os.getpid()),
             )
         child = Child(name, process, path)
         self._children.append(child)

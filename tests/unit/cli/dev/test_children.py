@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import select
 import signal
 import subprocess
 import sys
@@ -97,6 +98,31 @@ async def test_a_run_that_fails_says_what_its_last_line_was(children):
     with pytest.raises(CliError) as caught:
         await children.run("tool", python(code))
     assert str(caught.value) == "tool ended with status 1: no \N{REPLACEMENT CHARACTER}[1mroom"
+
+
+STARTS_ONE = """
+import asyncio, pathlib, sys
+from ratelimitd.cli.dev.servers import Children
+
+async def main():
+    child = await Children(pathlib.Path(sys.argv[1])).start("child", ["sleep", "60"])
+    print(child.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of it")
+def test_a_child_ends_when_the_command_is_killed(tmp_path):
+    with subprocess.Popen([*python(STARTS_ONE), tmp_path], stdout=subprocess.PIPE) as command:
+        child = os.pidfd_open(int(command.stdout.readline()))
+        try:
+            command.kill()
+            ended, _, _ = select.select([child], [], [], 30)
+            assert ended
+        finally:
+            os.close(child)
 
 
 AS_NOBODY = """

@@ -6,6 +6,7 @@ import contextlib
 import httpx
 import pytest
 
+from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import demo as module
 from ratelimitd.cli.dev.demo import ENDPOINT, Caller, api_of
 from ratelimitd.web.server import HttpServer
@@ -50,6 +51,15 @@ async def test_a_path_is_limited_by_the_rule_for_it(api, limiter):
     assert statuses == [200, 429, 200]
 
 
+async def test_callers_without_a_name_are_limited_as_one(api):
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api}") as client:
+        statuses = [
+            (await client.get(ENDPOINT, headers=headers)).status_code
+            for headers in ({"X-User": ""}, {}, {"X-User": "you"}, {"X-User": ""})
+        ]
+    assert statuses == [200, 200, 200, 429]
+
+
 async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
     calling = asyncio.create_task(Caller("ann", 10_000).call(unused_tcp_port))
     for _ in range(100):
@@ -72,3 +82,52 @@ async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
 def test_a_browser_is_opened_on_a_desktop_only(monkeypatch, platform, environ, opened):
     monkeypatch.setattr("sys.platform", platform)
     assert module.may_open_page(environ) is opened
+
+
+@pytest.fixture
+def demos(monkeypatch):
+    """Stand in for the runs; collects their ports. Those in ``taken`` are lost to another process at the start."""
+
+    class Demos(list):
+        taken = ()
+        fails = False
+
+    demos = Demos()
+
+    class Recorded:
+        def __init__(self, node, api_port, _output, **_options):
+            self.ports = [node.grpc_port, node.http_port, api_port]
+
+        async def run(self):
+            demos.append(self.ports)
+            lost = [port for port in self.ports if port in demos.taken]
+            monkeypatch.setattr(module.run, "is_free", lambda port: port not in lost)
+            if lost or demos.fails:
+                message = "n1 ended with status 1"
+                raise CliError(message)
+
+    monkeypatch.setattr(module, "Demo", Recorded)
+    monkeypatch.setattr(module.run, "is_free", lambda _port: True)
+    return demos
+
+
+@pytest.mark.parametrize(
+    ("taken", "then"),
+    [(9090, [9091, 8080, 8000]), (8080, [9090, 8081, 8000]), (8000, [9090, 8080, 8001])],
+)
+def test_a_port_that_is_taken_at_the_start_is_left_out_too(run, demos, taken, then):
+    demos.taken = (taken,)
+    assert run("demo").status == 0
+    assert demos == [[9090, 8080, 8000], then]
+
+
+def test_ports_are_chosen_again_once(run, demos):
+    demos.taken = (9090, 9091)
+    assert run("demo").status == 1
+    assert len(demos) == 2
+
+
+def test_what_fails_with_free_ports_is_not_tried_again(run, demos):
+    demos.fails = True
+    assert run("demo") == (1, "", "Error: n1 ended with status 1\n")
+    assert len(demos) == 1

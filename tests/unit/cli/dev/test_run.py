@@ -1,6 +1,7 @@
 """A cluster from its start to its end: real children, where those that stand in for nodes get ready at once."""
 
 import asyncio
+import errno
 import io
 import os
 import pty
@@ -55,6 +56,17 @@ class Screen(io.StringIO):
             while text not in self.getvalue():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+class Fragile(Screen):
+    """One whose terminal or reader may go away."""
+
+    gone = False
+
+    def write(self, text):
+        if self.gone:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
 
 
 @pytest.fixture
@@ -120,6 +132,17 @@ async def test_everything_is_shown_and_gone_after_ctrl_c(screen):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_nothing_is_left_when_the_terminal_is_gone():
+    screen = Fragile()
+    task = await running(screen, Scripted("n1"))
+    pid = pid_of("n1", screen)
+    screen.gone = True
+    os.kill(os.getpid(), signal.SIGHUP)
+    await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def test_rules_may_be_brought_along(screen, tmp_path_factory):
