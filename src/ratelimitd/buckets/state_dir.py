@@ -65,12 +65,15 @@ class StateDir:
         """Return the address published by the node running in ``path``; empty if none runs.
 
         ``made_token``: also empty if its admin token is not the one in the directory, which an earlier start may have
-        left. A relative ``path`` is whatever the working directory has there, and so must be of this process's user.
+        left. A relative ``path`` depends on the working directory, so its lock file must be of this process's user.
 
         Raises:
             OSError: the lock file is missing, not readable, or in a relative path another user's.
         """
-        lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        if not path.is_absolute():
+            flags |= os.O_NOFOLLOW
+        lock_fd = os.open(path / LOCK_NAME, flags)
         try:
             if not path.is_absolute() and os.fstat(lock_fd).st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "belongs to another user")

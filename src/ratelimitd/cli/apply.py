@@ -273,8 +273,8 @@ def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldVio
 def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[str] = ()) -> None:
     """Say of added endpoints that differ from another one in case alone; both are valid, and seldom meant.
 
-    ``gone`` are the ids of rules that the node may list with an endpoint which they no longer have. The rules are
-    changed already, so that a node that does not list them is no error.
+    ``gone``: ids of rules that a dry run would move or delete; the node still lists them. The rules are valid, so a
+    node that does not answer here is no error.
     """
     import grpc  # noqa: PLC0415 - as in client_options
 

@@ -1,4 +1,4 @@
-"""What a check is told of the outcomes of its limits. Pure."""
+"""Builds decisions and statuses from the outcomes of limits. Pure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ from ratelimitd.model import (
 )
 
 
-def told(outcome: Outcome, scope: Scope) -> Outcome:
-    """Return an outcome as callers are told it: the shared state does not know the length of a calendar window."""
+def with_full_window(outcome: Outcome, scope: Scope) -> Outcome:
+    """Return an outcome with the length of a calendar window, which the shared state does not know."""
     if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
         return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
-    return outcome
-
-
-def reached(outcome: Outcome | Exception) -> Outcome:
-    """Return an outcome; raises the error that stands in its place."""
-    if isinstance(outcome, Exception):
-        raise outcome
     return outcome
 
 
@@ -53,14 +46,14 @@ def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and bes
     statuses += scope.passed_over
     limits = tuple(statuses) if len(statuses) > 1 else ()
     decides = scopes[first]
-    numbers = told(outcome, decides)[:5]
+    numbers = with_full_window(outcome, decides)[:5]
     return Decision(*numbers, decides.rule, decides.told, limits, wait_ms, decides.plan)
 
 
 def statuses_of(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
     """Return what each limit says."""
     return [
-        LimitStatus(*told(judged, one)[:5], one.rule, one.told, one.plan)
+        LimitStatus(*with_full_window(judged, one)[:5], one.rule, one.told, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
 

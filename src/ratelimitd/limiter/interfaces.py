@@ -56,7 +56,7 @@ class LocalBuckets(Buckets, Protocol):
         """Undo a :meth:`remove`."""
 
 
-class SharedBuckets(Buckets, Protocol):
+class RemoteBuckets(Buckets, Protocol):
     """Buckets that nodes share."""
 
     def wait(

@@ -30,7 +30,6 @@ from ratelimitd.limiter.answers import (
     decision_of,
     explained_by,
     passed,
-    reached,
     statuses_of,
 )
 from ratelimitd.limiter.interfaces import (
@@ -38,7 +37,7 @@ from ratelimitd.limiter.interfaces import (
     Journal,
     LocalBuckets,
     Recorder,
-    SharedBuckets,
+    RemoteBuckets,
 )
 from ratelimitd.limiter.scopes import (
     Blocked,
@@ -122,7 +121,7 @@ class Limiter:
         timestamps: str,
         keys: BucketKeys,
         buckets: LocalBuckets | None = None,
-        shared: SharedBuckets | None = None,
+        shared: RemoteBuckets | None = None,
         journal: Journal | None = None,
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
@@ -350,9 +349,13 @@ class Limiter:
         outcomes = self._buckets.peek_all(charges, now_us, check.cost)
         if outcomes is None:
             # Only shared buckets leave it undecided.
-            shared: SharedBuckets = self._shared  # type: ignore[assignment]
+            shared: RemoteBuckets = self._shared  # type: ignore[assignment]
             found = await shared.wait_all(charges, now_us, check.cost, peek=True, is_counted=False)
-            outcomes = [reached(one) for one in found]
+            outcomes = []
+            for one in found:
+                if isinstance(one, Exception):
+                    raise one
+                outcomes.append(one)
         first = deciding([one.limit for one in scopes], outcomes)
         judged, decides = outcomes[first], scopes[first]
         allowed = judged[0] or decides.would_deny is not None
@@ -564,7 +567,7 @@ class Limiter:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return judging
             identifiers, scope, now_us = judging
-            shared = cast("SharedBuckets", self._shared)
+            shared = cast("RemoteBuckets", self._shared)
             if scope.several:
                 charges = charges_of(identifiers, scope)
                 outcomes = shared.wait_all(charges, now_us, check.cost, peek=check.peek)

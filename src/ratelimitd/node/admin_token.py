@@ -78,8 +78,8 @@ def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = Fal
             why = f"the node in {directory} listens on {listens_at}, and another program may on {target}"
         except PermissionError as error:
             why = f"{directory}: {error.strerror}"
-        except StartupError:  # which the node told, with the reason
-            why = f"{directory / FILE_NAME} cannot be used"
+        except StartupError as error:
+            why = str(error)
         except (OSError, ValueError):
             continue
     return FoundToken(target, why_none=why)
@@ -101,7 +101,7 @@ def _is_reached(listen: Address, target: Address) -> bool:
 def read_admin_token(path: Path, *, own: bool = True) -> str | None:
     """Return the token in the file, ``None`` where there is no file. ``own``: it must belong to this process's user.
 
-    Of another user no link is followed: it may lead to any file that this process alone can read.
+    Without ``own`` links are refused: one may lead to any file that this process alone can read.
 
     Raises:
         StartupError: the file cannot be used, or others than its owner can; one line says why.

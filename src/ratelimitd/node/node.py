@@ -28,7 +28,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.ledger.holds import Holds
 from ratelimitd.limiter.holder import Holder
-from ratelimitd.limiter.interfaces import SharedBuckets
+from ratelimitd.limiter.interfaces import RemoteBuckets
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
@@ -350,7 +350,7 @@ class Node:
         self,
         *,
         buckets: BucketTable | None = None,
-        shared: SharedBuckets | None = None,
+        shared: RemoteBuckets | None = None,
         journal: SnapshotLog | None = None,
     ) -> Limiter:
         return Limiter(

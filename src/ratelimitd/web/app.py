@@ -183,7 +183,7 @@ class WithoutConnect:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         app = self._app
-        if scope["method"] == "CONNECT":
+        if scope.get("method") == "CONNECT":
             app = PlainTextResponse(
                 "this is no proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
             )

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import fcntl
 import os
@@ -70,6 +71,17 @@ def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
     assert (tmp_path / LOCK_NAME).read_bytes() == b"", (
         "the next node may hold the lock before it has an address"
     )
+
+
+def test_no_link_to_a_lock_is_followed_in_a_relative_path(tmp_path, monkeypatch):
+    with contextlib.closing(StateDir.lock(tmp_path / "own")) as state_dir:
+        state_dir.publish("127.0.0.1:9090", made_token=True)
+        (tmp_path / "planted").mkdir()
+        (tmp_path / "planted" / LOCK_NAME).symlink_to(state_dir.path / LOCK_NAME)
+        monkeypatch.chdir(tmp_path)
+        assert StateDir.address_in(Path("own"), made_token=True) == "127.0.0.1:9090"
+        with pytest.raises(OSError, match="symbolic links"):
+            StateDir.address_in(Path("planted"), made_token=True)
 
 
 def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):

@@ -206,7 +206,7 @@ def test_no_link_to_a_token_is_followed_in_the_directory_of_a_node(running, tmp_
     (running.path / FILE_NAME).rename(elsewhere)
     (running.path / FILE_NAME).symlink_to(elsewhere)
     found = find_admin_token("127.0.0.1:9090", {VARIABLE: str(running.path)})
-    assert found.why_none == f"{running.path / FILE_NAME} cannot be used"
+    assert f"{running.path / FILE_NAME} cannot be read: Too many levels" in found.why_none
 
 
 def test_a_lock_that_another_user_put_into_the_working_directory_says_nothing(
@@ -253,5 +253,6 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     assert token_for("127.0.0.1:9090", environ)
     (tmp_path / FILE_NAME).write_text("")
     unusable = find_admin_token("127.0.0.1:9090", environ)
-    assert (unusable.token, unusable.why_none) == (None, f"{tmp_path / FILE_NAME} cannot be used")
+    assert unusable.token is None
+    assert f"the admin token {tmp_path / FILE_NAME} " in unusable.why_none
     again.close()

@@ -137,7 +137,15 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
 
     Nothing else is asked, and sent the admin token, than the node that holds the state directory.
     """
-    listens_at, token = _running(settings), None
+    token = None
+    try:
+        listens_at = StateDir.address_in(settings.state_dir, made_token=False)
+    except PermissionError as error:
+        what = f"endpoints without a rule are not known: {settings.state_dir}: {error.strerror}"
+        yield warning(AREA, what, "run it as the node's user, or set STATE_DIR to an absolute path")
+        return
+    except OSError:  # a finding of its own
+        return
     with contextlib.suppress(StartupError):  # a finding of its own
         token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
     if not listens_at or settings.tls_cert is not None:

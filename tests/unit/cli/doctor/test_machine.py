@@ -1,12 +1,15 @@
 """This machine: what is listened to by whom, how many files, which event loop."""
 
 import asyncio
+import contextlib
 import importlib.util
+import os
 import resource
 
 import pytest
 import trustme
 
+from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.cli.doctor.finding import (
     MAX_NAMED,
     check_event_loop,
@@ -105,6 +108,15 @@ async def test_an_address_of_another_machine_is_a_problem():
 
 async def unmatched(state_dir, **given):
     return [finding async for finding in check_unmatched(settings(state_dir=state_dir, **given))]
+
+
+async def test_a_state_directory_of_another_user_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(StateDir.lock("ratelimitd-state")):
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        [finding] = await unmatched("ratelimitd-state")
+    assert finding.level == "warning"
+    assert finding.what.endswith("ratelimitd-state: belongs to another user")
 
 
 async def test_endpoints_without_a_rule_are_told_where_the_node_runs(tmp_path):
