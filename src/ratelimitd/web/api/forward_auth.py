@@ -355,8 +355,8 @@ class ForwardAuth:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "forwarding headers of %s are ignored from peers that are not in TRUSTED_PROXIES: their checks count for"
-                " the peer's address and the endpoint %s; further ones are only counted",
+                "forwarding headers of %s are ignored from peers that are not in TRUSTED_PROXIES: their checks count"
+                " for the peer's address and the endpoint %s; further ones are only counted",
                 AUTH_PATH,
                 UNMATCHED,
             )
