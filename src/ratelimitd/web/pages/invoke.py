@@ -20,7 +20,7 @@ from ratelimitd.model import Limit, Period
 from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
 from ratelimitd.web.api.http_call import settled
 from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rule_changes import RuleForm, form_errors
+from ratelimitd.web.pages.rule_form import RuleForm, form_errors
 from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"

@@ -21,12 +21,8 @@ from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
 from ratelimitd.web.pages.overview import SPAN_WORDS, LiveStatus
 from ratelimitd.web.pages.page_base import Fields, Frame
-from ratelimitd.web.pages.rule_changes import (
-    PERIODS,
-    RuleForm,
-    consequences,
-    differences,
-)
+from ratelimitd.web.pages.rule_changes import consequences, differences
+from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
 from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
 

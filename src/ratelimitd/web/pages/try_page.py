@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
 from ratelimitd.web.pages.invoke import Question, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
-from ratelimitd.web.pages.rule_changes import whole_number
+from ratelimitd.web.pages.rule_form import whole_number
 from ratelimiter.v1 import ratelimiter_pb2
 
 WORDS: Final[Mapping[int, str]] = {

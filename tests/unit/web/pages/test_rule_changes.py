@@ -14,13 +14,13 @@ from ratelimitd.model import (
 )
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.rule_changes import (
-    RuleForm,
     consequences,
     differences,
     fields_differences,
     fields_of,
     summary,
 )
+from ratelimitd.web.pages.rule_form import RuleForm
 
 ORDERS = Rule(
     "1",

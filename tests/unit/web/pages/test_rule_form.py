@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
-from ratelimitd.web.pages.rule_changes import RuleForm, whole_number
+from ratelimitd.web.pages.rule_form import RuleForm, whole_number
 
 FIELDS = {
     "endpoint": "/orders",

@@ -14,7 +14,7 @@ from ratelimitd.web.pages.invoke import (
     Rejected,
     ServiceCalls,
 )
-from ratelimitd.web.pages.rule_changes import RuleForm
+from ratelimitd.web.pages.rule_form import RuleForm
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 FORM = RuleForm("/orders", "user", "10", "60", "token_bucket", enabled=False)
