@@ -36,7 +36,7 @@ SYNC_NAMES = (
     (r"for (\w+) in ([\w.]+):\n +yield \1\n", r"yield from \2\n"),
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\bAsync([A-Z])", r"\1"),
-    (r"\basync_(?=\w*(client|hold)\b)", ""),
+    (r"\basync_(?=\w*(client|hold|sessions)\b)", ""),
     (r"\nimport asyncio(?=\nimport time\n)", ""),
     (r"\basyncio\.sleep\b", "time.sleep"),
     (r"\bgrpc\.aio\.AioRpcError\b", "grpc.RpcError"),

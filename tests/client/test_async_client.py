@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
-from ratelimitd_client.sessions import AsyncSessions, Transport
+from ratelimitd_client.async_sessions import AsyncSessions, Transport
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import Check, RateLimiterClient, Reason
+from ratelimitd_client import sessions as sessions_module
 from ratelimitd_client.sessions import Sessions, valid_timeout_s
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -287,16 +288,16 @@ def test_threads_that_begin_at_once_share_one_channel(real_node):
 
 def test_of_two_sessions_that_are_opened_at_once_one_is_kept(real_node, monkeypatch):
     with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
-        opened, open_ = [], client._open_grpc
+        opened, open_ = [], sessions_module.open_channel
 
-        def slowly():
-            channel = open_()
+        def slowly(*args, **options):
+            channel = open_(*args, **options)
             if not opened:
                 opened.append(channel)
                 opened.append(client._opened())  # another thread was faster
             return channel
 
-        monkeypatch.setattr(client, "_open_grpc", slowly)
+        monkeypatch.setattr(sessions_module, "open_channel", slowly)
         assert client._opened() is opened[1]
         assert client.check("twice", "user", "/five").allowed
 

@@ -16,8 +16,8 @@ from ratelimitd_client import (
     RateLimiterClient,
     Reason,
 )
+from ratelimitd_client.async_sessions import Transport
 from ratelimitd_client.fail_open import CallError
-from ratelimitd_client.sessions import Transport
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.conftest import NOON_US

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient
-from ratelimitd_client.sessions import Transport
+from ratelimitd_client.async_sessions import Transport
 from tests.chaos_proxy import ChaosProxy
 from tests.servers import START_S, free_port
 from tests.system.process import Files

@@ -1,7 +1,7 @@
 # Source of client.py: run `make proto` after a change.
 """What an application calls to check requests.
 
-The connections are in :mod:`ratelimitd_client.sessions`, where the asyncio and the blocking client differ.
+The connections are in :mod:`ratelimitd_client.async_sessions`, where the asyncio and the blocking client differ.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Protocol, Self
 
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.async_node_client import AsyncNodeClient
-from ratelimitd_client.check import NOBODY, Check, hold_of, request_of, requests_of
+from ratelimitd_client.async_sessions import AsyncSessions
+from ratelimitd_client.check import MS_PER_S, NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
-from ratelimitd_client.sessions import AsyncSessions, valid_timeout_s
+from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -158,8 +159,8 @@ class AsyncRateLimiterClient(AsyncSessions):
             else session.unasked([request], deadline_s)[0]
         )
         self._report(decision, endpoint)
-        if max_wait_s and not peek:
-            await self._waited(decision)
+        if max_wait_s and decision.wait_ms and not peek:
+            await self._sleep(decision.wait_ms / MS_PER_S)
         # asyncio only:
         if leases is not None:
             leases.noted(bucket, cost, decision)

@@ -27,7 +27,7 @@ class AsyncCaller(Protocol):
     """What sends the calls of a hold: a session, and the fake for tests."""
 
     async def call(self, path: str, message: bytes, timeout_s: float, /) -> bytes | None:
-        """As :meth:`ratelimitd_client.sessions.AsyncSession.call`."""
+        """As :meth:`ratelimitd_client.async_sessions.AsyncSession.call`."""
         ...
 
 

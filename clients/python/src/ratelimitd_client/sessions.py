@@ -1,44 +1,30 @@
-"""What differs between the two clients: their arguments, and what they keep open.
+"""What a client is made of: its arguments, and the sessions of the blocking one.
 
 A session is an open channel with the calls in flight on it. The blocking client has one per process, the asyncio client
-one per event loop. A session never raises for what a call ends with: :class:`FailOpen` turns it into decisions.
+one per event loop (:mod:`ratelimitd_client.async_sessions`). A session never raises for what a call ends with:
+:class:`FailOpen` turns it into decisions.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
-from ratelimitd_client.async_hold import AsyncHold
-from ratelimitd_client.batching import Answer, Batcher
-from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import (
-    Decision,
-    OnUnavailable,
-    Reason,
-    require_on_unavailable,
-    unchecked,
-)
-from ratelimitd_client.fail_open import HOLD, PATHS, CallError, FailOpen, call_of, last_resort
-from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
+from ratelimitd_client.decision import Decision, OnUnavailable, require_on_unavailable
+from ratelimitd_client.fail_open import PATHS, CallError, FailOpen, call_of
 from ratelimitd_client.observers import Counts, Observer, Report, report_to
-from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
     Metadata,
     authorization,
-    open_async_channel,
     open_channel,
 )
-from ratelimitd_client.transport.link import NodeCall
 from ratelimitd_client.transport.targets import require_target
 from ratelimitd_client.transport.tls import Tls
 
@@ -46,10 +32,9 @@ DEFAULT_TIMEOUT_S: Final = 0.02
 """Default deadline of a check. Within one network a node answers in a tenth of it."""
 
 MAX_TIMEOUT_S: Final = 3_600
-MAX_LINGER_US: Final = 1_000_000
 
-Transport = Literal["native", "grpcio"]
-DEFAULT_TRANSPORT: Final = "native"
+Owner = TypeVar("Owner")
+SessionT = TypeVar("SessionT")
 
 
 def valid_timeout_s(timeout_s: float) -> float:
@@ -64,21 +49,29 @@ def valid_timeout_s(timeout_s: float) -> float:
     return timeout_s
 
 
-class _Arguments:
-    """The validated arguments of a client."""
+class Arguments(Generic[Owner, SessionT]):
+    """The validated arguments of a client, and its open sessions: of a process or an event loop each."""
 
     def __init__(
         self,
-        target: str,
-        tls: Tls | None,
-        token: str | None,
+        target: str = "127.0.0.1:9090",
         *,
-        timeout_s: float,
-        on_unavailable: OnUnavailable,
-        observer: Observer | None,
-        options: Mapping[str, int | str] | None,
-        clock: Clock | None,
+        tls: Tls | None = None,
+        token: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_unavailable: OnUnavailable = "allow",
+        observer: Observer | None = None,
+        options: Mapping[str, int | str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        """Create a client; it connects with its first call.
+
+        The arguments are those of :meth:`.AsyncSessions.__init__`, without ``linger_us``, ``lease_ms`` and
+        ``transport``.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid.
+        """
         require_target(target)
         require_on_unavailable(on_unavailable)
         self._target = target
@@ -90,6 +83,7 @@ class _Arguments:
         self._options = {**CHECKING_OPTIONS, **(options or {})}
         self._clock = SystemClock() if clock is None else clock
         self._closed = False
+        self._sessions: dict[Owner, SessionT] = {}
         self.counts: Final[Counts] = Counts()
         self._report: Report = self.counts.decided
         self._observed: Report | None = None
@@ -106,41 +100,10 @@ class _Arguments:
             raise RuntimeError(message)
 
 
-class Sessions(_Arguments):
-    """The arguments of the blocking client, and its session in each process that uses it."""
+class Sessions(Arguments[int, "Session"]):
+    """The blocking client's sessions, one in each process that uses it."""
 
     _sleep = staticmethod(time.sleep)
-
-    def __init__(
-        self,
-        target: str = "127.0.0.1:9090",
-        *,
-        tls: Tls | None = None,
-        token: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        on_unavailable: OnUnavailable = "allow",
-        observer: Observer | None = None,
-        options: Mapping[str, int | str] | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """Create a client; it connects with its first call.
-
-        The arguments are those of :meth:`AsyncSessions.__init__`, without ``linger_us`` and ``transport``.
-
-        Raises:
-            ValueError, TypeError: an argument is not valid.
-        """
-        super().__init__(
-            target,
-            tls,
-            token,
-            timeout_s=timeout_s,
-            on_unavailable=on_unavailable,
-            observer=observer,
-            options=options,
-            clock=clock,
-        )
-        self._sessions: dict[int, Session] = {}
 
     def _opened(self) -> Session:
         """Return the session of this process, opened if it has none."""
@@ -148,7 +111,8 @@ class Sessions(_Arguments):
         if session is not None and not self._closed:
             return session
         self._require_open()
-        opened = Session(self._open_grpc(), self._new_fail_open(), self._metadata)
+        channel = open_channel(self._target, tls=self._tls, options=self._options)
+        opened = Session(channel, self._new_fail_open(), self._metadata)
         # Two threads may get here at once: one session is kept. After a fork the parent's session stays untouched:
         # closing it would send GOAWAY on the parent's sockets.
         kept = self._sessions.setdefault(os.getpid(), opened)
@@ -159,16 +123,8 @@ class Sessions(_Arguments):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            self._sleep(decision.wait_ms / MS_PER_S)
-
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
-
-    def _open_grpc(self) -> grpc.Channel:
-        return open_channel(self._target, tls=self._tls, options=self._options)
 
 
 class Session:
@@ -179,7 +135,7 @@ class Session:
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self._metadata = metadata
-        self._methods = _methods_of(channel)
+        self._methods = methods_of(channel)
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether that succeeded in time."""
@@ -258,345 +214,6 @@ class Session:
         return self.fail_open.failed(error.code(), error.details() or "", count)
 
 
-class AsyncSessions(_Arguments):
-    """The arguments of the asyncio client, and its session in each event loop that uses it."""
-
-    _sleep = staticmethod(asyncio.sleep)
-
-    def __init__(
-        self,
-        target: str = "127.0.0.1:9090",
-        *,
-        tls: Tls | None = None,
-        token: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        on_unavailable: OnUnavailable = "allow",
-        observer: Observer | None = None,
-        linger_us: int = 0,
-        lease_ms: int = 0,
-        options: Mapping[str, int | str] | None = None,
-        transport: Transport = DEFAULT_TRANSPORT,
-        clock: Clock | None = None,
-    ) -> None:
-        """Create a client; it connects with its first call, once in each event loop.
-
-        Args:
-            target: ``host:port``, or any gRPC name such as ``dns:///limiter.internal:9090``; the addresses of a name
-                are used in turn.
-            tls: see :class:`Tls`; ``None`` sends plaintext, the token included.
-            token: bearer token of a role, sent with every call.
-            timeout_s: deadline of a check in seconds.
-            on_unavailable: answer to a check that no node has answered usably in time: ``"allow"`` lets it through,
-                ``"deny"`` denies it, to be tried again after a second.
-            observer: is told of every decision, beside :attr:`counts`; see :mod:`ratelimitd_client.observers`.
-            linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
-                With 0 it is batched with those of the same event-loop iteration, and with those that come while two
-                calls are in flight; it waits for nothing if the check before it was alone.
-            lease_ms: how long, in ms and at most 1,000, tokens of a bucket that is asked for often are held to decide
-                its checks here; 0 asks a node about every check. See :mod:`ratelimitd_client.leases`.
-            options: gRPC channel options, added to the client's own or replacing them.
-            transport: what carries the checks. ``native`` is the client's own HTTP/2, which takes less than half the
-                CPU; ``grpcio`` is gRPC's channel. ``options``, or a target that only gRPC knows, imply the latter.
-            clock: source of the time for pauses and for the calendar.
-
-        Raises:
-            ValueError, TypeError: an argument is not valid.
-        """
-        if transport not in get_args(Transport):
-            message = "transport must be native or grpcio"
-            raise ValueError(message)
-        if not 0 <= linger_us <= MAX_LINGER_US:
-            message = f"linger_us must be 0 to {MAX_LINGER_US}"
-            raise ValueError(message)
-        if not 0 <= lease_ms <= MAX_LEASE_MS:
-            message = f"lease_ms must be 0 to {MAX_LEASE_MS:,}"
-            raise ValueError(message)
-        super().__init__(
-            target,
-            tls,
-            token,
-            timeout_s=timeout_s,
-            on_unavailable=on_unavailable,
-            observer=observer,
-            options=options,
-            clock=clock,
-        )
-        self._linger_s = linger_us / 1_000_000
-        self._lease_s = lease_ms / MS_PER_S
-        self._is_native = transport == "native" and not options
-        self._sessions: dict[asyncio.AbstractEventLoop, AsyncSession] = {}
-        self._process: int | None = None
-        """The process that opened the first session."""
-        self._fail_open = self._new_fail_open()
-        # Separate: the lock of the other may have been held at the fork.
-        self._forked = _ForkedSession(self._new_fail_open())
-
-    def _opened(self) -> AsyncSession:
-        """Return the session of the running event loop, opened if it has none."""
-        if not self._closed and self._process == os.getpid():
-            session = self._sessions.get(asyncio.get_running_loop())
-            if session is not None:
-                return session
-        return self._open()
-
-    def _current(self) -> AsyncSession | None:
-        if self._process == os.getpid():
-            return self._sessions.get(asyncio.get_running_loop())
-        return None
-
-    async def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            await self._sleep(decision.wait_ms / MS_PER_S)
-
-    def _forget(self, session: AsyncSession) -> None:
-        self._sessions.pop(session.loop, None)
-
-    def _open(self) -> AsyncSession:
-        self._require_open()
-        if self._process not in {None, os.getpid()}:
-            return self._forked
-        # An application may run one loop after another, as asgiref does for each request of a blocking server.
-        for other in list(self._sessions):
-            if other.is_closed():
-                self._sessions.pop(other, None)
-        self._process = os.getpid()
-        native = open_native_channel(self._target, self._tls) if self._is_native else None
-        session = AsyncSession(
-            native,
-            self._open_grpc,
-            self._fail_open,
-            metadata=self._metadata,
-            linger_s=self._linger_s,
-        )
-        if self._lease_s:
-            acquire = partial(_lease, session, self._timeout_s)
-            session.leases = Leases(acquire, lease_s=self._lease_s, loop=session.loop)
-        self._sessions[session.loop] = session
-        return session
-
-    def _open_grpc(self) -> grpc.aio.Channel:
-        return open_async_channel(self._target, tls=self._tls, options=self._options)
-
-
-class AsyncSession:
-    """The channels of one event loop, and the calls in flight.
-
-    Attributes:
-        ask: sends one check, batched with others, and returns the future of its decision.
-    """
-
-    def __init__(
-        self,
-        native: NativeChannel | None,
-        open_grpc: Callable[[], grpc.aio.Channel],
-        fail_open: FailOpen,
-        *,
-        metadata: Metadata,
-        linger_s: float,
-    ) -> None:
-        self._open_grpc = open_grpc
-        self._native = native
-        self._grpc_channel = open_grpc() if native is None else None
-        self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
-        self.fail_open = fail_open
-        self.allows: Callable[[], bool] = fail_open.breaker.allows
-        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        send = self._send_grpc if native is None else partial(self._send_native, native)
-        self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
-        self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
-        self._metadata = metadata
-        self._methods = {} if self._grpc_channel is None else _methods_of(self._grpc_channel)
-        self._under_way: set[asyncio.Task[list[Decision]]] = set()
-        self.leases: Leases | None = None
-
-    @property
-    def grpc_channel(self) -> grpc.aio.Channel:
-        """The channel of gRPC, opened when it is first needed."""
-        if self._grpc_channel is None:
-            self._grpc_channel = self._open_grpc()
-        return self._grpc_channel
-
-    async def wait_until_ready(self, timeout_s: float) -> bool:
-        """Connect, and return whether that succeeded in time."""
-        try:
-            await asyncio.wait_for(self.channel.channel_ready(), timeout_s)
-        except (TimeoutError, grpc.aio.UsageError):  # UsageError: gRPC's channel was closed
-            return False
-        return True
-
-    async def close(self) -> None:
-        """Close the channels, after the calls in flight have ended."""
-        if self.leases is not None:
-            await self.leases.close()
-        await self.batcher.finish()
-        if self._under_way:
-            # Unlike gather, this cancels no call when it is cancelled.
-            await asyncio.wait(self._under_way)
-        await self.channel.close()
-        if self._grpc_channel is not None:
-            await self._grpc_channel.close()
-
-    def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
-        """Send checks in one call; the task returns their decisions. Closing waits for it."""
-        task = self.loop.create_task(self._decisions(requests, timeout_s))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
-
-    async def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
-
-        Raises:
-            CallError: it ended with another status.
-        """
-        try:
-            if self._native is not None:
-                return await self._call_native(self._native, path, message, timeout_s)
-            answer: bytes | None = await self._methods[path](
-                message, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
-        except CallError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as in _decisions
-            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
-        return answer
-
-    async def _call_native(
-        self, channel: NativeChannel, path: str, message: bytes, timeout_s: float
-    ) -> bytes:
-        future: asyncio.Future[NodeCall] = self.loop.create_future()
-
-        def done(call: NodeCall) -> None:
-            if not future.done():  # the task may have been cancelled
-                future.set_result(call)
-
-        call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
-        try:
-            await future
-        except asyncio.CancelledError:
-            channel.cancel(call)
-            raise
-        if call.answer is None:
-            raise CallError(call.code, call.details)
-        return call.answer
-
-    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
-        """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
-        if self.fail_open.breaker.begin_probe():
-            self.ask_many(self.fail_open.probe_of(requests), timeout_s)
-        return self.fail_open.not_asked(len(requests))
-
-    def _send_native(
-        self, channel: NativeChannel, requests: Sequence[bytes], timeout_s: float, answer: Answer
-    ) -> NodeCall | None:
-        """Send a batch and pass its decisions to ``answer``; without a task, which would double the cost of a call."""
-        count = len(requests)
-
-        def done(call: NodeCall) -> None:
-            try:
-                if call.answer is None:
-                    decisions = self.fail_open.failed(call.code, call.details, count)
-                else:
-                    decisions = self.fail_open.answered(call.answer, count)
-            except Exception as error:  # noqa: BLE001 - such as of the application's clock; callers need an answer
-                decisions = last_resort(error, count, self.fail_open.on_unavailable)
-            answer(decisions)
-
-        path, message = call_of(requests)
-        try:
-            return channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
-        except Exception as error:  # noqa: BLE001 - callers need an answer
-            answer(self.fail_open.broken(error, count))
-            return None
-
-    def _send_grpc(self, requests: Sequence[bytes], timeout_s: float, answer: Answer) -> None:
-        """As :meth:`_send_native`, over gRPC's channel."""
-
-        def done(task: asyncio.Task[list[Decision]]) -> None:
-            if task.cancelled():
-                # Usually because the loop ends; a close in progress still waits for this.
-                answer(self.fail_open.broken(asyncio.CancelledError(), len(requests)))
-            else:
-                answer(task.result())  # never raises
-
-        self.ask_many(requests, timeout_s).add_done_callback(done)
-
-    async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
-        count = len(requests)
-        if self._native is not None:
-            future: asyncio.Future[list[Decision]] = self.loop.create_future()
-
-            def answer(decisions: Sequence[Decision]) -> None:
-                if not future.done():  # the task may have been cancelled
-                    future.set_result(list(decisions))
-
-            call = self._send_native(self._native, requests, timeout_s, answer)
-            try:
-                return await future
-            except asyncio.CancelledError:
-                if call is not None:
-                    self._native.cancel(call)
-                raise
-        path, message = call_of(requests)
-        try:
-            # gRPC returns None for a call that ends with OK and without a message.
-            data: bytes | None = await self._methods[path](
-                message, timeout=timeout_s, metadata=self._metadata
-            )
-            return self.fail_open.answered(data, count)
-        except grpc.aio.AioRpcError as error:
-            return self.fail_open.failed(error.code(), error.details() or "", count)
-        except Exception as error:  # noqa: BLE001 - callers need an answer, whatever gRPC raises
-            return self.fail_open.broken(error, count)
-
-
-async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens: int) -> AsyncHold:
-    """Hold tokens for a lease; a node that does not answer is reported by the checks."""
-    identifier, identifier_type, endpoint = bucket
-    request = request_of(identifier, identifier_type, endpoint, cost=tokens)
-    message = hold_of(request, TTL_S, "", lease=True)
-    try:
-        answer = await session.call(HOLD, message, timeout_s)
-    except CallError as error:
-        return AsyncHold(unchecked(Reason.NO_ANSWER, error.code.name, 0.0))
-    decision, held = session.fail_open.held(answer)
-    return AsyncHold(decision, cost=tokens, hold=held.hold, session=session)
-
-
-class ForkedError(RuntimeError):
-    """The asyncio client was used before this process was forked. gRPC for asyncio would hang here.
-
-    Create the client in each worker, or in the parent without using it there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the client was used before this process was forked: use it after the fork only"
-        )
-
-
-class _ForkedSession(AsyncSession):
-    """Sends no check, and warns, in a process forked after the client was used."""
-
-    def __init__(self, fail_open: FailOpen) -> None:
-        self.fail_open = fail_open
-        self.allows = lambda: False
-        self.leases = None
-
-    @property
-    def grpc_channel(self) -> grpc.aio.Channel:
-        raise ForkedError
-
-    async def wait_until_ready(self, timeout_s: float) -> bool:  # noqa: ARG002
-        raise ForkedError
-
-    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:  # noqa: ARG002
-        return self.fail_open.broken(ForkedError(), len(requests))
-
-
-def _methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:
+def methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:
     """Return the calls of a channel by path, bytes in and out: gRPC would log answers that it cannot parse."""
     return {path: channel.unary_unary(path) for path in PATHS}
