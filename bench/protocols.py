@@ -14,7 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from bench.scripts import CHECK, Scenario, alike, identifier
 from bench.servers import ENDPOINT, LIMIT, WINDOW_SECONDS
 from ratelimitd.services.envoy import METHOD
-from ratelimitd.services.wire import varint
+from ratelimitd.services.wire_format import varint
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 KEY: Final = identifier(42)

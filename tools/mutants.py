@@ -73,7 +73,8 @@ PARTS: Final = {
         SCRIPTS,
     ),
     "services": Part(
-        (f"{SERVER}/services/wire.py", f"{SERVER}/services/bulk_checks.py", f"{SERVER}/services/guesses.py"),
+        (f"{SERVER}/services/wire.py", f"{SERVER}/services/wire_format.py", f"{SERVER}/services/bulk_checks.py",
+         f"{SERVER}/services/guesses.py"),
         ("tests/unit/services",),
         ("tests/property/test_bulk_checks_against_the_general_way.py", "tests/rpc/test_checks.py"),
     ),

@@ -34,7 +34,8 @@ from ratelimitd.services.convert import (
     check_of,
     is_canonical_address,
 )
-from ratelimitd.services.wire import KEPT, ONE_BYTE, WireCheck, parse_check, varint
+from ratelimitd.services.wire import WireCheck, parse_check
+from ratelimitd.services.wire_format import KEPT, ONE_BYTE, varint
 
 MAX_KNOWN: Final = 4_096
 """Cached endings of requests. Endpoints are route templates and costs are small, so there are few."""

@@ -19,7 +19,6 @@ from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
-from ratelimitd.services.convert import text_of
 from ratelimitd.services.convert_rules import (
     change_of,
     deleted_id_of,
@@ -39,6 +38,7 @@ from ratelimitd.services.wire import (
     parse_rule,
     parse_update,
     rules_within,
+    text_of,
 )
 from ratelimiter.v1 import ratelimiter_pb2
 

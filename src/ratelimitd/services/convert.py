@@ -285,11 +285,6 @@ def enforcement_of(enforcement: Enforcement) -> ratelimiter_pb2.Enforcement.Valu
     return ratelimiter_pb2.Enforcement.Value(enforcement.name)
 
 
-def text_of(raw: bytes) -> str:
-    """Decode a field. Invalid UTF-8 becomes lone surrogates, which validation refuses."""
-    return raw.decode("utf-8", "surrogateescape")
-
-
 def invalid_answer_of(error: CheckInvalidError, path: str) -> ratelimiter_pb2.RateLimitResponse:
     """Return the answer to a malformed item at ``path``, such as ``requests[3].``: not allowed, nothing charged."""
     placed = (violation._replace(field=path + violation.field) for violation in error.violations)

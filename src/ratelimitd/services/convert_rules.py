@@ -30,12 +30,13 @@ from ratelimitd.rules.validation import (
     rule_within,
     validated,
 )
-from ratelimitd.services.convert import enforcement_of, text_of
+from ratelimitd.services.convert import enforcement_of
 from ratelimitd.services.wire import (
     WireDelete,
     WireLimit,
     WireRule,
     WireUpdate,
+    text_of,
 )
 from ratelimiter.v1 import ratelimiter_pb2
 

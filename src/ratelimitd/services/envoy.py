@@ -37,7 +37,8 @@ from ratelimitd.model import (
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
 from ratelimitd.services.holds import NO_HOLD, HoldsService, Ticket
-from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
+from ratelimitd.services.wire import WireIdentity
+from ratelimitd.services.wire_format import WHOLE_MESSAGE
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
 PACKAGE: Final = "envoy.service.ratelimit.v3"

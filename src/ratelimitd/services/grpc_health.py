@@ -13,10 +13,9 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
-from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services.errors import rich_error
-from ratelimitd.services.wire import WHOLE_MESSAGE
+from ratelimitd.services.wire_format import no_message
 
 SERVICE: Final = "grpc.health.v1.Health"
 
@@ -112,5 +111,4 @@ def _parse(message_type: type[_M], data: bytes) -> _M:
     try:
         return message_type.FromString(data)
     except DecodeError:
-        message = f"the bytes are no {message_type.DESCRIPTOR.name} message"
-        raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message)) from None
+        raise no_message(message_type) from None

@@ -22,7 +22,7 @@ from ratelimitd.services.config import (
     page_token,
     position_of,
 )
-from ratelimitd.services.convert import Identities, identity_of, text_of
+from ratelimitd.services.convert import Identities, identity_of
 from ratelimitd.services.wire import (
     WireAssignment,
     WireAssignments,
@@ -31,6 +31,7 @@ from ratelimitd.services.wire import (
     parse_assignments,
     parse_get_assignment,
     parse_unassign,
+    text_of,
 )
 from ratelimiter.v1 import ratelimiter_pb2
 

@@ -35,12 +35,12 @@ from ratelimitd.services.wire import (
     ITEM_TAG,
     WireBatch,
     WireCheck,
-    count_top_level,
+    count_items,
     parse_batch,
     parse_check,
     split_batch,
-    varint,
 )
+from ratelimitd.services.wire_format import varint
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiter"
@@ -66,8 +66,6 @@ callers' checks is 10 ms with 100 checks in front of them, 15 ms with 200."""
 COUNT_ABOVE_BYTES: Final = 65_536
 """Longer batches are counted before they are parsed. Two million empty items fit into 4 MiB, and would take 330 MB of
 memory only to be refused; 64 KiB of them take 5 MB, and an honest batch is seldom longer."""
-
-_REQUESTS_FIELD: Final = 1
 
 _RESPONSE_PREFIXES: Final = tuple(ITEM_TAG + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
 """``BatchRateLimitResponse.responses`` by length; it has the number of ``BatchRateLimitRequest.requests``."""
@@ -327,7 +325,7 @@ def _waiting(parts: Parts) -> list[Check]:
 
 def _parse_bounded(data: bytes) -> WireBatch:
     if len(data) > COUNT_ABOVE_BYTES:
-        _refuse_above_bound(count_top_level(data, _REQUESTS_FIELD, MAX_BATCH_ITEMS))
+        _refuse_above_bound(count_items(data, MAX_BATCH_ITEMS))
     batch = parse_batch(data)
     _refuse_above_bound(len(batch.requests))
     return batch

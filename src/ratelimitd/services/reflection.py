@@ -16,10 +16,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services import envoy
-from ratelimitd.services.wire import WHOLE_MESSAGE
+from ratelimitd.services.wire_format import no_message
 from ratelimiter.v1 import ratelimiter_pb2
 
 V1: Final = "grpc.reflection.v1.ServerReflection"
@@ -65,8 +64,7 @@ class ReflectionService:
         try:
             request = _Request.FromString(data)
         except DecodeError:
-            message = "the bytes are no ServerReflectionRequest message"
-            raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message)) from None
+            raise no_message(_Request) from None
         asked = request.WhichOneof("message_request")
         try:
             response = (

@@ -1,76 +1,29 @@
-"""The contract's request messages as the server reads them: int32 as int64 and string as bytes.
-
-A protobuf parser truncates an int32 that is too wide to 32 bits (2^32+1 arrives as 1), and refuses a whole message for
-one byte that is not UTF-8, without naming the field. The services validate both and name the field: requests are parsed
-by classes made from the same descriptors with wider fields. The wire format and the parser (C) are the same. A map is
-the list of its entries, because a map has no keys that are bytes.
+"""The contract's request messages, with wider fields than the generated classes have.
 
 Answers are written with the generated classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, Protocol
 
-from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2, message_factory
-from google.protobuf.descriptor import Descriptor, FileDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import DecodeError, Message
+from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimiter.v1 import ratelimiter_pb2
-
-_MORE: Final = 0x80
-"""Continuation bit of a varint."""
-
-ONE_BYTE: Final = _MORE
-"""Smaller numbers take one byte."""
-
-_MAX_BYTES: Final = 10
-
-_KEPT_BITS: Final = 14
-_KEPT: Final = 1 << _KEPT_BITS
-
-
-def varint(number: int) -> bytes:
-    """Return the shortest encoding of a number of at least 0."""
-    if number < _KEPT:
-        return KEPT[number]
-    return _CONTINUED[number & _KEPT - 1] + varint(number >> _KEPT_BITS)
-
-
-def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the varint at ``position`` and the position after it; the end of the data if it is malformed."""
-    value = shift = 0
-    for byte in data[position : position + _MAX_BYTES]:
-        position += 1
-        value |= (byte & ~_MORE) << shift
-        if byte < _MORE:
-            return value, position
-        shift += 7
-    return value, len(data)
-
-
-def _short(number: int) -> bytes:
-    """Encode a number of at most 14 bits."""
-    low, high = number & _MORE - 1, number >> 7
-    return bytes((low | _MORE, high)) if high else bytes((low,))
-
-
-KEPT: Final = tuple(map(_short, range(_KEPT)))
-"""Encodings of small numbers: 30 ns to look up, 300 to compute. With the next table, about 1.4 MB."""
-
-_CONTINUED: Final = tuple(
-    bytes((number & _MORE - 1 | _MORE, number >> 7 | _MORE)) for number in range(_KEPT)
+from ratelimitd.services.wire_format import (
+    GROUP_MARKS,
+    MAX_FIELDS,
+    ONE_BYTE,
+    WHOLE_MESSAGE,
+    after_field,
+    no_message,
+    parser,
+    read_varint,
+    widened_pool,
 )
-"""The same with the continuation bit."""
-
-
-WHOLE_MESSAGE: Final = "request"
-"""Field name in errors about bytes that are not a message."""
+from ratelimiter.v1 import ratelimiter_pb2
 
 MAX_TOP_LEVEL_FIELDS: Final = 2_000
 """Fields of a large message that are counted, in about 1 ms, before it is refused. The longest batch has half as
@@ -79,22 +32,11 @@ many."""
 ITEM_TAG: Final = b"\x0a"
 """``BatchRateLimitRequest.requests`` and ``ApplyRateLimitsRequest.rate_limits``: field 1, length-delimited."""
 
-COUNT_ABOVE_BYTES: Final = 16_384
-"""Longer messages have their fields counted before they are parsed. 4 MiB of empty entries of a repeated field block
-the event loop for 0.2 to 19 s, only to be refused; an honest message other than a batch is seldom longer."""
-
-MAX_FIELDS: Final = 2_000
-"""Fields of a long message: a rule of 32 plans has some 330, a batch of 1,000 assignments as many entries."""
-
 MAX_BATCH_FIELDS: Final = 16_000
 """The same of a batch of checks: 1,000 of eight identities have 13,000."""
 
 _LONGEST_PREFIX_BYTES: Final = 3
 """Tag and length of an item of a batch, if that is of less than 16 KiB."""
-
-_Field = descriptor_pb2.FieldDescriptorProto
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-_GROUP_MARKS: Final = (3, 4)
 
 
 class WireIdentity(Protocol):
@@ -299,6 +241,11 @@ class WireReset(WireIdentity, Protocol):
     also: Sequence[WireIdentity]
 
 
+def text_of(raw: bytes) -> str:
+    """Decode a field. Invalid UTF-8 becomes lone surrogates, which validation refuses."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
 def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
     """Split a ``BatchRateLimitRequest`` into unparsed items, in 0.15 µs each.
 
@@ -334,27 +281,26 @@ def rules_within(data: bytes, others: bytearray) -> Iterator[bytes]:
             size, first = read_varint(data, position)
             position = first + size
             if data[first - 1] >= ONE_BYTE or position > len(data):
-                raise _no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
+                raise no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
             yield data[first:position]
             continue
         if fields == MAX_FIELDS:
             raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, "has too many fields"))
         fields += 1
-        if tag & 7 in _GROUP_MARKS:
-            raise _no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
-        position = _after(data, position, tag & 7)
+        if tag & 7 in GROUP_MARKS:
+            raise no_message(ratelimiter_pb2.ApplyRateLimitsRequest)
+        position = after_field(data, position, tag & 7)
         others += data[start:position]
 
 
-def count_top_level(data: bytes, number: int, at_most: int) -> int:
-    """Count the length-delimited fields of this number, without parsing the message.
+def count_items(data: bytes, at_most: int) -> int:
+    """Count the items of a ``BatchRateLimitRequest`` without parsing it.
 
     Stops at ``at_most`` + 1. Bytes that are no message end the count early: the parser will refuse them.
 
     Raises:
         InvalidInputError: the message has more than ``MAX_TOP_LEVEL_FIELDS`` fields.
     """
-    wanted_tag = number << 3 | _LENGTH_DELIMITED
     found = position = fields = 0
     while position < len(data) and found <= at_most:
         if fields == MAX_TOP_LEVEL_FIELDS:
@@ -362,112 +308,16 @@ def count_top_level(data: bytes, number: int, at_most: int) -> int:
             raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message))
         fields += 1
         tag, position = read_varint(data, position)
-        found += tag == wanted_tag
-        position = _after(data, position, tag & 7)
+        found += tag == ITEM_TAG[0]
+        position = after_field(data, position, tag & 7)
     return found
 
 
-def _no_message(message_class: type[Message]) -> InvalidInputError:
-    text = f"the bytes are no {message_class.DESCRIPTOR.name} message"
-    return InvalidInputError(FieldViolation(WHOLE_MESSAGE, text))
-
-
-def _count_fields(  # noqa: PLR0917 -- a part of the data without a copy
-    data: bytes, position: int, end: int, message: Descriptor, left: int
-) -> int:
-    """Return how many of ``left`` fields remain after a message and those in it that hold repeated fields.
-
-    Bytes that are no message may raise ``IndexError`` or end the count early: the parser will refuse them.
-
-    Raises:
-        InvalidInputError: the message has more fields.
-    """
-    within = _holders(message)
-    while position < end:
-        if not left:
-            raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, "has too many fields"))
-        left -= 1
-        # Nearly all numbers take one byte; a call for each would take three times as long.
-        tag, position = data[position], position + 1
-        if tag >= ONE_BYTE:
-            tag, position = read_varint(data, position - 1)
-        if tag & 7 != _LENGTH_DELIMITED:
-            position = _after(data, position, tag & 7)
-            continue
-        length, position = data[position], position + 1
-        if length >= ONE_BYTE:
-            length, position = read_varint(data, position - 1)
-        if tag in within:
-            left = _count_fields(data, position, position + length, within[tag], left)
-        position += length
-    return left
-
-
-@cache
-def _holders(message: Descriptor) -> Mapping[int, Descriptor]:
-    """Return the messages within a message that hold repeated fields, by their tags."""
-    return {
-        field.number << 3 | _LENGTH_DELIMITED: field.message_type
-        for field in message.fields
-        if field.message_type is not None
-        and (
-            any(one.is_repeated for one in field.message_type.fields)
-            or _holders(field.message_type)
-        )
-    }
-
-
-def _after(data: bytes, position: int, wire_type: int) -> int:
-    """The position behind a field whose tag ends at ``position``."""
-    if wire_type == _LENGTH_DELIMITED:
-        length, position = read_varint(data, position)
-        return position + length
-    if wire_type == _VARINT:
-        return read_varint(data, position)[1]
-    # The two marks of a group have no body of their own: its fields are stepped over one by one.
-    return position + {_FIXED64: 8, _FIXED32: 4}.get(wire_type, 0)
-
-
-def _widened(file: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
-    proto = descriptor_pb2.FileDescriptorProto()
-    file.CopyToProto(proto)
-    nested = [entry for message in proto.message_type for entry in message.nested_type]
-    for entry in nested:
-        entry.options.map_entry = False
-    for message in (*proto.message_type, *nested):
-        for field in message.field:
-            if field.type == _Field.TYPE_INT32:
-                field.type = _Field.TYPE_INT64
-            elif field.type == _Field.TYPE_STRING:
-                field.type = _Field.TYPE_BYTES
-    return proto
-
-
-def _pool() -> DescriptorPool:
-    pool = DescriptorPool()
-    for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2):
-        pool.Add(_widened(module.DESCRIPTOR))
-    return pool
-
-
-_POOL: Final = _pool()
-
-
-def _parser(contract: type[Message], max_fields: int = MAX_FIELDS) -> Callable[[bytes], Any]:
-    """Return what reads the messages of a class of the contract, by the class with wider fields."""
-    descriptor = _POOL.FindMessageTypeByName(contract.DESCRIPTOR.full_name)
-    from_string = message_factory.GetMessageClass(descriptor).FromString
-
-    def parse(data: bytes) -> Message:
-        if len(data) > COUNT_ABOVE_BYTES:
-            with suppress(IndexError):
-                _count_fields(data, 0, len(data), descriptor, max_fields)
-        try:
-            return from_string(data)
-        except DecodeError:
-            raise _no_message(contract) from None
-
-    return parse
+_POOL: Final = widened_pool(
+    descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
+    for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2)
+)
+_parser: Final = partial(parser, _POOL)
 
 
 # Each reads the message that its row names, and raises InvalidInputError when the bytes are none.

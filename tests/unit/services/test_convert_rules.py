@@ -7,9 +7,8 @@ from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleChanges, RuleDraft
 from ratelimitd.rules.validation import validated
-from ratelimitd.services.convert import text_of
 from ratelimitd.services.convert_rules import deleted_id_of, draft_of, rate_limit_of, update_of
-from ratelimitd.services.wire import parse_create, parse_delete, parse_update
+from ratelimitd.services.wire import parse_create, parse_delete, parse_update, text_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 RULE_ID = str(uuid.UUID(int=7))

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.services.wire import KEPT, read_varint, varint
+from ratelimitd.services.wire_format import KEPT, read_varint, varint
 from tests.rpc.wire import varint as written_by_hand
 
 EDGES = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28 - 1, 2**28, 2**31 - 1, 2**42, 2**64 - 1]

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.services import wire
+from ratelimitd.services.wire_format import COUNT_ABOVE_BYTES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 PARSERS = {
@@ -76,12 +77,12 @@ FIELDS = st.one_of(
 @given(st.lists(FIELDS, max_size=40))
 def test_fields_are_counted_without_parsing(fields):
     wanted = sum(field[:1] == b"\x0a" for field in fields)
-    assert wire.count_top_level(b"".join(fields), 1, 1000) == wanted
+    assert wire.count_items(b"".join(fields), 1000) == wanted
 
 
 @given(st.binary(max_size=100))
 def test_counting_ends_on_any_bytes(data):
-    assert 0 <= wire.count_top_level(data, 1, 1000) <= 100
+    assert 0 <= wire.count_items(data, 1000) <= 100
 
 
 items = st.builds(
@@ -151,19 +152,19 @@ def test_a_batch_of_more_items_than_may_be_is_not_split():
 
 
 def test_counting_stops_one_beyond_the_bound():
-    assert wire.count_top_level(b"\x0a\x00" * 50, 1, 7) == 8
+    assert wire.count_items(b"\x0a\x00" * 50, 7) == 8
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x80", b"\x80" * 50, b"\x0a\x05ab", b"\x19\x00"])
 def test_counting_a_truncated_message_ends_with_its_bytes(data):
-    assert wire.count_top_level(data, 1, 1000) <= 1
+    assert wire.count_items(data, 1000) <= 1
 
 
 def test_a_message_of_ever_more_other_fields_is_refused():
     most = b"\x10\x00" * wire.MAX_TOP_LEVEL_FIELDS
-    assert wire.count_top_level(most, 1, 1000) == 0
+    assert wire.count_items(most, 1000) == 0
     with pytest.raises(InvalidInputError, match="more than 2000 fields"):
-        wire.count_top_level(most + b"\x10\x00", 1, 1000)
+        wire.count_items(most + b"\x10\x00", 1000)
 
 
 LONG_PARSERS = ["check", "batch", "create", "update", "reset", "assign_batch", "metrics", "list"]
@@ -201,7 +202,7 @@ def test_the_largest_batch_and_rule_are_parsed():
     for number in range(32):
         rule.plans[f"p{number}"].limits.extend(limits)
     create = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
-    assert len(create) > wire.COUNT_ABOVE_BYTES
+    assert len(create) > COUNT_ABOVE_BYTES
     assert len(wire.parse_create(create).rate_limit.plans) == 32
 
 
