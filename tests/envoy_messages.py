@@ -5,7 +5,7 @@ from typing import Any
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
-from ratelimitd.services.envoy import PACKAGE, files
+from ratelimitd.services.convert_envoy import PACKAGE, files
 
 _POOL = DescriptorPool()
 for _file in files():

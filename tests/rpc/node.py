@@ -27,8 +27,9 @@ from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.services.auth import Credentials
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
-from ratelimitd.services.envoy import ALL_FIELDS, EnvoyOptions, EnvoyService
+from ratelimitd.services.convert_envoy import ALL_FIELDS
 from ratelimitd.services.envoy import SERVICE as ENVOY
+from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService

@@ -1,6 +1,6 @@
 """Converts the configuration of envoyproxy/ratelimit: its limits to rule drafts, with a note on what has no equivalent.
 
-Maps descriptors as :mod:`ratelimitd.services.envoy` maps them to checks. Opens no file and asks no node. See
+Maps descriptors as :mod:`ratelimitd.services.convert_envoy` maps them to checks. Opens no file and asks no node. See
 ADR 0033.
 """
 

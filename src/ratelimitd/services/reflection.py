@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
-from ratelimitd.services import envoy
+from ratelimitd.services import convert_envoy
 from ratelimitd.services.wire_format import no_message
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -130,7 +130,7 @@ def _served_files() -> DescriptorPool:
     for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
     pool.Add(_reflection_v1())
-    for file in envoy.files():
+    for file in convert_envoy.files():
         pool.Add(file)
     return pool
 

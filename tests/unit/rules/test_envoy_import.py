@@ -7,7 +7,7 @@ from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules, parse_rules
-from ratelimitd.services.envoy import checks_of, parse_request
+from ratelimitd.services.convert_envoy import checks_of, parse_request
 from tests.envoy_messages import request_of
 
 IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY

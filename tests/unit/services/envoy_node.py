@@ -11,7 +11,8 @@ from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
-from ratelimitd.services.envoy import ALL_FIELDS, EnvoyOptions, EnvoyService
+from ratelimitd.services.convert_envoy import ALL_FIELDS
+from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.holds import HoldsService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of

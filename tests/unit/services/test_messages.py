@@ -1,7 +1,8 @@
 import pytest
 
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.services.envoy import MAX_REQUEST_BYTES, SERVICE, Response, files, parse_request
+from ratelimitd.services.convert_envoy import MAX_REQUEST_BYTES, Response, files, parse_request
+from ratelimitd.services.envoy import SERVICE
 from tests import envoy_messages
 from tests.envoy_messages import request_of
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.model import Algorithm, Calendar, Decision, IdentifierType, Period, Reason, Rule
-from ratelimitd.services.envoy import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
+from ratelimitd.services.convert_envoy import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
 from tests.envoy_messages import Response
 
 NOW_S = 1_000

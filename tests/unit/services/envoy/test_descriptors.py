@@ -2,7 +2,7 @@ import pytest
 
 from ratelimitd.errors import CheckInvalidError
 from ratelimitd.model import INT32_MAX, Check, IdentifierType
-from ratelimitd.services.envoy import MAX_DESCRIPTORS, MAX_ENTRIES, checks_of, parse_request
+from ratelimitd.services.convert_envoy import MAX_DESCRIPTORS, MAX_ENTRIES, checks_of, parse_request
 from tests.envoy_messages import request_of
 
 IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY

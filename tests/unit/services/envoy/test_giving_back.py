@@ -3,7 +3,7 @@
 import pytest
 
 from ratelimitd.errors import HoldEndedError, HoldSettledError, InvalidInputError
-from ratelimitd.services.envoy import MAX_DESCRIPTORS
+from ratelimitd.services.convert_envoy import MAX_DESCRIPTORS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.envoy_messages import Response, giving_back, request_of
 from tests.unit.services.envoy_node import Node
