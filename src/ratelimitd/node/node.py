@@ -57,6 +57,7 @@ from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
+from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
@@ -325,6 +326,7 @@ class Node:
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
+                rate_limit_of=rate_limit_of,
                 admin_token=self._admin_token,
                 book=lambda: feed.book,
                 assignments=self._assignments,

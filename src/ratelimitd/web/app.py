@@ -47,7 +47,7 @@ from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
-from ratelimitd.web.pages.invoke import ServiceCalls
+from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
 from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
@@ -289,6 +289,7 @@ class Parts:
     """Lets a call pass that may be made."""
     translate: Translation
     """Converts the error of a call into a status."""
+    rate_limit_of: RateLimitOf
     admin_token: str
     now_s: Callable[[], float]
     """Unix time that never steps back."""
@@ -319,7 +320,7 @@ def application(parts: Parts) -> ASGIApp:
         templates=templates,
         users=parts.users,
     )
-    services = ServiceCalls(parts.methods, frame)
+    services = ServiceCalls(parts.methods, frame, parts.rate_limit_of)
     trail = AuditTrail(parts.audit)
     api = JsonApi(
         parts.methods,

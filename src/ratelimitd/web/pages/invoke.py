@@ -6,7 +6,8 @@ Never touches a store or a limiter: roles, validation, audit trail and errors ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from ratelimitd.errors import FieldViolation
-from ratelimitd.model import Limit, Period
+from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
 from ratelimitd.web.api.http_call import settled
 from ratelimitd.web.pages.page_base import Frame
@@ -76,12 +77,17 @@ class Question(NamedTuple):
         return {**self._asdict(), "also": also}
 
 
+RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
+"""Returns the contract's message of a rule, as the services do."""
+
+
 class ServiceCalls:
     """The calls that pages make."""
 
-    def __init__(self, methods: Methods, frame: Frame) -> None:
+    def __init__(self, methods: Methods, frame: Frame, rate_limit_of: RateLimitOf) -> None:
         self._methods = methods
         self._frame = frame
+        self._rate_limit_of = rate_limit_of
 
     async def create(self, request: Request, form: RuleForm) -> str:
         """Store a new rule; returns its id.
@@ -89,14 +95,14 @@ class ServiceCalls:
         Raises:
             Rejected: it was not stored. So do all of these.
         """
-        message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=_rate_limit(form))
+        rate_limit = self._rate_limit_of(replace(form.checked(), etag=""))
+        message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
         answer = await self._ask(request, f"{CONFIG}/CreateRateLimit", message)
         return ratelimiter_pb2.RateLimit.FromString(answer).id
 
     async def update(self, request: Request, rule_id: str, form: RuleForm, etag: str) -> None:
         """Replace a rule, if ``etag`` is its current one."""
-        rate_limit = _rate_limit(form)
-        rate_limit.id, rate_limit.etag = rule_id, etag
+        rate_limit = self._rate_limit_of(replace(form.checked(), id=rule_id, etag=etag))
         message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
         await self._ask(request, f"{CONFIG}/UpdateRateLimit", message)
 
@@ -162,45 +168,6 @@ class ServiceCalls:
             return await settled(self._methods.unary[method](message.SerializeToString(), call))
         except RpcError as error:
             raise _rejected(error) from None
-
-
-def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
-    """Return the message of a form that passed :meth:`RuleForm.checked`."""
-    rule = form.checked()
-    limits = rule.limits if rule.has_list else ()
-    return ratelimiter_pb2.RateLimit(
-        endpoint=rule.endpoint,
-        identifier_type=rule.identifier_type,
-        limit=rule.limit,
-        window_seconds=rule.window_seconds,
-        algorithm=rule.algorithm,
-        enabled=rule.enabled,
-        limits=map(_limit_of, limits),
-        plans={
-            plan.name: ratelimiter_pb2.LimitList(limits=map(_limit_of, plan.limits))
-            for plan in rule.plans
-        },
-    )
-
-
-def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
-    return ratelimiter_pb2.Limit(
-        name=limit.name,
-        limit=limit.limit,
-        window_seconds=limit.window_seconds,
-        algorithm=limit.algorithm,
-        burst=limit.burst,
-        **_calendar(limit),
-        enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
-    )
-
-
-def _calendar(limit: Limit) -> dict[str, Any]:
-    if limit.calendar is None:
-        return {}
-    period, time_zone, anchor_day = limit.calendar
-    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
-    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
 
 
 def _rejected(error: RpcError) -> Rejected:

@@ -4,6 +4,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
+from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.errors import rich_error
 from ratelimitd.web.pages.invoke import (
     CHECK_METHOD,
@@ -35,7 +36,7 @@ class Services:
     def __init__(self):
         self.asked = []
         self.answer = b""
-        self.calls = ServiceCalls(Methods(unary=self), self)
+        self.calls = ServiceCalls(Methods(unary=self), self, rate_limit_of)
 
     def __getitem__(self, method):
         def handler(data, call):
