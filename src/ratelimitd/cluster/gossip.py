@@ -27,7 +27,7 @@ from ratelimitd.model import INT32_MAX, MAX_TIME_US, Limit
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.pubsub import Bus
     from ratelimitd.cluster.redis.store import RedisStore
-    from ratelimitd.cluster.shared_buckets import SharedBuckets
+    from ratelimitd.cluster.refresh import Refresh
 
 MAX_PER_MESSAGE: Final = 100
 """Buckets in one message: 6 KB at most."""
@@ -106,14 +106,14 @@ def packed_state(name: bytes, shared: SharedState) -> bytes | None:
     )
 
 
-def take(payload: bytes, buckets: SharedBuckets, *, rules_changed: Callable[[], None]) -> None:
+def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None]) -> None:
     """Go by a message of another node; one that is none of ours is left alone."""
     kind, body = payload[:1], payload[1:]
     if kind == b"R":
         rules_changed()
     elif kind == b"D":
         for start in range(0, len(body) - NAME_BYTES + 1, NAME_BYTES):
-            buckets.doubt(body[start : start + NAME_BYTES])
+            refresh.doubt(body[start : start + NAME_BYTES])
     elif kind == b"S":
         try:
             parts = [*_STATE.iter_unpack(body)]
@@ -124,7 +124,7 @@ def take(payload: bytes, buckets: SharedBuckets, *, rules_changed: Callable[[], 
             is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
             if is_sound and 1 <= limit <= INT32_MAX:
                 spent = high << _LOW_BITS | low
-                buckets.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
+                refresh.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
 
 
 _Answer = asyncio.Future[RateLimitdError | None]

@@ -19,6 +19,7 @@ from ratelimitd.cluster.gossip import Gossip, take
 from ratelimitd.cluster.holds import SharedHolds
 from ratelimitd.cluster.membership import BEAT_S, Membership, SharedTime, StatusBoard
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
+from ratelimitd.cluster.refresh import Refresh
 from ratelimitd.cluster.shared_buckets import SharedBuckets
 from ratelimitd.cluster.store_servers import Breakers
 from ratelimitd.cluster.strict_buckets import StrictBuckets
@@ -117,9 +118,11 @@ class Cluster:
             now_us=clock.monotonic_us(),
         )
         self.buckets: SharedBuckets | StrictBuckets
-        self._eventual: SharedBuckets | None = None
+        self._refresh: Refresh | None = None
+        """Unset on a strict node, which has no views."""
+        changed: Callable[[bytes, bool], None]
         if settings.consistency == "strict":
-            self.buckets = StrictBuckets(
+            self.buckets = strict = StrictBuckets(
                 store=store,
                 tags=by_octet,
                 stored_name=stored_name,
@@ -127,8 +130,18 @@ class Cluster:
                 callers_time=settings.timestamps == "caller",
                 breaker_denies=settings.on_breaker_open == "deny",
             )
+            changed = strict.was_changed
         else:
-            self.buckets = self._eventual = SharedBuckets(
+            self._refresh = Refresh(
+                store=store,
+                tags=by_octet,
+                cache=self.cache,
+                clock=clock,
+                gossip=self.gossip,
+                accuracy=self.accuracy,
+            )
+            changed = self._refresh.was_changed
+            self.buckets = SharedBuckets(
                 store=store,
                 tags=by_octet,
                 cache=self.cache,
@@ -138,7 +151,7 @@ class Cluster:
                 stats=stats,
                 membership=self.membership,
                 gossip=self.gossip,
-                accuracy=self.accuracy,
+                refresh=self._refresh,
                 answer_s=settings.redis_timeout_ms / 1000,
                 decides_alone=settings.on_breaker_open == "local",
                 breaker_denies=settings.on_breaker_open == "deny",
@@ -149,8 +162,8 @@ class Cluster:
             stored_name=stored_name,
             clock=clock,
             timers=loop,
-            store_time=self._eventual is None and settings.timestamps != "caller",
-            changed=self.buckets.was_changed,
+            store_time=self._refresh is None and settings.timestamps != "caller",
+            changed=changed,
             max_holds=settings.max_holds,
             max_per_bucket=settings.max_holds_per_bucket,
         )
@@ -208,8 +221,8 @@ class Cluster:
         for tag in self._tags[self._step :: self._steps]:
             tag.sync()
         self._step = (self._step + 1) % self._steps
-        if self._eventual is not None:
-            self._eventual.step()
+        if self._refresh is not None:
+            self._refresh.step()
         if not self._step:
             self.gossip.publish()
 
@@ -233,16 +246,16 @@ class Cluster:
 
     def take(self, payload: bytes) -> None:
         """Apply a message of another node."""
-        if self._eventual is not None:
-            take(payload, self._eventual, rules_changed=self._rules_changed.set)
+        if self._refresh is not None:
+            take(payload, self._refresh, rules_changed=self._rules_changed.set)
         elif payload[:1] == b"R":
             self._rules_changed.set()
 
     def resync(self) -> None:
         """Read rules and buckets again: messages of other nodes may have been lost."""
         self._rules_changed.set()
-        if self._eventual is not None:
-            self._eventual.resync()
+        if self._refresh is not None:
+            self._refresh.resync()
 
     # What the hash tags report
 

@@ -91,6 +91,13 @@ def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLim
     check.resolve(outcome)
 
 
+def resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) -> None:
+    """Resolve the first check of a bucket, which is ``shared`` now."""
+    if outcome[0] and not check.peek:
+        check.was_charged(shared, 0)
+    check.resolve(outcome)
+
+
 def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:
     """Return the outcome of a check that the store allowed; ``view`` already includes the charge.
 

@@ -8,7 +8,7 @@ error is returned, and the limiter decides what it means. See ADR 0026 and ADR 0
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.clock import Clock
-from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
 from ratelimitd.cluster.joint_checks import (
@@ -27,20 +26,19 @@ from ratelimitd.cluster.joint_checks import (
 )
 from ratelimitd.cluster.membership import Membership
 from ratelimitd.cluster.packed import numbers_of, unpack
-from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, decided
-from ratelimitd.cluster.sync import Partition, RefreshQueue
+from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, decided, resolve_first
+from ratelimitd.cluster.refresh import Refresh
+from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import STORE_TIME, Met, SharedState, StoreCheck
+from ratelimitd.ledger.shared_state import STORE_TIME, Met, StoreCheck
 from ratelimitd.model import CONCURRENCY, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
-
-REREADS_PER_STEP: Final = 32
 
 MAX_MISSED: Final = 1_000
 """Missed buckets whose check has not been sent yet: as many as the longest batch has checks."""
@@ -66,7 +64,7 @@ class SharedBuckets:
         stats: CheckStats,
         membership: Membership,
         gossip: Gossip,
-        accuracy: Accuracy,
+        refresh: Refresh,
         answer_s: float,
         decides_alone: bool = False,
         breaker_denies: bool = False,
@@ -79,18 +77,14 @@ class SharedBuckets:
         self._membership = membership
         self._gossip = gossip
         self._stats = stats
-        self._accuracy = accuracy
+        self._refresh = refresh
         self._decides_alone = decides_alone
         self.errors_that_deny = errors_that_deny(breaker_denies=breaker_denies)
         self._timers = timers
         self._new_future = asyncio.get_running_loop().create_future
-        self.refresh = RefreshQueue()
-        """The denied buckets, which are read again periodically."""
         self._first_checks: dict[bytes, list[PendingCheck]] = {}
         self._missed: dict[bytes, bytes] = {}
         """Names of missed buckets by key, from :meth:`apply` or :meth:`peek` to :meth:`wait`."""
-        self._doubted: list[bytes] = []
-        self._unsynced: Iterator[int] = iter(())
         self._deadlines = Deadlines(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
         """Checks of known buckets that the store was asked to decide."""
@@ -211,11 +205,7 @@ class SharedBuckets:
             StoreUnavailableError: not known to be done.
         """
         names, now_us = [*map(self._stored_name, keys)], self._clock.now_us()
-        await reset_buckets(self._store, names, rules, self._was_reset, now_us=now_us)
-
-    def _was_reset(self, name: bytes, shared: SharedState) -> None:
-        self.heard(name, shared)
-        self._gossip.was_reset(name)
+        await reset_buckets(self._store, names, rules, self._refresh.was_reset, now_us=now_us)
 
     # Parts of checks on several buckets
 
@@ -279,82 +269,6 @@ class SharedBuckets:
         bucket.tag.flush()
         return True
 
-    # What comes from the store and from other nodes
-
-    def heard(self, name: bytes, shared: SharedState) -> None:
-        """Adopt a state of the store."""
-        bucket = self._tags[name[0]].bucket(name)
-        if bucket is None:
-            self._cache.forget_packed(name)
-            return
-        self._hear(bucket, shared)
-
-    def doubt(self, name: bytes) -> None:
-        """Read a bucket again, if this node knows it: another node changed it."""
-        bucket = self._tags[name[0]].bucket(name)
-        if bucket is None:
-            self._cache.forget_packed(name)
-        else:
-            self._store.read(name, bucket.view.rule, partial(self._cleared_up, bucket))
-
-    def _cleared_up(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
-        self._hear(bucket, shared)
-        if isinstance(shared, RateLimitdError) and not bucket.tag.server.is_open:
-            # The message is not repeated, so the bucket would stay stale until it is settled.
-            self._doubted.append(bucket.name)
-
-    def was_changed(self, name: bytes, is_low: bool) -> None:  # noqa: FBT001 -- bound by position
-        """A hold has changed a bucket in the store: read it again where it is known."""
-        self.doubt(name)
-        if is_low:
-            self._gossip.changed(name)
-
-    def resync(self) -> None:
-        """Messages of other nodes may have been lost: drop packed buckets, and read those in use again in steps."""
-        self._cache.forget_all_packed()
-        self._unsynced = iter(range(len(self._tags)))
-
-    def step(self) -> None:
-        """Do the periodic work in small steps: pack idle buckets, read doubted and denied ones again."""
-        self._doubt_next_tags()
-        for _ in range(min(REREADS_PER_STEP, len(self._doubted))):
-            self.doubt(self._doubted.pop())
-        now_us = self._clock.monotonic_us()
-        self._cache.step(now_us)
-        for bucket, times in self.refresh.due(now_us, REREADS_PER_STEP):
-            if bucket.tag.server.is_open:
-                self.refresh.looked(bucket, times, now_us, is_news=False)
-            else:
-                done = partial(self._looked, bucket, times)
-                self._store.read(bucket.name, bucket.view.rule, done)
-
-    def _doubt_next_tags(self) -> None:
-        """Doubt the buckets in use of the next hash tags after a :meth:`resync`, one tag at a time."""
-        while len(self._doubted) < REREADS_PER_STEP:
-            number = next(self._unsynced, None)
-            if number is None:
-                return
-            # Packed since the resync from a state that is as doubtful.
-            self._cache.forget_packed_of(number)
-            tag = self._tags[number]
-            if tag.number == number:  # else it is one of several that share a sender
-                self._doubted += tag.names
-
-    def _looked(
-        self, bucket: Bucket, times: int, shared: SharedState | RateLimitdError | None
-    ) -> None:
-        before = bucket.view.base
-        self._hear(bucket, shared)
-        is_news = bucket.view.base is not before
-        self.refresh.looked(bucket, times, self._clock.monotonic_us(), is_news=is_news)
-
-    def _hear(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
-        """Adopt what was read of a known bucket; a full one has no state."""
-        if isinstance(shared, SharedState):
-            bucket.tag.first_word()
-            bucket.view.hear(shared)
-            self._accuracy.take_counts(bucket)
-
     # Unknown buckets
 
     def _ask_first(self, key: bytes, name: bytes, check: PendingCheck, *, is_counted: bool) -> None:
@@ -394,11 +308,11 @@ class SharedBuckets:
         outcome, shared = met
         first = checks[0]
         self._stats.bucket_missed_total += is_counted and not first.is_answered
-        _resolve_first(first, outcome, shared)
+        resolve_first(first, outcome, shared)
         is_noteworthy = not first.peek and _is_noteworthy(first, outcome)
         bucket = tag.bucket(name)
         if bucket is not None:  # made while the breaker was open
-            self._hear(bucket, shared)
+            self._refresh.adopt(bucket, shared)
         elif is_noteworthy or len(checks) > 1:
             bucket = Bucket(key, name, tag, first.rule, shared)
         else:
@@ -409,7 +323,7 @@ class SharedBuckets:
         if is_noteworthy and outcome[0]:
             self._gossip.settled(bucket, None)
         elif is_noteworthy and not bucket.is_denied:
-            self.refresh.denied(bucket, self._clock.monotonic_us())
+            self._refresh.queue.denied(bucket, self._clock.monotonic_us())
         for check in checks[1:]:
             try:
                 self._decide(bucket, check)
@@ -543,7 +457,7 @@ class SharedBuckets:
         if outcome is None:
             return None
         if not bucket.is_denied:
-            self.refresh.denied(bucket, self._clock.monotonic_us())
+            self._refresh.queue.denied(bucket, self._clock.monotonic_us())
         if bucket.view.knows_better and not bucket.is_dirty:
             # Nothing is spent, so nothing else would bring the new limit to the store.
             bucket.tag.touch(bucket)
@@ -562,12 +476,6 @@ class SharedBuckets:
         view = bucket.view
         if rule.revision >= view.rule.revision:
             view.edit(rule)
-
-
-def _resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) -> None:
-    if outcome[0] and not check.peek:
-        check.was_charged(shared, 0)
-    check.resolve(outcome)
 
 
 def _is_noteworthy(check: PendingCheck, outcome: Outcome) -> bool:

@@ -19,7 +19,7 @@ from ratelimitd.cluster.joint_checks import (
     PartCheck,
     errors_that_deny,
 )
-from ratelimitd.cluster.pending import Bucket, decided
+from ratelimitd.cluster.pending import Bucket, decided, resolve_first
 from ratelimitd.cluster.redis.codec import JOINED
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
@@ -218,10 +218,7 @@ def _part_decided(check: PartCheck, server: StoreServer, met: Met | RateLimitdEr
         check.resolve(met)
         return
     server.answered()
-    outcome, shared = met
-    if outcome[0] and not check.peek:
-        check.was_charged(shared, 0)
-    check.resolve(outcome)
+    resolve_first(check, *met)
 
 
 def _decided(

@@ -8,11 +8,10 @@ acknowledged, and then the views of its buckets go on from the state that it lef
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.cluster.packed import Packed, is_usual, unpack
 from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
@@ -366,62 +365,3 @@ class Partition:
         # One without spends may have been packed and unpacked as another object.
         if self.buckets.get(bucket.name) is bucket:
             del self.buckets[bucket.name]
-
-
-PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
-"""Pauses between two reads of a bucket; the last one repeats."""
-
-MAX_BUCKETS: Final = 100_000
-"""Limit of denied buckets that are read again in the background; others are read by their next check."""
-
-
-class _Look(NamedTuple):
-    due_us: int
-    times: int
-    bucket: Bucket
-
-
-class RefreshQueue:
-    """The denied buckets of a node, by when they are due. ``now_us`` is monotonic."""
-
-    def __init__(self) -> None:
-        self._queues = tuple(deque[_Look]() for _ in PAUSES_US)
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def denied(self, bucket: Bucket, now_us: int) -> None:
-        """A check of this bucket was denied, the first one since it was last read."""
-        bucket.is_denied = True
-        if not bucket.is_watched and self._count < MAX_BUCKETS:
-            bucket.is_watched = True
-            self._later(bucket, 0, now_us)
-
-    def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
-        """Return the next buckets to read, with their number of earlier reads; report each by :meth:`looked`.
-
-        A bucket without a denial since its last read is dropped.
-        """
-        looks: list[tuple[Bucket, int]] = []
-        for queue in self._queues:
-            # Each queue has one pause, so it is in the order of time.
-            while queue and queue[0].due_us <= now_us and most:
-                most -= 1
-                _, times, bucket = queue.popleft()
-                self._count -= 1
-                if bucket.is_denied:
-                    bucket.is_denied = False
-                    looks.append((bucket, times))
-                else:
-                    bucket.is_watched = False
-        return looks
-
-    def looked(self, bucket: Bucket, times: int, now_us: int, *, is_news: bool) -> None:
-        """Schedule the next read: later each time, soon if the state had changed."""
-        self._later(bucket, 0 if is_news else times + 1, now_us)
-
-    def _later(self, bucket: Bucket, times: int, now_us: int) -> None:
-        step = min(times, len(PAUSES_US) - 1)
-        self._queues[step].append(_Look(now_us + PAUSES_US[step], times, bucket))
-        self._count += 1

@@ -128,11 +128,11 @@ async def test_where_too_many_wait_for_the_store_the_others_have_views():
     for key in keys:
         world.check(key)
         world.at_once(key)
-        world.buckets.step()
+        world.refresh.step()
     assert (len(world.cache), len(views(world))) == (390, 10)
     world.settle()
     for _ in range(10):
-        world.buckets.step()
+        world.refresh.step()
     assert len(world.cache) <= 50
 
 
@@ -144,7 +144,7 @@ async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
         world.sync()
     shared = reset(world.store.ledger.buckets[name_of(b"a")], RULE)
     world.store.ledger.buckets[name_of(b"a")] = shared
-    world.buckets.heard(name_of(b"a"), shared)
+    world.refresh.heard(name_of(b"a"), shared)
     assert remaining(world) == LIMIT
     world.store.mode = "up"
     for request in world.store.held:
@@ -156,7 +156,7 @@ async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
 async def test_what_another_node_tells_counts_beside_it(world):
     world.at_once(cost=2)
     world.store.spend(b"a", RULE, 600, world.clock.now_us())
-    world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+    world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
     assert remaining(world) == LIMIT - 603
     world.settle()
     assert world.store.spent(b"a") == 603
@@ -211,10 +211,10 @@ async def test_a_bucket_is_not_in_a_batch_twice(world):
     world.at_once()
     world.sync()
     world.at_once()
-    world.buckets.heard(*reset_in_store(world))
+    world.refresh.heard(*reset_in_store(world))
     world.run(IDLE_US)
-    world.buckets.step()
-    world.buckets.step()
+    world.refresh.step()
+    world.refresh.step()
     world.at_once(cost=3)
     world.store.mode = "up"
     world.store.held_one().answer()
@@ -227,7 +227,7 @@ async def test_a_bucket_is_not_in_a_batch_twice(world):
 async def test_where_the_store_has_lost_a_reset_its_state_is_not_taken_for_a_later_one(world):
     before = world.store.ledger.buckets[name_of(b"a")]
     world.know()
-    world.buckets.heard(*reset_in_store(world))
+    world.refresh.heard(*reset_in_store(world))
     world.pack()
     world.store.mode = "held"
     world.at_once(cost=2)
@@ -245,8 +245,8 @@ async def test_after_messages_were_lost_its_bucket_is_read_again(world):
     request = world.store.held_one()
     world.store.mode = "up"
     world.store.spend(b"a", RULE, 600, world.clock.now_us())
-    world.buckets.resync()
-    world.buckets.step()
+    world.refresh.resync()
+    world.refresh.step()
     world.run(2 * MS)
     request.done(None)
     assert world.check()[:2] == (True, LIMIT - 602)
@@ -280,7 +280,7 @@ async def test_a_check_that_a_former_view_has_waited_for_is_charged_beside_it():
     world.store.held_one().done(None)
     world.store.mode = "up"
     world.know(b"b")
-    world.buckets.step()
+    world.refresh.step()
     world.check()
     world.at_once(cost=2)
     world.run(20 * MS)

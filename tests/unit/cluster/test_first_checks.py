@@ -17,7 +17,6 @@ class Scene(World):
 
     def __init__(self):
         super().__init__(RULE, decides_alone=True)
-        self.refresh = self.buckets.refresh
 
     def ask(self, key=b"a", cost=1, *, peek=False):
         return self.wait(key, cost, peek=peek)
@@ -105,7 +104,7 @@ async def test_a_bucket_that_is_denied_is_in_use_and_read_again(scene):
     scene.run(MS)
     assert answer.result()[4] is LIMIT_EXCEEDED
     assert scene.cache.get(b"a").is_denied
-    assert len(scene.refresh) == 1
+    assert len(scene.refresh.queue) == 1
 
 
 async def test_one_that_is_denied_to_who_only_asks_is_not(scene):
@@ -113,7 +112,7 @@ async def test_one_that_is_denied_to_who_only_asks_is_not(scene):
     answer = scene.ask(peek=True)
     scene.run(MS)
     assert answer.result()[4] is LIMIT_EXCEEDED
-    assert (scene.cache.get(b"a"), len(scene.refresh)) == (None, 0)
+    assert (scene.cache.get(b"a"), len(scene.refresh.queue)) == (None, 0)
 
 
 @pytest.mark.parametrize(("before", "cost", "told"), [(3, 3, 1), (3, 2, 0), (6, 1, 0), (0, 9, 1)])
@@ -146,6 +145,6 @@ async def test_one_that_is_denied_and_watched_already_is_watched_once(scene):
     scene.spent(10)
     scene.open_breaker()
     scene.at_once()
-    scene.refresh.denied(scene.cache.get(b"a"), 0)
+    scene.refresh.queue.denied(scene.cache.get(b"a"), 0)
     held.answer()
-    assert len(scene.refresh) == 1
+    assert len(scene.refresh.queue) == 1

@@ -58,7 +58,7 @@ class Scene(World):
     def others_spend(self, key, tokens):
         """Another node spends, and this one hears of it."""
         self.store.spend(key, self.RULES[key], tokens, self.clock.now_us())
-        self.buckets.heard(name_of(key), self.store.ledger.buckets[name_of(key)])
+        self.refresh.heard(name_of(key), self.store.ledger.buckets[name_of(key)])
 
     def spent(self, keys=b"at"):
         return [self.store.spent(bytes([key])) for key in keys]
@@ -102,7 +102,7 @@ async def test_a_denial_is_watched_as_ever(scene):
     scene.know_all()
     scene.others_spend(b"t", 100)
     scene.all_at_once()
-    assert len(scene.buckets.refresh) == 1
+    assert len(scene.refresh.queue) == 1
 
 
 async def test_unknown_buckets_are_asked_together_and_the_check_waits_for_all(scene):
@@ -218,7 +218,7 @@ async def test_a_peek_charges_nothing(scene, is_known):
         assert verdicts(scene.met(cost=3, peek=True)) == [(True, 97), (True, 97)]
     scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
     if not is_known:
-        scene.buckets.resync()
+        scene.refresh.resync()
         assert verdicts(scene.met(cost=3, peek=True)) == [(True, 100), (False, 0)]
     scene.settle()
     assert scene.spent() == [0, 100]

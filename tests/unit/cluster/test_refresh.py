@@ -1,8 +1,8 @@
 import pytest
 
-from ratelimitd.cluster import sync as rereading_module
+from ratelimitd.cluster import refresh as rereading_module
 from ratelimitd.cluster.pending import Bucket
-from ratelimitd.cluster.sync import MAX_BUCKETS, PAUSES_US, RefreshQueue
+from ratelimitd.cluster.refresh import MAX_BUCKETS, PAUSES_US, RefreshQueue
 from tests.unit.cluster.world import MS, NO_TAG, RULE, SECOND, name_of
 
 

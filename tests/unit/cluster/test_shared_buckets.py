@@ -7,7 +7,8 @@ import pytest
 
 from ratelimitd.cluster import sync
 from ratelimitd.cluster.pending import HASH_TAGS
-from ratelimitd.cluster.shared_buckets import MAX_MISSED, REREADS_PER_STEP
+from ratelimitd.cluster.refresh import REREADS_PER_STEP
+from ratelimitd.cluster.shared_buckets import MAX_MISSED
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import YEAR_2025_S
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
@@ -354,7 +355,7 @@ class TestOutage:
         world.at_once(cost=2)
         for other in (b"b", b"c"):
             world.at_once(other)
-            world.buckets.step()
+            world.refresh.step()
         assert world.cache.get(b"a") is None
         world.store.held_one().answer()
         assert answer.result()[:2] == (True, 9)
@@ -389,7 +390,7 @@ class TestOutage:
         assert world.at_once(cost=10)[0]
         world.run(SECOND)
         world.store.spend(b"a", world.rule, 1, world.clock.now_us())
-        world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+        world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.accuracy.forgiven_total == 10
 
     async def test_a_slot_that_stands_half_moved_opens_none_and_nobody_waits_for_it(self):
@@ -467,12 +468,12 @@ class TestNews:
     async def test_a_state_that_another_node_tells_is_the_base(self, world):
         world.know()
         world.store.spend(b"a", RULE, 900, world.clock.now_us())
-        world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+        world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.peek()[1] == 99
 
     async def test_one_of_an_unknown_bucket_changes_nothing(self, world):
-        world.buckets.heard(name_of(b"a"), reset(None, RULE))
-        world.buckets.doubt(name_of(b"a"))
+        world.refresh.heard(name_of(b"a"), reset(None, RULE))
+        world.refresh.doubt(name_of(b"a"))
         assert (len(world.cache), world.store.requests) == (0, [])
 
     @pytest.mark.parametrize("tell", ["heard", "doubt"])
@@ -485,7 +486,7 @@ class TestNews:
         assert len(world.cache) == 1
         shared = world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
         arguments = [name_of(b"a"), shared][: 2 if tell == "heard" else 1]
-        getattr(world.buckets, tell)(*arguments)
+        getattr(world.refresh, tell)(*arguments)
         assert len(world.cache) == 0
         assert world.at_once() is None
         assert world.check()[1] == 999
@@ -494,7 +495,7 @@ class TestNews:
         world.check(cost=900)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
-        world.buckets.doubt(name_of(b"a"))
+        world.refresh.doubt(name_of(b"a"))
         world.run(MS)
         assert world.at_once()[1] == 999
 
@@ -503,10 +504,10 @@ class TestNews:
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
         world.store.mode = "held"
-        world.buckets.doubt(name_of(b"a"))
+        world.refresh.doubt(name_of(b"a"))
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
-        world.buckets.step()
+        world.refresh.step()
         world.run(MS)
         assert world.at_once()[1] == 999
 
@@ -515,7 +516,7 @@ class TestNews:
         world.check(cost=900)
         world.settle()
         world.store.mode = "held"
-        world.buckets.doubt(name_of(b"a"))
+        world.refresh.doubt(name_of(b"a"))
         world.store.held_one().done(answer)
         assert world.peek()[1] == 99
 
@@ -523,10 +524,10 @@ class TestNews:
         keys = [b"%d" % number for number in range(REREADS_PER_STEP + 1)]
         world.know(*keys)
         known = len(world.store.asked("read"))
-        world.buckets.resync()
+        world.refresh.resync()
         reads = []
         for _ in range(3):
-            world.buckets.step()
+            world.refresh.step()
             reads.append(len(world.store.asked("read")) - known)
         assert reads == [REREADS_PER_STEP, REREADS_PER_STEP + 1, REREADS_PER_STEP + 1]
         assert {*world.store.asked("read")[known:]} == {*map(name_of, keys)}
@@ -543,32 +544,32 @@ class TestNews:
         world.know(*keys)
         for tag in world.tags:
             tag.buckets = Watched(tag.buckets)
-        world.buckets.resync()
+        world.refresh.resync()
         assert Watched.looked_at == 0
         known, filled = len(world.store.asked("read")), {name_of(key)[0] for key in keys}
         for _ in range(len(filled)):
             before = Watched.looked_at
-            world.buckets.step()
+            world.refresh.step()
             assert Watched.looked_at - before <= HASH_TAGS
             assert len(world.store.asked("read")) - known <= REREADS_PER_STEP * len(filled)
-        world.buckets.step()
+        world.refresh.step()
         assert {*world.store.asked("read")[known:]} >= {*map(name_of, keys)}
 
     async def test_what_is_packed_between_a_gap_and_its_turn_is_read_again(self, world):
         world.know()
-        world.buckets.resync()
+        world.refresh.resync()
         bucket = world.cache.get(b"a")
         world.cache._retire(world.cache.young.pop(b"a"))
         assert world.cache.take_packed(bucket.name) is not None
         world.cache.put_packed(bucket.name, bucket.view.base)
-        world.buckets.step()
+        world.refresh.step()
         assert world.cache.take_packed(bucket.name) is None
 
     async def test_after_a_gap_what_is_packed_is_read_again_when_it_is_asked_for(self, world):
         world.check()
         world.settle()
         world.pack()
-        world.buckets.resync()
+        world.refresh.resync()
         assert world.at_once() is None
 
 
@@ -640,7 +641,7 @@ class TestDenials:
         while world.clock.monotonic_us() - began_us < us:
             world.at_once()
             known = len(world.store.asked("read"))
-            world.buckets.step()
+            world.refresh.step()
             if len(world.store.asked("read")) > known:
                 reads.append((world.clock.monotonic_us() - began_us) // MS)
             world.run(10 * MS)
@@ -670,7 +671,7 @@ class TestDenials:
         world.open_breaker()
         known = len(world.store.requests)
         world.run(SECOND)
-        world.buckets.step()
+        world.refresh.step()
         assert len(world.store.requests) == known
 
 
@@ -683,7 +684,7 @@ class TestEviction:
         world.check(b"a", cost=100)
         for _ in range(3):  # others come, until it leaves
             world.know(b"b", b"c")
-            world.buckets.step()
+            world.refresh.step()
         assert world.cache.get(b"a") is None
         assert world.at_once(b"a")[:2] == (True, RULE.limit - 101)
         assert len(world.cache) <= 3
@@ -697,7 +698,7 @@ class TestEviction:
         world.check(b"a", cost=100)
         for _ in range(3):
             world.know(b"b", b"c")
-            world.buckets.step()
+            world.refresh.step()
         world.settle()
         assert world.at_once(b"a") is None
         assert world.check(b"a")[:2] == (True, RULE.limit - 101)

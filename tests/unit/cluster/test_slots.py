@@ -120,13 +120,13 @@ async def test_who_knows_a_bucket_that_a_hold_has_changed_reads_it_again():
     scene = Scene()
     scene.know(A)
     scene.store.spend(A, RULE, 600, scene.clock.now_us())
-    scene.buckets.was_changed(name_of(A), True)
-    scene.buckets.was_changed(name_of(A), True)
+    scene.refresh.was_changed(name_of(A), True)
+    scene.refresh.was_changed(name_of(A), True)
     scene.run(2 * MS)
     assert scene.at_once(A)[:2] == (True, 399)
     assert scene.bus.published == [(A[0], b"D" + name_of(A))]
     scene.gossip.publish()
-    scene.buckets.was_changed(name_of(A), False)
+    scene.refresh.was_changed(name_of(A), False)
     assert len(scene.bus.published) == 1
 
 

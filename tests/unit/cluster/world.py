@@ -11,6 +11,7 @@ from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import IDLE_US, BucketCache
 from ratelimitd.cluster.gossip import Gossip
 from ratelimitd.cluster.pending import HASH_TAGS
+from ratelimitd.cluster.refresh import Refresh
 from ratelimitd.cluster.shared_buckets import SharedBuckets
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
@@ -249,6 +250,14 @@ class World:
         self.cache = BucketCache(
             max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()
         )
+        self.refresh = Refresh(
+            store=self.store,
+            tags=self.tags,
+            cache=self.cache,
+            clock=self.clock,
+            gossip=self.gossip,
+            accuracy=self.accuracy,
+        )
         self.buckets = SharedBuckets(
             store=self.store,
             tags=self.tags,
@@ -259,7 +268,7 @@ class World:
             stats=self.stats,
             membership=self.members,
             gossip=self.gossip,
-            accuracy=self.accuracy,
+            refresh=self.refresh,
             answer_s=0.02,
             **options,
         )
@@ -324,7 +333,7 @@ class World:
             self.run(STEP_US)
             if but is not None:
                 self.at_once(but)
-            self.buckets.step()
+            self.refresh.step()
 
     def settle(self):
         """Let everything arrive."""
