@@ -106,7 +106,7 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
         return application(replace(parts, live=PaintedLive(count, strained=strained)))
 
     async def run() -> None:
-        with patch("ratelimitd.node.node.application", with_paint):
+        with patch("ratelimitd.node.serving.application", with_paint):
             async with running_node(node_id="n1", rules_file=RULES) as node:
                 await _paint_rules(node)
                 addresses.append(node.http_address)

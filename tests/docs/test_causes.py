@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from ratelimitd.http2.limits import ALLOWANCES
-from ratelimitd.node.transports import CAUSES
+from ratelimitd.node.serving import CAUSES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/operations.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("\n## Limits and abuse\n", 1)[1].split("\n## ", 1)[0]

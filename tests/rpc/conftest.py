@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from tests.rpc.abuse import LINES, Serving
 from tests.rpc.node import running_node
 

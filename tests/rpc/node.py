@@ -17,7 +17,7 @@ from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
-from ratelimitd.node.transports import server_of
+from ratelimitd.node.serving import server_of
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server

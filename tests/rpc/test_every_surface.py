@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimitd.services.auth import Role
 from tests.every_surface import REQUESTS, attempts
 from tests.system.process import Files

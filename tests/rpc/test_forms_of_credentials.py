@@ -10,7 +10,7 @@ import h2.events
 import httpx
 import pytest
 
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimitd.services import config
 from ratelimitd.services.auth import Role
 from ratelimitd.services.guesses import MAX_GUESSES, SPARE

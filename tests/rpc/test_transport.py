@@ -12,7 +12,7 @@ import pytest
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
-from ratelimitd.node.transports import server_of
+from ratelimitd.node.serving import server_of
 from ratelimitd.rpc.interface import Methods, RpcError, Server, StatusCode, TransportLimits
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

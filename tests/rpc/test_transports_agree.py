@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.node.transports import TRANSPORTS, server_of
+from ratelimitd.node.serving import TRANSPORTS, server_of
 from ratelimitd.rpc.interface import (
     MAX_MESSAGE_BYTES,
     Methods,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimitd.services.auth import Role
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.chaos_proxy import ChaosProxy

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details
 from grpc_health.v1 import health_pb2
 
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.system.other_clients import BufCurl, GrpcGo, Question, grpc_go
 from tests.system.process import NEVER_ENDING_S, Files

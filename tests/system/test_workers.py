@@ -17,7 +17,7 @@ import trustme
 from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd.cli import main
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import digest_of, entry, token_of, write

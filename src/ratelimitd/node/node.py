@@ -1,13 +1,13 @@
 """The composition root: which adapters a node is made of, in which order they open, and in which they close.
 
-The only module that names them. Decides nothing about checks; signals, stdout and the exit code are the supervisor's.
+What it answers, and on which ports, is in :mod:`ratelimitd.node.serving`. Decides nothing about checks; signals, stdout
+and the exit code are the supervisor's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
@@ -25,7 +25,6 @@ from ratelimitd.cluster.node import Cluster, SharedStateStatus
 from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
-from ratelimitd.fair_queue import FairQueue
 from ratelimitd.ledger.holds import Holds
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.interfaces import RemoteBuckets
@@ -33,9 +32,9 @@ from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
+from ratelimitd.node.serving import CAUSES, Serving
 from ratelimitd.node.startup import feed_of
 from ratelimitd.node.tokens_file import TokensFile
-from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history, rule_traffic
 from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import EMBEDDED, Health
@@ -44,8 +43,7 @@ from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
-from ratelimitd.rpc.interface import Methods, Server, TransportLimits
-from ratelimitd.rpc.tls import TlsFiles, web_context
+from ratelimitd.rpc.interface import Server
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -53,31 +51,12 @@ from ratelimitd.rules.last_good import BucketKey
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
-from ratelimitd.services import grpc_health, reflection
-from ratelimitd.services.auth import Access, Credentials
-from ratelimitd.services.config import ConfigService
-from ratelimitd.services.convert import Identities
-from ratelimitd.services.convert_rules import rate_limit_of
-from ratelimitd.services.envoy import SERVICE as ENVOY
-from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
-from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
-from ratelimitd.services.guesses import TokenGuesses
-from ratelimitd.services.health import HealthService
-from ratelimitd.services.holds import HoldsService
-from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
-from ratelimitd.services.plans import PlansService
-from ratelimitd.services.rate_limiter import RateLimiterService
-from ratelimitd.services.reflection import ReflectionService
+from ratelimitd.services.methods import OUR_SERVICES, names_of
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
-from ratelimitd.web.api.json_api import CHECK_METHOD
-from ratelimitd.web.app import Parts, Readiness, application
+from ratelimitd.web.app import Readiness
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.pages.sessions import ProxyUsers, login_link, no_session
-from ratelimitd.web.server import HttpServer
-from ratelimitd.web.spop import SpopServer
-from ratelimitd.web.worker_proxy import FromParent
+from ratelimitd.web.pages.sessions import login_link
 
 if TYPE_CHECKING:
     from ratelimitd.observe.otel import OtelTracer
@@ -125,7 +104,6 @@ class Node:
         self._context = context or LogContext(self.node_id)
         self._runtime = Runtime()
         self._task_restarts: dict[str, int] = {}
-        self._callers_time = settings.timestamps == "caller"
         self._cluster: Cluster | None = None
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
@@ -142,10 +120,8 @@ class Node:
             transport=settings.transport,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
-        self._edge = ErrorEdge(self.stats)
         self._tracer: OtelTracer | None = None
         self._open = AsyncExitStack()
-        self._queue = FairQueue(time.monotonic)
         self._server: Server | None = None
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
@@ -209,7 +185,7 @@ class Node:
             }
             self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
         for warning in settings.warnings:
-            _warn(warning)
+            _log.warning("%s", warning)
         self._recorder = self._new_recorder()
         store = SqlRuleStore(
             open_database(settings.database_url), clock=self._clock, types=settings.known_types
@@ -249,7 +225,8 @@ class Node:
 
     async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
         """With buckets of its own, which survive a restart on its disk."""
-        table = BucketTable(self._settings.cache_entries, callers_time=self._callers_time)
+        callers_time = self._settings.timestamps == "caller"
+        table = BucketTable(self._settings.cache_entries, callers_time=callers_time)
         holds = OwnHolds(
             table,
             self._keys,
@@ -262,16 +239,15 @@ class Node:
             table,
             self._keys.secret,
             self._clock,
-            callers_time=self._callers_time,
+            callers_time=callers_time,
         )
         self._open.push_async_callback(snapshot.drain)
-        background = self._new_background(feed)
-        self._start_upkeep(background, table)
+        background = self._start_jobs(feed, table)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         holder = self._new_holder(limiter, holds)
-        parts = self._parts(feed, table, holder, snapshot=snapshot)
-        await self._serve(limiter, holder, store, parts, live=self._start_live(background, parts))
+        parts = self._parts(feed, table, holder, snapshot)
+        await self._serve(limiter, holder, store, parts, background=background)
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
         """With the buckets that all nodes share."""
@@ -289,64 +265,57 @@ class Node:
         await cluster.start()
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
             self._clock.anchor()  # no check has been answered by it yet
-        background = self._new_background(feed)
-        self._start_upkeep(background, None)
+        background = self._start_jobs(feed, None)
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
         holder = self._new_holder(limiter, cluster.holds)
-        parts = self._parts(feed, cluster.cache, holder, cluster=cluster)
-        await self._serve(limiter, holder, store, parts, live=self._start_live(background, parts))
+        parts = self._parts(feed, cluster.cache, holder)
+        await self._serve(limiter, holder, store, parts, background=background)
 
     async def _serve(
-        self, limiter: Limiter, holder: Holder, store: RuleStore, parts: NodeParts, *, live: Live
+        self,
+        limiter: Limiter,
+        holder: Holder,
+        store: RuleStore,
+        parts: NodeParts,
+        *,
+        background: Background,
     ) -> None:
-        feed = parts.feed
+        feed, live = parts.feed, self._start_live(background, parts)
         self._limiter, self.metrics = limiter, Metrics(parts)
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
-        access = self._access()
-        methods = self._methods(limiter, holder, store, feed, self.metrics, access, live)
-        auth = self._forward_auth(methods, access)
-        await self._start_http(
-            Parts(
-                node_id=self.node_id,
-                metrics=self.metrics,
-                readiness=lambda: self.readiness,
-                grpc_address=lambda: self.grpc_address,
-                hosts=self._settings.http_names,
-                methods=methods,
-                live=live,
-                rule_traffic=self._rule_traffic,
-                may_read=access.may_read,
-                may_administer=access.may_administer,
-                login=access.login,
-                session_of=self._tokens.tokens.session_of if self._tokens else no_session,
-                users=self._users(),
-                actor=access.actor,
-                admit=admission(access),
-                translate=self._edge.translate,
-                rate_limit_of=rate_limit_of,
-                admin_token=self._admin_token,
-                book=lambda: feed.book,
-                assignments=self._assignments,
-                audit=store,
-                now_s=self._now_s,
-                refused=self.stats.web_refusal,
-                ratelimit_headers=self._settings.ratelimit_headers,
-                queue=self._queue,
-                types=self._settings.known_types,
-                on_breaker_open=self._settings.on_breaker_open
-                if self._settings.consistency == "eventual"
-                else "",
-                auth=auth,
-                record_dir=self._settings.record_dir,
-            )
+        serving = Serving(
+            settings=self._settings,
+            opened=self._open,
+            limiter=limiter,
+            holder=holder,
+            store=store,
+            parts=parts,
+            metrics=self.metrics,
+            live=live,
+            keys=self._keys,
+            assignments=self._assignments,
+            rule_traffic=self._rule_traffic,
+            grpc_health=self._grpc_health,
+            tokens=self._tokens,
+            admin_token=self._admin_token,
+            tracer=self._tracer,
+            readiness=lambda: self.readiness,
+            grpc_address=lambda: self.grpc_address,
+            reuse_port=self._reuse_port,
         )
+        self.http_address = await serving.start_http()
         # Ends the streams of open pages, which would delay the drain.
         self._open.push_async_callback(live.end)
-        await self._start_spop(auth)
-        await self._start_grpc(methods)
+        self.spoe_address = await serving.start_spop()
+        server = serving.grpc_server()
+        self._open.push_async_callback(server.stop, self._settings.drain_s - self._closing_s)
+        if self._may_listen is not None:
+            await self._may_listen()
+        self.grpc_address = await server.start()
+        self._server = server
 
     def _new_limiter(
         self,
@@ -395,9 +364,7 @@ class Node:
         feed: RuleFeed,
         buckets: BucketTable | BucketCache,
         holder: Holder,
-        *,
         snapshot: SnapshotLog | None = None,
-        cluster: Cluster | None = None,
     ) -> NodeParts:
         return NodeParts(
             stats=self.stats,
@@ -407,7 +374,7 @@ class Node:
             feed=feed,
             buckets=buckets,
             snapshot=snapshot,
-            cluster=cluster,
+            cluster=self._cluster,
             task_restarts=self._task_restarts,
             transport=lambda: self._server.in_progress if self._server else None,
             transport_name=self._settings.transport,
@@ -429,100 +396,7 @@ class Node:
         self._grpc_health.set_serving()
         self._rules_log.take(book.revision, len(book))
 
-    def _access(self) -> Access:
-        settings = self._settings
-        return Access(
-            Credentials(
-                admin_token=self._admin_token,
-                check_token=settings.check_token,
-                admin_sans=frozenset(settings.admin_sans),
-                check_sans=frozenset(settings.check_sans),
-                loopback_admin=settings.loopback_admin,
-                admin_token_name=settings.admin_token_name,
-                named=self._tokens.tokens if self._tokens else None,
-            ),
-            TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
-        )
-
-    def _users(self) -> ProxyUsers:
-        settings = self._settings
-        if self._tokens is None:
-            return ProxyUsers()
-        return ProxyUsers(
-            settings.user_header, settings.trusted_proxies, self._tokens.tokens.user_of
-        )
-
-    def _methods(  # noqa: PLR0917 -- the parts that the services stand on
-        self,
-        limiter: Limiter,
-        holder: Holder,
-        store: RuleStore,
-        feed: RuleFeed,
-        metrics: Metrics,
-        access: Access,
-        live: Live,
-    ) -> Methods:
-        settings = self._settings
-        # Waits are known to a node's own buckets only.
-        identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
-        config = ConfigService(
-            store,
-            self._cluster or feed,
-            access.actor,
-            types=settings.known_types,
-            is_unused=lambda rule_id: rule_id not in self.stats.used_rules,
-        )
-        holds = HoldsService(
-            holder,
-            self._keys,
-            access.principal,
-            stats=self.stats,
-            identities=identities,
-            now_s=self._now_s,
-        )
-        offers = [
-            RateLimiterService(
-                limiter, self.stats, time.perf_counter, self._queue, identities=identities
-            ).methods(),
-            EnvoyService(
-                limiter,
-                self.stats,
-                time.perf_counter,
-                EnvoyOptions.of(
-                    settings.envoy_identifiers,
-                    settings.envoy_fields,
-                    settings.ratelimit_headers,
-                    identities,
-                ),
-                holds=holds,
-            ).methods(),
-            config.methods(),
-            PlansService(
-                store.assignments,
-                self._cluster or feed,
-                access.actor,
-                identities=identities,
-                page_key=config.page_key,
-                now_s=self._now_s,
-            ).methods(),
-            holds.methods(),
-            HealthService(
-                limiter,
-                report=self._health.report,
-                samples=metrics.samples,
-                unmatched=live.unmatched,
-                actor=access.actor,
-                identities=identities,
-            ).methods(),
-            self._grpc_health.methods(),
-        ]
-        if settings.reflection:
-            shown = (*OUR_SERVICES, ENVOY, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
-            offers.append(ReflectionService(shown).methods())
-        methods = guarded(offers, access, self._edge)
-        return methods if self._tracer is None else traced(methods, self._tracer)
-
-    def _new_background(self, feed: RuleFeed) -> Background:
+    def _start_jobs(self, feed: RuleFeed, table: BucketTable | None) -> Background:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
         background.every(SAMPLE_S, "rules log", self._rules_log.write)
@@ -531,9 +405,6 @@ class Node:
         background.start("rules", feed.run)
         if self._tokens is not None:
             background.every(SAMPLE_S, "tokens", self._tokens.reload)
-        return background
-
-    def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
         upkeep = Upkeep(
             clock=self._clock,
             table=table,
@@ -545,6 +416,7 @@ class Node:
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
         background.every(FOLD_S, "denials", self._denials.fold)
+        return background
 
     def _start_live(self, background: Background, parts: NodeParts) -> Live:
         live = live_of(
@@ -559,62 +431,6 @@ class Node:
         background.every(rule_traffic.STEP_S, "rule traffic", self._rule_traffic.sample)
         background.every(WATCH_S, "verdict", live.watch)
         return live
-
-    async def _start_http(self, parts: Parts) -> None:
-        settings = self._settings
-        listen = settings.http_listen
-        if listen is None:
-            return
-        app = application(parts)
-        if self._reuse_port:
-            # The address is the parent's, which passes on what is not for itself.
-            server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
-        else:
-            tls = web_context(_files_of(settings)) if settings.http_tls else None
-            server = HttpServer(app, *listen, tls=tls)
-        self._open.push_async_callback(server.stop)
-        self.http_address = await server.start()
-
-    def _forward_auth(self, methods: Methods, access: Access) -> ForwardAuth:
-        settings = self._settings
-        options = AuthOptions(
-            identifiers=settings.auth_identifiers,
-            endpoints=settings.auth_endpoints,
-            trusted_proxies=settings.trusted_proxies,
-            ignored=self.stats.ignored_forwarding,
-        )
-        return ForwardAuth(
-            methods.unary[CHECK_METHOD],
-            options,
-            admit=admission(access),
-            translate=self._edge.translate,
-            now_s=self._now_s,
-            revision=settings.ratelimit_headers,
-        )
-
-    async def _start_spop(self, auth: ForwardAuth) -> None:
-        listen = self._settings.spoe_listen
-        if listen is not None:
-            server = SpopServer(auth, *listen, reuse_port=self._reuse_port)
-            self._open.push_async_callback(server.stop)
-            self.spoe_address = await server.start()
-
-    async def _start_grpc(self, methods: Methods) -> None:
-        settings = self._settings
-        server = server_of(settings.transport)(
-            methods,
-            listen=str(settings.listen),
-            stats=self.stats,
-            tls=_files_of(settings),
-            limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
-            reuse_port=self._reuse_port,
-            queue=self._queue,
-        )
-        self._open.push_async_callback(server.stop, settings.drain_s - self._closing_s)
-        if self._may_listen is not None:
-            await self._may_listen()
-        self.grpc_address = await server.start()
-        self._server = server
 
 
 def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | None:
@@ -631,14 +447,6 @@ def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | N
         message = f"OTEL_ENDPOINT needs {error.name}: pip install 'ratelimitd[otel]'"
         raise StartupError(message) from None
     return OtelTracer(endpoint, node_id=node_id, ratio=ratio)
-
-
-def _files_of(settings: Settings) -> TlsFiles | None:
-    return TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-
-def _warn(line: str) -> None:
-    _log.warning("%s", line)
 
 
 def _report_fail_open(error: Exception) -> None:

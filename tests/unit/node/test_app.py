@@ -23,7 +23,7 @@ from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
 from ratelimitd.node import startup
 from ratelimitd.node.node import Node
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.settings.table import Settings
@@ -542,15 +542,14 @@ async def test_the_label_of_a_deleted_rule_is_released(kept):
         assert list(node.stats.by_rule) == []
 
 
-async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_before, monkeypatch):
-    node = node_of(kept)
+async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_before):
     reached = asyncio.Event()
 
-    async def hang(_methods):
+    async def hang():
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(node, "_start_grpc", hang)
+    node = node_of(kept, may_listen=hang)
     starting = asyncio.create_task(node.start())
     await reached.wait()
     starting.cancel()

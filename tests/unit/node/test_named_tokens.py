@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.node.transports import TRANSPORTS
+from ratelimitd.node.serving import TRANSPORTS
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs

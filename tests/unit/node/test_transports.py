@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ratelimitd.node.transports import CAUSES, TRANSPORTS, server_of
+from ratelimitd.node.serving import CAUSES, TRANSPORTS, server_of
 from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.server import NativeServer
 from ratelimitd.settings.table import Settings
