@@ -220,7 +220,7 @@ class AsyncRateLimiterClient(AsyncSessions):
             try:
                 answer = await session.call(HOLD, message, deadline_s)
             except CallError as error:
-                [decision] = session.fail_open.failed(error.code, error.details, 1)
+                decision = session.fail_open.not_held(error)
             else:
                 decision, held = session.fail_open.held(answer)
         else:

@@ -225,7 +225,7 @@ class Session:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except Exception as error:  # noqa: BLE001 - as in ask_many
             raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
         return answer
@@ -457,7 +457,7 @@ class AsyncSession:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except CallError:
             raise
         except Exception as error:  # noqa: BLE001 - as in _decisions
@@ -480,7 +480,7 @@ class AsyncSession:
             channel.cancel(call)
             raise
         if call.answer is None:
-            raise CallError(call.code, call.details)
+            raise CallError(call.code, call.details, call.status_details)
         return call.answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
