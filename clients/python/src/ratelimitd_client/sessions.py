@@ -159,11 +159,6 @@ class Sessions(_Arguments):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            self._sleep(decision.wait_ms / MS_PER_S)
-
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
 
@@ -343,11 +338,6 @@ class AsyncSessions(_Arguments):
         if self._process == os.getpid():
             return self._sessions.get(asyncio.get_running_loop())
         return None
-
-    async def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            await self._sleep(decision.wait_ms / MS_PER_S)
 
     def _forget(self, session: AsyncSession) -> None:
         self._sessions.pop(session.loop, None)
