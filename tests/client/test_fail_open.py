@@ -13,10 +13,12 @@ from ratelimitd_client.fail_open import (
     BATCH,
     CHECK,
     MAX_ANSWER_BYTES,
+    MAX_HOLD_ANSWER_BYTES,
     CallError,
     FailOpen,
     call_of,
     last_resort,
+    read,
 )
 from ratelimitd_client.log_throttle import INTERVAL_S, LogThrottle
 from ratelimitd_client.testing import ManualClock
@@ -79,6 +81,48 @@ def test_what_is_no_answer_lets_through_and_counts_as_a_failure(fail_open, answe
         assert [(d.reason, d.error) for d in decisions] == [(Reason.NO_ANSWER, "GARBLED")] * count
         assert all(d.fail_open for d in decisions)
     assert not fail_open.breaker.allows()
+
+
+def hold_response(hold, *, limits=0):
+    answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+    answer.limits.extend([pb.LimitStatus()] * limits)
+    return pb.HoldResponse(answer=answer, hold=hold).SerializeToString()
+
+
+LONGEST_HOLD = "x" * (MAX_HOLD_ANSWER_BYTES - len(hold_response("x" * 20_000)) + 20_000)
+
+
+def test_an_answer_to_a_hold_may_have_the_most_octets(fail_open):
+    decision, held = fail_open.held(hold_response(LONGEST_HOLD))
+    assert (decision.allowed, decision.reason) == (True, Reason.WITHIN_LIMIT)
+    assert held.hold == LONGEST_HOLD
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"",
+        b"\xff",
+        pb.HoldResponse(hold="and nothing else").SerializeToString(),
+        pb.HoldResponse(hold="x", answer=pb.RateLimitResponse()).SerializeToString(),
+        hold_response(LONGEST_HOLD + "x"),
+        hold_response("x", limits=MAX_ANSWER_BYTES // 2),
+    ],
+    ids=["none", "empty", "garbage", "a hold alone", "no reason", "too long", "too many limits"],
+)
+def test_what_is_no_answer_to_a_hold_lets_through_and_counts_as_a_failure(fail_open, answer):
+    for _ in range(OPEN_AFTER):
+        decision, held = fail_open.held(answer)
+        assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "GARBLED")
+        assert (decision.fail_open, held.hold) == (True, "")
+    assert not fail_open.breaker.allows()
+
+
+def test_an_answer_to_a_settle_that_is_too_long_is_none():
+    limits = [pb.LimitStatus(name="x" * MAX_HOLD_ANSWER_BYTES)]
+    answer = pb.SettleResponse(known=True, limits=limits).SerializeToString()
+    assert not read(pb.SettleResponse, answer).known
 
 
 def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(fail_open):

@@ -16,11 +16,12 @@ from ratelimitd_client import (
     RateLimiterClient,
     Reason,
 )
-from ratelimitd_client.fail_open import CallError
+from ratelimitd_client.fail_open import MAX_HOLD_ANSWER_BYTES, CallError
 from ratelimitd_client.sessions import Transport
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.conftest import NOON_US, node_in_a_thread
+from tests.client.hostile import bytes_server
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
@@ -172,6 +173,20 @@ async def test_an_answer_that_means_nothing_lets_the_request_through(real_node):
             hold = await client.hold("u", *WHO)
             assert hold.allowed
             assert not hold.is_held
+
+
+@pytest.mark.parametrize(
+    ("transport", "error"), [("native", "RESOURCE_EXHAUSTED"), ("grpcio", "GARBLED")]
+)
+async def test_an_answer_that_is_too_long_lets_the_request_through(transport, error):
+    answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+    long = pb.HoldResponse(answer=answer, hold="x" * MAX_HOLD_ANSWER_BYTES).SerializeToString()
+    with bytes_server(lambda _request, _context: long) as address:
+        options = {"timeout_s": PATIENT_S, "transport": transport}
+        async with AsyncRateLimiterClient(address, **options) as client:
+            hold = await client.hold("u", *WHO)
+            assert (hold.allowed, hold.is_held) == (True, False)
+            assert (hold.decision.reason, hold.decision.error) == (Reason.NO_ANSWER, error)
 
 
 class Failing:

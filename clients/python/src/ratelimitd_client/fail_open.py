@@ -44,6 +44,9 @@ MAX_ANSWER_BYTES: Final = 4_096
 """Limit of the answer to one check, which a node never reaches. A longer one is not parsed: 4 MiB of empty messages
 take longer than a deadline."""
 
+MAX_HOLD_ANSWER_BYTES: Final = 24_576
+"""Likewise of the calls of holds: an answer to a check, and the text of a hold, which has up to 16 KiB."""
+
 GARBLED: Final = "GARBLED"
 """The error of an answer that is no message of the contract, or has not one answer for each check."""
 
@@ -72,9 +75,11 @@ M = TypeVar("M", bound=Message)
 
 
 def read(kind: type[M], answer: bytes | None) -> M:
-    """Return the message of an answer; an empty one if there is none, or it is no message of the contract."""
+    """Return the message of an answer; an empty one if there is none, it is too long or does not parse."""
+    if answer is None or len(answer) > MAX_HOLD_ANSWER_BYTES:
+        return kind()
     try:
-        return kind.FromString(answer or b"")
+        return kind.FromString(answer)
     except DecodeError:
         return kind()
 
@@ -167,7 +172,7 @@ class FailOpen:
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
         message = read(pb.HoldResponse, answer)
-        if not (message.hold or message.answer.reason):
+        if not message.answer.reason or message.answer.ByteSize() > MAX_ANSWER_BYTES:
             return self._unchecked(GARBLED, 1)[0], pb.HoldResponse()
         self.breaker.succeeded()
         return decision_of(message.answer, self._clock.now_s()), message
