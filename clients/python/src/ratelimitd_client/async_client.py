@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.async_node_client import AsyncNodeClient
-from ratelimitd_client.check import NOBODY, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import MS_PER_S, NOBODY, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.sessions import AsyncSessions, valid_timeout_s
@@ -158,8 +158,8 @@ class AsyncRateLimiterClient(AsyncSessions):
             else session.unasked([request], deadline_s)[0]
         )
         self._report(decision, endpoint)
-        if max_wait_s and not peek:
-            await self._waited(decision)
+        if max_wait_s and decision.wait_ms > 0 and decision.allowed and not peek:
+            await self._sleep(min(decision.wait_ms / MS_PER_S, max_wait_s))
         # asyncio only:
         if leases is not None:
             leases.noted(bucket, cost, decision)
@@ -220,7 +220,7 @@ class AsyncRateLimiterClient(AsyncSessions):
             try:
                 answer = await session.call(HOLD, message, deadline_s)
             except CallError as error:
-                [decision] = session.fail_open.failed(error.code, error.details, 1)
+                decision = session.fail_open.not_held(error)
             else:
                 decision, held = session.fail_open.held(answer)
         else:

@@ -159,11 +159,6 @@ class Sessions(_Arguments):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            self._sleep(decision.wait_ms / MS_PER_S)
-
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
 
@@ -225,7 +220,7 @@ class Session:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except Exception as error:  # noqa: BLE001 - as in ask_many
             raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
         return answer
@@ -344,11 +339,6 @@ class AsyncSessions(_Arguments):
             return self._sessions.get(asyncio.get_running_loop())
         return None
 
-    async def _waited(self, decision: Decision) -> None:
-        """Return when the wait of a decision is over."""
-        if decision.wait_ms:
-            await self._sleep(decision.wait_ms / MS_PER_S)
-
     def _forget(self, session: AsyncSession) -> None:
         self._sessions.pop(session.loop, None)
 
@@ -457,7 +447,7 @@ class AsyncSession:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except CallError:
             raise
         except Exception as error:  # noqa: BLE001 - as in _decisions
@@ -480,7 +470,7 @@ class AsyncSession:
             channel.cancel(call)
             raise
         if call.answer is None:
-            raise CallError(call.code, call.details)
+            raise CallError(call.code, call.details, call.status_details)
         return call.answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
