@@ -65,6 +65,24 @@ async def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
             assert slept == [0.25]
 
 
+async def test_a_client_waits_no_longer_than_its_caller_may(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(AsyncSessions, "_sleep", staticmethod(sleep))
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            for allowed, wait_ms in ((True, 3_000), (True, -5), (False, 250)):
+                node.answer = pb.RateLimitResponse(
+                    allowed=allowed, reason=pb.WITHIN_LIMIT, wait_ms=wait_ms
+                )
+                decision = await client.check("alice", "user", "/x", max_wait_s=0.5)
+                assert decision.allowed is allowed
+            assert slept == [0.5]
+
+
 async def test_a_check_that_is_let_through_never_waits(monkeypatch):
     monkeypatch.setattr(AsyncSessions, "_sleep", None)
     async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}") as client:

@@ -50,6 +50,19 @@ def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
         assert slept == [0.25]
 
 
+def test_a_client_waits_no_longer_than_its_caller_may(monkeypatch):
+    slept = []
+    monkeypatch.setattr(Sessions, "_sleep", staticmethod(slept.append))
+    with fake_node() as node, RateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+        for allowed, wait_ms in ((True, 3_000), (True, -5), (False, 250)):
+            node.answer = pb.RateLimitResponse(
+                allowed=allowed, reason=pb.WITHIN_LIMIT, wait_ms=wait_ms
+            )
+            decision = client.check("alice", "user", "/x", max_wait_s=0.5)
+            assert decision.allowed is allowed
+        assert slept == [0.5]
+
+
 def test_many_checks_are_decided_in_one_call_in_their_order(client):
     checks = [Check("many", "user", "/five", cost=cost) for cost in (3, 3, 2)]
     assert [decision.allowed for decision in client.check_many(checks)] == [True, False, True]

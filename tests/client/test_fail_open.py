@@ -4,15 +4,21 @@ import logging
 
 import grpc
 import pytest
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
 
 from ratelimitd_client import Check, Reason
 from ratelimitd_client.fail_open import (
     BATCH,
     CHECK,
     MAX_ANSWER_BYTES,
+    MAX_HOLD_ANSWER_BYTES,
+    CallError,
     FailOpen,
     call_of,
     last_resort,
+    read,
 )
 from ratelimitd_client.log_throttle import INTERVAL_S, LogThrottle
 from ratelimitd_client.testing import ManualClock
@@ -20,6 +26,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 ONE = Check("alice", "user", "/x").message()
 OPEN_AFTER = 5
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.fixture
@@ -76,6 +83,48 @@ def test_what_is_no_answer_lets_through_and_counts_as_a_failure(fail_open, answe
     assert not fail_open.breaker.allows()
 
 
+def hold_response(hold, *, limits=0):
+    answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+    answer.limits.extend([pb.LimitStatus()] * limits)
+    return pb.HoldResponse(answer=answer, hold=hold).SerializeToString()
+
+
+LONGEST_HOLD = "x" * (MAX_HOLD_ANSWER_BYTES - len(hold_response("x" * 20_000)) + 20_000)
+
+
+def test_an_answer_to_a_hold_may_have_the_most_octets(fail_open):
+    decision, held = fail_open.held(hold_response(LONGEST_HOLD))
+    assert (decision.allowed, decision.reason) == (True, Reason.WITHIN_LIMIT)
+    assert held.hold == LONGEST_HOLD
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"",
+        b"\xff",
+        pb.HoldResponse(hold="and nothing else").SerializeToString(),
+        pb.HoldResponse(hold="x", answer=pb.RateLimitResponse()).SerializeToString(),
+        hold_response(LONGEST_HOLD + "x"),
+        hold_response("x", limits=MAX_ANSWER_BYTES // 2),
+    ],
+    ids=["none", "empty", "garbage", "a hold alone", "no reason", "too long", "too many limits"],
+)
+def test_what_is_no_answer_to_a_hold_lets_through_and_counts_as_a_failure(fail_open, answer):
+    for _ in range(OPEN_AFTER):
+        decision, held = fail_open.held(answer)
+        assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "GARBLED")
+        assert (decision.fail_open, held.hold) == (True, "")
+    assert not fail_open.breaker.allows()
+
+
+def test_an_answer_to_a_settle_that_is_too_long_is_none():
+    limits = [pb.LimitStatus(name="x" * MAX_HOLD_ANSWER_BYTES)]
+    answer = pb.SettleResponse(known=True, limits=limits).SerializeToString()
+    assert not read(pb.SettleResponse, answer).known
+
+
 def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(fail_open):
     for _ in range(OPEN_AFTER):
         [decision] = fail_open.failed(grpc.StatusCode.INVALID_ARGUMENT, "timestamp: no", 1)
@@ -98,6 +147,45 @@ def test_any_other_status_lets_through_and_is_named(fail_open, code):
     [decision] = fail_open.failed(code, "whatever", 1)
     assert decision.fail_open
     assert decision.error == code.name
+
+
+def status_of(*details):
+    packed = [Any(type_url=f"type.googleapis.com/{name}", value=data) for name, data in details]
+    return Status(code=8, message="no", details=packed).SerializeToString()
+
+
+def error_info(reason="TOO_MANY_HOLDS", domain="ratelimitd"):
+    return "google.rpc.ErrorInfo", ErrorInfo(reason=reason, domain=domain).SerializeToString()
+
+
+@pytest.mark.parametrize("on_unavailable", ["allow", "deny"])
+def test_a_hold_beyond_the_most_is_denied_and_no_failure(clock, on_unavailable):
+    fail_open = FailOpen(clock, on_unavailable)
+    status = status_of(("google.rpc.RetryInfo", b""), error_info())
+    for _ in range(OPEN_AFTER):
+        decision = fail_open.not_held(CallError(FULL, "whatever", status))
+    assert (decision.allowed, decision.fail_closed) == (False, False)
+    assert (decision.reason, decision.error) == (Reason.LIMIT_EXCEEDED, "TOO_MANY_HOLDS")
+    assert decision.headers() == {"Retry-After": "1"}
+    assert fail_open.breaker.allows()
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        b"",
+        b"\xff",
+        status_of(),
+        status_of(("google.rpc.ErrorInfo", b"\xff")),
+        status_of(error_info(domain="another")),
+        status_of(error_info(reason="TOO_MANY_WRONG_TOKENS")),
+    ],
+)
+def test_any_other_exhaustion_is_a_failure_for_holds_too(fail_open, status):
+    for _ in range(OPEN_AFTER):
+        decision = fail_open.not_held(CallError(FULL, "TOO_MANY_HOLDS", status))
+        assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "RESOURCE_EXHAUSTED")
+    assert not fail_open.breaker.allows()
 
 
 def test_an_error_that_is_no_status_lets_through_and_is_named(fail_open):

@@ -17,15 +17,17 @@ from ratelimitd_client import (
     Reason,
 )
 from ratelimitd_client.async_sessions import Transport
-from ratelimitd_client.fail_open import CallError
+from ratelimitd_client.fail_open import MAX_HOLD_ANSWER_BYTES, CallError
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.client.conftest import NOON_US
+from tests.client.conftest import NOON_US, node_in_a_thread
+from tests.client.hostile import bytes_server
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
 PATIENT_S = 30.0
 WHO = ("user", "/five")
+MINUTE = {"window_seconds": 60, "algorithm": "token_bucket"}
 
 
 @pytest.fixture
@@ -96,6 +98,29 @@ async def test_more_than_the_limit_is_refused_and_not_let_through(async_client):
     assert "check.tokens_requested" in hold.decision.error
 
 
+@pytest.mark.parametrize("of_node", ["native", "grpcio"])
+async def test_a_caller_with_as_many_holds_as_may_be_is_denied_and_costs_nobody_else(of_node):
+    settings = {"max_holds_per_bucket": 1, "transport": of_node}
+    with node_in_a_thread(clock=testing.ManualClock(NOON_US), **settings) as node:
+        with NodeClient(node.grpc_address, timeout_s=PATIENT_S) as admin:
+            admin.create_rule(
+                pb.RateLimit(endpoint="/five", identifier_type="user", limit=5, **MINUTE)
+            )
+        with RateLimiterClient(node.grpc_address, timeout_s=PATIENT_S) as client:
+            assert client.check("poor", *WHO, cost=5).allowed
+            assert client.hold("greedy", *WHO).is_held
+            denied = [client.hold("greedy", *WHO) for _ in range(6)]
+            assert not client.check("poor", *WHO).allowed
+            assert (client.counts.denied, client.counts.unanswered) == (7, 0)
+        for transport in get_args(Transport):
+            options = {"timeout_s": PATIENT_S, "transport": transport}
+            async with AsyncRateLimiterClient(node.grpc_address, **options) as other:
+                denied += [await other.hold("greedy", *WHO) for _ in range(6)]
+                assert not (await other.check("poor", *WHO)).allowed
+    assert {hold.allowed for hold in denied} == {False}
+    assert {hold.decision.error for hold in denied} == {"TOO_MANY_HOLDS"}
+
+
 async def test_without_a_rule_nothing_is_held(async_client):
     hold = await async_client.hold("free", "user", "/nothing")
     assert hold.allowed
@@ -148,6 +173,20 @@ async def test_an_answer_that_means_nothing_lets_the_request_through(real_node):
             hold = await client.hold("u", *WHO)
             assert hold.allowed
             assert not hold.is_held
+
+
+@pytest.mark.parametrize(
+    ("transport", "error"), [("native", "RESOURCE_EXHAUSTED"), ("grpcio", "GARBLED")]
+)
+async def test_an_answer_that_is_too_long_lets_the_request_through(transport, error):
+    answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+    long = pb.HoldResponse(answer=answer, hold="x" * MAX_HOLD_ANSWER_BYTES).SerializeToString()
+    with bytes_server(lambda _request, _context: long) as address:
+        options = {"timeout_s": PATIENT_S, "transport": transport}
+        async with AsyncRateLimiterClient(address, **options) as client:
+            hold = await client.hold("u", *WHO)
+            assert (hold.allowed, hold.is_held) == (True, False)
+            assert (hold.decision.reason, hold.decision.error) == (Reason.NO_ANSWER, error)
 
 
 class Failing:

@@ -168,6 +168,23 @@ async def test_a_refused_lease_is_not_asked_for_again_at_once():
         assert len(node.held) == 1
 
 
+async def test_a_bucket_whose_renewal_was_refused_is_leased_again():
+    node = Node()
+    async with leases_of(node) as (leases, loop):
+        await heat(leases, node)
+        for _ in range(HOT):
+            assert leases.take(BUCKET, 1) is not None
+        await loop.run_timers()  # another lease follows, and no check is counted
+        assert len(node.held) == 2
+        node.denies = True
+        while leases.take(BUCKET, 1) is not None:
+            await settled_down()
+        await loop.run_timers()
+        node.denies = False
+        await heat(leases, node)
+        assert len(node.held) == 3
+
+
 async def test_what_is_no_cost_is_left_to_where_it_is_refused():
     node = Node()
     async with leases_of(node) as (leases, _):

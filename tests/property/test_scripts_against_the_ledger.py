@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import gcd
 from random import Random
 
@@ -415,3 +417,21 @@ def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
         assert plain(state_of(store.get(codec.bucket_key(key)), rule)) == plain(
             model.buckets.get(key)
         )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_log_with_runs_whose_tokens_were_given_back_answers_alike(store, seed):
+    store.flushall()
+    chance = Random(seed)
+    for number in range(250):
+        rule, now_us = rule_of(Algorithm.SLIDING_WINDOW, 6, 60), 1_700_000_060 * US_PER_S
+        times_us = sorted(now_us - chance.randrange(80) * US_PER_S for _ in range(3))
+        sums = accumulate(chance.choice((0, 0, 1, 2)) for _ in times_us)
+        log = array("q", [*times_us, 0, *sums]).tobytes()
+        shared = SharedState(0, rule.revision, rule.limit, log)
+        key = key_of(number)
+        store.set(codec.bucket_key(key), value_of(shared, rule))
+        model = Model({key: shared})
+        for cost in range(1, 7):
+            check = StoreCheck(key, rule, now_us, cost, peek=True)
+            assert decide(store, check) == [model.decide(check)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Final
 
 import typer
@@ -133,29 +133,31 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
     output.line(
         output.styled(enum_name(pb.HealthStatus, answer.status), "good" if good else "warn")
     )
+    values = {metric.name: metric.value for metric in metrics.metrics}
+    reached = "connected" if answer.shared_state_connected else "not connected"
     # The bounds are the specification's; the node judges, this only shows what it judged.
     output.pairs(
         [
             ("node", answer.node_id or "–"),
             ("transport", answer.transport or "–"),
-            ("shared state", "connected" if answer.shared_state_connected else "not connected"),
+            ("shared state", reached if CLUSTER_NODES in values else "none: this node's memory"),
             ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
             ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),
             ("fail-open answers", f"{answer.error_rate:.4f} (healthy below 0.01)"),
             ("circuit breaker", answer.breaker_state or "–"),
             ("rules revision", str(answer.rules_revision)),
-            *_cluster(metrics),
+            *_cluster(values, fails_open=answer.error_rate > 0),
         ]
     )
 
 
-def _cluster(metrics: pb.MetricsResponse) -> Iterator[tuple[str, str]]:
+def _cluster(values: Mapping[str, float], *, fails_open: bool) -> Iterator[tuple[str, str]]:
     """Rows about the cluster; none for an embedded node."""
-    values = {metric.name: metric.value for metric in metrics.metrics}
     if CLUSTER_NODES in values:
         excess, promised = values.get(EXCESS, 0.0), values.get(PROMISED_EXCESS, 0.0)
+        shown = f"{excess:.1%} of a limit at most (promised: {promised:.1%})"
         yield "cluster nodes", f"{values[CLUSTER_NODES]:.0f}"
-        yield "over-admission", f"{excess:.1%} of a limit at most (promised: {promised:.1%})"
+        yield "over-admission", shown + (", fail-open answers left out" if fails_open else "")
 
 
 def _series(metric: pb.Metric) -> str:

@@ -8,9 +8,9 @@ import pytest
 
 from ratelimitd_client import Check, RateLimiterClient
 from ratelimitd_client.decision import Decision, LimitStatus, Reason
+from ratelimitd_client.fail_open import STATUS_KEY
 from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.grpc_server import (
-    STATUS_KEY,
     Call,
     RateLimitInterceptor,
     handler_of,

@@ -16,13 +16,22 @@ from h2.settings import SettingCodes
 
 from ratelimitd import testing
 from ratelimitd_client import AsyncRateLimiterClient, Check, Tls
-from ratelimitd_client.fail_open import BATCH, CHECK
+from ratelimitd_client.fail_open import (
+    BATCH,
+    CHECK,
+    EXTEND,
+    HOLD,
+    MAX_ANSWER_BYTES,
+    MAX_HOLD_ANSWER_BYTES,
+    SETTLE,
+)
 from ratelimitd_client.transport import channel as native_channel
 from ratelimitd_client.transport import h2_call, payloads
 from ratelimitd_client.transport.channel import open_native_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
 from tests.client.h2_node import h2_node
+from tests.client.hostile import bytes_server
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
@@ -87,6 +96,20 @@ async def test_a_call_says_what_grpc_says(channels):
     assert headers[":authority"] == node.address
     assert headers["authorization"] == "Bearer t"
     assert headers["grpc-timeout"] == "500m"
+
+
+@pytest.mark.parametrize("path", [CHECK, HOLD, SETTLE, EXTEND])
+async def test_an_answer_above_the_limit_of_its_method_is_not_taken(channels, path):
+    most = MAX_ANSWER_BYTES if path == CHECK else MAX_HOLD_ANSWER_BYTES
+    over = pb.RateLimitResponse(error="x" * most).ByteSize() - most
+    answers = [
+        pb.RateLimitResponse(error="x" * (most - over + more)).SerializeToString()
+        for more in (0, 1)
+    ]
+    with bytes_server(lambda _request, _context: answers.pop(0)) as address:
+        channel = channels(address)
+        assert await ask(channel, path=path) is False
+        assert await ask(channel, path=path) == "RESOURCE_EXHAUSTED"
 
 
 @pytest.mark.parametrize(

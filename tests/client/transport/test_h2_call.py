@@ -13,6 +13,7 @@ TRAILERS = payloads.encode_block([("grpc-status", "0")])
 INTERIM = payloads.encode_block([(":status", "103")])
 GATEWAY = payloads.encode_block([(":status", "503"), ("content-type", "text/html")])
 ANSWER = b"\0\0\0\0\3abc"
+DETAILS = "grpc-status-details-bin"
 
 
 def answered(*parts, limit=100):
@@ -101,12 +102,25 @@ def read(*fields):
 
 
 def test_the_headers_of_an_answer_hold_no_status_yet():
-    assert read(*GRPC) == h2_call.Head(False, None, None, "")
+    assert read(*GRPC) == h2_call.Head(False, None, None, "", b"")
 
 
 def test_trailers_hold_a_status_and_its_text():
     head = read(("grpc-status", "3"), ("grpc-message", "gr%C3%BC%C3%9Fe 100%"))
     assert (head.status, head.text) == (grpc.StatusCode.INVALID_ARGUMENT, "grüße 100%")
+
+
+def test_trailers_hold_the_details_of_a_status():
+    sent = payloads.encode_block([("grpc-status", "8"), (DETAILS, "CAgSAW5v")])
+    call = answered(HEADERS, sent)
+    assert (call.code, call.status_details) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        b"\x08\x08\x12\x01no",
+    )
+    call.restart()
+    assert call.status_details == b""
+    for value, details in (("CAg", b"\x08\x08"), ("CAg=", b"\x08\x08"), ("C", b""), ("", b"")):
+        assert read(("grpc-status", "8"), (DETAILS, value)).status_details == details
 
 
 @pytest.mark.parametrize("number", ["17", "-1", "x", ""])

@@ -112,6 +112,20 @@ def test_when_all_entries_have_left_the_next_token_comes_of_the_new_one():
     assert decide(state, rule(2, 60), T + 90 * SECOND, 2)[:4] == (True, 0, T_S + 150, 60)
 
 
+@pytest.mark.parametrize(
+    ("runs", "oldest_s"),
+    [(((T, 0),), 30), (((T, 0), (T + 10 * SECOND, 1)), 10), (((T - 40 * SECOND, 1), (T, 0)), 30)],
+)
+def test_a_run_whose_tokens_were_given_back_is_not_waited_for(runs, oldest_s):
+    now_us = T + 30 * SECOND
+    taken = decide(log(*runs, base=7), rule(2, 60), now_us, 2 - (oldest_s == 10))
+    assert taken[:2] == (True, 0)
+    assert taken.retry_after == oldest_s + 60 - 30
+    waited_us = now_us + taken.retry_after * SECOND
+    assert not decide(taken.state, rule(2, 60), waited_us - 1, 1).allowed
+    assert decide(taken.state, rule(2, 60), waited_us, 1).allowed
+
+
 def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
     assert decide(None, rule(10, 60), T + 1, 11) == (
         False,

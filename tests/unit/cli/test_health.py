@@ -38,9 +38,16 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises
             )
         ]
     )
+    node.health_answer.shared_state_connected = True
     out = ask("health").out
     assert "  cluster nodes      3\n" in out
+    assert "  shared state       connected\n" in out
     assert "  over-admission     1.2% of a limit at most (promised: 51.5%)\n" in out
+    node.health_answer.error_rate = 0.2
+    node.health_answer.shared_state_connected = False
+    out = ask("health").out
+    assert "  shared state       not connected\n" in out
+    assert "(promised: 51.5%), fail-open answers left out\n" in out
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_health_shows_what_it_was_judged_by(ask, node):
         "DEGRADED\n"
         "  node               node-1\n"
         "  transport          native\n"
-        "  shared state       connected\n"
+        "  shared state       none: this node's memory\n"
         "  cache hit ratio    0.500 (healthy above 0.90)\n"
         "  average latency    0.250 ms (healthy below 2.0 ms)\n"
         "  fail-open answers  0.1250 (healthy below 0.01)\n"
@@ -85,9 +92,7 @@ def test_health_shows_what_it_was_judged_by(ask, node):
 
 def test_what_a_node_does_not_say_is_a_dash(ask, node):
     node.health_answer = pb.HealthResponse()
-    out = ask("health").out
-    assert "node               –\n" in out
-    assert "shared state       not connected\n" in out
+    assert "node               –\n" in ask("health").out
 
 
 def test_metrics_are_a_table_with_their_labels(ask, node):

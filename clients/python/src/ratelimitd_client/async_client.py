@@ -159,8 +159,8 @@ class AsyncRateLimiterClient(AsyncSessions):
             else session.unasked([request], deadline_s)[0]
         )
         self._report(decision, endpoint)
-        if max_wait_s and decision.wait_ms and not peek:
-            await self._sleep(decision.wait_ms / MS_PER_S)
+        if max_wait_s and decision.wait_ms > 0 and decision.allowed and not peek:
+            await self._sleep(min(decision.wait_ms / MS_PER_S, max_wait_s))
         # asyncio only:
         if leases is not None:
             leases.noted(bucket, cost, decision)
@@ -221,7 +221,7 @@ class AsyncRateLimiterClient(AsyncSessions):
             try:
                 answer = await session.call(HOLD, message, deadline_s)
             except CallError as error:
-                [decision] = session.fail_open.failed(error.code, error.details, 1)
+                decision = session.fail_open.not_held(error)
             else:
                 decision, held = session.fail_open.held(answer)
         else:

@@ -224,7 +224,7 @@ class AsyncSession:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except CallError:
             raise
         except Exception as error:  # noqa: BLE001 - as in _decisions
@@ -247,7 +247,7 @@ class AsyncSession:
             channel.cancel(call)
             raise
         if call.answer is None:
-            raise CallError(call.code, call.details)
+            raise CallError(call.code, call.details, call.status_details)
         return call.answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:

@@ -149,8 +149,8 @@ class RateLimiterClient(Sessions):
             else session.unasked([request], deadline_s)[0]
         )
         self._report(decision, endpoint)
-        if max_wait_s and decision.wait_ms and not peek:
-            self._sleep(decision.wait_ms / MS_PER_S)
+        if max_wait_s and decision.wait_ms > 0 and decision.allowed and not peek:
+            self._sleep(min(decision.wait_ms / MS_PER_S, max_wait_s))
         return decision
 
     def check_many(
@@ -207,7 +207,7 @@ class RateLimiterClient(Sessions):
             try:
                 answer = session.call(HOLD, message, deadline_s)
             except CallError as error:
-                [decision] = session.fail_open.failed(error.code, error.details, 1)
+                decision = session.fail_open.not_held(error)
             else:
                 decision, held = session.fail_open.held(answer)
         else:

@@ -89,7 +89,8 @@ class Decision(NamedTuple):
     window_seconds: int = 0
     rule_id: str = ""
     error: str = ""
-    """The cause of ``INVALID_REQUEST``, or the result of the call for ``NO_ANSWER``: the name of a gRPC status."""
+    """The cause of ``INVALID_REQUEST``; the result of the call for ``NO_ANSWER``: the name of a gRPC status;
+    ``TOO_MANY_HOLDS`` where that is what ``LIMIT_EXCEEDED`` is about."""
     decided_at_s: float = 0.0
     """When the answer came, by the caller's clock, in Unix seconds."""
     limit_name: str = ""
@@ -229,6 +230,19 @@ def unchecked(
     allowed = on_unavailable == "allow"
     remaining, retry_s = (FAIL_OPEN_REMAINING, 0) if allowed else (0, UNAVAILABLE_RETRY_S)
     return Decision(allowed, remaining, 0, retry_s, reason, error=why, decided_at_s=now_s)
+
+
+def full(why: str, now_s: float) -> Decision:
+    """Return the denial of a hold beyond the most that may be in flight; any of them may end within the delay."""
+    return Decision(
+        False,  # noqa: FBT003 - not allowed
+        0,
+        0,
+        UNAVAILABLE_RETRY_S,
+        Reason.LIMIT_EXCEEDED,
+        error=why,
+        decided_at_s=now_s,
+    )
 
 
 def refused(why: str, now_s: float) -> Decision:

@@ -10,10 +10,12 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
 
 from ratelimitd_client.check import PEEK, batch_of
 from ratelimitd_client.clock import Clock
@@ -22,6 +24,7 @@ from ratelimitd_client.decision import (
     OnUnavailable,
     Reason,
     decision_of,
+    full,
     refused,
     unchecked,
 )
@@ -41,8 +44,19 @@ MAX_ANSWER_BYTES: Final = 4_096
 """Limit of the answer to one check, which a node never reaches. A longer one is not parsed: 4 MiB of empty messages
 take longer than a deadline."""
 
+MAX_HOLD_ANSWER_BYTES: Final = 24_576
+"""Likewise of the calls of holds: an answer to a check, and the text of a hold, which has up to 16 KiB."""
+
 GARBLED: Final = "GARBLED"
 """The error of an answer that is no message of the contract, or has not one answer for each check."""
+
+STATUS_KEY: Final = "grpc-status-details-bin"
+"""The metadata key in which gRPC libraries look for the ``google.rpc.Status`` of a call."""
+
+DOMAIN: Final = "ratelimitd"
+TOO_MANY_HOLDS: Final = "TOO_MANY_HOLDS"
+"""Domain and reason of the ``ErrorInfo`` of a hold beyond the most that may be in flight. Its status alone does not
+tell it from an overloaded node."""
 
 HTTP1_PEER: Final = "http1.x server"
 """Part of the details of UNAVAILABLE where the peer answers HTTP/1.1: gRPC's words, and so the native channel's."""
@@ -61,21 +75,37 @@ M = TypeVar("M", bound=Message)
 
 
 def read(kind: type[M], answer: bytes | None) -> M:
-    """Return the message of an answer; an empty one if there is none, or it is no message of the contract."""
+    """Return the message of an answer; an empty one if there is none, it is too long or does not parse."""
+    if answer is None or len(answer) > MAX_HOLD_ANSWER_BYTES:
+        return kind()
     try:
-        return kind.FromString(answer or b"")
+        return kind.FromString(answer)
     except DecodeError:
         return kind()
 
 
 class CallError(Exception):
-    """A call that ended without an answer. ``is_final``: another attempt would end alike."""
+    """A call that ended without an answer.
 
-    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+    Attributes:
+        reason: the node's reason, by the ``ErrorInfo`` of its ``google.rpc.Status``; empty if there is none.
+        is_final: another attempt would end alike.
+    """
+
+    def __init__(
+        self, code: grpc.StatusCode, details: str = "", status_details: bytes = b""
+    ) -> None:
         super().__init__(code.name)
         self.code: Final = code
         self.details: Final = details
+        self.reason: Final = _reason_of(status_details)
         self.is_final: Final = code not in _TRANSIENT
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> Self:
+        """Return what an error of gRPC's channel means."""
+        trailers: dict[str, bytes] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
+        return cls(error.code(), error.details() or "", trailers.get(STATUS_KEY, b""))
 
 
 _TRANSIENT: Final = frozenset(
@@ -88,6 +118,16 @@ _TRANSIENT: Final = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
+
+
+def _reason_of(status_details: bytes) -> str:
+    info = ErrorInfo()
+    for detail in read(Status, status_details).details if status_details else ():
+        # A detail of this type may be no message of it.
+        with suppress(DecodeError):
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return info.reason
+    return ""
 
 
 def call_of(requests: Sequence[bytes]) -> tuple[str, bytes]:
@@ -132,10 +172,17 @@ class FailOpen:
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
         message = read(pb.HoldResponse, answer)
-        if not (message.hold or message.answer.reason):
+        if not message.answer.reason or message.answer.ByteSize() > MAX_ANSWER_BYTES:
             return self._unchecked(GARBLED, 1)[0], pb.HoldResponse()
         self.breaker.succeeded()
         return decision_of(message.answer, self._clock.now_s()), message
+
+    def not_held(self, error: CallError) -> Decision:
+        """Return the decision on a hold whose call ended with a status."""
+        if error.reason == TOO_MANY_HOLDS:
+            self.breaker.succeeded()
+            return full(error.reason, self._clock.now_s())
+        return self.failed(error.code, error.details, 1)[0]
 
     def failed(self, code: grpc.StatusCode, details: str, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks whose call ended with a status."""

@@ -104,9 +104,7 @@ class Leases:
         if len(asked) >= MAX_BUCKETS:
             asked.clear()
         asked[bucket] = count = count + cost
-        if not self._is_counting:
-            self._is_counting = True
-            self._loop.call_later(self._lease_s, self._count_anew)
+        self._count()
         if count >= HOT * cost and decision.limit:
             size = _size(count, decision.remaining_tokens)
             asked[bucket] = -1
@@ -120,6 +118,12 @@ class Leases:
             self._end(bucket, self._leases[bucket])
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    def _count(self) -> None:
+        """Start the timer that forgets what was counted, unless it runs."""
+        if not self._is_counting:
+            self._is_counting = True
+            self._loop.call_later(self._lease_s, self._count_anew)
 
     def _count_anew(self) -> None:
         self._is_counting = False
@@ -137,6 +141,7 @@ class Leases:
             return
         if not hold.is_held:
             self._asked[bucket] = -1
+            self._count()  # a renewal may be refused while no check is counted
             return
         former = self._leases.get(bucket)
         lease = self._leases[bucket] = _Lease(hold, size)

@@ -181,7 +181,7 @@ class Session:
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise CallError(error.code(), error.details() or "") from None
+            raise CallError.of(error) from None
         except Exception as error:  # noqa: BLE001 - as in ask_many
             raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
         return answer

@@ -88,6 +88,7 @@ class NodePlan:
             *("--identifier-types", identifier_types),
             *("--state-dir", str(directory / f"{self.name}-state")),
             *("--log-format", "console"),
+            *("--on-breaker-open", "local"),
             # The shared state and the rules database are open to everybody on this host, too.
             *("--loopback-admin", "on"),
         ]

@@ -112,6 +112,8 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
         excess = (
             f"{_percent(reading.excess_ratio)} (promised {_percent(reading.excess_bound_ratio)})"
         )
+        if reading.fail_open_per_s:
+            excess += ", fail open left out"
         yield "nodes", Text(_number(reading.cluster_nodes))
         yield "sync lag", Text(_duration((reading.sync_lag_s or 0.0) * MS_PER_S))
         yield "over-admission", Text(excess)

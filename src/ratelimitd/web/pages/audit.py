@@ -53,7 +53,8 @@ class Change(NamedTuple):
     """One change, with the fields that it changed."""
 
     entry: AuditEntry
-    endpoint: str
+    rule: str
+    """Endpoint and identifier type of the rule; empty for any other change."""
     differences: Sequence[Difference]
     identity: str = ""
     """Whose assignment it was; empty for a change of a rule."""
@@ -107,14 +108,15 @@ class AuditTrail:
 def _change(entry: AuditEntry) -> Change:
     fields = entry.after or entry.before or {}
     if entry.action == "apply":
-        counts = ", ".join(f"{count} {what}" for what, count in fields.items())
+        counts = ", ".join(f"{count} {what}" for what, count in fields.items() if count)
         return Change(entry, "", (), counts=counts)
     if not entry.rule_id:
         shown = assignment_differences(entry.before, entry.after)
         identity = f"{fields.get('identifier_type', '')} {fields.get('identifier', '')}"
         return Change(entry, "", [one for one in shown if one.changed], identity)
     changed = [found for found in fields_differences(entry.before, entry.after) if found.changed]
-    return Change(entry, str(fields.get("endpoint", "")), changed)
+    place = f"{fields.get('endpoint', '')} {fields.get('identifier_type', '')}"
+    return Change(entry, place.strip(), changed)
 
 
 _REVISION: Final = re.compile(r"[0-9]{1,18}")

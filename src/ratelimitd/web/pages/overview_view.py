@@ -323,7 +323,7 @@ def _tiles(overview: Overview, recent: Sample) -> Sequence[Tile]:
         Tile("Buckets", short(total.buckets), "held in memory"),
         Tile("Memory", size(total.memory_bytes), "of all nodes" if overview.nodes[1:] else ""),
         _breaker(overview.alive),
-        _over_admission(overview.alive),
+        _over_admission(overview.alive, fails_open=total.fail_open_per_s > 0),
     )
 
 
@@ -348,7 +348,7 @@ def _advice(alive: Sequence[NodeStatus], on_breaker_open: str) -> str:
     )
 
 
-def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
+def _over_admission(alive: Sequence[NodeStatus], *, fails_open: bool) -> Tile:
     """Of the node that was furthest over, beyond its promise before all; an embedded node is exact."""
     worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
     if not worst.excess_bound_ratio:
@@ -356,7 +356,8 @@ def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
     return Tile(
         "Over-admission",
         percent(worst.excess_ratio),
-        f"of a limit; at most {percent(worst.excess_bound_ratio)} is promised",
+        f"of a limit; at most {percent(worst.excess_bound_ratio)} is promised"
+        + (", fail-open answers left out" if fails_open else ""),
         BAD if _is_beyond(worst) else "",
     )
 

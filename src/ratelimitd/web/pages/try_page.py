@@ -166,7 +166,8 @@ class TryPage:
             found = await self._services.explain(request, form.question, cost, max_wait_ms=wait_ms)
             return self._page(
                 request,
-                form._replace(peek=True),
+                form,
+                spends_nothing=True,
                 answer=_Answer(found.answer, int(self._now_s())),
                 rules=[_ExplainedRule(rule) for rule in found.rules],
                 plans=found.plans,
@@ -187,6 +188,7 @@ class TryPage:
     ) -> Response:
         given = {
             "answer": None,
+            "spends_nothing": form.peek,
             "rules": None,
             "plans": (),
             "nearest": (),

@@ -26,10 +26,10 @@ async def test_changes_come_newest_first_with_the_fields_that_changed(store, tra
     rule = await store.create(ORDERS, "alice")
     await store.update(rule.id, RuleChanges(limit=20, enabled=False), "", "bob")
     newest, oldest = (await trail.page(rule.id, None)).changes
-    assert (newest.entry.actor, newest.entry.action, newest.endpoint) == (
+    assert (newest.entry.actor, newest.entry.action, newest.rule) == (
         "bob",
         "update",
-        "/orders",
+        "/orders user",
     )
     assert newest.differences == [("Limit", "10", "20"), ("Enabled", "yes", "no")]
     assert (oldest.entry.action, len(oldest.differences)) == ("create", 6)
@@ -50,7 +50,7 @@ async def test_a_deleted_rule_is_told_by_what_it_was(store, trail):
     rule = await store.create(ORDERS, "me")
     await store.delete(rule.id, "", "me")
     newest = (await trail.page("", None)).changes[0]
-    assert (newest.endpoint, newest.differences[0]) == ("/orders", ("Endpoint", "/orders", ""))
+    assert (newest.rule, newest.differences[0]) == ("/orders user", ("Endpoint", "/orders", ""))
 
 
 async def test_the_stored_rule_is_what_its_last_change_left(store, trail):
@@ -85,7 +85,7 @@ async def test_a_row_that_holds_no_rule_is_shown_and_is_no_rule():
     at = datetime(2023, 11, 15, tzinfo=UTC)
     trail = AuditTrail(Reader(AuditEntry(1, at, "me", "update", "x", None, {"limit": "<b>"})))
     [change] = (await trail.page("", None)).changes
-    assert (change.endpoint, change.differences) == ("", [("Limit", "", "<b>")])
+    assert (change.rule, change.differences) == ("", [("Limit", "", "<b>")])
     assert await trail.stored("x") is None
 
 
@@ -103,8 +103,8 @@ async def test_a_whole_set_of_rules_is_one_change_and_one_of_each_rule_in_it(sto
     ]
     await store.apply(wanted, "ops", prune=True, dry_run=False, since=0)
     newest, oldest = (await trail.page("", None)).changes
-    assert (newest.counts, newest.differences) == ("1 created, 1 updated, 0 deleted", ())
-    assert (oldest.counts, oldest.endpoint) == ("", "/orders")
+    assert (newest.counts, newest.differences) == ("1 created, 1 updated", ())
+    assert (oldest.counts, oldest.rule) == ("", "/orders user")
     of_rule = (await trail.page(rule.id, None)).changes[0]
     assert (of_rule.entry.action, of_rule.entry.actor) == ("update", "ops")
     assert of_rule.differences == [("Limit", "10", "20")]

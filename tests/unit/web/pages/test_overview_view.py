@@ -102,6 +102,9 @@ def test_over_admission_stands_beside_what_is_promised():
     assert tile(shown, "Over-admission") == ("60 %", note, BAD)
     assert figure(shown.nodes[0], "Over-admission") == ("4 % of 51 %", "")
     assert figure(shown.nodes[1], "Over-admission")[1] == BAD
+    failing = view(node_of(within), total=sample_of(fail_open_per_s=1.0))
+    told = f"{note}, fail-open answers left out"
+    assert tile(failing, "Over-admission") == ("4 %", told, "")
 
 
 def test_of_several_nodes_that_keep_their_promise_the_largest_promise_is_told():

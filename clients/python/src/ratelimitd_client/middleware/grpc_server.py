@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision, LimitStatus, Reason
+from ratelimitd_client.fail_open import STATUS_KEY
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import RequestInfo
@@ -26,9 +27,6 @@ METHOD: Final = "POST"
 
 DENIED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
-
-STATUS_KEY: Final = "grpc-status-details-bin"
-"""The metadata key in which gRPC libraries look for the ``google.rpc.Status`` of a call."""
 
 _NOT_ON_RETRY: Final = frozenset({Reason.COST_EXCEEDS_LIMIT, Reason.INVALID_REQUEST})
 """Denials of checks that no delay makes pass."""

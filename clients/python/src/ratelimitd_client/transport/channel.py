@@ -17,7 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from ratelimitd_client.fail_open import CHECK, MAX_ANSWER_BYTES
+from ratelimitd_client.fail_open import (
+    CHECK,
+    EXTEND,
+    HOLD,
+    MAX_ANSWER_BYTES,
+    MAX_HOLD_ANSWER_BYTES,
+    SETTLE,
+)
 from ratelimitd_client.transport import h2_call
 from ratelimitd_client.transport.grpc_channel import MAX_MESSAGE_BYTES, Metadata
 from ratelimitd_client.transport.link import Link, NodeCall
@@ -45,6 +52,14 @@ while it is pending."""
 
 MAX_TRIES: Final = 2
 """How often a call is sent that no server has begun to process."""
+
+_MAX_ANSWER_BYTES: Final = {
+    CHECK: MAX_ANSWER_BYTES,
+    HOLD: MAX_HOLD_ANSWER_BYTES,
+    SETTLE: MAX_HOLD_ANSWER_BYTES,
+    EXTEND: MAX_HOLD_ANSWER_BYTES,
+}
+"""Limit of an answer by method, where it is below that of a message."""
 
 TIMER_ROUNDING_S: Final = 0.000_5
 """How much too early a timer of an event loop may fire: its resolution is 1 ms."""
@@ -259,7 +274,7 @@ class NativeChannel:
 
     def _method(self, path: str, metadata: Metadata) -> _Method:
         head = h2_call.request_block(path, self._target.authority, self._scheme, metadata)
-        max_answer_bytes = MAX_ANSWER_BYTES if path == CHECK else MAX_MESSAGE_BYTES
+        max_answer_bytes = _MAX_ANSWER_BYTES.get(path, MAX_MESSAGE_BYTES)
         method = self._methods[path, metadata] = _Method(head, max_answer_bytes)
         return method
 

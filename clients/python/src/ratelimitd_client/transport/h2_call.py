@@ -6,6 +6,7 @@ The mapping of HTTP to gRPC follows PROTOCOL-HTTP2.md and http-grpc-status-mappi
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -61,7 +62,7 @@ class Call:
         body: the message with its prefix.
         unsent: octets at the end of the body that wait for the peer's windows.
         window_bytes: the peer's window of this stream; maintained while something is unsent.
-        ended: the outcome is known: ``answer``, or else ``code`` and ``details``.
+        ended: the outcome is known: ``answer``, or else ``code``, ``details`` and ``status_details``.
         unprocessed: no server has begun to process the call, so it may be sent again.
     """
 
@@ -75,6 +76,7 @@ class Call:
         "details",
         "ended",
         "received",
+        "status_details",
         "stream_id",
         "unprocessed",
         "unsent",
@@ -96,6 +98,7 @@ class Call:
         self.answer: bytes | None = None
         self.code: grpc.StatusCode = grpc.StatusCode.OK
         self.details: str = ""
+        self.status_details: bytes = b""
         self.ended: bool = False
         self.unprocessed: bool = False
         self._begun = False
@@ -160,6 +163,7 @@ class Call:
             self.fail(refusal or grpc.StatusCode.UNKNOWN, "the answer has no status")
         elif head.status is not grpc.StatusCode.OK:
             self.fail(head.status, head.text)
+            self.status_details = head.status_details
         elif len(received) < PREFIX_BYTES or len(received) != PREFIX_BYTES + int.from_bytes(
             received[1:PREFIX_BYTES], "big"
         ):
@@ -177,12 +181,14 @@ class Head(NamedTuple):
         refusal: the status that an answer without gRPC stands for.
         status: grpc-status, if present.
         text: grpc-message.
+        status_details: grpc-status-details-bin.
     """
 
     is_informational: bool
     refusal: grpc.StatusCode | None
     status: grpc.StatusCode | None
     text: str
+    status_details: bytes
 
 
 @lru_cache(maxsize=HEAD_CACHE_SIZE)
@@ -206,7 +212,16 @@ def read_head(block: bytes) -> Head:
         refusal=refusal,
         status=None if number is None else _STATUS.get(number, grpc.StatusCode.UNKNOWN),
         text=text.decode("utf-8", "replace"),
+        status_details=_binary(fields.get(b"grpc-status-details-bin", b"")),
     )
+
+
+def _binary(value: bytes) -> bytes:
+    """Return the value of binary metadata, which need not be padded; empty if it is malformed."""
+    try:
+        return b64decode(value + b"==")
+    except ValueError:
+        return b""
 
 
 def request_block(

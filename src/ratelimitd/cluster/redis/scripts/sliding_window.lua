@@ -42,6 +42,20 @@ local function make_sliding_window()
     return low
   end
 
+  -- The first entry up to which the sum is `least` or more; the last one, if it is less.
+  local function entry_with(entries, base, least)
+    local low, high = 1, #entries / 16
+    while low < high do
+      local middle = floor((low + high) / 2)
+      if sum_of(entries, middle, base) < least then
+        low = middle + 1
+      else
+        high = middle
+      end
+    end
+    return low
+  end
+
   -- Without the first entries that left the window at time_us.
   local function left(entries, base, time_us, window_us)
     local gone = entries_until(entries, time_us - window_us)
@@ -193,7 +207,8 @@ local function make_sliding_window()
     if used + cost <= limit then
       local remaining, retry_after = limit - used - cost, 0
       if remaining == 0 then
-        local oldest_us = runs > 0 and time_of(entries, 1) or time_us
+        -- The first entry with tokens: a refund leaves one without, and nothing becomes free when it leaves the window.
+        local oldest_us = used > 0 and time_of(entries, entry_with(entries, base, base + 1)) or time_us
         if oldest_us > time_us then
           return judged('', 0, nil, limit, window_us, now_us, cost)
         end
@@ -215,17 +230,7 @@ local function make_sliding_window()
       return false, x, y, at_us, remaining, reset_time, window_s, COST_EXCEEDS_LIMIT
     end
     -- The earliest entry with whose leaving the cost fits.
-    local least = base + used + cost - limit
-    local low, high = 1, runs
-    while low < high do
-      local middle = floor((low + high) / 2)
-      if sum_of(entries, middle, base) < least then
-        low = middle + 1
-      else
-        high = middle
-      end
-    end
-    local leaves_us = time_of(entries, low)
+    local leaves_us = time_of(entries, entry_with(entries, base, base + used + cost - limit))
     if leaves_us <= time_us - window_us or leaves_us > time_us then
       return judged('', 0, nil, limit, window_us, now_us, cost)
     end
