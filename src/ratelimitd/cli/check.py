@@ -225,8 +225,8 @@ def _explained(
         says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
         yield (*place, "–", says, rule.remedy)
     for limit in rule.limits:
-        says = said(limit, windows, would=would)
-        yield (*place, *says, "" if limit.allowed else rule.remedy)
+        words = said(limit, windows, would=would)
+        yield (*place, *words, "" if limit.allowed else rule.remedy)
 
 
 def said(
