@@ -21,7 +21,7 @@ from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice
 from ratelimitd.cli.client_options import EXIT_CHANGES, CliError, UsageError
-from ratelimitd.cli.output import Output, duration, printable
+from ratelimitd.cli.output import Output, counted, duration, printable
 from ratelimitd.errors import RuleInvalidError, TraceInvalidError
 from ratelimitd.model import US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import parse_rules
@@ -142,8 +142,8 @@ def _as_dict(report: Report) -> dict[str, Any]:
 
 def _show(report: Report, output: Output) -> None:
     begin, end = _time(report.first_us), _time(report.last_us)
-    checks = _number(report.checks, "check", "checks")
-    identities = _number(report.identities, "identity", "identities")
+    checks = counted(report.checks, "check")
+    identities = counted(report.identities, "identity", "identities")
     output.line(f"{checks} of {identities}, {begin} to {end}")
     output.pairs(_summary(report))
     if report.endpoints:
@@ -164,7 +164,7 @@ def _show(report: Report, output: Output) -> None:
             [(*one[:-1], f"{one.longest_s:.1f}") for one in report.named],
         )
         if more := report.identities_denied - len(report.named):
-            output.line(f"and {more} other{'s' if more > 1 else ''}")
+            output.line(f"and {counted(more, 'other')}")
     for line in _caveats(report):
         output.line(output.styled(line, "warn"))
 
@@ -218,10 +218,6 @@ def _caveats(report: Report) -> Iterator[str]:
         yield f"files that are not finished, and were left out: {report.unfinished}"
     if report.evicted:
         yield f"{report.evicted} buckets did not fit into memory, and began full again"
-
-
-def _number(count: int, singular: str, plural: str) -> str:
-    return f"{count} {singular if count == 1 else plural}"
 
 
 def _time(at_us: int) -> str:

@@ -86,8 +86,9 @@ def test_one_check_is_counted_as_one_and_a_file_has_no_newer_ones(run, tmp_path,
     assert "read up to" not in lines[-1]
 
 
-@pytest.mark.parametrize(("identities", "rest"), [(20, ""), (21, "1 other"), (23, "3 others")])
-def test_denied_identities_that_are_not_named_are_counted(run, tmp_path, rules, identities, rest):
+@pytest.mark.parametrize("rest", ["", "1 other", "3 others"])
+def test_denied_identities_that_are_not_named_are_counted(run, tmp_path, rules, rest):
+    identities = 20 + int(rest[:1] or 0)
     file = tmp_path / "1.trace"
     file.write_bytes(
         whole([bytes([number]) * 8 for number in range(identities)] * 3, [1] * 3 * identities)
