@@ -51,7 +51,9 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 """What gRPC says before it comes to the point."""
 
-_CREDENTIALS: Final = "give --token-file, a certificate with --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
+_CREDENTIALS: Final = (
+    "give --token-file, --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
+)
 
 _NEED: Final = re.compile(r"this call needs the \w+ role")
 """How a node says which role a call needs, before it names the credentials that hold it."""

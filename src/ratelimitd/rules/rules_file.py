@@ -35,9 +35,9 @@ from ratelimitd.rules.validation import (
     CALENDAR_FIELDS,
     DURATION,
     MAX_QUOTED_CHARS,
+    duration_of,
     validated,
     window_of,
-    duration_of,
 )
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024

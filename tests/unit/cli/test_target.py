@@ -87,7 +87,7 @@ def test_localhost_is_the_node_on_this_host_and_without_a_token_the_error_says_w
     need = "this call needs the read role: the bearer token in STATE_DIR/admin-token; no valid one was sent"
     node.error = status(grpc.StatusCode.UNAUTHENTICATED, need)
     refused = run("health", "--target", local)
-    give = "give --token-file, a certificate with --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
+    give = "give --token-file, --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
     assert refused == (
         1,
         "",
