@@ -125,6 +125,7 @@ class FakeNode(
     def CreateRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)
         rule = request.rate_limit
+        self.health_answer.rules_revision += 1
         fields = {name: getattr(rule, name) for name in ("limit", "window_seconds", "algorithm")}
         return self.add_rule(
             rule.endpoint,
@@ -150,12 +151,14 @@ class FakeNode(
             rule.ClearField(path)
             rule.MergeFrom(pb.RateLimit(**{path: getattr(request.rate_limit, path)}))
         rule.etag = uuid.uuid4().hex
+        self.health_answer.rules_revision += 1
         return rule
 
     def DeleteRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)
         self._stored(request.id, request.etag, context)
         del self.rules[request.id]
+        self.health_answer.rules_revision += 1
         return empty_pb2.Empty()
 
     def ListRateLimits(self, request, context):  # noqa: N802

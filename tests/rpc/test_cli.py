@@ -101,7 +101,7 @@ async def test_the_example_book_is_applied_and_exported_without_a_difference(nod
     apply = ("rules", "apply", "-f")
     first = await ask(node, *apply, EXAMPLES / "rules.yaml", "--prune")
     assert first.status == 0
-    assert first.out.endswith("8 created, 0 updated, 0 deleted\n")
+    assert first.out.splitlines()[-2] == "8 created, 0 updated, 0 deleted"
     assert (await ask(node, *apply, EXAMPLES / "rules.yaml", "--prune")).out == "no changes\n"
     exported = tmp_path / "exported.yaml"
     exported.write_text((await ask(node, "rules", "export")).out)
@@ -123,7 +123,7 @@ async def test_rules_move_and_make_room_for_each_other_in_one_apply(node, ask, t
 
     await apply((ids[0], "/a"), (ids[1], "/b"))
     ended = await apply((ids[0], "/b"), (ids[1], "/c"), (ids[2], "/a"))
-    assert ended.out.endswith("1 created, 2 updated, 0 deleted\n")
+    assert ended.out.splitlines()[-2] == "1 created, 2 updated, 0 deleted"
     listed = json.loads((await ask(node, "rules", "list", "--json")).out)
     assert [(rule["endpoint"], rule["id"]) for rule in listed] == [
         ("/a", ids[2]),
@@ -131,7 +131,7 @@ async def test_rules_move_and_make_room_for_each_other_in_one_apply(node, ask, t
         ("/c", ids[1]),
     ]
     swapped = await apply((ids[0], "/c"), (ids[1], "/b"), (ids[2], "/a"))
-    assert swapped.out.endswith("0 created, 2 updated, 0 deleted\n")
+    assert swapped.out.splitlines()[-2] == "0 created, 2 updated, 0 deleted"
 
 
 async def test_a_file_is_compared_and_applied_only_if_no_rule_was_changed_since(
@@ -170,7 +170,10 @@ async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
     )
     refused = await ask(node, "rules", "revert", 1, "--revision", 1)
     assert (refused.status, "changed after 1" in refused.err) == (1, True)
-    assert (await ask(node, "rules", "revert", 1)).out.endswith("1 created, 0 updated, 0 deleted\n")
+    assert (await ask(node, "rules", "revert", 1)).out.endswith(
+        "1 created, 0 updated, 0 deleted\n"
+        "the rules are at revision 3; to go back: ratelimitd rules revert 2\n"
+    )
     assert (await ask(node, "rules", "export")).out == exported
     assert (await ask(node, "rules", "revert", 1)).out == "no changes\n"
     future = await ask(node, "rules", "revert", 99)
@@ -178,6 +181,19 @@ async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
     assert future.err == f"Error: the rules cannot be reverted to revision 99: {reason}\n"
     assert future.status == 1
     assert (await ask(node, "rules", "revert", 0)).status == 2
+
+
+async def test_a_change_tells_the_command_that_takes_it_back(node, ask):
+    create = ("rules", "create", "/a", "user", "--limit", 5, "--window", "1m")
+    assert (await ask(node, *create)).out.endswith("\nthe rules are at revision 1\n")
+    same = await ask(node, "rules", "update", "/a", "user", "--limit", 5)
+    assert (same.status, "revision" in same.out) == (0, False)
+    for change in (("update", "/a", "user", "--limit", 7), ("delete", "/a", "user")):
+        before = (await ask(node, "rules", "export")).out
+        changed = await ask(node, "rules", *change)
+        _, back = changed.out.rstrip().split("to go back: ratelimitd ")
+        assert (await ask(node, *back.split())).status == 0
+        assert (await ask(node, "rules", "export")).out == before
 
 
 async def test_every_wrong_field_of_a_rule_is_named(node, ask):

@@ -131,7 +131,7 @@ def apply(
       ratelimitd rules apply -f rules.yaml --prune
     """
     answer = _ask(target, file, prune=prune, dry_run=dry_run, revision=revision)
-    _show(answer, _summary(answer, dry_run=dry_run), target)
+    _show_changes(answer, target, dry_run=dry_run)
 
 
 @asks_node
@@ -183,7 +183,7 @@ def revert(
                 raise
             message = f"the rules cannot be reverted to revision {as_of}: {'; '.join(reasons)}"
             raise CliError(message) from None
-    _show(answer, _summary(answer, dry_run=dry_run), target)
+    _show_changes(answer, target, dry_run=dry_run)
 
 
 def schema() -> None:
@@ -287,7 +287,7 @@ def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[st
         other = spelled.setdefault(endpoint.lower(), endpoint)
         if other != endpoint:
             text = f"Warning: {endpoint} differs in case alone from {other}, which has rules, too"
-            print(printable(f"{text}: a check is of one of them"), file=sys.stderr)
+            print(printable(f"{text}: a check for one does not match the other"), file=sys.stderr)
 
 
 def warn_of_patterns(endpoints: Iterable[str]) -> None:
@@ -315,6 +315,28 @@ def _named_if_missing(target: Target) -> Iterator[None]:
             f"the node at {target.address} has no ApplyRateLimits: it is of an earlier release"
         )
         raise CliError(message) from None
+
+
+def revision_of(client: NodeClient) -> int | None:
+    """The revision of the rules that the node has; ``None`` where it does not say."""
+    import grpc  # noqa: PLC0415 - as in client_options
+
+    with suppress(grpc.RpcError):
+        return client.health().rules_revision
+    return None
+
+
+def revision_text(revision: int) -> str:
+    """Which revision a change has made, and how to go back from it; revision 1 was made from no rules."""
+    back = f"; to go back: ratelimitd rules revert {revision - 1}" if revision > 1 else ""
+    return f"the rules are at revision {revision}{back}"
+
+
+def _show_changes(answer: pb.ApplyRateLimitsResponse, target: Target, *, dry_run: bool) -> None:
+    """Print what was changed, or would be."""
+    _show(answer, _summary(answer, dry_run=dry_run), target)
+    if answer.changes and not dry_run and not target.output.as_json:
+        target.output.line(revision_text(answer.revision))
 
 
 def _summary(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:

@@ -14,13 +14,14 @@ from typing import Annotated, Any, Final
 import typer
 
 from ratelimitd.backtest import report as reports
+from ratelimitd.backtest.recorder import FILE_S
 from ratelimitd.backtest.replay import Trace
 from ratelimitd.backtest.report import BINS, MAX_RETRIES, OfLimit, Report, Retries
 from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice
 from ratelimitd.cli.client_options import EXIT_CHANGES, CliError, UsageError
-from ratelimitd.cli.output import Output, printable
+from ratelimitd.cli.output import Output, counted, duration, printable
 from ratelimitd.errors import RuleInvalidError, TraceInvalidError
 from ratelimitd.model import US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import parse_rules
@@ -81,6 +82,11 @@ def backtest(
         output.json(_as_dict(report))
     else:
         _show(report, output)
+        if any(path.is_dir() for path in trace):
+            output.line(
+                f"read up to {_time(report.last_us)}; newer checks of a node that records become readable within"
+                f" {duration(FILE_S)}, or when it stops"
+            )
     if report.newly_denied:
         raise typer.Exit(EXIT_CHANGES)
 
@@ -136,7 +142,9 @@ def _as_dict(report: Report) -> dict[str, Any]:
 
 def _show(report: Report, output: Output) -> None:
     begin, end = _time(report.first_us), _time(report.last_us)
-    output.line(f"{report.checks} checks of {report.identities} identities, {begin} to {end}")
+    checks = counted(report.checks, "check")
+    identities = counted(report.identities, "identity", "identities")
+    output.line(f"{checks} of {identities}, {begin} to {end}")
     output.pairs(_summary(report))
     if report.endpoints:
         output.line()
@@ -155,6 +163,8 @@ def _show(report: Report, output: Output) -> None:
             ("IDENTITY", "TYPE", "WAS DENIED", "DENIED", "LONGEST S"),
             [(*one[:-1], f"{one.longest_s:.1f}") for one in report.named],
         )
+        if more := report.identities_denied - len(report.named):
+            output.line(f"and {counted(more, 'other')}")
     for line in _caveats(report):
         output.line(output.styled(line, "warn"))
 

@@ -17,7 +17,7 @@ import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
 from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
-from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
+from ratelimitd.cli.output import Output, as_dict, duration, enum_name, printable, window
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -41,6 +41,13 @@ Windows = Mapping[tuple[str, str, str], str]
 """Calendar windows in words, by rule id, plan and name of the limit."""
 
 _UNKNOWN: Final[Windows] = MappingProxyType({})
+
+Places = Mapping[str, str]
+"""Endpoint and identifier type of rules, by id."""
+
+_NOWHERE: Final[Places] = MappingProxyType({})
+
+_NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
 
 _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
@@ -168,19 +175,26 @@ def explain(
     if target.output.as_json:
         target.output.message(found)
     else:
+        places = {one.rule_id: f"{one.endpoint} {one.identifier_type}" for one in found.rules}
         target.output.line(verdict(found.answer, target.output))
-        target.output.pairs(describe(found.answer, time.time(), windows))
-        rows = [row for rule in found.rules for row in _explained(rule, windows)]
-        if rows:
-            target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
+        target.output.pairs(describe(found.answer, windows, places))
+        would = found.answer.allowed
+        rows = [row for rule in found.rules for row in _explained(rule, windows, would=would)]
+        _remedies(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows, target.output)
         nearest = [(one.endpoint, one.identifier_type, one.why) for one in found.nearest]
         if nearest:
             target.output.table(("NEAREST ENDPOINT", "TYPE", "WHY IT IS NOT THE SAME"), nearest)
         plans = [(*_assigned(plan, time.time()), plan.remedy) for plan in found.plans]
-        if plans:
-            target.output.table(("TYPE", "PLAN", "EXPIRES", "REMEDY"), plans)
+        _remedies(("TYPE", "PLAN", "EXPIRES", "REMEDY"), plans, target.output)
     if not found.answer.allowed:
         raise typer.Exit(EXIT_NO)
+
+
+def _remedies(head: Sequence[str], rows: Sequence[Sequence[str]], output: Output) -> None:
+    """Print a table, without its last column if that is empty."""
+    if rows:
+        shown = len(head) if any(row[-1] for row in rows) else len(head) - 1
+        output.table(head[:shown], (row[:shown] for row in rows))
 
 
 def _windows(client: NodeClient, explained: Iterable[pb.RuleExplanation]) -> Windows:
@@ -199,21 +213,26 @@ def _windows(client: NodeClient, explained: Iterable[pb.RuleExplanation]) -> Win
 
 
 def _assigned(plan: pb.AssignedPlan, now_s: float) -> tuple[str, str, str]:
-    until = reset_text(plan.expire_time, now_s) if plan.expire_time else "never"
+    until = expiry(plan.expire_time, now_s) if plan.expire_time else "never"
     return plan.identifier_type, plan.plan, until
 
 
-def _explained(rule: pb.RuleExplanation, windows: Windows) -> Iterator[tuple[str, ...]]:
+def _explained(
+    rule: pb.RuleExplanation, windows: Windows, *, would: bool
+) -> Iterator[tuple[str, ...]]:
     place = rule.endpoint, rule.identifier_type
     if rule.match != pb.JUDGES:
         says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
         yield (*place, "–", says, rule.remedy)
     for limit in rule.limits:
-        yield (*place, *said(limit, windows), "" if limit.allowed else rule.remedy)
+        words = said(limit, windows, would=would)
+        yield (*place, *words, "" if limit.allowed else rule.remedy)
 
 
-def said(limit: pb.LimitStatus, windows: Windows = _UNKNOWN) -> tuple[str, str]:
-    """A limit, and what it says."""
+def said(
+    limit: pb.LimitStatus, windows: Windows = _UNKNOWN, *, would: bool = False
+) -> tuple[str, str]:
+    """A limit, and what it says; ``would``: of a check that would be allowed, and was not made."""
     if limit.reason == pb.UNLIMITED:
         return limit.plan, "is passed over"
     says = "allows" if limit.allowed else "denies"
@@ -221,7 +240,8 @@ def said(limit: pb.LimitStatus, windows: Windows = _UNKNOWN) -> tuple[str, str]:
         says = "would allow" if limit.allowed else "would deny"
     plan = f"{limit.plan}, " if limit.plan else ""
     numbers = f"{plan}{limit.name}: {limit.limit} per {_window(limit, limit.name, windows)}"
-    return numbers, f"{says}, {limit.remaining_tokens} left"
+    left = "would be left" if would and limit.allowed else "left"
+    return numbers, f"{says}, {limit.remaining_tokens} {left}"
 
 
 def _window(of: pb.LimitStatus | pb.RateLimitResponse, name: str, windows: Windows) -> str:
@@ -248,28 +268,48 @@ _NO_LIMIT: Final = (pb.NO_RULE, pb.UNLIMITED)
 
 
 def describe(
-    answer: pb.RateLimitResponse, now_s: float, windows: Windows = _UNKNOWN
+    answer: pb.RateLimitResponse, windows: Windows = _UNKNOWN, places: Places = _NOWHERE
 ) -> list[tuple[str, str]]:
-    """The answer in words for a person; ``now_s`` is Unix time in seconds."""
-    name = f"{answer.limit_name}: " if answer.limits else ""
-    length = _window(answer, answer.limit_name, windows)
-    rule = f"{answer.rule_id} ({name}{answer.limit} per {length})"
-    if not answer.limit:
-        rule = answer.rule_id
-    others = [
-        ("" if place else "others", f"{one.identifier_type}, {', '.join(said(one, windows))}")
-        for place, one in enumerate(answer.limits[1:])
-    ]
+    """The answer in words for a person: what decided, and what is left."""
+    remaining = str(answer.remaining_tokens)
+    if answer.reason in _NO_LIMIT:
+        remaining = "unlimited"
+    not_checked = answer.reason in _NOT_CHECKED
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
     return [
         *wait,
         ("reason", _REASONS.get(answer.reason, enum_name(pb.Reason, answer.reason))),
-        ("rule", rule if answer.rule_id else "–"),
+        ("rule", _rule(answer, windows, places) if answer.rule_id else "–"),
         *([("plan", answer.plan)] if answer.plan else []),
-        ("remaining", "unlimited" if answer.reason in _NO_LIMIT else str(answer.remaining_tokens)),
-        ("reset", reset_text(answer.reset_time, now_s)),
+        # The numbers of an answer without a check are the specification's, not those of a limit.
+        ("remaining", "–" if not_checked else remaining),
+        ("reset", "–" if not_checked else instant(answer.reset_time)),
         *_retry(answer),
-        *others,
+    ]
+
+
+def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str:
+    """The rule that decided and its limit, as far as they are known; its id in brackets behind them."""
+    kind = answer.limits[0].identifier_type if answer.limits else ""
+    parts = [printable(places.get(answer.rule_id, kind))]
+    if answer.limit:
+        # The answer about the only limit has no status of it, and no need of its name.
+        name = f"{answer.limit_name}: " if answer.limits else ""
+        length = _window(answer, answer.limit_name, windows)
+        parts.append(f"{name}{answer.limit} per {length}")
+    known = ", ".join(filter(None, parts))
+    return f"{known} ({answer.rule_id})" if known else answer.rule_id
+
+
+def others(answer: pb.RateLimitResponse, *, peek: bool = False) -> list[tuple[str, str]]:
+    """The limits that judged beside the deciding one."""
+    would = peek and answer.allowed
+    return [
+        (
+            "" if place else "others",
+            f"{one.identifier_type}, {', '.join(said(one, would=would))}",
+        )
+        for place, one in enumerate(answer.limits[1:])
     ]
 
 
@@ -287,16 +327,26 @@ def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
         yield "retry after", after
 
 
-def reset_text(reset_time_s: int, now_s: float) -> str:
-    """When the whole limit is free again, relative and absolute; a dash when the answer does not say."""
-    if reset_time_s <= 0:
+def instant(time_s: int) -> str:
+    """A time by the clock of the node; a dash when the answer does not say.
+
+    How long it is until then is not told: the node rounds the time up to a whole second, so by the clock of this host
+    it would differ from the node's own retry delay.
+    """
+    if time_s <= 0:
         return "–"
     try:
-        at = datetime.fromtimestamp(reset_time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
-        at = f"Unix time {reset_time_s}"
-    left_s = max(0, round(reset_time_s - now_s))
-    return f"{f'in {duration(left_s)}' if left_s else 'now'} ({at})"
+        return f"Unix time {time_s}"
+
+
+def expiry(time_s: int, now_s: float) -> str:
+    """When a plan or a hold ends, relative and absolute; a dash when the answer does not say."""
+    if time_s <= 0:
+        return "–"
+    left_s = max(0, round(time_s - now_s))
+    return f"{f'in {duration(left_s)}' if left_s else 'now'} ({instant(time_s)})"
 
 
 def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
@@ -314,7 +364,7 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) 
         output.message(answer)
     else:
         output.line(verdict(answer, output))
-        output.pairs(describe(answer, time.time()))
+        output.pairs([*describe(answer), *others(answer, peek=request.peek)])
     return not answer.allowed
 
 
@@ -322,11 +372,11 @@ def _ask_often(
     client: NodeClient, request: pb.RateLimitRequest, count: int, output: Output
 ) -> bool:
     """Send ``count`` checks in batches and print each answer; returns whether any was denied."""
-    verdicts = Counter[bool]()
+    verdicts = Counter[tuple[bool, bool]]()
 
     def answers() -> Iterator[pb.RateLimitResponse]:
         for answer in _answers(client, request, count):
-            verdicts[answer.allowed] += 1
+            verdicts[answer.allowed, answer.reason in _NOT_CHECKED] += 1
             yield answer
 
     if output.as_json:
@@ -334,8 +384,16 @@ def _ask_often(
     else:
         for number, answer in enumerate(answers(), start=1):
             output.line(_compact(number, len(str(count)), answer, output))
-        output.line(f"{verdicts[True]} allowed, {verdicts[False]} denied")
-    return verdicts[False] > 0
+        output.line(f"{_sum(verdicts, 'allowed')}, {_sum(verdicts, 'denied')}")
+    return verdicts[False, False] + verdicts[False, True] > 0
+
+
+def _sum(verdicts: Counter[tuple[bool, bool]], word: str) -> str:
+    """How many checks have a verdict, and how many of them without a check."""
+    of = word == "allowed"
+    not_checked = verdicts[of, True]
+    marked = f" ({not_checked} not checked)" if not_checked else ""
+    return f"{verdicts[of, False] + not_checked} {word}{marked}"
 
 
 def _answers(
@@ -359,9 +417,12 @@ def verdict(answer: pb.RateLimitResponse, output: Output) -> str:
 
 def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Output) -> str:
     word = verdict(answer, output) + (" " if not answer.allowed else "")
-    facts = {row: text for row, text in describe(answer, time.time()) if row != "rule"}
+    facts = dict(describe(answer))
+    said = f"remaining {facts['remaining']}  reset {facts['reset']}"
+    if answer.reason in _NOT_CHECKED:
+        said = facts["reason"]
     return (
-        f"{number:>{width}}  {word}  remaining {facts['remaining']}  reset {facts['reset']}"
+        f"{number:>{width}}  {word}  {said}"
         + (f"  retry after {facts['retry after']}{_denier(answer)}" if not answer.allowed else "")
         + (f"  wait {answer.wait_ms} ms" if answer.wait_ms else "")
     )

@@ -51,9 +51,15 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 """What gRPC says before it comes to the point."""
 
+_CREDENTIALS: Final = (
+    "give --token-file, --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
+)
+
+_NEED: Final = re.compile(r"this call needs the \w+ role")
+"""How a node says which role a call needs, before it names the credentials that hold it."""
+
 _HINTS: Final[Mapping[str, str]] = {
-    "UNAUTHENTICATED": "give a token with --token-file, a certificate with --cert and --key, "
-    "or RATELIMITD_STATE_DIR of a node on this host",
+    "UNAUTHENTICATED": _CREDENTIALS,
     "UNAVAILABLE": "retry; if the error persists, see the log of the node",
     "ABORTED": "it was changed meanwhile; read it again and retry",
     "UNIMPLEMENTED": "the server may be of another version, or no ratelimitd",
@@ -112,10 +118,14 @@ def rpc_failure(
         question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
         message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
+    if code == "UNAUTHENTICATED" and why_no_token:
+        need = _NEED.match(text)
+        message = (
+            f"{need[0] if need else text}, and no token was found: {why_no_token}; {_CREDENTIALS}"
+        )
+        return CliError(message)
     name = code.lower().replace("_", " ")
-    is_due = code == "UNAUTHENTICATED" and why_no_token
-    why = f"no token was sent: {why_no_token}; " if is_due else ""
-    hint = f" ({why}{_HINTS[code]})" if code in _HINTS else ""
+    hint = f" ({_HINTS[code]})" if code in _HINTS else ""
     violations = (
         f"{field.removeprefix('rate_limit.')}: {what}" for field, what in violations_of(error)
     )

@@ -13,9 +13,10 @@ from ratelimitd.cli.check import (
     IdentifierArgument,
     TypeArgument,
     describe,
+    expiry,
     int32,
+    others,
     request_of,
-    reset_text,
     said,
     verdict,
 )
@@ -69,10 +70,9 @@ def hold(
         target.output.message(held)
     else:
         target.output.line(verdict(held.answer, target.output))
-        now_s = time.time()
-        rows = describe(held.answer, now_s)
+        rows = [*describe(held.answer), *others(held.answer)]
         if held.answer.allowed:
-            rows += [("ends", reset_text(held.expire_time, now_s)), ("hold", held.hold)]
+            rows += [("ends", expiry(held.expire_time, time.time())), ("hold", held.hold)]
         target.output.pairs(rows)
     if not held.answer.allowed:
         raise typer.Exit(EXIT_NO)
@@ -126,7 +126,7 @@ def extend(target: Target, *, hold: HoldArgument, ttl: TtlOption = DEFAULT_TTL_S
     if target.output.as_json:
         target.output.message(extended)
     else:
-        ends = f"ends {reset_text(extended.expire_time, time.time())}"
+        ends = f"ends {expiry(extended.expire_time, time.time())}"
         target.output.line(ends if extended.known else _NOT_THERE)
     if not extended.known:
         raise typer.Exit(EXIT_NO)

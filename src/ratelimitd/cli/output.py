@@ -104,6 +104,11 @@ def printable(text: str) -> str:
     )
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun, in the plural where it is not 1."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +19,8 @@ from ratelimitd.cli.apply import (
     export,
     limits_text,
     revert,
+    revision_of,
+    revision_text,
     schema,
     warn_of_case,
     warn_of_patterns,
@@ -25,7 +28,7 @@ from ratelimitd.cli.apply import (
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
-from ratelimitd.cli.output import Output, as_dict, printable
+from ratelimitd.cli.output import Output, as_dict, counted, printable
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
@@ -80,7 +83,13 @@ def import_envoy(
     if imported.new_identifiers:
         added = [f"{key}={kind}" for key, kind in imported.new_identifiers.items()]
         needed = ",".join([*filter(None, [identifiers]), *added])
+        typed = [f"{key}={key}" for key in imported.new_identifiers]
+        other = ",".join([*filter(None, [identifiers]), *typed])
         print(printable(f"nodes need {SETTING}={needed}"), file=sys.stderr)
+        hint = f"with types of their own, which IDENTIFIER_TYPES declares: --identifiers {other}"
+        print(printable(hint), file=sys.stderr)
+    rules = counted(len(imported.rules), "rule")
+    print(f"{rules}, {counted(imported.left_out, 'limit')} left out", file=sys.stderr)
 
 
 def _content(file: Path) -> bytes:
@@ -163,8 +172,10 @@ def list_rules(
         )
     if target.output.as_json:
         target.output.json_list(as_dict(rule) for rule in rules)
-    else:
+    elif rules:
         _show_table(rules, target)
+    else:
+        target.output.line(_why_none(endpoint, identifier_type, unused=unused))
 
 
 @asks_node
@@ -202,6 +213,13 @@ def unmatched(target: Target) -> None:
         target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
     else:
         target.output.line("every check of the last minutes had a rule")
+
+
+def _why_none(endpoint: str, identifier_type: str, *, unused: bool) -> str:
+    """What it means that no rule is listed."""
+    if endpoint or identifier_type:
+        return "no such rules"
+    return "every rule has judged a check" if unused else "no rules: every check is allowed"
 
 
 def _show_table(rules: Iterable[pb.RateLimit], target: Target) -> None:
@@ -309,11 +327,11 @@ def create(
     )
     if any(more.values()):
         rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
-    with target.client() as client:
+    warn_of_patterns([endpoint])
+    with target.client() as client, _revision_told(client, target):
         created = client.create_rule(rule)
         warn_of_case(client, {endpoint})
-    warn_of_patterns([endpoint])
-    _show("created", created, target)
+        _show("created", created, target)
 
 
 @asks_node
@@ -356,12 +374,12 @@ def update(
     if not changes:
         message = "nothing to change: name at least one field, such as --limit"
         raise UsageError(message)
-    with target.client() as client:
+    with target.client() as client, _revision_told(client, target):
         rule_id = _id_of(client, rule, of_type)
         change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
         updated = client.update_rule(change, list(changes))
         warn_of_case(client, {endpoint} if endpoint else ())
-    _show("updated", updated, target)
+        _show("updated", updated, target)
 
 
 @asks_node
@@ -393,7 +411,7 @@ def promote(
         case _:
             message = "name the rule, by its id or its endpoint and type, and the limit"
             raise UsageError(message)
-    with target.client() as client:
+    with target.client() as client, _revision_told(client, target):
         rule_id = _id_of(client, one, of_type)
         rule = next((rule for rule in client.rules() if rule.id == rule_id), None)
         if rule is None:
@@ -416,9 +434,9 @@ def promote(
         kept = {limit.name: limit for limit in limits}
         change = pb.RateLimit(id=rule.id, etag=rule.etag, limits=kept.values())
         updated = client.update_rule(change, ["limits"])
-    _show("updated", updated, target)
-    if replaced != name and not target.output.as_json:
-        target.output.line(f"{name} is in the place of {limits_text(former)}")
+        _show("updated", updated, target)
+        if replaced != name and not target.output.as_json:
+            target.output.line(f"{name} is in the place of {limits_text(former)}")
 
 
 @asks_node
@@ -431,13 +449,28 @@ def delete(
       ratelimitd rules delete /login ip
       ratelimitd rules delete 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f
     """
-    with target.client() as client:
+    with target.client() as client, _revision_told(client, target):
         rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
+        if target.output.as_json:
+            target.output.json({})
+        else:
+            target.output.line(f"deleted {rule_id}")
+
+
+@contextmanager
+def _revision_told(client: NodeClient, target: Target) -> Iterator[None]:
+    """Print after a change which revision it has made.
+
+    The answer to it does not say. Another writer may come between, so it is told only if one change was made.
+    """
     if target.output.as_json:
-        target.output.json({})
-    else:
-        target.output.line(f"deleted {rule_id}")
+        yield
+        return
+    before = revision_of(client)
+    yield
+    if before is not None and revision_of(client) == before + 1:
+        target.output.line(revision_text(before + 1))
 
 
 def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:

@@ -58,11 +58,12 @@ class Note(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """The rules of a file, notes in its order, and the keys to add to ENVOY_IDENTIFIERS."""
+    """The rules of a file, notes in its order, the keys to add to ENVOY_IDENTIFIERS, and the limits left out."""
 
     rules: Sequence[RuleDraft]
     notes: Sequence[Note]
     new_identifiers: Mapping[str, str]
+    left_out: int
 
 
 class _Entry(NamedTuple):
@@ -102,7 +103,7 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
             notes.append(Note(limit.line, place, str(reason)))
             continue
         rules[rule.endpoint, rule.identifier_type] = rule
-    return Imported([*rules.values()], sorted(notes), new)
+    return Imported([*rules.values()], sorted(notes), new, len(limits) - len(rules))
 
 
 def _domain_and_descriptors(data: bytes, notes: list[Note]) -> tuple[str, Node]:
@@ -140,9 +141,13 @@ def _limits(
             text = "quota_mode has no equivalent: the limit observes, and tells no quota"
             notes.append(Note(fields["quota_mode"].line, place, text))
         if "rate_limit" in fields:
-            limit: Any = fields["rate_limit"].value
+            value: Any = fields["rate_limit"].value
+            limit = value if isinstance(value, dict) else {}
+            if "name" in limit:
+                text = "the name of the limit has no equivalent"
+                notes.append(Note(limit["name"].line, place, text))
             observes = any(_is_true(fields.get(name)) for name in _OBSERVE)
-            yield _Limit(item.line, entries, limit if isinstance(limit, dict) else {}, observes)
+            yield _Limit(item.line, entries, limit, observes)
         elif "descriptors" not in fields:
             notes.append(Note(item.line, place, "has no limit, so it needs no rule"))
         if "descriptors" in fields:

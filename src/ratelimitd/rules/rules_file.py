@@ -35,6 +35,7 @@ from ratelimitd.rules.validation import (
     CALENDAR_FIELDS,
     DURATION,
     MAX_QUOTED_CHARS,
+    duration_of,
     validated,
     window_of,
 )
@@ -91,6 +92,9 @@ _TYPES: Final = {
     "a mapping": dict,
 }
 
+_ADDED: Final = (("id", ""), ("enabled", True))
+"""Values of a rule that does not name the field."""
+
 _NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -136,9 +140,9 @@ def parse_rules(data: bytes, types: Collection[str] | None = None) -> tuple[Rule
 
 
 def dump_rules(drafts: Iterable[RuleDraft]) -> str:
-    """Return the YAML text that :func:`parse_rules` reads back as ``drafts``."""
+    """Return the YAML text that :func:`parse_rules` reads back as ``drafts``, as people would write it."""
     text: str = yaml.dump(
-        {RULES_KEY: [_item(draft) for draft in drafts]},
+        {RULES_KEY: [_shortened(_item(draft)) for draft in drafts]},
         Dumper=_DUMPER,
         sort_keys=False,
         allow_unicode=True,
@@ -148,7 +152,7 @@ def dump_rules(drafts: Iterable[RuleDraft]) -> str:
 
 
 def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
-    """Return the same file in JSON, which is also YAML."""
+    """Return the same file in JSON, which is also YAML, for programs: with every field."""
     items = [_item(draft) for draft in drafts]
     text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
     # JSON may hold these unescaped; YAML refuses them or reads them as line ends.
@@ -164,6 +168,21 @@ def _item(draft: RuleDraft) -> dict[str, Any]:
     if draft.plans:
         item["plans"] = {plan.name: [*map(_limit_item, plan.limits)] for plan in draft.plans}
     return item
+
+
+def _shortened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a rule or limit without those that the reader adds, and with windows as durations."""
+    shortened: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "window_seconds":
+            shortened[WINDOW] = duration_of(value)
+        elif name == "limits":
+            shortened[name] = [*map(_shortened, value)]
+        elif name == "plans":
+            shortened[name] = {plan: [*map(_shortened, limits)] for plan, limits in value.items()}
+        elif (name, value) not in _ADDED:
+            shortened[name] = value
+    return shortened
 
 
 def _limit_item(limit: LimitDraft) -> dict[str, Any]:

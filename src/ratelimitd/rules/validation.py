@@ -462,6 +462,12 @@ def window_of(text: str) -> int:
     return int(text[:-1]) * _UNITS_S[text[-1]]
 
 
+def duration_of(seconds: int) -> str:
+    """Return a window as :func:`window_of` reads it, in its largest unit."""
+    unit = next(unit for unit in ("d", "h", "m", "s") if seconds % _UNITS_S[unit] == 0)
+    return f"{seconds // _UNITS_S[unit]}{unit}"
+
+
 def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:
     """Return what is wrong with the identifier type of a rule; ``types`` are those it may have, or be made of."""
     if isinstance(identifier_type, str) and _has_form_of_type(identifier_type):

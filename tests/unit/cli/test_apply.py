@@ -49,6 +49,7 @@ def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
             "+ create * user: 600 per 1 min, token_bucket\n"
             "+ create /login ip: 5 per 1 min, fixed_window, disabled\n"
             "2 created, 0 updated, 0 deleted\n"
+            "the rules are at revision 1\n"
         ),
         "",
     )
@@ -69,7 +70,10 @@ def test_a_window_that_is_changed_is_shown_as_everywhere(ask, node, book):
 
 def test_an_endpoint_that_differs_from_another_in_case_alone_is_told(ask, node, book):
     node.add_rule("/Login", "ip")
-    warning = "Warning: /login differs in case alone from /Login, which has rules, too: "
+    warning = (
+        "Warning: /login differs in case alone from /Login, which has rules, too:"
+        " a check for one does not match the other\n"
+    )
     assert ask("rules", "diff", "-f", book()).err.startswith(warning)
     assert ask("rules", "diff", "--prune", "-f", book()).err == ""
     ended = ask("rules", "apply", "-f", book())
@@ -91,6 +95,7 @@ def test_only_what_differs_is_changed_and_shown(ask, node, book):
     assert ended.out == (
         "~ update * user\n    limit: 10 → 600\n    enabled: false → true\n"
         "0 created, 1 updated, 0 deleted\n"
+        "the rules are at revision 1\n"
     )
     assert (rule.limit, rule.enabled) == (600, True)
 
@@ -130,6 +135,7 @@ def test_other_rules_are_deleted_only_with_prune(ask, node, book):
     ended = ask("rules", "apply", "-f", book(), "--prune")
     assert ended.out == (
         "- delete /other user: 10 per 1 min, token_bucket\n0 created, 0 updated, 1 deleted\n"
+        "the rules are at revision 3; to go back: ratelimitd rules revert 2\n"
     )
     assert other.id not in node.rules
 

@@ -19,19 +19,25 @@ def trace(tmp_path):
     """Four checks a second apart, of which the last was denied, and one of somebody else."""
     directory = tmp_path / "trace"
     directory.mkdir()
-    block = Block(
-        kinds=[Kind(("user",), "/orders")],
-        times=[AT_US + second * 1_000_000 for second in range(5)],
-        identities=[b"\xaa" * 8] * 4 + [b"\xbb" * 8],
-        costs=[1] * 5,
-        numbers=[0] * 5,
-        allowed=[1, 1, 1, 0, 1],
-        lost=7,
-    )
-    octets = header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(End(5, 2, 0.25))
-    (directory / "1.trace").write_bytes(octets)
+    recorded = whole([b"\xaa" * 8] * 4 + [b"\xbb" * 8], [1, 1, 1, 0, 1], 7, End(5, 2, 0.25))
+    (directory / "1.trace").write_bytes(recorded)
     (directory / "2.part").write_bytes(b"")
     return directory
+
+
+def whole(identities, allowed, lost=0, end=None):
+    """A file of checks a second apart."""
+    count = len(identities)
+    block = Block(
+        kinds=[Kind(("user",), "/orders")],
+        times=[AT_US + second * 1_000_000 for second in range(count)],
+        identities=identities,
+        costs=[1] * count,
+        numbers=[0] * count,
+        allowed=allowed,
+        lost=lost,
+    )
+    return header(b"T" * 16, b"W" * 8) + encode_block(block) + encode_end(end or End(count))
 
 
 @pytest.fixture
@@ -67,7 +73,31 @@ def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
         "7 checks could not be recorded\n"
         "2 holds were made meanwhile, and are not in the trace\n"
         "files that are not finished, and were left out: 1\n"
+        "read up to 2023-11-15T00:00:04Z; newer checks of a node that records become readable within 5 min,"
+        " or when it stops\n"
     )
+
+
+def test_one_check_is_counted_as_one_and_a_file_has_no_newer_ones(run, tmp_path, rules):
+    file = tmp_path / "1.trace"
+    file.write_bytes(whole([b"\xaa" * 8], [1]))
+    lines = run("backtest", file, "-f", rules(WIDE)).out.splitlines()
+    assert lines[0].startswith("1 check of 1 identity, ")
+    assert "read up to" not in lines[-1]
+
+
+@pytest.mark.parametrize("rest", ["", "1 other", "3 others"])
+def test_denied_identities_that_are_not_named_are_counted(run, tmp_path, rules, rest):
+    identities = 20 + int(rest[:1] or 0)
+    file = tmp_path / "1.trace"
+    file.write_bytes(
+        whole([bytes([number]) * 8 for number in range(identities)] * 3, [1] * 3 * identities)
+    )
+    daily = rules(TIGHT.replace("1m", "1d"))
+    *named, last = run("backtest", file, "-f", daily).out.splitlines()
+    named += [] if rest else [last]
+    assert sum(line.endswith("  0.0") for line in named) == 20
+    assert (last == f"and {rest}") == bool(rest)
 
 
 def test_rules_that_deny_nothing_new_end_it_with_0(run, trace, rules):

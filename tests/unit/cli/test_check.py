@@ -6,7 +6,7 @@ import re
 import grpc
 import pytest
 
-from ratelimitd.cli.check import MAX_COUNT, describe, reset_text
+from ratelimitd.cli.check import MAX_COUNT, describe, expiry
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
@@ -70,9 +70,9 @@ def test_the_answer_is_told_to_a_person(ask, node):
     assert ask(*ALICE).out == (
         "denied\n"
         "  reason       the limit is used up\n"
-        f"  rule         {RULE_ID} (5 per 1 min)\n"
+        f"  rule         5 per 1 min ({RULE_ID})\n"
         "  remaining    0\n"
-        "  reset        now (1970-01-01 00:00:01 UTC)\n"
+        "  reset        1970-01-01 00:00:01 UTC\n"
         "  retry after  1 min 30 s\n"
     )
 
@@ -85,6 +85,41 @@ def test_many_checks_print_a_line_each_and_a_sum(ask, node):
         "2  allowed  remaining 0  reset –\n"
         "3  denied   remaining 0  reset –  retry after –\n"
         "2 allowed, 1 denied\n"
+    )
+
+
+NOT_CHECKED = pb.RateLimitResponse(
+    allowed=True, reason=pb.FAIL_OPEN_BREAKER, remaining_tokens=1, reset_time=1_700_000_060
+)
+
+
+def test_checks_that_nothing_limited_are_told_as_such(ask, node):
+    node.answer = NOT_CHECKED
+    ended = ask(*ALICE, "--count", "2")
+    assert ended.status == 0
+    assert ended.out == (
+        "1  allowed  not checked: the circuit breaker is open\n"
+        "2  allowed  not checked: the circuit breaker is open\n"
+        "2 allowed (2 not checked), 0 denied\n"
+    )
+    assert ask(*ALICE).out == (
+        "allowed\n"
+        "  reason     not checked: the circuit breaker is open\n"
+        "  rule       –\n"
+        "  remaining  –\n"
+        "  reset      –\n"
+    )
+
+
+def test_checks_that_are_denied_while_the_breaker_is_open_are_told_as_such(ask, node):
+    node.answer = pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, retry_after_seconds=5)
+    ended = ask(*ALICE, "--count", "2")
+    assert (ended.status, ended.out.splitlines()[1:]) == (
+        3,
+        [
+            "2  denied   not checked: the circuit breaker is open  retry after 5 s",
+            "0 allowed, 2 denied (2 not checked)",
+        ],
     )
 
 
@@ -172,7 +207,7 @@ def test_a_negative_cost_is_the_nodes_to_refuse(ask, node):
         ),
         (
             pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, remaining_tokens=1),
-            {"reason": "not checked: the circuit breaker is open", "remaining": "1"},
+            {"reason": "not checked: the circuit breaker is open", "remaining": "–", "reset": "–"},
         ),
         (
             pb.RateLimitResponse(reason=pb.FAIL_OPEN_ERROR),
@@ -183,11 +218,11 @@ def test_a_negative_cost_is_the_nodes_to_refuse(ask, node):
     ],
 )
 def test_every_reason_has_words(answer, facts):
-    assert facts.items() <= dict(describe(answer, 0)).items()
+    assert facts.items() <= dict(describe(answer)).items()
 
 
 @pytest.mark.parametrize(
-    ("reset_time_s", "text"),
+    ("time_s", "text"),
     [
         (0, "–"),
         (1_700_000_090, "in 1 min 30 s (2023-11-14 22:14:50 UTC)"),
@@ -195,8 +230,8 @@ def test_every_reason_has_words(answer, facts):
         (2**62, "in 53375995563974 d 9 h (Unix time 4611686018427387904)"),
     ],
 )
-def test_a_reset_is_told_as_a_duration_and_as_an_instant(reset_time_s, text):
-    assert reset_text(reset_time_s, 1_700_000_000) == text
+def test_an_end_is_told_as_a_duration_and_as_an_instant(time_s, text):
+    assert expiry(time_s, 1_700_000_000) == text
 
 
 EXPLANATION = pb.Explanation(
@@ -249,6 +284,7 @@ def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
     table = [line.split() for line in ended.out.splitlines()[-5:]]
     assert table[0] == ["ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"]
     assert "denies, 0 left wait 9 s" in " ".join(table[1])
+    assert "others" not in ended.out
     assert "days: 9 per 2 d allows, 4 left" in " ".join(table[2])
     assert "would deny, 0 left" in " ".join(table[3])
     assert "tenant – not named name the tenant of the request" in " ".join(table[4])
@@ -292,7 +328,8 @@ def test_an_explanation_names_windows_of_the_calendar(ask, node):
         )
         node.explanation = pb.Explanation(answer=answer, rules=[explained])
         out = ask("explain", "user", "alice", "/a").out
-        assert f"{rule.id} ({own})" in out
+        assert f"/a user, {own} ({rule.id})" in out
+        assert "REMEDY" not in out
         assert others in out
     assert node.methods() == ["RateLimit", "ListRateLimits"] * 2
 
@@ -338,7 +375,7 @@ def test_an_answer_of_several_limits_tells_the_deciding_one_and_the_others(ask, 
         **numbers, limit_name="day", reason=pb.LIMIT_EXCEEDED, limits=[status, tenant, candidate]
     )
     out = ask("check", "user", "alice", "/a").out
-    assert "  rule         r (day: 5 per 1 min)\n" in out
+    assert "  rule         user, day: 5 per 1 min (r)\n" in out
     assert "  others       tenant, default: 9 per 1 s, allows, 9 left\n" in out
     assert "               tenant, new: 1 per 1 s, would deny, 0 left\n" in out
 
@@ -350,3 +387,40 @@ def test_a_check_without_a_rule_names_the_nearest(ask, node):
     head, row = ask("explain", "user", "alice", "/Orders").out.splitlines()[-2:]
     assert head.split(maxsplit=3) == ["NEAREST", "ENDPOINT", "TYPE", "WHY IT IS NOT THE SAME"]
     assert row.split(maxsplit=2) == ["/orders", "user", "differs in \ufffdcase"]
+
+
+def test_of_a_check_that_is_not_made_is_said_what_would_be_left(ask, node):
+    limits = [
+        pb.LimitStatus(
+            rule_id=kind, name="default", identifier_type=kind, limit=9, window_seconds=1,
+            allowed=True, remaining_tokens=8,
+        )
+        for kind in ("user", "tenant")
+    ]  # fmt: skip
+    node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, limits=limits)
+    assert "tenant, default: 9 per 1 s, allows, 8 left\n" in ask(*ALICE).out
+    assert "tenant, default: 9 per 1 s, allows, 8 would be left\n" in ask(*ALICE, "--peek").out
+    node.explanation = pb.Explanation(
+        answer=node.answer,
+        rules=[
+            pb.RuleExplanation(
+                rule_id=one.rule_id,
+                endpoint="/orders",
+                identifier_type=one.identifier_type,
+                match=pb.JUDGES,
+                limits=[one],
+            )
+            for one in limits
+        ],
+    )
+    lines = ask("explain", "user", "alice", "/orders").out.splitlines()
+    assert lines[-2].endswith("allows, 8 would be left")
+    assert lines[-1].endswith("allows, 8 would be left")
+
+
+def test_a_time_is_told_by_the_clock_of_the_node_alone(ask, node):
+    node.answer = pb.RateLimitResponse(
+        reason=pb.LIMIT_EXCEEDED, reset_time=1_700_000_090, retry_after_seconds=31
+    )
+    row = ask(*ALICE, "--count", "2").out.splitlines()[0]
+    assert row == "1  denied   remaining 0  reset 2023-11-14 22:14:50 UTC  retry after 31 s"

@@ -28,6 +28,8 @@ def test_the_rules_are_printed_and_what_else_is_to_be_known_is_told(run, config)
         [
             "line 5: messaging/spam=yes: has no limit, so it needs no rule",
             "nodes need ENVOY_IDENTIFIERS=ip=ip,to_number=api_key",
+            "with types of their own, which IDENTIFIER_TYPES declares: --identifiers ip=ip,to_number=to_number",
+            "1 rule, 0 limits left out",
         ],
     )
 
@@ -37,7 +39,27 @@ def test_identifiers_are_a_nodes_unless_told_otherwise(run, config):
     assert "identifier_type: ip" in run("rules", "import-envoy", config).out
     ended = run("rules", "import-envoy", config, "--identifiers", "")
     assert "identifier_type: api_key" in ended.out
-    assert ended.err.splitlines()[-1] == "nodes need ENVOY_IDENTIFIERS=remote_address=api_key"
+    assert "nodes need ENVOY_IDENTIFIERS=remote_address=api_key\n" in ended.err
+
+
+def test_a_key_has_the_type_that_it_is_given(run, config):
+    ended = run("rules", "import-envoy", config, "--identifiers", "to_number=tenant")
+    assert "identifier_type: tenant" in ended.out
+    assert "ENVOY_IDENTIFIERS" not in ended.err
+
+
+def test_the_file_is_as_people_write_it_and_what_is_left_out_is_counted(run, config):
+    config.write_text(f"{CONFIG}  rate_limit: {{unit: second, requests_per_unit: 0}}\n")
+    ended = run("rules", "import-envoy", config)
+    assert ended.out == (
+        "rules:\n"
+        "- endpoint: messaging\n"
+        "  identifier_type: api_key\n"
+        "  limit: 100\n"
+        "  window: 1d\n"
+        "  algorithm: fixed_window\n"
+    )
+    assert ended.err.endswith("\n1 rule, 1 limit left out\n")
 
 
 def test_a_file_that_is_none_is_refused(run, config):

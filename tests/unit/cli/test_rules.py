@@ -10,6 +10,13 @@ from tests.fake_node import status
 
 ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
 NUMBERS = ("--limit", "5", "--window-seconds", "60")
+AT_1 = "the rules are at revision 1\n"
+
+
+def sent(node, method):
+    """The one request of a method."""
+    [request] = [call.request for call in node.seen if call.method == method]
+    return request
 
 
 def test_the_list_is_a_table_of_every_page(ask, node):
@@ -40,8 +47,8 @@ def test_a_json_list_is_a_list_of_messages(ask, node):
 def test_a_rule_is_created_with_what_was_typed(ask, node):
     options = ["--algorithm", "fixed_window", "--id", ID, "--disabled"]
     ended = ask("rules", "create", "/login", "ip", *NUMBERS, *options)
-    assert ended == (0, f"created {ID}: /login ip, 5 per 1 min, fixed_window, disabled\n", "")
-    assert node.seen[0].request.rate_limit == pb.RateLimit(
+    assert ended == (0, f"created {ID}: /login ip, 5 per 1 min, fixed_window, disabled\n{AT_1}", "")
+    assert sent(node, "CreateRateLimit").rate_limit == pb.RateLimit(
         id=ID,
         endpoint="/login",
         identifier_type="ip",
@@ -75,8 +82,8 @@ def test_a_rule_that_differs_from_another_in_case_alone_is_told(ask, node):
 def test_a_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
     assert "5 per 1 min, token_bucket, burst 50" in ended.out
-    [sent] = node.seen[0].request.rate_limit.limits
-    assert (sent.limit, sent.window_seconds, sent.algorithm, sent.burst) == (
+    [limit] = sent(node, "CreateRateLimit").rate_limit.limits
+    assert (limit.limit, limit.window_seconds, limit.algorithm, limit.burst) == (
         5,
         60,
         "token_bucket",
@@ -105,7 +112,7 @@ def test_what_is_no_valid_rule_the_node_says(ask, node):
             " endpoint: the endpoint must not be empty\n"
         ),
     )
-    assert node.seen[0].request.rate_limit.limit == -5
+    assert sent(node, "CreateRateLimit").rate_limit.limit == -5
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,7 @@ def test_a_wrong_command_line_is_status_2_and_asks_nobody(ask, node, arguments):
 def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, fields):
     node.add_rule("/a", id=ID)
     assert ask("rules", "update", ID, *options).status == 0
-    request = node.seen[0].request
+    request = sent(node, "UpdateRateLimit")
     assert list(request.update_mask.paths) == list(fields)
     assert request.rate_limit == pb.RateLimit(id=ID, **fields)
 
@@ -150,7 +157,7 @@ def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, 
 def test_an_update_shows_the_rule_as_it_is_now(ask, node):
     node.add_rule("/a", id=ID)
     assert ask("rules", "update", ID, "--limit", "7").out == (
-        f"updated {ID}: /a user, 7 per 1 min, token_bucket\n"
+        f"updated {ID}: /a user, 7 per 1 min, token_bucket\n{AT_1}"
     )
 
 
@@ -163,7 +170,7 @@ def test_an_etag_that_is_not_the_rules_is_refused(ask, node):
     assert node.rules[ID].limit == 10
 
 
-@pytest.mark.parametrize(("options", "out"), [([], f"deleted {ID}\n"), (["--json"], "{}\n")])
+@pytest.mark.parametrize(("options", "out"), [([], f"deleted {ID}\n{AT_1}"), (["--json"], "{}\n")])
 def test_a_rule_is_deleted(ask, node, options, out):
     node.add_rule("/a", id=ID)
     assert ask("rules", "delete", ID, *options) == (0, out, "")
@@ -218,13 +225,13 @@ def test_a_limit_that_observes_takes_the_place_of_another(  # noqa: PLR0917 -- t
     ended = ask("rules", "promote", ID, "candidate", *options)
     assert ended.status == 0
     replaced = [f"candidate is in the place of {one}" for one in told]
-    assert ended.out.splitlines()[1:] == replaced
-    request = node.seen[-1].request
+    assert ended.out.splitlines()[1:] == [*replaced, AT_1.rstrip()]
+    request = sent(node, "UpdateRateLimit")
     assert list(request.update_mask.paths) == ["limits"]
     assert request.rate_limit.etag
-    sent = {limit.name: limit.enforcement for limit in request.rate_limit.limits}
-    assert list(sent) == names
-    assert set(sent.values()) == {pb.ENFORCE}
+    kept = {limit.name: limit.enforcement for limit in request.rate_limit.limits}
+    assert list(kept) == names
+    assert set(kept.values()) == {pb.ENFORCE}
 
 
 @pytest.mark.parametrize(
@@ -334,7 +341,7 @@ def test_a_rule_is_named_by_its_endpoint_and_type(ask, node):
     assert (rule.limit, other.limit) == (7, 10)
     assert ask("rules", "promote", "/api", "user", "candidate").status == 0
     assert [one.name for one in rule.limits] == ["candidate"]
-    assert ask("rules", "delete", "/api", "user").out == f"deleted {rule.id}\n"
+    assert ask("rules", "delete", "/api", "user").out.startswith(f"deleted {rule.id}\n")
     assert list(node.rules) == [other.id]
 
 
@@ -387,3 +394,46 @@ def test_endpoints_without_a_rule_are_listed_and_drive_no_terminal(ask, node):
     assert second.split() == ["/\ufffd[2Jx\ufffd", "0.7"]
     listed = json.loads(ask("rules", "unmatched", "--json").out)
     assert listed[0] == {"endpoint": "/ordes", "checks_per_minute": 12.0}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("create", "/x", "user", *NUMBERS),
+        ("update", ID, "--limit", 7),
+        ("promote", ID, "candidate"),
+        ("delete", ID),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_change_tells_its_revision_and_how_to_go_back(ask, node, command):
+    node.add_rule("/a", id=ID, limits=LIMITS)
+    node.health_answer.rules_revision = 16
+    last = ask("rules", *command).out.splitlines()[-1]
+    assert last == "the rules are at revision 17; to go back: ratelimitd rules revert 16"
+
+
+def test_no_revision_is_told_of_a_change_that_is_none_or_not_the_only_one(ask, node, monkeypatch):
+    node.add_rule("/a", id=ID)
+    node.error = status(grpc.StatusCode.PERMISSION_DENIED, "this call needs the read role")
+    node.errors_after = 2
+    told = ask("rules", "update", ID, "--limit", 7)  # the node does not say
+    assert (told.status, "revision" in told.out) == (0, False)
+    node.error = None
+    for others in (-1, 1):
+
+        def stored(*_, others=others):
+            node.health_answer.rules_revision += others
+            return node.rules[ID]
+
+        monkeypatch.setattr(node, "_stored", stored)
+        told = ask("rules", "update", ID, "--limit", 7)
+        assert (told.status, "revision" in told.out) == (0, False)
+
+
+def test_an_empty_list_says_what_that_means(ask, node):
+    assert ask("rules", "list") == (0, "no rules: every check is allowed\n", "")
+    node.used.add(node.add_rule("/a").id)
+    assert ask("rules", "list", "--unused").out == "every rule has judged a check\n"
+    assert ask("rules", "list", "--endpoint", "/b").out == "no such rules\n"
+    assert json.loads(ask("rules", "list", "--unused", "--json").out) == []

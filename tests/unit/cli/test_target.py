@@ -84,14 +84,20 @@ def test_localhost_is_the_node_on_this_host_and_without_a_token_the_error_says_w
     assert run("health", "--target", local).status == 0
     assert node.seen[0].metadata["authorization"] == f"Bearer {made}"
     state_dir.close()
-    node.error = status(grpc.StatusCode.UNAUTHENTICATED, "needs a token")
+    need = "this call needs the read role: the bearer token in STATE_DIR/admin-token; no valid one was sent"
+    node.error = status(grpc.StatusCode.UNAUTHENTICATED, need)
     refused = run("health", "--target", local)
-    assert refused.status == 1
-    assert f"no token was sent: no node that made its token runs in {state_dir.path}; " in (
-        refused.err
+    give = "give --token-file, --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
+    assert refused == (
+        1,
+        "",
+        (
+            "Error: this call needs the read role, and no token was found:"
+            f" no node that made one runs in {state_dir.path}; {give}\n"
+        ),
     )
-    assert "give a token with --token-file" in refused.err
-    assert "no token was sent" not in run("health", "--target", local, "--token", SECRET).err
+    wrong = run("health", "--target", local, "--token", SECRET)
+    assert wrong.err == f"Error: unauthenticated: {need} ({give})\n"
 
 
 def test_an_argument_that_is_no_text_is_status_2(ask, node):

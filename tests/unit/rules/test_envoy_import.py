@@ -190,7 +190,10 @@ def test_what_is_not_known_of_a_file_is_told():
 def test_what_is_only_told_does_not_keep_a_limit_out():
     found = imported(entry("user", detailed_metric=True, **limit(name="each")))  # 8
     assert rules_of(found) == [("d", "user", 10, 1)]
-    assert texts(found) == ["detailed_metric has no equivalent"]
+    assert sorted(texts(found)) == [
+        "detailed_metric has no equivalent",
+        "the name of the limit has no equivalent",
+    ]
 
 
 def test_a_limit_for_each_value_and_one_for_a_certain_one_do_not_go_together():

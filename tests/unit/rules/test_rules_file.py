@@ -484,13 +484,44 @@ def without(text, *fields):
 
 @pytest.mark.parametrize(
     ("window", "seconds"),
-    [("30s", 30), ("1m", 60), ("12h", 43_200), ("1d", 86_400), ('"7d"', 604_800)],
+    [("30s", 30), ("1m", 60), ("12h", 43_200), ("1d", 86_400), ("7d", 604_800), ("90s", 90)],
 )
 def test_a_window_is_a_duration_or_a_number_of_seconds(window, seconds):
     text = f"rules:\n{without(RULE, 'window_seconds')}    window: {window}\n"
     [draft] = parse_rules(text.encode())
     assert draft == RuleDraft("/login", "ip", 5, seconds, "fixed_window")
-    assert "window:" not in dump_rules([draft])
+    assert f"  window: {window}\n" in dump_rules([draft])
+    assert json.loads(dump_rules_json([draft]))["rules"][0]["window_seconds"] == seconds
+
+
+def test_a_file_is_written_without_what_the_reader_adds():
+    text = """\
+rules:
+- endpoint: /a
+  identifier_type: user
+  limits:
+  - name: default
+    limit: 1
+    window: 1s
+    algorithm: token_bucket
+  - name: day
+    limit: 9
+    window: 1d
+    algorithm: fixed_window
+  plans:
+    pro:
+    - name: default
+      limit: 5
+      window: 1m
+      algorithm: token_bucket
+- endpoint: /b
+  identifier_type: ip
+  limit: 5
+  window: 1h
+  algorithm: token_bucket
+  enabled: false
+"""
+    assert dump_rules(parse_rules(text.encode())) == text
 
 
 def test_limits_of_a_list_and_of_plans_have_such_windows_and_the_same_default():
