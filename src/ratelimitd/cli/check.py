@@ -34,7 +34,7 @@ _REASONS: Final = {
     pb.UNLIMITED: "the plan of an identity is unlimited",
     pb.BLOCKED: "the plan of an identity is blocked",
     pb.FAIL_OPEN_BREAKER: "not checked: the circuit breaker is open",
-    pb.FAIL_OPEN_ERROR: "not checked: the node met an error",
+    pb.FAIL_OPEN_ERROR: "not checked: the shared state did not answer, or the node met an error",
 }
 
 Windows = Mapping[tuple[str, str, str], str]

@@ -211,7 +211,7 @@ def test_a_negative_cost_is_the_nodes_to_refuse(ask, node):
         ),
         (
             pb.RateLimitResponse(reason=pb.FAIL_OPEN_ERROR),
-            {"reason": "not checked: the node met an error"},
+            {"reason": "not checked: the shared state did not answer, or the node met an error"},
         ),
         (pb.RateLimitResponse(), {"reason": "REASON_UNSPECIFIED", "retry after": "–"}),
         (pb.RateLimitResponse.FromString(b"\x28\x63"), {"reason": "99"}),  # of a later release
