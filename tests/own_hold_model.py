@@ -199,7 +199,7 @@ class HoldModel:
         if known is not None:
             if known.digest != digest or known.actual is not None or known.end <= clock:
                 raise CheckInvalidError
-            return [known.told.get(name) for name, _ in charges], known.end
+            return [*known.told.values()], known.end
         denied, answers = self.judge_all(charges, cost, now, clock)
         if denied:
             return answers, 0

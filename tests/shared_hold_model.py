@@ -133,7 +133,7 @@ class HoldStore:
             for one in judged:
                 self._keep_edit(one)
             made = Made.DENIED if is_denied else Made.FULL
-            return HoldReply(made, 0, [self._without(one) for one in judged])
+            return HoldReply(made, 0, [self._without(one) for one in judged], call.names)
         last_us = min(
             [self.now_us + one.rule.window_us for one in passing if one.kept is None],
             default=MAX_TIME_US,
@@ -150,18 +150,17 @@ class HoldStore:
             entries,
         )
         outcomes = [entry.outcome for entry in entries.values()]
-        return HoldReply(Made.MADE, end_us, outcomes)
+        return HoldReply(Made.MADE, end_us, outcomes, call.names)
 
     def _found(self, call: HoldCall, record: Record) -> HoldReply:
         if record.check_digest != call.check_digest:
-            return HoldReply(Made.OF_ANOTHER_CHECK, 0, ())
+            return HoldReply(Made.OF_ANOTHER_CHECK, 0, (), ())
         if record.settled is not None or record.end_us <= self.now_us:
-            return HoldReply(Made.OVER, 0, ())
+            return HoldReply(Made.OVER, 0, (), ())
         self.records[call.number] = self.joined(record, call.attempt)
-        there = [record.entries.get(check.name) for check in call.checks]
-        outcomes = [entry and entry.outcome for entry in there]
+        outcomes = [entry.outcome for entry in record.entries.values()]
         made = Made.MADE if record.attempts == (call.attempt,) else Made.FOUND
-        return HoldReply(made, record.end_us, outcomes)
+        return HoldReply(made, record.end_us, outcomes, [*record.entries])
 
     @staticmethod
     def joined(record: Record, attempt: bytes) -> Record:

@@ -85,6 +85,9 @@ class Trace:
             number = chance.choice(self.holds)[0]
         ttl_us = int(chance.choice([0.3, 2, 30]) * US_PER_S)
         attempt = chance.choice([b"attempt%d" % number for number in range(10)])
+        record = self.model.record(number)
+        if record is not None and record.attempts == (attempt,):  # the same call
+            checks = [checks[0]._replace(name=name) for name in record.entries]
         call = HoldCall(number, digest, attempt, checks, ttl_us, chance.choice([1_000, 3]))
         reply = self.script(hold_codec.HOLD, hold_codec.hold_request(TAG, call))
         assert hold_codec.hold_reply(call, reply)[1] == self.model.hold(call), call

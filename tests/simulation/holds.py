@@ -352,7 +352,7 @@ class Node:
         limits = [limit for _, limit, _ in hold.charges]
         result: Any
         try:
-            result = conclude(limits, hold.cost, self.answers(parts))
+            result = conclude(names, limits, hold.cost, self.answers(parts))
         except RateLimitdError as error:
             result = error
         if not isinstance(result, Held) or not result.expire_us:
@@ -496,7 +496,7 @@ class Callers:
             hold.allowed_us = world.now_us
             hold.names = [
                 name
-                for name, outcome in zip(names, result.outcomes, strict=True)
+                for name, outcome in zip(result.names, result.outcomes, strict=True)
                 if outcome is not None and outcome[0]
             ]
             self._use(hold)

@@ -16,17 +16,17 @@ from ratelimitd.errors import (
     HoldsFullError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import MIN_ENDS, STEP, Held, Settled
+from ratelimitd.ledger.holds import MIN_ENDS, STEP, Held
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
-    ALLOWED,
     US_PER_S,
-    WITHIN_LIMIT,
     Algorithm,
+    Calendar,
     Check,
     Enforcement,
     Limit,
+    Period,
     Reason,
     Rule,
 )
@@ -231,28 +231,65 @@ async def test_rules_that_are_gone_are_left_out():
     assert (await scene.settle(1)).limits == []
 
 
-class Elsewhere:
-    """A hold that knows one of the limits, as after an edit; and says nothing of a bucket."""
+class Unsound:
+    """Says of buckets what cannot be."""
 
     async def hold(self, hold):
-        told = (ALLOWED, 1, 0, 0, WITHIN_LIMIT, None)
-        outcomes = [told, *[None] * (len(hold.charges) - 1)] if self.known else [None]
-        return Held(outcomes, hold.now_us + hold.ttl_us)
+        names = [key for key, _, _ in hold.charges]
+        return Held(names, [None] * len(names), hold.now_us + hold.ttl_us)
 
-    async def settle(self, *_):
-        return Settled(known=True, is_first=True, outcomes=[None])
+
+@pytest.mark.parametrize("endpoint", ["/a", "/b"])
+async def test_of_what_cannot_be_a_hold_fails_open(endpoint):
+    held = await Scene(Unsound()).hold(endpoint, 1)
+    assert (held.decision.reason, held.limits) == (Reason.FAIL_OPEN_ERROR, [])
+
+
+DAILY = Rule(
+    "r4", "/d", "user", limit=10, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW,
+    calendar=Calendar(Period.DAY, "UTC"),
+    more=(Limit(limit=20, window_seconds=2_592_000, algorithm=Algorithm.FIXED_WINDOW, name="two"),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [DAILY, replace(DAILY, more=())], ids=["two limits", "one"])
+async def test_a_hold_repeated_in_another_window_of_a_calendar_is_answered_as_at_first(rule):
+    scene = Scene(rules=(rule,))
+    scene.clock.advance(seconds=86_400 - NOW_S % 86_400 - 2)
+    first = await scene.hold("/d", number=b"n" * 16)
+    scene.clock.advance(seconds=4)
+    again = await scene.hold("/d", number=b"n" * 16)
+    assert again == first
+    assert (first.decision.remaining, scene.stats.fail_open_error_total) == (6, 0)
+    settled = await scene.settle(1)
+    assert [one.remaining for one in settled.limits] == [10, 19][: len(first.limits)]
+    assert (scene.stats.holds["made"], scene.stats.hold_tokens["refunded"]) == (1, 3)
 
 
 async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
-    holds = Elsewhere()
-    holds.known = True
-    scene = Scene(holds)
-    held = await scene.hold("/b", 1)
-    assert [one.name for one in held.limits] == ["default"]
-    assert (await scene.settle(1)).limits == []
-    holds.known = False
-    held = await scene.hold("/a", 1)
-    assert (held.decision.allowed, held.limits) == (True, [])
+    scene = Scene(rules=(DAILY,))
+    first = await scene.hold("/d", number=b"n" * 16)
+    fewer = replace(DAILY, more=())
+    scene.limiter.replace_book(RuleBook.of((fewer,), 2))
+    again = await scene.hold("/d", number=b"n" * 16)
+    assert again.decision.reason is Reason.WITHIN_LIMIT
+    assert again.limits == [first.limits[0], (first.limits[1].bucket, "", "", "")]
+    settled = await scene.settle(1)
+    assert [one.remaining for one in settled.limits] == [9]
+    scene.limiter.replace_book(RuleBook.of((DAILY,), 3))
+    assert (await scene.hold("/d")).decision.limits[
+        1
+    ].remaining == 15  # the hold had been settled there, too
+
+
+async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused():
+    scene = Scene(rules=(DAILY,))
+    await scene.hold("/d", number=b"n" * 16)
+    other = replace(RULE, endpoint="/d")
+    scene.limiter.replace_book(RuleBook.of((other,), 2))
+    with pytest.raises(CheckInvalidError, match="hold_id: is that of another check"):
+        await scene.hold("/d", number=b"n" * 16)
+    assert scene.stats.fail_open_error_total == 0
 
 
 async def test_settled_holds_leave_nothing_behind():

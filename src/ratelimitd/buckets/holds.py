@@ -166,13 +166,14 @@ class OwnHolds:
                 raise CheckInvalidError(OF_ANOTHER_CHECK)
             if record.actual is not None:
                 raise CheckInvalidError(OF_WHAT_IS_OVER)
-            return Held(_outcomes(record.told, names), record.end_us)
+            there = [name for name, _ in record.told]
+            return Held(there, _outcomes(record.told, there), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
         told: dict[bytes, Outcome] = {
             name: (*one[:5], None) for name, one in zip(names, outcomes, strict=True)
         }
         if not passes([limit for _, limit, _ in hold.charges], outcomes):
-            return Held([*told.values()], 0)
+            return Held(names, [*told.values()], 0)
         passing = [
             (name, charge, outcome)
             for name, charge, outcome in zip(names, hold.charges, outcomes, strict=True)
@@ -195,7 +196,7 @@ class OwnHolds:
         record = _Record(hold.check_digest, end_us, last_us, hold.cost, _told(told.items()))
         self._records[hold.number] = record
         self._schedule(hold.number, record)
-        return Held([*told.values()], end_us, is_first=True)
+        return Held(names, [*told.values()], end_us, is_first=True)
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int

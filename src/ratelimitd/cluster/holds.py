@@ -136,7 +136,7 @@ class SharedHolds:
             raise
         limits = [limit for _, limit, _ in hold.charges]
         try:
-            held = conclude(limits, hold.cost, answers)
+            held = conclude(names, limits, hold.cost, answers)
         except Exception:
             withdraw(answers)
             raise
@@ -144,7 +144,9 @@ class SharedHolds:
             withdraw(answers)
             return held
         self._open.add(hold.number, self._now_us() + hold.ttl_us, None)
-        for name, limit, outcome in zip(names, limits, held.outcomes, strict=True):
+        told = dict(zip(held.names, held.outcomes, strict=True))
+        for name, limit in zip(names, limits, strict=True):
+            outcome = told.get(name)
             if outcome is not None and outcome[0] and limit.algorithm is not CONCURRENCY:
                 self._changed(name, 2 * outcome[1] < limit.capacity)
         return held

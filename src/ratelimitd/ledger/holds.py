@@ -63,11 +63,12 @@ class Hold(NamedTuple):
 class Held(NamedTuple):
     """What became of a hold.
 
-    ``outcomes`` are in the order of the charges; of a hold that was made before, what they were then, ``None`` for a
-    charge that it does not have. ``expire_us`` is its end in µs since the Unix epoch, 0 if it was denied. ``is_first``:
-    it was made by this call.
+    ``outcomes`` are those of the buckets of ``names``, which are stored ones: of the charges in their order; of a hold
+    that was made before, of the buckets that it has, and what was told then. ``expire_us`` is its end in µs since the
+    Unix epoch, 0 if it was denied. ``is_first``: it was made by this call.
     """
 
+    names: Sequence[bytes]
     outcomes: Sequence[Outcome | None]
     expire_us: int
     is_first: bool = False
@@ -96,7 +97,7 @@ class Holds(Protocol):
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold, or, if an enforced limit denies it, nothing.
 
-        A hold that is in flight already is returned as it was made.
+        A hold that is in flight already is returned as it was made, whatever buckets its check has by now.
 
         Raises:
             CheckInvalidError: the number is that of a hold of another check, or of one that was settled or has ended:

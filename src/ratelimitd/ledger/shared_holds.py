@@ -43,6 +43,11 @@ class HoldCall(NamedTuple):
     ttl_us: int
     most: int
 
+    @property
+    def names(self) -> Sequence[bytes]:
+        """The stored names of its buckets."""
+        return [check.name for check in self.checks]
+
 
 class Made(enum.IntEnum):
     """What became of a call; the numbers are those of the script.
@@ -61,13 +66,14 @@ class Made(enum.IntEnum):
 class HoldReply(NamedTuple):
     """The answer to a call.
 
-    ``outcomes`` are those of the checks; of a part that was found, what they were then, ``None`` where it has none.
-    ``expire_us`` is the end of the part, 0 unless it is there.
+    ``outcomes`` are those of the buckets of ``names``: of the checks in their order; of a part that was found, of the
+    buckets that it has, and what was told then. ``expire_us`` is the end of the part, 0 unless it is there.
     """
 
     made: Made
     expire_us: int
     outcomes: Sequence[Outcome | None]
+    names: Sequence[bytes]
 
 
 class Step(enum.IntEnum):
@@ -120,8 +126,10 @@ PartOfStep: TypeAlias = tuple[Sequence[int], StepReply | RateLimitdError]
 """Which of the names of a step a call was for, and its answer."""
 
 
-def conclude(limits: Sequence[Limit], cost: int, parts: Sequence[Part]) -> Held:
-    """Return what a hold of ``cost`` tokens on ``limits`` comes to. Unless it is made, its parts are to be withdrawn.
+def conclude(
+    names: Sequence[bytes], limits: Sequence[Limit], cost: int, parts: Sequence[Part]
+) -> Held:
+    """Return what a hold of ``cost`` tokens on buckets comes to. Unless it is made, its parts are to be withdrawn.
 
     A denial is the answer whatever else there is: it denies no less if it is asked again.
 
@@ -140,20 +148,21 @@ def conclude(limits: Sequence[Limit], cost: int, parts: Sequence[Part]) -> Held:
     if not is_denied and Made.FULL in made:
         message = "a bucket has as many holds as it may have"
         raise HoldsFullError(message)
-    outcomes: list[Outcome | None] = [None] * len(limits)
-    for places, reply in parts:
+    told: dict[bytes, Outcome | None] = {}
+    limit_of = dict(zip(names, limits, strict=True))
+    for _, reply in parts:
         if isinstance(reply, RateLimitdError):
             if not is_denied:
                 raise reply
             continue
-        for place, outcome in zip(places, reply.outcomes, strict=True):
-            if is_denied and reply.made is Made.MADE:
-                outcomes[place] = _without(outcome, limits[place], cost)
-            else:
-                outcomes[place] = outcome
+        for name, outcome in zip(reply.names, reply.outcomes, strict=True):
+            is_withdrawn = is_denied and reply.made is Made.MADE
+            told[name] = _without(outcome, limit_of[name], cost) if is_withdrawn else outcome
     if is_denied:
-        return Held(outcomes, 0)
-    return Held(outcomes, min(reply.expire_us for reply in replies), is_first=made == {Made.MADE})
+        return Held(names, [told.get(name) for name in names], 0)
+    there = [*(name for name in names if name in told), *(told.keys() - {*names})]
+    expire_us = min(reply.expire_us for reply in replies)
+    return Held(there, [told[name] for name in there], expire_us, is_first=made == {Made.MADE})
 
 
 def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> StepReply:

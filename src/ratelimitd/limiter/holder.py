@@ -6,7 +6,8 @@ A hold is judged as a check is, and answered as one, fail-open answers included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
@@ -18,9 +19,9 @@ from ratelimitd.errors import (
     HoldsFullError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import Hold, Holds, OpenHolds
+from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, Held, Hold, Holds, OpenHolds
 from ratelimitd.limiter.limiter import Judging, Limiter
-from ratelimitd.limiter.scopes import charges_of
+from ratelimitd.limiter.scopes import Scope, charges_of
 from ratelimitd.model import (
     CONCURRENCY,
     COST_EXCEEDS_LIMIT,
@@ -34,11 +35,11 @@ from ratelimitd.model import (
 NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
 """Its field is the hold's own."""
 
-NOT_HELD: Final = StoreUnavailableError("the hold is known, and none of its limits")
+UNSOUND: Final = StoreUnavailableError("what the shared state said of a limit cannot be")
 
 
 class HeldLimit(NamedTuple):
-    """A limit that a hold is charged to: the stored name of the bucket, and whose it is."""
+    """A limit that a hold is charged to: the stored name of the bucket, and whose it is; "" if it judges no more."""
 
     bucket: bytes
     rule_id: str
@@ -108,10 +109,12 @@ class Holder:
             if lease:
                 _refuse_lease_of_slots(charges)
             hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
-            outcomes, expire_us, is_first = await self._holds.hold(hold)
-            if not expire_us:
-                _refuse_above_limit(judging, outcomes)
-            decision = _decided(limiter, judging, outcomes)
+            held = await self._holds.hold(hold)
+            if not held.expire_us:
+                _refuse_above_limit(judging, held.outcomes)
+            names = [self._keys.stored(key) for key, _, _ in charges]
+            limits, charged = _of_buckets(names, judging.scope, held)
+            decision = _decided(limiter, judging, limits)
         except CheckInvalidError:
             raise
         except HoldsFullError:
@@ -119,24 +122,17 @@ class Holder:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return Holding(limiter.failed(error))
-        if not expire_us:
+        if not held.expire_us:
             return Holding(decision)
-        limits = [
-            HeldLimit(self._keys.stored(key), one.rule.id, one.told.name, one.plan)
-            for (key, _, _), one, outcome in zip(
-                charges, judging.scope.several or (judging.scope,), outcomes, strict=True
-            )
-            if outcome is not None and outcome[0]
-        ]
-        if is_first:
+        if held.is_first:
             self._stats.holds["made"] += 1
             self._stats.hold_tokens["held"] += check.cost
             self._forget_ended()
             self._forget(number)  # its former, which has ended by the store's clock only
-            held = _InFlight([one[1:3] for one in limits], check.cost)
-            self._open.add(number, expire_us, held)
-            self._count(held, 1)
-        return Holding(decision, limits, expire_us)
+            noted = _InFlight([one[1:3] for one in charged], check.cost)
+            self._open.add(number, held.expire_us, noted)
+            self._count(noted, 1)
+        return Holding(decision, charged, held.expire_us)
 
     async def settle(
         self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
@@ -216,11 +212,48 @@ class Holder:
         return statuses
 
 
-def _decided(limiter: Limiter, judging: Judging, outcomes: Sequence[Outcome | None]) -> Decision:
-    """Return the answer to a hold with these outcomes; of a repeated one, limits that came later are not judged."""
-    if judging.scope.several:
-        return limiter.answer([NOT_HELD if one is None else one for one in outcomes], judging)
-    return limiter.answer(NOT_HELD if outcomes[0] is None else outcomes[0], judging)
+_ToldOf: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
+
+
+def _of_buckets(
+    names: Sequence[bytes], scope: Scope, held: Held
+) -> tuple[_ToldOf, Sequence[HeldLimit]]:
+    """Return what was told of which limits of a check, and the limits that its hold is charged to.
+
+    ``names`` are the buckets that its limits have now. A repeated hold has those that it was made on: as many that are
+    gone as are new are those of the same limits, in their order, such as the former windows of a calendar. Limits that
+    were not there are not judged.
+    """
+    scopes = scope.several or (scope,)
+    owners = {name: one for name, one in zip(names, scopes, strict=True) if name in held.names}
+    gone = [name for name in held.names if name not in owners]
+    new = [one for name, one in zip(names, scopes, strict=True) if name not in owners]
+    if len(gone) == len(new):
+        owners |= zip(gone, new, strict=True)
+    told: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
+    charged = []
+    for name, outcome in zip(held.names, held.outcomes, strict=True):
+        owner = owners.get(name)
+        if owner is not None:
+            told.append((owner, UNSOUND if outcome is None else outcome))
+        if outcome is not None and outcome[0]:
+            whose = ("", "", "") if owner is None else (owner.rule.id, owner.told.name, owner.plan)
+            charged.append(HeldLimit(name, *whose))
+    return told, charged
+
+
+def _decided(limiter: Limiter, judging: Judging, told: _ToldOf) -> Decision:
+    """Return the answer to a hold of which this was told.
+
+    Raises:
+        CheckInvalidError: it is a repeated one, and no limit of it judges any more.
+    """
+    if not told:
+        raise CheckInvalidError(OF_ANOTHER_CHECK)
+    if not judging.scope.several:
+        return limiter.answer(told[0][1], judging)
+    scope = replace(judging.scope, several=tuple([one for one, _ in told]))
+    return limiter.answer([outcome for _, outcome in told], judging._replace(scope=scope))
 
 
 def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:

@@ -136,9 +136,12 @@ class World:
             ] += 1
             return
         answers, end = expected
+        is_known = self.model.held.get(number) is known is not None
+        if is_known:
+            assert [*got.names] == [KEYS.stored(name) for name in known.told]
+            charges = [(name, self.limits[name]) for name in known.told]
         self.compare(got.outcomes, answers, charges)
         assert got.expire_us == end * US_PER_S
-        is_known = self.model.held.get(number) is known is not None
         self.met["repeated hold" if is_known else "hold" if end else "denied hold"] += 1
         self.met["hold on slots"] += bool(end) and any(
             limit.algorithm is Algorithm.CONCURRENCY for _, limit in charges

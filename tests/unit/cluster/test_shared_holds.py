@@ -174,6 +174,16 @@ async def test_a_repeated_hold_is_answered_as_it_was(scene):
     assert scene.spent(b"a") == 0
 
 
+async def test_a_repeated_hold_has_the_buckets_that_it_was_made_on(scene):
+    held = await scene.hold(b"a", b"b", cost=600)
+    assert await scene.hold(b"c", b"b", cost=600) == held._replace(
+        names=[*reversed(held.names)], is_first=False
+    )
+    assert (scene.spent(b"b"), scene.spent(b"c")) == (600, 0)
+    settled = await scene.settle(100, *(name[:1] for name in held.names))
+    assert (settled.is_first, scene.spent(b"a"), scene.spent(b"b")) == (True, 100, 100)
+
+
 async def test_the_number_of_another_check_is_refused(scene):
     await scene.hold(b"a", cost=600)
     with pytest.raises(CheckInvalidError):

@@ -20,7 +20,7 @@ from ratelimitd.ledger.shared_holds import (
     has_part,
 )
 from ratelimitd.model import ALLOWED, DENIED, LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm
-from tests.store_scripts import rule_of
+from tests.store_scripts import key_of, rule_of
 
 WINDOW = rule_of(Algorithm.FIXED_WINDOW, 10)
 SLOTS = rule_of(Algorithm.CONCURRENCY, 10)
@@ -29,43 +29,53 @@ LEFT_9 = (ALLOWED, 9, 100, 7, WITHIN_LIMIT, None)
 NONE_LEFT = (DENIED, 0, 100, 9, LIMIT_EXCEEDED, None)
 AWAY = StoreUnavailableError("no answer")
 
-MADE = HoldReply(Made.MADE, 500, [LEFT_3])
-FOUND = HoldReply(Made.FOUND, 400, [LEFT_9])
-REFUSED = HoldReply(Made.DENIED, 0, [NONE_LEFT])
-FULL = HoldReply(Made.FULL, 0, [LEFT_3])
-OTHER = HoldReply(Made.OF_ANOTHER_CHECK, 0, ())
+A, B, C = (key_of(number) for number in range(3))
+
+MADE = HoldReply(Made.MADE, 500, [LEFT_3], [A])
+FOUND = HoldReply(Made.FOUND, 400, [LEFT_9], [B])
+REFUSED = HoldReply(Made.DENIED, 0, [NONE_LEFT], [C])
+FULL = HoldReply(Made.FULL, 0, [LEFT_3], [B])
+OTHER = HoldReply(Made.OF_ANOTHER_CHECK, 0, (), ())
 
 
 def test_a_hold_is_made_if_all_parts_are_and_ends_with_the_first():
-    held = conclude([WINDOW, SLOTS], 2, [([1], FOUND), ([0], MADE)])
-    assert held == ([LEFT_3, LEFT_9], 400, False)
-    assert conclude([WINDOW], 2, [([0], MADE)]).is_first
+    held = conclude([A, B], [WINDOW, SLOTS], 2, [([1], FOUND), ([0], MADE)])
+    assert held == ([A, B], [LEFT_3, LEFT_9], 400, False)
+    assert conclude([A], [WINDOW], 2, [([0], MADE)]).is_first
+
+
+def test_a_hold_that_was_found_names_the_buckets_that_it_has():
+    found = HoldReply(Made.FOUND, 400, [LEFT_9, LEFT_3], [B, A])
+    held = conclude([A, C], [WINDOW, SLOTS], 2, [([0, 1], found)])
+    assert held == ([A, B], [LEFT_3, LEFT_9], 400, False)
 
 
 def test_a_denied_hold_says_what_buckets_have_without_it():
-    parts = [([2], REFUSED), ([0], MADE), ([1], MADE)]
-    held = conclude([WINDOW, SLOTS, WINDOW], 2, parts)
+    parts = [([2], REFUSED), ([0], MADE), ([1], MADE._replace(names=[B]))]
+    held = conclude([A, B, C], [WINDOW, SLOTS, WINDOW], 2, parts)
     without = [(ALLOWED, left, 100, 0, WITHIN_LIMIT, None) for left in (5, 4)]
-    assert held[:2] == ([*without, NONE_LEFT], 0)
+    assert held == ([A, B, C], [*without, NONE_LEFT], 0, False)
 
 
 def test_no_bucket_has_more_than_its_capacity_without_a_hold():
-    parts = [([0], HoldReply(Made.MADE, 500, [LEFT_9])), ([1], REFUSED)]
-    assert conclude([WINDOW, WINDOW], 5, parts).outcomes[0][1] == 10
+    parts = [([0], HoldReply(Made.MADE, 500, [LEFT_9], [A])), ([1], REFUSED)]
+    assert conclude([A, C], [WINDOW, WINDOW], 5, parts).outcomes[0][1] == 10
 
 
 def test_in_a_denied_hold_a_limit_that_only_observes_stays_a_denial():
-    parts = [([0], HoldReply(Made.MADE, 500, [NONE_LEFT])), ([1], REFUSED)]
-    assert conclude([WINDOW, WINDOW], 5, parts).outcomes[0] == NONE_LEFT
+    parts = [([0], HoldReply(Made.MADE, 500, [NONE_LEFT], [A])), ([1], REFUSED)]
+    assert conclude([A, C], [WINDOW, WINDOW], 5, parts).outcomes[0] == NONE_LEFT
 
 
 def test_what_was_found_stays_as_it_was_told():
-    assert conclude([WINDOW, WINDOW], 5, [([0], FOUND), ([1], REFUSED)]).outcomes[0] == LEFT_9
+    assert (
+        conclude([B, C], [WINDOW, WINDOW], 5, [([0], FOUND), ([1], REFUSED)]).outcomes[0] == LEFT_9
+    )
 
 
 def test_a_denial_is_the_answer_whatever_else_there_is():
     for other in (FULL, AWAY):
-        held = conclude([WINDOW, WINDOW], 2, [([0], other), ([1], REFUSED)])
+        held = conclude([B, C], [WINDOW, WINDOW], 2, [([0], other), ([1], REFUSED)])
         assert (held.outcomes[1], held.expire_us) == (NONE_LEFT, 0)
 
 
@@ -75,12 +85,12 @@ def test_a_denial_is_the_answer_whatever_else_there_is():
 )
 def test_a_hold_of_which_a_part_is_not_made_is_an_error(reply, error):
     with pytest.raises(error):
-        conclude([WINDOW, WINDOW], 2, [([0], MADE), ([1], reply)])
+        conclude([A, B], [WINDOW, WINDOW], 2, [([0], MADE), ([1], reply)])
 
 
 def test_the_hold_of_another_check_names_the_field():
     with pytest.raises(CheckInvalidError) as caught:
-        conclude([WINDOW], 2, [([0], OTHER)])
+        conclude([A], [WINDOW], 2, [([0], OTHER)])
     assert [one.field for one in caught.value.violations] == ["hold_id"]
 
 

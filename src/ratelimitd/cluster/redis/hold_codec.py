@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Final
 
+from ratelimitd.buckets.keys import STORED_KEY_BYTES
 from ratelimitd.cluster.redis.codec import (
     ANSWER_BYTES,
     Request,
@@ -33,6 +34,7 @@ HOLD_STEP: Final = load("hold_step", *_MORE)
 
 _HOLD: Final = Struct("<8s8sQI")
 _MADE: Final = Struct("<BQI")
+_FOUND: Final = Struct(f"{STORED_KEY_BYTES}s{ANSWER_BYTES}s")
 _STEP: Final = Struct("<BQq8s")
 _STEPPED: Final = Struct("<BQQQ")
 
@@ -50,9 +52,8 @@ def _keys(tag: int, number: bytes, names: Sequence[bytes]) -> list[bytes]:
 
 def hold_request(tag: int, call: HoldCall) -> Request:
     """Return keys and arguments of ``HOLD``."""
-    names = [check.name for check in call.checks]
     head = _HOLD.pack(call.check_digest, call.attempt, call.ttl_us, call.most)
-    return _keys(tag, call.number, names), [head + packed_checks(call.checks)]
+    return _keys(tag, call.number, call.names), [head + packed_checks(call.checks)]
 
 
 def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
@@ -63,12 +64,15 @@ def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
     """
     if isinstance(reply, bytes) and len(reply) >= _MADE.size:
         made, expire_us, corrupt = _MADE.unpack_from(reply)
-        outcomes = _outcomes(reply[_MADE.size :], len(call.checks))
-        kind = _MADE_BY.get(made)
-        is_whole = outcomes is not None or kind in {Made.OF_ANOTHER_CHECK, Made.OVER}
+        kind, answers, names = _MADE_BY.get(made), reply[_MADE.size :], [*call.names]
+        if kind is Made.FOUND:
+            found = [*_FOUND.iter_unpack(answers)] if len(answers) % _FOUND.size == 0 else []
+            names, answers = [name for name, _ in found], b"".join([one for _, one in found])
+        outcomes = _outcomes(answers, len(names)) or ()
+        is_whole = bool(outcomes) or kind in {Made.OF_ANOTHER_CHECK, Made.OVER}
         is_sound = expire_us <= MAX_TIME_US and corrupt <= 2 * len(call.checks)
         if kind is not None and is_whole and is_sound:
-            return corrupt, HoldReply(kind, expire_us, outcomes or ())
+            return corrupt, HoldReply(kind, expire_us, outcomes, names if outcomes else ())
     message = "the shared state answered a hold with something else"
     raise StoreCorruptError(message)
 

@@ -12,7 +12,7 @@ from ratelimitd.model import ALLOWED, MAX_TIME_US, WITHIN_LIMIT, Algorithm
 from tests.store_scripts import TAG, key_of, rule_of
 
 NUMBER = b"a number of 16 B"
-ONE, OTHER = key_of(1), key_of(2)
+ONE, OTHER, THIRD = key_of(1), key_of(2), key_of(3)
 WINDOW, SLOTS = rule_of(Algorithm.FIXED_WINDOW), rule_of(Algorithm.CONCURRENCY, 7)
 CALL = HoldCall(
     NUMBER,
@@ -48,15 +48,20 @@ def test_a_step_names_the_same_keys():
     assert argument == pack("<BQq8s", 1, 2, -1, b"attempt1")
 
 
-@pytest.mark.parametrize("made", Made)
+@pytest.mark.parametrize("made", [made for made in Made if made is not Made.FOUND])
 def test_what_became_of_a_hold_is_read(made):
     corrupt, held = hold_reply(CALL, pack("<BQI", made, 500, 2) + ANSWER + NONE)
-    assert (corrupt, held) == (2, (made, 500, [LEFT, None]))
+    assert (corrupt, held) == (2, (made, 500, [LEFT, None], [ONE, OTHER]))
+
+
+def test_of_a_hold_that_was_found_the_buckets_are_read_that_it_has():
+    found = pack("<BQI", Made.FOUND, 500, 0) + THIRD + ANSWER
+    assert hold_reply(CALL, found) == (0, (Made.FOUND, 500, [LEFT], [THIRD]))
 
 
 @pytest.mark.parametrize("made", [Made.OF_ANOTHER_CHECK, Made.OVER])
 def test_a_hold_that_is_refused_for_its_id_says_nothing_of_its_buckets(made):
-    assert hold_reply(CALL, pack("<BQI", made, 0, 0)) == (0, (made, 0, ()))
+    assert hold_reply(CALL, pack("<BQI", made, 0, 0)) == (0, (made, 0, (), ()))
 
 
 @pytest.mark.parametrize("stepped", Stepped)
@@ -76,6 +81,10 @@ def test_what_became_of_a_step_is_read(stepped):
         pack("<BQI", 1, 500, 0)[:-1],
         pack("<BQI", 1, 500, 0) + ANSWER,
         pack("<BQI", 1, 500, 0) + ANSWER * 3,
+        pack("<BQI", 1, 500, 0) + (ONE + ANSWER) * 2,
+        pack("<BQI", 2, 500, 0),
+        pack("<BQI", 2, 500, 0) + ANSWER * 3,
+        pack("<BQI", 2, 500, 0) + (ONE + ANSWER)[:-1],
         pack("<BQI", 1, 500, 5) + ANSWER * 2,
         pack("<BQI", 0, 500, 0) + ANSWER * 2,
         pack("<BQI", 7, 500, 0) + ANSWER * 2,

@@ -95,7 +95,7 @@ async def test_a_call_that_is_repeated_is_answered_as_at_first(scene):
 async def test_a_hold_that_is_settled_is_not_made_again(scene):
     await scene.hold(A, S)
     await scene.settle(0, A, S)
-    assert await scene.hold(A, S) == (Made.OVER, 0, ())
+    assert await scene.hold(A, S) == (Made.OVER, 0, (), ())
     assert (await scene.left(A), await scene.left(S)) == (9, 2)
 
 

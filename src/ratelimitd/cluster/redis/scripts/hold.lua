@@ -8,8 +8,9 @@
 -- Flags: 4 its denial denies no other; it is charged where it passes itself.
 --
 -- Returns in one text: what became of it (1) · the end of the hold in µs, 0 unless it is there (8) · how many values were
--- no buckets (4) · of each bucket as decide.lua: allowed, reason, remaining, retry_after, reset_time; of a hold that was
--- there what was told then, and the reason 0 where it has none.
+-- no buckets (4) · of each bucket as decide.lua: allowed, reason, remaining, retry_after, reset_time. Of a hold that was
+-- there what was told then; one that another attempt has made may have other buckets by now, so that the name of each
+-- (16) precedes it.
 --
 -- A hold that is not made says of buckets that pass what they have without it, and writes nothing but newer limits.
 
@@ -41,11 +42,10 @@ if record then
     record.attempts = #record.attempts < MAX_ATTEMPTS * ATTEMPT_BYTES and record.attempts .. attempt or ''
     keep(record)
   end
-  for index = 2, #KEYS, 2 do
-    local entry = place_of(record, KEYS[index])
-    answers[index / 2] = entry
-        and sub(record.entries, entry + NUMBER_BYTES, entry + NUMBER_BYTES + #NO_BUCKET - 1)
-      or NO_BUCKET
+  local from = found == FOUND and 0 or NUMBER_BYTES
+  for place_of_entry = 1, #record.entries, ENTRY_BYTES do
+    answers[#answers + 1] =
+      sub(record.entries, place_of_entry + from, place_of_entry + NUMBER_BYTES + #NO_BUCKET - 1)
   end
   return reply(found, record.end_us)
 end
