@@ -97,6 +97,7 @@ class HeldBucket(ABC):
         limit = self.limit
         return {
             "limit": [limit.limit, limit.window_seconds, limit.algorithm, limit.burst],
+            "full_after_s": limit.full_after_s,
             "state": state,
             "holds": b"".join(self.numbers()).hex(),
         }
@@ -173,7 +174,12 @@ class LevelBucket(HeldBucket):
 
     def is_over(self, now_us: int) -> bool:
         """Return whether all is refilled, and would be, too, under another limit."""
-        is_full = self._level <= _refilled(self.limit, self._latest_us, now_us)
+        # Of a calendar the next window has a bucket of its own.
+        is_last = (
+            self.limit.algorithm is Algorithm.FIXED_WINDOW
+            and self.limit.full_after_s < self.limit.window_seconds
+        )
+        is_full = is_last or self._level <= _refilled(self.limit, self._latest_us, now_us)
         return is_full and self._latest_us + self.limit.full_after_s * US_PER_S <= now_us
 
     def dump(self) -> Dump:
@@ -370,7 +376,7 @@ def load(  # noqa: PLR0917 -- what a dump does not say
     Raises:
         ValueError, KeyError, TypeError: it is none.
     """
-    limit = _limit(*values["limit"])
+    limit = _limit(*values["limit"], full_after_s=values.get("full_after_s"))
     numbers = _numbers(values["holds"])
     if limit.algorithm is CONCURRENCY:
         slots = SlotsBucket(name, limit, now_us)
@@ -394,16 +400,24 @@ def load(  # noqa: PLR0917 -- what a dump does not say
     return bucket
 
 
-def _limit(limit: int, window_seconds: int, algorithm: str, burst: int) -> Limit:
+def _limit(
+    limit: int, window_seconds: int, algorithm: str, burst: int, *, full_after_s: int | None
+) -> Limit:
     if not (0 < limit <= INT32_MAX and 0 < window_seconds <= INT32_MAX and 0 <= burst <= INT32_MAX):
         message = "no limit"
         raise ValueError(message)
-    return Limit(
+    if full_after_s is not None and not 0 < full_after_s <= INT32_MAX:
+        message = "no time in which it is full"
+        raise ValueError(message)
+    found = Limit(
         limit=int(limit),
         window_seconds=int(window_seconds),
         algorithm=Algorithm(algorithm),
         burst=int(burst),
     )
+    if full_after_s is not None:  # of a calendar window not that of its limit
+        object.__setattr__(found, "full_after_s", int(full_after_s))
+    return found
 
 
 def _numbers(text: str) -> list[bytes]:

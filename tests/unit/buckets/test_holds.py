@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
+from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.buckets import snapshot, snapshot_format
 from ratelimitd.buckets.held import bucket_of
 from ratelimitd.buckets.holds import STEP, OwnHolds
@@ -14,7 +15,7 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import HoldsFullError
 from ratelimitd.ledger.holds import Hold
-from ratelimitd.model import US_PER_S, Algorithm, Limit
+from ratelimitd.model import US_PER_S, Algorithm, Calendar, Limit, Period
 from ratelimitd.testing import ManualClock
 
 HOLD, BUCKET = snapshot_format.HOLDS, snapshot_format.APART
@@ -145,6 +146,7 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
         json.dumps(bucket | {"limit": limit}).encode()
         for limit in ([0, 60, "token_bucket", 9], [10, 2**31, "token_bucket", 0], [1, 1, "none", 0])
     ]
+    bad += [json.dumps(bucket | {"full_after_s": full_s}).encode() for full_s in (0, 2**31, "5")]
     bad += [json.dumps(bucket | {"limit": [10, 60, "sliding_window", 0], "state": "00"}).encode()]
     broken = {(kind, next(names)): value for kind in (HOLD, BUCKET) for value in bad}
     other = Scene()
@@ -152,6 +154,45 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
     assert (other.holds.in_flight, len(other.holds)) == (1, 1)
     assert other.check()[1] == 5
     assert (await other.settle(1, 0)).known
+
+
+async def restarted(scene):
+    """Another node that has what this one has written."""
+    scene.holds.change_all()
+    other = Scene()
+    other.clock.advance(us=scene.clock.now_us() - other.clock.now_us())
+    changes = scene.holds.changes(100)
+    other.holds.restore({(kind, name): value for kind, name, value in changes})
+    return other
+
+
+async def test_the_bucket_of_a_calendar_window_is_over_soon_after_it_also_after_a_restart():
+    scene = Scene()
+    calendar = Calendar(Period.DAY, "UTC")
+    daily = Limit(
+        limit=10, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW, calendar=calendar
+    )
+    limit = in_force(daily, window_at(calendar, scene.clock.now_us()))
+    await scene.hold(1, limit=limit, cost=9, ttl_s=5)
+    await scene.hold(2, b"debt", limit, cost=9, ttl_s=5)
+    await scene.settle(2, 15, b"debt")
+    other = await restarted(await restarted(scene))
+    other.clock.advance(seconds=2 * 86_400)
+    for _ in range(3):
+        other.table.sweep(other.clock.now_us(), 1)
+    assert len(other.holds) == 0
+
+
+async def test_a_bucket_of_an_earlier_release_says_not_when_it_is_full():
+    scene = Scene()
+    await scene.hold(1, cost=4)
+    changes = {(kind, name): json.loads(value) for kind, name, value in scene.holds.changes(100)}
+    for value in changes.values():
+        if isinstance(value, dict):
+            del value["full_after_s"]
+    other = Scene()
+    other.holds.restore({which: json.dumps(value).encode() for which, value in changes.items()})
+    assert other.check()[1] == 5
 
 
 async def test_what_ended_long_ago_is_not_restored():
