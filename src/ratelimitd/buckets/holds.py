@@ -46,6 +46,9 @@ Told: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
 Change: TypeAlias = tuple[bytes, bytes, bytes]
 """A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
 
+GivenBack: TypeAlias = tuple[bytes, bytes | None]
+"""The stored name of a bucket, and its key, ``None`` if no check has named it since the restart."""
+
 _GRACE_US: Final = GRACE_S * US_PER_S
 
 # equivalent: ends are compared with the time wherever they matter
@@ -137,7 +140,7 @@ class OwnHolds:
         self._max_per_bucket = max_per_bucket
         self._buckets: dict[bytes, HeldBucket] = {}
         self._idle: dict[bytes, None] = {}
-        """Names of buckets in debt, and of those without a key, that have no holds."""
+        """Names of buckets in debt that have no holds."""
         self._records: dict[bytes, _Record] = {}
         self._over: dict[bytes, None] = {}
         """Numbers of the holds not in flight, in the order in which they came to be so; at most ``max_holds``."""
@@ -145,7 +148,8 @@ class OwnHolds:
         """Numbers of the holds to be ended or forgotten, by tick; ``_ticks`` are those ticks, a heap."""
         self._ticks: list[int] = []
         self._changed: dict[tuple[bytes, bytes], None] = {}
-        self._given_back: dict[bytes, None] = {}
+        self._given_back: dict[bytes, bytes | None] = {}
+        """Stored name → key of what went back to the table, ``None`` among its restored buckets."""
         table.apart = self
 
     def __len__(self) -> int:
@@ -288,9 +292,9 @@ class OwnHolds:
                 break
         return taken
 
-    def changes_of(self, keys: Iterable[bytes]) -> list[Change]:
-        """Return which of the buckets of these keys are kept apart, and have changed."""
-        changed = [(_BUCKET, self._keys.stored(key)) for key in keys]
+    def changes_of(self, names: Iterable[bytes]) -> list[Change]:
+        """Return which of the buckets of these stored names are kept apart, and have changed."""
+        changed = [(_BUCKET, name) for name in names]
         return [self._taken(*one) for one in changed if one in self._changed]
 
     def _taken(self, kind: bytes, name: bytes) -> Change:
@@ -304,11 +308,15 @@ class OwnHolds:
             if name in (self._buckets if kind == _BUCKET else self._records):
                 self._changed[kind, name] = None
 
-    def given_back(self) -> list[bytes]:
-        """Return the keys of the buckets that went back to the table since the last call."""
-        keys = [*self._given_back]
+    def given_back(self) -> list[GivenBack]:
+        """Return the buckets that went back to the table since the last call."""
+        buckets = [*self._given_back.items()]
         self._given_back.clear()
-        return keys
+        return buckets
+
+    def give_back_again(self, buckets: Iterable[GivenBack]) -> None:
+        """Let :meth:`given_back` return these once more: they could not be written."""
+        self._given_back |= buckets
 
     def change_all(self) -> None:
         """Let :meth:`changes` return everything."""
@@ -460,7 +468,7 @@ class OwnHolds:
         self._changed[_BUCKET, bucket.name] = None
         if len(bucket):
             return
-        if bucket.fits_table and (bucket.key is not None or bucket.state() is None):
+        if bucket.fits_table:
             self._give_back(bucket)
             return
         self._idle[bucket.name] = None
@@ -474,9 +482,9 @@ class OwnHolds:
     def _give_back(self, bucket: HeldBucket) -> None:
         self._drop(bucket.name)
         state = bucket.state()
-        if bucket.key is not None and state is not None:
-            self._table.take_back(bucket.key, state, bucket.limit)
-            self._given_back[bucket.key] = None
+        if state is not None:
+            self._table.take_back(bucket.name, bucket.key, state, bucket.limit)
+            self._given_back[bucket.name] = bucket.key
 
     def _drop(self, name: bytes) -> HeldBucket | None:
         self._changed.pop((_BUCKET, name), None)

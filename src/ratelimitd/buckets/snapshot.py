@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Final
 
 from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.appender import Appender
-from ratelimitd.buckets.holds import Change, OwnHolds
+from ratelimitd.buckets.holds import Change, GivenBack, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import Restored, base_path, log_path, restore, set_aside
 from ratelimitd.buckets.snapshot_format import Value
@@ -156,8 +156,9 @@ class SnapshotLog:
         Awaits ``pace(step, steps)`` before each step, or yields to the loop without one.
         """
         pace = pace or _yield
-        if self._table.apart is not None:
-            self._table.apart.given_back()  # all shards are visited from now on
+        if (holds := self._table.apart) is not None:
+            # All shards are visited from now on; of the restored buckets only by a base.
+            holds.give_back_again([one for one in holds.given_back() if one[1] is None])
         try:
             if self._base_is_due():
                 await self._write_base(pace)
@@ -222,11 +223,15 @@ class SnapshotLog:
             left -= len(changes)
             await self._append_changes(holds, changes)
         # These may have been apart when their shards were visited, and in the table just now.
-        keys = holds.given_back()
-        for start in range(0, len(keys), STEP_HOLDS):
-            some = keys[start : start + STEP_HOLDS]
-            values = snapshot_format.encode_values(self._live(some))
-            await self._append_changes(holds, holds.changes_of(some), values)
+        buckets = holds.given_back()
+        for start in range(0, len(buckets), STEP_HOLDS):
+            some = buckets[start : start + STEP_HOLDS]
+            values = snapshot_format.encode_values(self._back(some))
+            try:
+                await self._append_changes(holds, holds.changes_of(dict(some)), values)
+            except OSError:
+                holds.give_back_again(buckets[start:])
+                raise
 
     async def _append_changes(
         self, holds: OwnHolds, changes: Sequence[Change], values: bytes = b""
@@ -236,6 +241,13 @@ class SnapshotLog:
         except OSError:
             holds.change_again(changes)
             raise
+
+    def _back(self, buckets: Iterable[GivenBack]) -> Iterator[tuple[bytes, Value]]:
+        """Yield (stored key, value) as of now of buckets that went back to the table; skip those that left it."""
+        for name, key in buckets:
+            value = self._table.restored_value(name) if key is None else self._table.value(key)
+            if value is not None:
+                yield name, value
 
     def _live(self, keys: list[bytes]) -> Iterator[tuple[bytes, Value]]:
         """Yield (stored key, value) of ``keys`` as of now; skip buckets that have been reset."""

@@ -106,9 +106,19 @@ class BucketTable:
         while len(self) > self.max_entries and len(restored):
             restored.drop_any()
 
-    def take_back(self, key: bytes, state: State, limit: Limit) -> None:
-        """Put a bucket into the table that was kept apart."""
-        self._add(key, pack(state, limit, self._tick))
+    def take_back(self, stored_key: bytes, key: bytes | None, state: State, limit: Limit) -> None:
+        """Put a bucket into the table that was kept apart; among the restored ones while its key is not known."""
+        value = pack(state, limit, self._tick)
+        if key is not None:
+            self._add(key, value)
+        elif self._restored is not None:
+            if len(self) >= self.max_entries:
+                self._evict()
+            self._restored.put(stored_key, value)
+
+    def restored_value(self, stored_key: bytes) -> Value | None:
+        """Return the value of a restored bucket that was not used since, else ``None``."""
+        return None if self._restored is None else self._restored.value(stored_key)
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
@@ -341,10 +351,13 @@ class RestoredBuckets:
         """Drop the bucket of a name, if it exists."""
         self._entries -= self._shard(stored_key).pop(stored_key, None) is not None
 
+    def value(self, stored_key: bytes) -> Value | None:
+        """Return the value of a name, or ``None``."""
+        return self._shard(stored_key).get(stored_key)
+
     def get(self, key: bytes) -> Value | None:
         """Return the value of ``key``, or ``None``."""
-        stored_key = self._keys.stored(key)
-        return self._shard(stored_key).get(stored_key)
+        return self.value(self._keys.stored(key))
 
     def take(self, key: bytes) -> Value | None:
         """Remove and return the value of ``key``, or ``None``."""

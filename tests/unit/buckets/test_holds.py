@@ -156,6 +156,51 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
     assert (await other.settle(1, 0)).known
 
 
+async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_debt(tmp_path):
+    first = Scene()
+    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
+    await first.hold(1, cost=10, ttl_s=5)
+    await log.drain()
+    for is_written in (False, True):
+        scene = Scene(max_holds=1)
+        log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+        await scene.settle(1, 9)
+        for number, key in ((2, b"b"), (3, b"c")):
+            await scene.hold(number, key)
+            await scene.settle(number, 25, key)
+        if is_written:
+            await log.write_pass()
+            await scene.hold(4, b"d")
+            await log.write_pass()
+        assert len(scene.table) > 0
+        assert scene.check(cost=2)[:2] == (False, 1)
+        await log.drain()
+
+
+async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(tmp_path, monkeypatch):
+    first = Scene()
+    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
+    await first.hold(1, cost=10)
+    await log.drain()
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    await log.write_pass()
+    await scene.settle(1, 4)
+
+    async def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(log, "_append", fails)
+        await log.write_pass()
+    await log.write_pass()
+    await log.drain()
+    again = Scene()
+    log = SnapshotLog.open(tmp_path, again.table, b"k" * 32, again.clock)
+    assert (len(again.holds), again.check()[1]) == (0, 5)
+    await log.drain()
+
+
 async def restarted(scene):
     """Another node that has what this one has written."""
     scene.holds.change_all()
