@@ -61,8 +61,10 @@ class Scene:
         )
         if rules is not None:
             self.limiter.replace_book(RuleBook.of(rules, 1))
-        holds = holds or OwnHolds(table, keys, self.clock.now_us, **bounds)
-        self.holder = Holder(self.limiter, holds, keys=keys, clock=self.clock, stats=self.stats)
+        self.holds = holds or OwnHolds(table, keys, self.clock.now_us, **bounds)
+        self.holder = Holder(
+            self.limiter, self.holds, keys=keys, clock=self.clock, stats=self.stats
+        )
         self.numbers = iter(range(1, 1_000_000))
 
     async def hold(self, endpoint="/a", cost=4, *, ttl_s=60, number=None, lease=False, **fields):
@@ -204,6 +206,24 @@ async def test_a_hold_ends_when_its_time_comes_unless_it_is_extended():
         await scene.settle(0)
     with pytest.raises(HoldEndedError):
         await scene.extend(5)
+
+
+async def test_holds_from_before_the_start_are_open_and_on_no_list():
+    scene, before = Scene(), Scene()
+    for number in range(3):
+        await before.hold(cost=2, ttl_s=10 + number)
+    before.holds.change_all()
+    changes = before.holds.changes(100)
+    scene.holds.restore({(kind, name): value for kind, name, value in changes})
+    scene.holder.resume(scene.holds.open_holds())
+    assert (scene.stats.holds_open, scene.in_flight()) == (3, [])
+    scene.number, scene.held, scene.cost = before.number, before.held, 2
+    await scene.extend(100)
+    scene.clock.advance(seconds=60)
+    assert scene.in_flight() == []
+    assert (scene.stats.holds_open, scene.stats.holds["expired"]) == (1, 2)
+    await scene.settle(1)
+    assert (scene.stats.holds_open, scene.stats.holds["settled"]) == (0, 1)
 
 
 async def test_what_is_not_known_is_said_so():

@@ -8,7 +8,7 @@ whichever of the latest changes a kill has lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
@@ -160,6 +160,12 @@ class OwnHolds:
     def in_flight(self) -> int:
         """Holds in flight."""
         return len(self._records) - len(self._over)
+
+    def open_holds(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the number, the end in µs and the tokens of the holds in flight."""
+        for number, record in self._records.items():
+            if record.actual is None:
+                yield number, record.end_us, record.cost
 
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""

@@ -5,7 +5,7 @@ A hold is judged as a check is, and answered as one, fail-open answers included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
@@ -90,6 +90,13 @@ class Holder:
         self._counts: dict[tuple[str, str], list[int]] = {}
         """Rule id and name of a limit → holds in flight, and their tokens."""
 
+    def resume(self, holds: Iterable[tuple[bytes, int, int]]) -> None:
+        """Count holds in flight from before the start: number, end in µs, and tokens. Their limits are not known."""
+        for number, end_us, tokens in holds:
+            noted = _InFlight((), tokens)
+            self._open.add(number, end_us, noted)
+            self._count(noted, 1)
+
     async def hold(
         self, check: Check, number: bytes, check_digest: bytes, ttl_us: int, *, lease: bool
     ) -> Holding:
@@ -164,7 +171,7 @@ class Holder:
         return expire_us
 
     def in_flight(self) -> Sequence[InFlight]:
-        """Return what the holds made here hold, by limit; those settled elsewhere count until their end.
+        """Return what the holds made here since the start hold, by limit; those settled elsewhere count until their end.
 
         Of very many that ended since the last call, some still count.
         """

@@ -246,6 +246,7 @@ class Node:
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         holder = self._new_holder(limiter, holds)
+        holder.resume(holds.open_holds())
         parts = self._parts(feed, table, holder, snapshot)
         await self._serve(limiter, holder, store, parts, background=background)
 
