@@ -108,10 +108,11 @@ class HoldEndedError(RateLimitdError):
 
 
 class HoldSettledError(RateLimitdError):
-    """A hold was settled before, with another number of tokens."""
+    """A hold was settled before, with another number of tokens; or, for the field ``hold``, cannot be extended."""
 
     def __init__(self, field: str = "actual") -> None:
-        super().__init__(f"{field}: the hold was settled before, with another number of tokens")
+        how = "" if field == "hold" else ", with another number of tokens"
+        super().__init__(f"{field}: the hold was settled before{how}")
 
 
 class HoldsFullError(RateLimitdError):

@@ -147,7 +147,7 @@ async def test_a_hold_that_is_settled_otherwise_is_refused(scene):
     await scene.settle(0, b"a")
     with pytest.raises(HoldSettledError, match=r"^actual:"):
         await scene.settle(1, b"a")
-    with pytest.raises(HoldSettledError, match=r"^hold:"):
+    with pytest.raises(HoldSettledError, match=r"^hold: the hold was settled before$"):
         await scene.extend(60, b"a")
 
 
