@@ -1487,6 +1487,10 @@ class TestExplaining:
         decision, *_ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
         assert decision.retry_after == 59
 
+    async def test_a_timestamp_that_is_not_used_does_not_count(self, node):
+        decision, *_ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=5))
+        assert (decision.allowed, node.stats.clock_rejected_total) == (True, 0)
+
     async def test_shared_buckets_are_asked_and_judge_by_all_rules(self):
         overall = replace(ORDERS, id="overall", endpoint="**")
         node = Sharing(ORDERS, overall)

@@ -315,7 +315,7 @@ class Limiter:
         scopes = self.scopes.apart()
         plans, judging = scopes.plans_of(check, now_us), scopes.judging_of(check, now_us)
         if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, judging)
+            now_us = self._check_time_us(check.timestamp, now_us, judging, is_counted=False)
         book = self.scopes.book
         looked_at = [*book.looked_at(check.endpoint, types)]
         if isinstance(judging, Unjudged):
@@ -625,7 +625,9 @@ class Limiter:
             scope.counters[1] += 1
             self._on_denied((scope.identifier(identifiers), scope))
 
-    def _check_time_us(self, timestamp: int, now_us: int, judging: Scope | Unjudged) -> int:
+    def _check_time_us(
+        self, timestamp: int, now_us: int, judging: Scope | Unjudged, *, is_counted: bool = True
+    ) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
         if self._timestamps is TimestampPolicy.SERVER or isinstance(judging, Unjudged):
@@ -633,7 +635,7 @@ class Limiter:
         window_us = min(one.window_us for one in judging.limits or (judging.limit,))
         at_us = bounded(timestamp, now_us, window_us)
         if at_us is None:
-            self._stats.clock_rejected_total += 1
+            self._stats.clock_rejected_total += is_counted
             return now_us
         return at_us
 
