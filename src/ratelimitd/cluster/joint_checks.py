@@ -59,6 +59,7 @@ class PartCheck(PendingCheck):
         """Note what gives the store's charge back."""
         at_us = self.ask.at_us if later else None
         self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
+        self.part.charged = shared
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Note the outcome, unless there is one; the last part concludes the check."""
