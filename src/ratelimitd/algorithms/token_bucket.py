@@ -21,6 +21,7 @@ from ratelimitd.model import (
     DENIED,
     INT32_MAX,
     LIMIT_EXCEEDED,
+    MAX_TIME_US,
     US_PER_S,
     WITHIN_LIMIT,
     Limit,
@@ -118,13 +119,16 @@ def decide_ahead(
 def denied(  # noqa: PLR0917 - what both callers know
     state: State | None, rule: Limit, now_us: int, cost: int, refilled: State
 ) -> Outcome:
-    """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn."""
+    """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn.
+
+    Of a debt that takes longer, the time at which it is paid is ``MAX_TIME_US``, in seconds, as in the store.
+    """
     limit = rule.limit
     token = rule.window_us
     capacity = rule.capacity * token
     spent, at_us = refilled
     remaining = (capacity - spent) // token if spent < capacity else 0
-    reset_time = (at_us - -spent // limit + _ROUND_UP) // US_PER_S
+    reset_time = min((at_us - -spent // limit + _ROUND_UP) // US_PER_S, MAX_TIME_US)
     if cost > rule.capacity:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # More is wanted than there is, so it is due later than now, and this is at least 1.

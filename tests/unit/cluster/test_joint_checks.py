@@ -8,18 +8,23 @@ import pytest
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.joint_checks import JointCheck
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
-from ratelimitd.model import Enforcement
+from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from tests.unit.cluster.world import MS, World, limited, name_of
 
 USER = limited(100)
 TENANT = limited(100)
 SEEN = limited(10, enforcement=Enforcement.OBSERVE)
+TOKENS = limited(100, algorithm=Algorithm.TOKEN_BUCKET)
+LOG = limited(100, algorithm=Algorithm.SLIDING_WINDOW)
 
 
 class Scene(World):
-    """A node; ``a`` is a user's bucket, ``t`` the tenant's, and ``s`` one of a limit that only observes."""
+    """A node; ``a`` is a user's bucket, ``t`` the tenant's, and ``s`` one of a limit that only observes.
 
-    RULES: ClassVar = {b"a": USER, b"t": TENANT, b"s": SEEN}
+    ``b`` and ``l`` are of other algorithms.
+    """
+
+    RULES: ClassVar = {b"a": USER, b"t": TENANT, b"s": SEEN, b"b": TOKENS, b"l": LOG}
 
     def __init__(self, **options):
         super().__init__(members=2, **options)
@@ -118,14 +123,26 @@ async def test_unknown_buckets_are_asked_together_and_the_check_waits_for_all(sc
 
 async def test_what_was_charged_for_a_denied_check_is_given_back(scene):
     scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
-    user, tenant = scene.met(cost=3)
-    assert (user[:2], tenant[:2]) == ((True, 100), (False, 1))
-    assert scene.all_at_once(cost=3)[0] == user
+    assert verdicts(scene.met(cost=3)) == [(True, 100), (False, 1)]
     assert scene.spent() == [0, 99]
     assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (3, 0)
     assert scene.store.ledger.buckets[name_of(b"a")].refunded == 3
     scene.settle()
     assert scene.all_at_once(b"a", 20)[0][:2] == (True, 80)
+
+
+@pytest.mark.parametrize(
+    ("key", "spent", "until_full_s"), [(b"b", 0, 0), (b"b", 10, 360), (b"l", 0, 0)]
+)
+async def test_a_denied_check_says_when_another_bucket_is_full_without_it(
+    scene, key, spent, until_full_s
+):
+    scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
+    if spent:
+        scene.store.spend(key, scene.RULES[key], spent, scene.clock.now_us())
+    now_s = -(-scene.clock.now_us() // US_PER_S)
+    [other, _] = scene.met(key + b"t", cost=3)
+    assert other[:3] == (True, 100 - spent, now_s + until_full_s)
 
 
 async def test_a_bucket_near_its_limit_is_asked_while_the_others_hold_the_tokens(scene):

@@ -10,7 +10,9 @@ from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
+    INT32_MAX,
     LIMIT_EXCEEDED,
+    MAX_TIME_US,
     Algorithm,
 )
 from tests.outcomes import rule_of, runs_of
@@ -38,6 +40,15 @@ def known_to(decide, outcome):
     """An outcome without what the algorithm does not keep: the count of the window before."""
     *others, state = outcome
     return (*others, state[:2] if decide is DECIDE[Algorithm.FIXED_WINDOW] and state else state)
+
+
+@pytest.mark.parametrize("algorithm", ACCOUNTS)
+def test_of_the_greatest_debts_all_that_is_told_is_bounded(algorithm):
+    of = replace(rule_of(algorithm), limit=1, window_seconds=INT32_MAX)
+    state = account(of).charged(None, of, [(MAX_TIME_US, INT32_MAX)] * 10)
+    for cost in (1, 2):
+        _, remaining, reset_time, retry_after, *_ = account(of).judge(state, of, MAX_TIME_US, cost)
+        assert (remaining, retry_after <= INT32_MAX, reset_time <= MAX_TIME_US) == (0, True, True)
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
