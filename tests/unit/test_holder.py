@@ -123,9 +123,9 @@ async def test_what_is_repeated_counts_once():
     assert scene.stats.holds == {"made": 1, "settled": 1, "expired": 0, "refused": 0}
     assert scene.stats.hold_tokens == {"held": 4, "refunded": 0, "debt": 2}
     assert (scene.in_flight(), scene.stats.holds_open) == ([], 0)
-    with pytest.raises(HoldSettledError, match="^actual: .* with another number of tokens$"):
+    with pytest.raises(HoldSettledError, match=r"^actual: .* with another number of tokens$"):
         await scene.settle(5)
-    with pytest.raises(HoldSettledError, match="^hold: the hold was settled before$"):
+    with pytest.raises(HoldSettledError, match=r"^hold: the hold was settled before$"):
         await scene.extend(5)
     with pytest.raises(CheckInvalidError, match="hold_id"):
         await scene.hold(cost=5, number=b"n" * 16)

@@ -171,7 +171,7 @@ class Holder:
         return expire_us
 
     def in_flight(self) -> Sequence[InFlight]:
-        """Return what the holds made here since the start hold, by limit; those settled elsewhere count until their end.
+        """Return what holds made here since the start hold, by limit; those settled elsewhere count until their end.
 
         Of very many that ended since the last call, some still count.
         """
