@@ -55,11 +55,12 @@ class PartCheck(PendingCheck):
         """False: a part is decided whether or not the caller is there."""
         return False
 
-    def was_charged(self, shared: SharedState, later: int) -> None:
-        """Note what gives the store's charge back."""
-        at_us = self.ask.at_us if later else None
-        self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
-        self.part.charged = shared
+    def was_allowed(self, shared: SharedState, later: int) -> None:
+        """Note what the bucket is, and what gives the store's charge back."""
+        self.part.shared = shared
+        if not self.peek:
+            at_us = self.ask.at_us if later else None
+            self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Note the outcome, unless there is one; the last part concludes the check."""

@@ -68,8 +68,8 @@ class PendingCheck:
         """Whether the caller has left."""
         return self.answer.cancelled()
 
-    def was_charged(self, shared: SharedState, later: int) -> None:
-        """The store has charged it, and the bucket was ``shared`` then, after ``later`` tokens more."""
+    def was_allowed(self, shared: SharedState, later: int) -> None:
+        """The store has charged it, unless it peeks, and the bucket was ``shared`` then, after ``later`` tokens more."""
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""
@@ -93,8 +93,8 @@ def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLim
 
 def resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) -> None:
     """Resolve the first check of a bucket, which is ``shared`` now."""
-    if outcome[0] and not check.peek:
-        check.was_charged(shared, 0)
+    if outcome[0]:
+        check.was_allowed(shared, 0)
     check.resolve(outcome)
 
 
@@ -208,7 +208,7 @@ class Requested:
             if is_granted:
                 later -= check.cost
                 if shared is not None and not check.is_answered:
-                    check.was_charged(shared, later)
+                    check.was_allowed(shared, later)
             _decide(bucket, check, later if is_granted else None)
 
     def forget_taken(self) -> None:

@@ -24,19 +24,19 @@ class Part:
         view: the node's view, where that decides.
         outcome: ``None`` until it is decided; an error, if nobody can decide it.
         refund: gives back what the store has charged; ``None`` if that is nothing, or not known well enough.
-        charged: the bucket with what the refund gives back, as the store said.
+        shared: the bucket as the store said that it allows, with what the refund gives back.
         is_reserved: the view holds the tokens.
         is_charged: the bucket is charged already, by the store or by the view because the store was late.
     """
 
-    __slots__ = ("charged", "is_charged", "is_reserved", "limit", "outcome", "refund", "view")
+    __slots__ = ("is_charged", "is_reserved", "limit", "outcome", "refund", "shared", "view")
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
         self.view: LocalView | None = None
         self.outcome: Outcome | Exception | None = None
         self.refund: Refund | None = None
-        self.charged: SharedState | None = None
+        self.shared: SharedState | None = None
         self.is_reserved = self.is_charged = False
 
     def reserve(self, view: LocalView, now_us: int, members: int, cost: int) -> Outcome | None:
@@ -73,9 +73,10 @@ class Part:
             return
         if self.view is not None:
             _, remaining, reset_time, *_ = self.view.peek(now_us, MORE_THAN_ANY_LIMIT)
-        elif self.charged is not None and self.refund is not None:
-            state = refunded(self.charged, self.limit, [self.refund]).state
-            rule = replace(self.limit, limit=self.charged.limit, burst=self.charged.burst)
+        elif self.shared is not None:
+            refunds = () if self.refund is None else [self.refund]
+            state = refunded(self.shared, self.limit, refunds).state
+            rule = replace(self.limit, limit=self.shared.limit, burst=self.shared.burst)
             account = ACCOUNTS[rule.algorithm]
             _, remaining, reset_time, *_ = account.judge(state, rule, now_us, MORE_THAN_ANY_LIMIT)
         else:

@@ -187,17 +187,37 @@ async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(tmp_pat
     await log.write_pass()
     await scene.settle(1, 4)
 
-    async def fails(*_, **__):
-        raise OSError(28, "No space left on device")
+    append = log._append
+
+    async def fails(data, **how):
+        if data[:1] == snapshot_format.STATES:
+            raise OSError(28, "No space left on device")
+        await append(data, **how)
 
     with monkeypatch.context() as full:
         full.setattr(log, "_append", fails)
         await log.write_pass()
+    assert log.errors_total == 1
     await log.write_pass()
     await log.drain()
     again = Scene()
     log = SnapshotLog.open(tmp_path, again.table, b"k" * 32, again.clock)
     assert (len(again.holds), again.check()[1]) == (0, 5)
+    await log.drain()
+
+
+async def test_a_full_table_evicts_for_a_bucket_without_a_key(tmp_path):
+    first = Scene()
+    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
+    await first.hold(1, cost=10)
+    await log.drain()
+    scene = Scene()
+    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    for number in range(100):
+        scene.check(b"%d" % number)
+    await scene.settle(1, 4)
+    assert (len(scene.table), scene.table.evicted_total > 0) == (91, True)
+    assert scene.check()[1] == 5
     await log.drain()
 
 

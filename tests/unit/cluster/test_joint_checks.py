@@ -145,6 +145,13 @@ async def test_a_denied_check_says_when_another_bucket_is_full_without_it(
     assert other[:3] == (True, 100 - spent, now_s + until_full_s)
 
 
+async def test_a_check_denied_by_a_known_bucket_says_when_an_unknown_one_is_full(scene):
+    scene.know_all(b"t")
+    scene.others_spend(b"t", 100)
+    [other, _] = scene.met(b"bt", cost=3)
+    assert other[:3] == (True, 100, -(-scene.clock.now_us() // US_PER_S))
+
+
 async def test_a_bucket_near_its_limit_is_asked_while_the_others_hold_the_tokens(scene):
     scene.know_all()
     scene.others_spend(b"t", 99)
