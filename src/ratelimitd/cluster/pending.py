@@ -69,7 +69,7 @@ class PendingCheck:
         return self.answer.cancelled()
 
     def was_allowed(self, shared: SharedState, later: int) -> None:
-        """The store has charged it, unless it peeks, and the bucket was ``shared`` then, after ``later`` tokens more."""
+        """The store has charged it, unless it peeks; the bucket was ``shared`` then, after ``later`` tokens more."""
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""
