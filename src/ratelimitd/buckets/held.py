@@ -80,9 +80,9 @@ class HeldBucket(ABC):
     def fits_table(self) -> bool:
         """Whether :meth:`state` is all there is."""
 
-    @abstractmethod
-    def is_over(self, now_us: int) -> bool:
-        """Return whether it equals a fresh one at ``now_us``, but for its holds."""
+    def is_over(self, _now_us: int) -> bool:
+        """Return whether it may be dropped at this time. Without holds only those in debt are kept."""
+        return self.fits_table
 
     @abstractmethod
     def dump(self) -> Dump:
@@ -263,10 +263,6 @@ class LogBucket(HeldBucket):
         """Whether there are no holds: a log is never capped."""
         return not self._at_us
 
-    def is_over(self, now_us: int) -> bool:
-        """Return whether the last token has left."""
-        return sliding_window.used(self._log, self.limit, now_us) == 0
-
     def dump(self) -> Dump:
         """Return the log, and when each hold was charged."""
         return self._dumped(self._log.hex()) | {"at": [*self._at_us.values()]}
@@ -335,10 +331,6 @@ class SlotsBucket(HeldBucket):
     @property
     def fits_table(self) -> bool:
         """Whether no slot is in use."""
-        return not self._slots
-
-    def is_over(self, _now_us: int) -> bool:
-        """Return whether no slot is in use."""
         return not self._slots
 
     def dump(self) -> Dump:
