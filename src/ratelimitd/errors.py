@@ -108,7 +108,7 @@ class HoldEndedError(RateLimitdError):
 
 
 class HoldSettledError(RateLimitdError):
-    """A hold was settled before, with another number of tokens; or, for the field ``hold``, cannot be extended."""
+    """A settled hold was settled with other tokens (field ``actual``), or extended (``hold``)."""
 
     def __init__(self, field: str = "actual") -> None:
         how = "" if field == "hold" else ", with another number of tokens"

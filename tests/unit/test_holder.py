@@ -34,6 +34,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
 
 NOW_S = 1_700_006_400
+KEYS = BucketKeys(b"k" * 32)
 RULE = Rule("r1", "/a", "user", limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 SEVERAL = Rule(
     "r2", "/b", "user", limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET,
@@ -54,7 +55,7 @@ class Scene:
 
     def __init__(self, holds=None, *, rules=RULES, **bounds):
         self.clock, self.stats = ManualClock(), CheckStats()
-        keys = BucketKeys(b"k" * 32)
+        keys = KEYS
         table = BucketTable(100)
         self.limiter = Limiter(
             buckets=table, clock=self.clock, stats=self.stats, timestamps="bounded", keys=keys
@@ -253,17 +254,17 @@ async def test_rules_that_are_gone_are_left_out():
     assert (await scene.settle(1)).limits == []
 
 
-class Unsound:
-    """Says of buckets what cannot be."""
+class Silent:
+    """Says nothing of buckets."""
 
     async def hold(self, hold):
-        names = [key for key, _, _ in hold.charges]
+        names = [KEYS.stored(key) for key, _, _ in hold.charges]
         return Held(names, [None] * len(names), hold.now_us + hold.ttl_us)
 
 
 @pytest.mark.parametrize("endpoint", ["/a", "/b"])
-async def test_of_what_cannot_be_a_hold_fails_open(endpoint):
-    held = await Scene(Unsound()).hold(endpoint, 1)
+async def test_a_hold_fails_open_where_the_store_says_nothing_of_a_bucket(endpoint):
+    held = await Scene(Silent()).hold(endpoint, 1)
     assert (held.decision.reason, held.limits) == (Reason.FAIL_OPEN_ERROR, [])
 
 
@@ -305,7 +306,7 @@ async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
 
 
 async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused():
-    scene = Scene(rules=(DAILY,))
+    scene = Scene(rules=(replace(DAILY, more=()),))
     await scene.hold("/d", number=b"n" * 16)
     other = replace(RULE, endpoint="/d")
     scene.limiter.replace_book(RuleBook.of((other,), 2))

@@ -81,7 +81,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     if used + cost <= limit:
         oldest_us = at_us
         if used and used + cost == limit:
-            # A refund leaves a run without tokens: nothing becomes free when it leaves the window.
+            # A refund may leave a run without tokens; skip it.
             oldest_us = cells[bisect_right(cells, gone, runs + first + 1) - runs - 1]
         return _accepted(
             rule, now_us, at_us, used + cost, oldest_us, _appended(state, first, at_us, cost)

@@ -121,7 +121,7 @@ def denied(  # noqa: PLR0917 - what both callers know
 ) -> Outcome:
     """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn.
 
-    Of a debt that takes longer, the time at which it is paid is ``MAX_TIME_US``, in seconds, as in the store.
+    Its ``reset_time`` is ``MAX_TIME_US`` seconds at most, as in the store.
     """
     limit = rule.limit
     token = rule.window_us

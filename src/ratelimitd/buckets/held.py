@@ -80,10 +80,6 @@ class HeldBucket(ABC):
     def fits_table(self) -> bool:
         """Whether :meth:`state` is all there is."""
 
-    def is_over(self, _now_us: int) -> bool:
-        """Return whether it may be dropped at this time. Without holds only those in debt are kept."""
-        return self.fits_table
-
     @abstractmethod
     def dump(self) -> Dump:
         """Return what :func:`load` makes the bucket of, for JSON."""
@@ -174,7 +170,7 @@ class LevelBucket(HeldBucket):
 
     def is_over(self, now_us: int) -> bool:
         """Return whether all is refilled, and would be, too, under another limit."""
-        # Of a calendar the next window has a bucket of its own.
+        # A calendar window is never refilled: the next one has another bucket.
         is_last = (
             self.limit.algorithm is Algorithm.FIXED_WINDOW
             and self.limit.full_after_s < self.limit.window_seconds

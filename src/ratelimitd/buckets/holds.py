@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from ratelimitd.algorithms.several import Charge, passes
 from ratelimitd.buckets import snapshot_format
-from ratelimitd.buckets.held import HeldBucket, SlotsBucket, bucket_of, load
+from ratelimitd.buckets.held import HeldBucket, LevelBucket, SlotsBucket, bucket_of, load
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import in_time
 from ratelimitd.buckets.snapshot_format import MAX_PAYLOAD_BYTES, Value, unpack
@@ -161,11 +161,11 @@ class OwnHolds:
         """Holds in flight."""
         return len(self._records) - len(self._over)
 
-    def open_holds(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield the number, the end in µs and the tokens of the holds in flight."""
+    def open_holds(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the number and the end in µs of each hold in flight."""
         for number, record in self._records.items():
             if record.actual is None:
-                yield number, record.end_us, record.cost
+                yield number, record.end_us
 
     async def hold(self, hold: Hold) -> Held:
         """Charge all buckets and keep the hold; see :class:`ratelimitd.ledger.holds.Holds`."""
@@ -276,7 +276,9 @@ class OwnHolds:
             bucket = self._buckets.get(name)
             if bucket is None or len(bucket):
                 continue
-            if not self._table.callers_time and bucket.is_over(now_us - LATE_US):
+            # Only a level can be in debt.
+            is_over = isinstance(bucket, LevelBucket) and bucket.is_over(now_us - LATE_US)
+            if is_over and not self._table.callers_time:
                 self._drop(name)
             else:
                 self._idle[name] = None
@@ -322,7 +324,7 @@ class OwnHolds:
 
     def give_back_again(self, buckets: Iterable[GivenBack]) -> None:
         """Let :meth:`given_back` return these once more: they could not be written."""
-        self._given_back |= buckets
+        self._given_back = {**dict(buckets), **self._given_back}
 
     def change_all(self) -> None:
         """Let :meth:`changes` return everything."""

@@ -318,7 +318,7 @@ def _named_if_missing(target: Target) -> Iterator[None]:
 
 
 def revision_of(client: NodeClient) -> int | None:
-    """The revision of the rules that the node has; ``None`` where it does not say."""
+    """Return the rules revision of the node, ``None`` if it does not answer."""
     import grpc  # noqa: PLC0415 - as in client_options
 
     with suppress(grpc.RpcError):
@@ -327,7 +327,7 @@ def revision_of(client: NodeClient) -> int | None:
 
 
 def revision_text(revision: int) -> str:
-    """Which revision a change has made, and how to go back from it; revision 1 was made from no rules."""
+    """Return the line about a revision that was made, and about the way back; before revision 1 there were no rules."""
     back = f"; to go back: ratelimitd rules revert {revision - 1}" if revision > 1 else ""
     return f"the rules are at revision {revision}{back}"
 

@@ -289,7 +289,7 @@ def describe(
 
 
 def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str:
-    """The rule that decided and its limit, as far as they are known; its id in brackets behind them."""
+    """Return the rule that decided and its limit, as far as they are known, with its id in brackets."""
     kind = answer.limits[0].identifier_type if answer.limits else ""
     parts = [printable(places.get(answer.rule_id, kind))]
     if answer.limit:
@@ -302,7 +302,7 @@ def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str
 
 
 def others(answer: pb.RateLimitResponse, *, peek: bool = False) -> list[tuple[str, str]]:
-    """The limits that judged beside the deciding one."""
+    """Return the limits that judged beside the deciding one."""
     would = peek and answer.allowed
     return [
         (
@@ -328,11 +328,8 @@ def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
 
 
 def instant(time_s: int) -> str:
-    """A time by the clock of the node; a dash when the answer does not say.
-
-    How long it is until then is not told: the node rounds the time up to a whole second, so by the clock of this host
-    it would differ from the node's own retry delay.
-    """
+    """Return a time by the clock of the node; a dash when the answer does not say."""
+    # No duration: the node rounds up, and the clock of this host may differ.
     if time_s <= 0:
         return "–"
     try:
@@ -342,7 +339,7 @@ def instant(time_s: int) -> str:
 
 
 def expiry(time_s: int, now_s: float) -> str:
-    """When a plan or a hold ends, relative and absolute; a dash when the answer does not say."""
+    """Return when a plan or a hold ends, relative and absolute; a dash when the answer does not say."""
     if time_s <= 0:
         return "–"
     left_s = max(0, round(time_s - now_s))
@@ -384,16 +381,14 @@ def _ask_often(
     else:
         for number, answer in enumerate(answers(), start=1):
             output.line(_compact(number, len(str(count)), answer, output))
-        output.line(f"{_sum(verdicts, 'allowed')}, {_sum(verdicts, 'denied')}")
+        allowed = _sum("allowed", verdicts[True, False], verdicts[True, True])
+        output.line(f"{allowed}, {_sum('denied', verdicts[False, False], verdicts[False, True])}")
     return verdicts[False, False] + verdicts[False, True] > 0
 
 
-def _sum(verdicts: Counter[tuple[bool, bool]], word: str) -> str:
-    """How many checks have a verdict, and how many of them without a check."""
-    of = word == "allowed"
-    not_checked = verdicts[of, True]
-    marked = f" ({not_checked} not checked)" if not_checked else ""
-    return f"{verdicts[of, False] + not_checked} {word}{marked}"
+def _sum(word: str, checked: int, unchecked: int) -> str:
+    """Return a count of answers, and how many of them were not checked."""
+    return f"{checked + unchecked} {word}" + (f" ({unchecked} not checked)" if unchecked else "")
 
 
 def _answers(

@@ -105,7 +105,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number and its noun, in the plural where it is not 1."""
+    """Return a number and its noun, in the plural unless it is 1."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 

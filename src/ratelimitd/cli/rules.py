@@ -216,7 +216,7 @@ def unmatched(target: Target) -> None:
 
 
 def _why_none(endpoint: str, identifier_type: str, *, unused: bool) -> str:
-    """What it means that no rule is listed."""
+    """Return what it means that no rule is listed."""
     if endpoint or identifier_type:
         return "no such rules"
     return "every rule has judged a check" if unused else "no rules: every check is allowed"

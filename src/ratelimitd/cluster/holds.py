@@ -78,7 +78,7 @@ class SharedHolds:
         clock: Clock,
         timers: asyncio.AbstractEventLoop,
         store_time: bool,
-        changed: Callable[[bytes, bool], None],
+        changed: Callable[[bytes, bool], None] | None,
         max_holds: int = MAX_HOLDS,
         max_per_bucket: int = MAX_HOLDS_PER_BUCKET,
     ) -> None:
@@ -87,7 +87,7 @@ class SharedHolds:
         self._stored_name = stored_name
         self._timers = timers
         self._store_time = store_time
-        self._changed = changed
+        self._changed = changed or (lambda _name, _is_low: None)  # a strict node has no views
         self._max_per_bucket = max_per_bucket
         self._now_us = clock.monotonic_us
         self._max_holds = max_holds

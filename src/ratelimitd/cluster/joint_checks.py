@@ -56,7 +56,7 @@ class PartCheck(PendingCheck):
         return False
 
     def was_allowed(self, shared: SharedState, later: int) -> None:
-        """Note what the bucket is, and what gives the store's charge back."""
+        """Note the state of the bucket, and the refund of the charge."""
         self.part.shared = shared
         if not self.peek:
             at_us = self.ask.at_us if later else None

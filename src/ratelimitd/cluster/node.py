@@ -120,9 +120,8 @@ class Cluster:
         self.buckets: SharedBuckets | StrictBuckets
         self._refresh: Refresh | None = None
         """Unset on a strict node, which has no views."""
-        changed: Callable[[bytes, bool], None]
         if settings.consistency == "strict":
-            self.buckets = strict = StrictBuckets(
+            self.buckets = StrictBuckets(
                 store=store,
                 tags=by_octet,
                 stored_name=stored_name,
@@ -130,7 +129,6 @@ class Cluster:
                 callers_time=settings.timestamps == "caller",
                 breaker_denies=settings.on_breaker_open == "deny",
             )
-            changed = strict.was_changed
         else:
             self._refresh = Refresh(
                 store=store,
@@ -140,7 +138,6 @@ class Cluster:
                 gossip=self.gossip,
                 accuracy=self.accuracy,
             )
-            changed = self._refresh.was_changed
             self.buckets = SharedBuckets(
                 store=store,
                 tags=by_octet,
@@ -163,7 +160,7 @@ class Cluster:
             clock=clock,
             timers=loop,
             store_time=self._refresh is None and settings.timestamps != "caller",
-            changed=changed,
+            changed=None if self._refresh is None else self._refresh.was_changed,
             max_holds=settings.max_holds,
             max_per_bucket=settings.max_holds_per_bucket,
         )

@@ -69,7 +69,7 @@ class PendingCheck:
         return self.answer.cancelled()
 
     def was_allowed(self, shared: SharedState, later: int) -> None:
-        """The store has charged it, unless it peeks; the bucket was ``shared`` then, after ``later`` tokens more."""
+        """Note that the store allowed it; ``shared`` includes its charge, unless it peeks, and ``later`` tokens."""
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""

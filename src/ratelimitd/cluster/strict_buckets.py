@@ -175,9 +175,6 @@ class StrictBuckets:
         tag.flush()
         return True
 
-    def was_changed(self, _name: bytes, _is_low: bool) -> None:  # noqa: FBT001 -- as of the other class
-        """Do nothing: no view goes by what a bucket was."""
-
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.
 

@@ -64,8 +64,9 @@ class Held(NamedTuple):
     """What became of a hold.
 
     ``outcomes`` are those of the buckets of ``names``, which are stored ones: of the charges in their order; of a hold
-    that was made before, of the buckets that it has, and what was told then. ``expire_us`` is its end in µs since the
-    Unix epoch, 0 if it was denied. ``is_first``: it was made by this call.
+    that was made before, of the buckets that it has, and what was told then. ``None``: the store did not answer about
+    that bucket. ``expire_us`` is its end in µs since the Unix epoch, 0 if it was denied. ``is_first``: it was made by
+    this call.
     """
 
     names: Sequence[bytes]

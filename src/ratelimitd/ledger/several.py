@@ -24,7 +24,7 @@ class Part:
         view: the node's view, where that decides.
         outcome: ``None`` until it is decided; an error, if nobody can decide it.
         refund: gives back what the store has charged; ``None`` if that is nothing, or not known well enough.
-        shared: the bucket as the store said that it allows, with what the refund gives back.
+        shared: the bucket in the store after it allowed the check; includes the charge that ``refund`` gives back.
         is_reserved: the view holds the tokens.
         is_charged: the bucket is charged already, by the store or by the view because the store was late.
     """
@@ -76,7 +76,9 @@ class Part:
         elif self.shared is not None:
             refunds = () if self.refund is None else [self.refund]
             state = refunded(self.shared, self.limit, refunds).state
-            rule = replace(self.limit, limit=self.shared.limit, burst=self.shared.burst)
+            rule = self.limit
+            if (rule.limit, rule.burst) != (self.shared.limit, self.shared.burst):
+                rule = replace(rule, limit=self.shared.limit, burst=self.shared.burst)
             account = ACCOUNTS[rule.algorithm]
             _, remaining, reset_time, *_ = account.judge(state, rule, now_us, MORE_THAN_ANY_LIMIT)
         else:

@@ -67,7 +67,8 @@ class HoldReply(NamedTuple):
     """The answer to a call.
 
     ``outcomes`` are those of the buckets of ``names``: of the checks in their order; of a part that was found, of the
-    buckets that it has, and what was told then. ``expire_us`` is the end of the part, 0 unless it is there.
+    buckets that it has, and what was told then; empty if the number was refused. ``expire_us`` is the end of the part,
+    0 unless it is there.
     """
 
     made: Made
@@ -160,7 +161,8 @@ def conclude(
             told[name] = _without(outcome, limit_of[name], cost) if is_withdrawn else outcome
     if is_denied:
         return Held(names, [told.get(name) for name in names], 0)
-    there = [*(name for name in names if name in told), *(told.keys() - {*names})]
+    there = [name for name in names if name in told]
+    there += [name for name in told if name not in limit_of]
     expire_us = min(reply.expire_us for reply in replies)
     return Held(there, [told[name] for name in there], expire_us, is_first=made == {Made.MADE})
 

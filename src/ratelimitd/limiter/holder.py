@@ -35,7 +35,7 @@ from ratelimitd.model import (
 NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
 """Its field is the hold's own."""
 
-UNSOUND: Final = StoreUnavailableError("what the shared state said of a limit cannot be")
+UNANSWERED: Final = StoreUnavailableError("the shared state did not answer about a limit")
 
 
 class HeldLimit(NamedTuple):
@@ -90,12 +90,11 @@ class Holder:
         self._counts: dict[tuple[str, str], list[int]] = {}
         """Rule id and name of a limit → holds in flight, and their tokens."""
 
-    def resume(self, holds: Iterable[tuple[bytes, int, int]]) -> None:
-        """Count holds in flight from before the start: number, end in µs, and tokens. Their limits are not known."""
-        for number, end_us, tokens in holds:
-            noted = _InFlight((), tokens)
-            self._open.add(number, end_us, noted)
-            self._count(noted, 1)
+    def resume(self, holds: Iterable[tuple[bytes, int]]) -> None:
+        """Count the holds in flight from before the start, by number and end in µs; their limits are not known."""
+        for number, end_us in holds:
+            self._open.add(number, end_us, _InFlight((), 0))
+            self._stats.holds_open += 1
 
     async def hold(
         self, check: Check, number: bytes, check_digest: bytes, ttl_us: int, *, lease: bool
@@ -219,22 +218,25 @@ class Holder:
         return statuses
 
 
-_ToldOf: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
+_Judged: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
 
 
 def _of_buckets(
     names: Sequence[bytes], scope: Scope, held: Held
-) -> tuple[_ToldOf, Sequence[HeldLimit]]:
+) -> tuple[_Judged, Sequence[HeldLimit]]:
     """Return what was told of which limits of a check, and the limits that its hold is charged to.
 
-    ``names`` are the buckets that its limits have now. A repeated hold has those that it was made on: as many that are
-    gone as are new are those of the same limits, in their order, such as the former windows of a calendar. Limits that
-    were not there are not judged.
+    ``names`` are the buckets that its limits have now; a repeated hold has those that it was made on. A calendar limit
+    owns the bucket of its former window. Limits without a bucket in the hold are not judged.
     """
     scopes = scope.several or (scope,)
     owners = {name: one for name, one in zip(names, scopes, strict=True) if name in held.names}
     gone = [name for name in held.names if name not in owners]
-    new = [one for name, one in zip(names, scopes, strict=True) if name not in owners]
+    new = [
+        one
+        for name, one in zip(names, scopes, strict=True)
+        if name not in owners and one.limit.calendar is not None
+    ]
     if len(gone) == len(new):
         owners |= zip(gone, new, strict=True)
     told: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
@@ -242,14 +244,14 @@ def _of_buckets(
     for name, outcome in zip(held.names, held.outcomes, strict=True):
         owner = owners.get(name)
         if owner is not None:
-            told.append((owner, UNSOUND if outcome is None else outcome))
+            told.append((owner, UNANSWERED if outcome is None else outcome))
         if outcome is not None and outcome[0]:
             whose = ("", "", "") if owner is None else (owner.rule.id, owner.told.name, owner.plan)
             charged.append(HeldLimit(name, *whose))
     return told, charged
 
 
-def _decided(limiter: Limiter, judging: Judging, told: _ToldOf) -> Decision:
+def _decided(limiter: Limiter, judging: Judging, told: _Judged) -> Decision:
     """Return the answer to a hold of which this was told.
 
     Raises:

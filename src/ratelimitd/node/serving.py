@@ -1,6 +1,6 @@
-"""What a node answers, and where: its services behind their roles, its pages, and the servers of its ports.
+"""Services with their roles, pages, and the servers of a node's ports.
 
-Part of the composition root: opens nothing before it is told to, and decides nothing about checks.
+Part of the composition root: decides nothing about checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
-from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.services.auth import Access, Credentials, NamedTokens
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
 from ratelimitd.services.convert_rules import rate_limit_of
@@ -157,6 +157,10 @@ class Serving:
         return self.parts.clock.now_us() / US_PER_S
 
     @cached_property
+    def _named(self) -> NamedTokens | None:
+        return self.tokens.tokens if self.tokens else None
+
+    @cached_property
     def _access(self) -> Access:
         settings = self.settings
         return Access(
@@ -167,7 +171,7 @@ class Serving:
                 check_sans=frozenset(settings.check_sans),
                 loopback_admin=settings.loopback_admin,
                 admin_token_name=settings.admin_token_name,
-                named=self.tokens.tokens if self.tokens else None,
+                named=self._named,
             ),
             TokenGuesses(self.parts.stats, self.parts.clock.now_us, settings.trusted_proxies),
         )
@@ -255,7 +259,7 @@ class Serving:
 
     def _web_parts(self) -> Parts:
         settings, access, feed = self.settings, self._access, self.parts.feed
-        named = self.tokens.tokens if self.tokens else None
+        named = self._named
         return Parts(
             node_id=settings.node_name,
             metrics=self.metrics,

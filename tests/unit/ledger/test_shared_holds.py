@@ -29,7 +29,7 @@ LEFT_9 = (ALLOWED, 9, 100, 7, WITHIN_LIMIT, None)
 NONE_LEFT = (DENIED, 0, 100, 9, LIMIT_EXCEEDED, None)
 AWAY = StoreUnavailableError("no answer")
 
-A, B, C = (key_of(number) for number in range(3))
+A, B, C, D = (key_of(number) for number in range(4))
 
 MADE = HoldReply(Made.MADE, 500, [LEFT_3], [A])
 FOUND = HoldReply(Made.FOUND, 400, [LEFT_9], [B])
@@ -48,6 +48,8 @@ def test_a_hold_that_was_found_names_the_buckets_that_it_has():
     found = HoldReply(Made.FOUND, 400, [LEFT_9, LEFT_3], [B, A])
     held = conclude([A, C], [WINDOW, SLOTS], 2, [([0, 1], found)])
     assert held == ([A, B], [LEFT_3, LEFT_9], 400, False)
+    held = conclude([C, D], [WINDOW, SLOTS], 2, [([0, 1], found)])
+    assert held == ([B, A], [LEFT_9, LEFT_3], 400, False)
 
 
 def test_a_denied_hold_says_what_buckets_have_without_it():

@@ -232,7 +232,11 @@ def unchecked(
     return Decision(allowed, remaining, 0, retry_s, reason, error=why, decided_at_s=now_s)
 
 
-def full(why: str, now_s: float) -> Decision:
+TOO_MANY_HOLDS: Final = "TOO_MANY_HOLDS"
+"""The node's reason of a hold beyond the most that may be in flight: its status does not tell it from overload."""
+
+
+def too_many_holds(now_s: float) -> Decision:
     """Return the denial of a hold beyond the most that may be in flight; any of them may end within the delay."""
     return Decision(
         False,  # noqa: FBT003 - not allowed
@@ -240,7 +244,7 @@ def full(why: str, now_s: float) -> Decision:
         0,
         UNAVAILABLE_RETRY_S,
         Reason.LIMIT_EXCEEDED,
-        error=why,
+        error=TOO_MANY_HOLDS,
         decided_at_s=now_s,
     )
 

@@ -20,12 +20,13 @@ from google.rpc.status_pb2 import Status
 from ratelimitd_client.check import PEEK, batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import (
+    TOO_MANY_HOLDS,
     Decision,
     OnUnavailable,
     Reason,
     decision_of,
-    full,
     refused,
+    too_many_holds,
     unchecked,
 )
 from ratelimitd_client.log_throttle import LogThrottle
@@ -54,9 +55,7 @@ STATUS_KEY: Final = "grpc-status-details-bin"
 """The metadata key in which gRPC libraries look for the ``google.rpc.Status`` of a call."""
 
 DOMAIN: Final = "ratelimitd"
-TOO_MANY_HOLDS: Final = "TOO_MANY_HOLDS"
-"""Domain and reason of the ``ErrorInfo`` of a hold beyond the most that may be in flight. Its status alone does not
-tell it from an overloaded node."""
+"""The domain of the ``ErrorInfo`` of a node."""
 
 HTTP1_PEER: Final = "http1.x server"
 """Part of the details of UNAVAILABLE where the peer answers HTTP/1.1: gRPC's words, and so the native channel's."""
@@ -122,7 +121,7 @@ _TRANSIENT: Final = frozenset(
 
 def _reason_of(status_details: bytes) -> str:
     info = ErrorInfo()
-    for detail in read(Status, status_details).details if status_details else ():
+    for detail in read(Status, status_details).details:
         # A detail of this type may be no message of it.
         with suppress(DecodeError):
             if detail.Unpack(info) and info.domain == DOMAIN:
@@ -181,7 +180,7 @@ class FailOpen:
         """Return the decision on a hold whose call ended with a status."""
         if error.reason == TOO_MANY_HOLDS:
             self.breaker.succeeded()
-            return full(error.reason, self._clock.now_s())
+            return too_many_holds(self._clock.now_s())
         return self.failed(error.code, error.details, 1)[0]
 
     def failed(self, code: grpc.StatusCode, details: str, count: int) -> list[Decision]:

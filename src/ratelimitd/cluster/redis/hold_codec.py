@@ -64,7 +64,7 @@ def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
     """
     if isinstance(reply, bytes) and len(reply) >= _MADE.size:
         made, expire_us, corrupt = _MADE.unpack_from(reply)
-        kind, answers, names = _MADE_BY.get(made), reply[_MADE.size :], [*call.names]
+        kind, answers, names = _MADE_BY.get(made), reply[_MADE.size :], call.names
         if kind is Made.FOUND:
             found = [*_FOUND.iter_unpack(answers)] if len(answers) % _FOUND.size == 0 else []
             names, answers = [name for name, _ in found], b"".join([one for _, one in found])

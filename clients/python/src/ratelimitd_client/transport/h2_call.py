@@ -13,8 +13,11 @@ from urllib.parse import unquote_to_bytes
 
 import grpc
 
+from ratelimitd_client.fail_open import STATUS_KEY
 from ratelimitd_client.transport.payloads import decode_block, encode_block
 from ratelimitd_wire.codes import ErrorCode
+
+_STATUS_KEY: Final = STATUS_KEY.encode()
 
 PREFIX_BYTES: Final = 5
 """Prefix of a message: a compression flag, and the length in 4 octets."""
@@ -212,7 +215,7 @@ def read_head(block: bytes) -> Head:
         refusal=refusal,
         status=None if number is None else _STATUS.get(number, grpc.StatusCode.UNKNOWN),
         text=text.decode("utf-8", "replace"),
-        status_details=_binary(fields.get(b"grpc-status-details-bin", b"")),
+        status_details=_binary(fields.get(_STATUS_KEY, b"")),
     )
 
 

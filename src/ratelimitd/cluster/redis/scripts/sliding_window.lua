@@ -207,7 +207,7 @@ local function make_sliding_window()
     if used + cost <= limit then
       local remaining, retry_after = limit - used - cost, 0
       if remaining == 0 then
-        -- The first entry with tokens: a refund leaves one without, and nothing becomes free when it leaves the window.
+        -- A refund may leave an entry without tokens; skip it.
         local oldest_us = used > 0 and time_of(entries, entry_with(entries, base, base + 1)) or time_us
         if oldest_us > time_us then
           return judged('', 0, nil, limit, window_us, now_us, cost)
