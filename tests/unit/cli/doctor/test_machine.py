@@ -126,7 +126,7 @@ async def test_endpoints_without_a_rule_are_told_where_the_node_runs(tmp_path):
     async with running_node(state_dir=tmp_path, rules_file=rules, loopback_admin="off") as node:
         [finding] = await unmatched(tmp_path)
         assert (finding.level, finding.what) == ("ok", "every check of the last minutes had a rule")
-        async with AsyncRateLimiterClient(node.grpc_address) as client:
+        async with AsyncRateLimiterClient(node.grpc_address, timeout_s=10) as client:
             for number in range(MAX_NAMED + 2):
                 await client.check("ada", "user", f"/b{number}")
         node._denials.fold()
