@@ -305,14 +305,35 @@ async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
     ].remaining == 15  # the hold had been settled there, too
 
 
-async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused():
-    scene = Scene(rules=(replace(DAILY, more=()),))
+async def test_in_another_window_a_calendar_limit_is_known_also_after_an_edit_of_the_others():
+    scene = Scene(rules=(DAILY,))
+    scene.clock.advance(seconds=86_400 - NOW_S % 86_400 - 2)
+    first = await scene.hold("/d", number=b"n" * 16)
+    scene.clock.advance(seconds=4)
+    scene.limiter.replace_book(RuleBook.of((replace(DAILY, more=()),), 2))
+    again = await scene.hold("/d", number=b"n" * 16)
+    assert (again.decision.remaining, again.limits[0]) == (6, first.limits[0])
+
+
+@pytest.mark.parametrize("other", [replace(SLOTS, endpoint="/d"), replace(DAILY, more=())])
+async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused(other):
+    scene = Scene(rules=(replace(RULE, endpoint="/d"),))
     await scene.hold("/d", number=b"n" * 16)
-    other = replace(RULE, endpoint="/d")
     scene.limiter.replace_book(RuleBook.of((other,), 2))
     with pytest.raises(CheckInvalidError, match="hold_id: is that of another check"):
         await scene.hold("/d", number=b"n" * 16)
     assert scene.stats.fail_open_error_total == 0
+
+
+async def test_a_repeated_hold_is_not_denied_by_a_limit_that_observed_when_it_was_made():
+    scene = Scene()
+    first = await scene.hold("/b", 3, number=b"n" * 16)
+    *others, two = SEVERAL.more
+    enforced = replace(SEVERAL, more=(*others, replace(two, enforcement=Enforcement.ENFORCE)))
+    scene.limiter.replace_book(RuleBook.of((enforced,), 2))
+    again = await scene.hold("/b", 3, number=b"n" * 16)
+    assert (again.decision.allowed, again.limits) == (True, first.limits)
+    assert {one.limit.name for one in again.decision.limits} == {"default", "five"}
 
 
 async def test_settled_holds_leave_nothing_behind():

@@ -27,6 +27,7 @@ from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
     Check,
     Decision,
+    Enforcement,
     InFlight,
     LimitStatus,
     Outcome,
@@ -36,6 +37,8 @@ NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased"
 """Its field is the hold's own."""
 
 UNANSWERED: Final = StoreUnavailableError("the shared state did not answer about a limit")
+
+_Judged: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
 
 
 class HeldLimit(NamedTuple):
@@ -119,7 +122,7 @@ class Holder:
             if not held.expire_us:
                 _refuse_above_limit(judging, held.outcomes)
             names = [self._keys.stored(key) for key, _, _ in charges]
-            limits, charged = _of_buckets(names, judging.scope, held)
+            limits, charged = self._of_buckets(names, judging, held)
             decision = _decided(limiter, judging, limits)
         except CheckInvalidError:
             raise
@@ -139,6 +142,35 @@ class Holder:
             self._open.add(number, held.expire_us, noted)
             self._count(noted, 1)
         return Holding(decision, charged, held.expire_us)
+
+    def _of_buckets(
+        self, names: Sequence[bytes], judging: Judging, held: Held
+    ) -> tuple[_Judged, Sequence[HeldLimit]]:
+        """Return what was told of which limits of a check, and the limits that its hold is charged to.
+
+        ``names`` are the buckets that its limits have now; a repeated hold has those that it was made on. A calendar
+        limit owns the bucket of its former window. Limits without a bucket in the hold are not judged, nor are those
+        that are enforced now and would have denied it then.
+        """
+        owners = {}
+        for name, one in zip(names, judging.scope.several or (judging.scope,), strict=True):
+            owners[name if name in held.names else self._former(judging, one)] = one
+        told: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
+        charged = []
+        for name, outcome in zip(held.names, held.outcomes, strict=True):
+            owner = owners.get(name)
+            did_observe = bool(outcome and not outcome[0] and held.expire_us)
+            if owner and not (did_observe and owner.limit.enforcement is Enforcement.ENFORCE):
+                told.append((owner, UNANSWERED if outcome is None else outcome))
+            if outcome is not None and outcome[0]:
+                whose = (owner.rule.id, owner.told.name, owner.plan) if owner else ("", "", "")
+                charged.append(HeldLimit(name, *whose))
+        return told, charged
+
+    def _former(self, judging: Judging, scope: Scope) -> bytes:
+        """Return the stored name of the bucket that a limit had in the calendar window before this one."""
+        suffix = self._limiter.scopes.former_suffix(scope, judging.now_us)
+        return self._keys.stored(scope.identifier(judging.identifiers) + suffix)
 
     async def settle(
         self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
@@ -216,39 +248,6 @@ class Holder:
             if limit is not None:
                 statuses.append(LimitStatus(*outcome[:5], rule, limit, held.plan))
         return statuses
-
-
-_Judged: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
-
-
-def _of_buckets(
-    names: Sequence[bytes], scope: Scope, held: Held
-) -> tuple[_Judged, Sequence[HeldLimit]]:
-    """Return what was told of which limits of a check, and the limits that its hold is charged to.
-
-    ``names`` are the buckets that its limits have now; a repeated hold has those that it was made on. A calendar limit
-    owns the bucket of its former window. Limits without a bucket in the hold are not judged.
-    """
-    scopes = scope.several or (scope,)
-    owners = {name: one for name, one in zip(names, scopes, strict=True) if name in held.names}
-    gone = [name for name in held.names if name not in owners]
-    new = [
-        one
-        for name, one in zip(names, scopes, strict=True)
-        if name not in owners and one.limit.calendar is not None
-    ]
-    if len(gone) == len(new):
-        owners |= zip(gone, new, strict=True)
-    told: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
-    charged = []
-    for name, outcome in zip(held.names, held.outcomes, strict=True):
-        owner = owners.get(name)
-        if owner is not None:
-            told.append((owner, UNANSWERED if outcome is None else outcome))
-        if outcome is not None and outcome[0]:
-            whose = ("", "", "") if owner is None else (owner.rule.id, owner.told.name, owner.plan)
-            charged.append(HeldLimit(name, *whose))
-    return told, charged
 
 
 def _decided(limiter: Limiter, judging: Judging, told: _Judged) -> Decision:

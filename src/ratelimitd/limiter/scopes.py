@@ -386,6 +386,11 @@ class Scopes:
         suffix = self._keys.scope(rule, endpoint, limit, window.start_s)
         return in_force(limit, window), suffix, window.start_s * US_PER_S, window.end_s * US_PER_S
 
+    def former_suffix(self, scope: Scope, now_us: int) -> bytes:
+        """Return the end of the keys of the calendar window before that of a time; of another limit, of its keys."""
+        *_, from_us, _ = self._bucket(scope.rule, scope.told, scope.endpoint, now_us)
+        return self._bucket(scope.rule, scope.told, scope.endpoint, from_us - 1)[1]
+
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
         """Return the limit with the revision of the whole book, because only that orders edits of different rules.
 

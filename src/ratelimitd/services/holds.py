@@ -41,8 +41,8 @@ from ratelimiter.v1 import ratelimiter_pb2
 SERVICE: Final = "ratelimiter.v1.RateLimiterHolds"
 
 MAX_HOLD_ID: Final = 64
-MAX_HOLD_CHARS: Final = 16_384
-"""Of a hold on the wire; one on 8 limits with the longest names has 1,000."""
+MAX_HOLD_CHARS: Final = 65_536
+"""Of a hold on the wire; each limit with the longest names has 160."""
 
 MAX_LISTED: Final = 1_000
 

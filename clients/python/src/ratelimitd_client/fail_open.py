@@ -41,12 +41,11 @@ SETTLE: Final = "/ratelimiter.v1.RateLimiterHolds/Settle"
 EXTEND: Final = "/ratelimiter.v1.RateLimiterHolds/Extend"
 PATHS: Final = (CHECK, BATCH, HOLD, SETTLE, EXTEND)
 
-MAX_ANSWER_BYTES: Final = 4_096
-"""Limit of the answer to one check, which a node never reaches. A longer one is not parsed: 4 MiB of empty messages
-take longer than a deadline."""
+MAX_ANSWER_BYTES: Final = 65_536
+"""Limit of the answer to one check: some 150 bytes for each limit that judged. A longer one is not parsed."""
 
-MAX_HOLD_ANSWER_BYTES: Final = 24_576
-"""Likewise of the calls of holds: an answer to a check, and the text of a hold, which has up to 16 KiB."""
+MAX_HOLD_ANSWER_BYTES: Final = 2 * MAX_ANSWER_BYTES
+"""Likewise of the calls of holds: an answer to a check, and the text of a hold, which is no longer."""
 
 GARBLED: Final = "GARBLED"
 """The error of an answer that is no message of the contract, or has not one answer for each check."""
@@ -171,7 +170,7 @@ class FailOpen:
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""
         message = read(pb.HoldResponse, answer)
-        if not message.answer.reason or message.answer.ByteSize() > MAX_ANSWER_BYTES:
+        if not message.answer.reason:
             return self._unchecked(GARBLED, 1)[0], pb.HoldResponse()
         self.breaker.succeeded()
         return decision_of(message.answer, self._clock.now_s()), message
