@@ -89,3 +89,9 @@ def test_a_line_that_explains_itself_has_no_mutants(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setitem(mutants.PARTS, "part", Part(("module.py",), ()))
     assert [one.line for one in mutants_of("part")] == [2]
+
+
+def test_what_a_part_names_is_there():
+    for part in mutants.PARTS.values():
+        named = (*part.paths, *part.tests, *part.more)
+        assert [name for name in named if not (mutants.ROOT / name).exists()] == []
