@@ -213,6 +213,8 @@ async def test_a_hold_ends_when_its_time_comes_unless_it_is_extended():
 
 async def test_holds_from_before_the_start_are_open_and_on_no_list():
     scene, before = Scene(), Scene()
+    await before.hold(cost=2)
+    await before.settle(0)
     for number in range(3):
         await before.hold(cost=2, ttl_s=10 + number)
     before.holds.change_all()

@@ -5,8 +5,9 @@ from random import Random
 import pytest
 
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
+from ratelimitd.ledger.several import Part
 from ratelimitd.ledger.shared_state import SharedState, Update, refund_of, refunded, standing
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm, IdentifierType, Reason, Rule
 from tests.ledger_model import settle
 from tests.outcomes import rule_of, runs_of
 
@@ -246,3 +247,14 @@ def test_no_bucket_ever_allows_more_than_without_the_charges(of):
         while pair.open:
             pair.shared = refunded(pair.shared, of, [pair.open.pop()])
         assert pair.lacks_enough(), seed
+
+
+@pytest.mark.parametrize("limit", [10, 5])
+@pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
+def test_a_denied_check_leaves_what_the_store_has_by_the_limit_there(of, limit):
+    part = Part(of)
+    part.shared = charged(of, (NOW, 4))._replace(limit=limit)
+    part.refund = refund_of(part.shared, of, 1)
+    part.outcome = (True, 6, NOW // S + 10, 0, Reason.WITHIN_LIMIT, None)
+    part.leave(NOW, 1)
+    assert part.outcome[:2] == (True, limit - 3)
