@@ -253,9 +253,10 @@ TWINS = {
 }
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.usefixtures("_small_steps")
 async def test_what_is_wrong_is_found(twin, tmp_path, monkeypatch):
     monkeypatch.setattr(*TWINS[twin])
     with pytest.raises(AssertionError):
-        await run(tmp_path, range(60), 60)
+        await run(tmp_path, range(4, 60), 60)  # few seeds meet it; 4 or 5 does
