@@ -72,7 +72,10 @@ def test_a_page_shows_that_the_shared_state_is_away_and_when_it_is_tried_again(t
         create_rule(page)
         page.goto("/")
         state = page.locator("#state")
-        breaker, fail_open = (state.locator(".tile", has_text=name) for name in ("Breaker", "Fail"))
+        breaker, fail_open = (
+            state.locator(".tile", has=page.get_by_text(name, exact=True))
+            for name in ("Breaker", "Fail-open")
+        )
         expect(breaker).to_contain_text("closed")
         valkey.kill()
         with load(node, "/orders"):
