@@ -121,7 +121,9 @@ class Holder:
             held = await self._holds.hold(hold)
             if not held.expire_us:
                 _refuse_above_limit(judging, held.outcomes)
-            names = [self._keys.stored(key) for key, _, _ in charges]
+            names = held.names
+            if held.expire_us and not held.is_first:  # the buckets of a repeated hold may be others
+                names = [self._keys.stored(key) for key, _, _ in charges]
             limits, charged = self._of_buckets(names, judging, held)
             decision = _decided(limiter, judging, limits)
         except CheckInvalidError:
