@@ -45,13 +45,19 @@ async def test_the_limit_of_a_real_node_is_kept_to_the_check(client, transport):
     assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
 
 
-async def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
-    slept = []
+@pytest.fixture
+def slept(monkeypatch):
+    """The seconds that the client has slept, without sleeping."""
+    seconds = []
 
-    async def sleep(seconds):
-        slept.append(seconds)
+    async def sleep(pause_s):
+        seconds.append(pause_s)
 
     monkeypatch.setattr(AsyncSessions, "_sleep", staticmethod(sleep))
+    return seconds
+
+
+async def test_a_check_that_may_wait_returns_when_it_may_proceed(slept):
     with fake_node() as node:
         async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
             node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
@@ -65,13 +71,7 @@ async def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
             assert slept == [0.25]
 
 
-async def test_a_client_waits_no_longer_than_its_caller_may(monkeypatch):
-    slept = []
-
-    async def sleep(seconds):
-        slept.append(seconds)
-
-    monkeypatch.setattr(AsyncSessions, "_sleep", staticmethod(sleep))
+async def test_a_client_waits_no_longer_than_its_caller_may(slept):
     with fake_node() as node:
         async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
             for allowed, wait_ms in ((True, 3_000), (True, -5), (False, 250)):
