@@ -93,7 +93,7 @@ class Acceptor(Generic[Connection]):
         tls: ssl.SSLContext | None = None,
         ends_handshakes: bool = False,
     ) -> None:
-        self._ends_handshakes = ends_handshakes
+        self._ends_handshakes = ends_handshakes and tls is not None
         self.places: set[Connection] = set()
         self._make = make
         self._count = count

@@ -171,7 +171,7 @@ def test_one_more_ends_the_oldest_handshake_where_that_is_wanted(running, ca):
             for _ in range(2):
                 bench.peer()
             await until(lambda: len(bench.made) == 2)
-            assert await read_all(bench.peer()) == b"", "no handshake is left to end"
+            assert await read_all(bench.peer()) == b"", "plaintext has no handshake to end"
             assert bench.counted == ["too_many_connections"]
 
     running(scenario)
