@@ -54,10 +54,14 @@ _CELL: Final = 8
 _TAIL: Final = Struct("=q")
 
 
-def pack(state: State, rule: Limit, tick: int) -> Value:
+def pack(state: State | memoryview, rule: Limit, tick: int) -> Value:
     """Return the value of ``state`` under ``rule``, last used at ``tick``."""
     if isinstance(state, bytes):
         return state + _TAIL.pack(rule.full_after_s << _TICK_BITS | tick)
+    if isinstance(state, memoryview):
+        tail = _TAIL.pack(rule.full_after_s << _TICK_BITS | tick)
+        value: bytes = state.obj  # type: ignore[assignment]  # of :func:`viewed`
+        return value if value.endswith(tail) else value[:-_CELL] + tail
     spent, latest_us = state
     return (
         spent << SPENT_SHIFT
@@ -71,6 +75,13 @@ def unpack(value: Value) -> State:
     """Return the state of ``value``."""
     if isinstance(value, bytes):
         return value[:-_CELL]
+    return value >> SPENT_SHIFT, value & LATEST_MASK
+
+
+def viewed(value: Value) -> State | memoryview:
+    """Return the state of ``value`` to decide on: of a log a view, which a denial returns to :func:`pack`."""
+    if isinstance(value, bytes):
+        return memoryview(value)[:-_CELL]
     return value >> SPENT_SHIFT, value & LATEST_MASK
 
 

@@ -34,7 +34,7 @@ from ratelimitd.buckets.snapshot_format import (
     is_over,
     pack,
     tick_of,
-    unpack,
+    viewed,
     with_tick,
 )
 from ratelimitd.model import US_PER_S, Limit, Outcome
@@ -138,7 +138,7 @@ class BucketTable:
             )
             return outcome
         if value is not None:
-            outcome = decide(unpack(value), rule, now_us, cost)
+            outcome = decide(viewed(value), rule, now_us, cost)
             shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         if self.apart and (held := self.apart.find(key)) is not None:
@@ -148,7 +148,7 @@ class BucketTable:
                 self.apart.charge(held, (key, rule, decide), now_us, cost, outcome[5])
             return outcome
         value = self._restored.take(key) if self._restored else None
-        outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
+        outcome = decide(None if value is None else viewed(value), rule, now_us, cost)
         if outcome[5] is not None:
             self._add(key, pack(outcome[5], rule, self._tick))
         return outcome
@@ -163,7 +163,7 @@ class BucketTable:
             return judge(state, rule, now_us, cost)
         if value is None and self._restored:
             value = self._restored.get(key)
-        return decide(None if value is None else unpack(value), rule, now_us, cost)
+        return decide(None if value is None else viewed(value), rule, now_us, cost)
 
     def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
@@ -227,7 +227,7 @@ class BucketTable:
                 continue
             if value is None and self._restored:
                 value = self._restored.get(key)
-            buckets.append((None if value is None else unpack(value), limit, decide))
+            buckets.append((None if value is None else viewed(value), limit, decide))
         return buckets
 
     def remove(self, key: bytes) -> Value | HeldBucket | None:

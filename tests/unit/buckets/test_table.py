@@ -55,6 +55,19 @@ def restored_of(*numbers, count=4):
 
 
 class TestChecks:
+    def test_a_denied_check_copies_no_log(self):
+        rule = replace(RULE, limit=100, algorithm=Algorithm.SLIDING_WINDOW)
+        table = table_of(10)
+        for number in range(100):
+            use(table, b"ada", now_us=T + number, rule=rule)
+        log = table.value(b"ada")
+        assert not use(table, b"ada", now_us=T + 100, rule=rule).allowed
+        assert table.value(b"ada") is log
+        table.tick = 7
+        assert not use(table, b"ada", now_us=T + 100, rule=rule).allowed
+        assert tick_of(table.value(b"ada")) == 7
+        assert unpack(table.value(b"ada")) == unpack(log)
+
     def test_a_check_goes_on_from_what_the_bucket_held(self):
         table = table_of(10)
         assert [use(table, b"ada", cost=4).remaining for _ in range(3)] == [6, 2, 2]
