@@ -79,7 +79,11 @@ class ModelBucket:
             return at + spent * limit.window_seconds / limit.limit
         if limit.algorithm is Algorithm.FIXED_WINDOW:
             return (at // limit.window_seconds + 1) * limit.window_seconds
-        return at if not spent else max(one.at for one in self.charges) + limit.window_seconds
+        return (
+            at
+            if not spent
+            else max(one.at for one in self.charges if one.tokens) + limit.window_seconds
+        )
 
     def free_at(self, at, limit, cost):
         """When ``cost`` tokens are there; of a fixed window, when the next one begins."""

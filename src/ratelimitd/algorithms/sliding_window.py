@@ -87,7 +87,13 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
         )
 
     remaining = max(limit - used, 0)  # a lowered limit may be below `used`
-    reset_us = latest_us + window_us if used else at_us
+    reset_us = at_us
+    if used:
+        newest_us = latest_us
+        if cells[-2] == cells[-1]:
+            # A refund has left the latest run without tokens.
+            newest_us = cells[bisect_left(cells, cells[-1], runs) - runs - 1]
+        reset_us = newest_us + window_us
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)

@@ -126,6 +126,15 @@ def test_a_run_whose_tokens_were_given_back_is_not_waited_for(runs, oldest_s):
     assert decide(taken.state, rule(2, 60), waited_us, 1).allowed
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [((T, 2), (T + SECOND, 0)), ((T - SECOND, 1), (T, 1), (T + SECOND, 0), (T + 2 * SECOND, 0))],
+)
+def test_a_denied_check_is_told_when_the_last_token_leaves_whatever_was_given_back_later(runs):
+    denied = decide(log(*runs, base=7), rule(2, 60), T + 30 * SECOND, 1)
+    assert denied[:3] == (False, 0, T_S + 60)
+
+
 def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
     assert decide(None, rule(10, 60), T + 1, 11) == (
         False,

@@ -225,7 +225,18 @@ local function make_sliding_window()
     end
 
     local remaining = used < limit and limit - used or 0
-    local reset_time = used > 0 and ceil(at_us / US_PER_S) + window_s or ceil(time_us / US_PER_S)
+    local reset_time = ceil(time_us / US_PER_S)
+    if used > 0 then
+      local newest_us = at_us
+      if sum_of(entries, runs - 1, base) == total then
+        -- A refund has left the latest entry without tokens.
+        newest_us = time_of(entries, entry_with(entries, base, total))
+        if newest_us > at_us then
+          return judged('', 0, nil, limit, window_us, now_us, cost)
+        end
+      end
+      reset_time = ceil(newest_us / US_PER_S) + window_s
+    end
     if cost > limit then
       return false, x, y, at_us, remaining, reset_time, window_s, COST_EXCEEDS_LIMIT
     end
