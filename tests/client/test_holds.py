@@ -267,7 +267,7 @@ async def leasing(limit, clients):
         create = NodeClient(node.grpc_address, timeout_s=PATIENT_S)
         await asyncio.to_thread(create.create_rule, rule)
         create.close()
-        options = {"timeout_s": PATIENT_S, "lease_ms": 20}
+        options = {"timeout_s": PATIENT_S, "lease_ms": 200}
         made = [AsyncRateLimiterClient(node.grpc_address, **options) for _ in range(clients)]
         try:
             yield node, made
