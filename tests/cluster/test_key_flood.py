@@ -21,7 +21,7 @@ def test_a_bucket_that_had_to_go_is_not_full_when_it_comes_back(cluster):
     endpoint = cluster.new_rule(limit=5)
     for node in cluster.nodes.served:
         until(lambda node=node: not node.check(endpoint, "u").allowed, "the limit is used up")
-    schedule = steady(2_000, 2.0, nodes=2, keys=keys(3_000))
+    schedule = steady(500, 3.0, nodes=2, keys=keys(3_000))
     log = offer(cluster.nodes.addresses, schedule, endpoint=endpoint).log
     assert not log.unknown
     assert log.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}  # they harm nobody else
