@@ -33,13 +33,13 @@ MAX_TEMPLATES: Final = 256
 MAX_ENDPOINT_CHARS: Final = 255
 """As in rules."""
 
-_SEGMENT: Final = r"(?:[^/{}*?#%\s]*|\{\w+\})"
+_SEGMENT: Final = r"(?:(?![:<])[^/{}*?#%\s]*|\{\w+\})"
 PATH_TEMPLATE: Final = re.compile(
     r"(?:(?P<method>[A-Z]+) )?(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)+)?"
     rf"(?P<path>(?:/{_SEGMENT})*/(?:{_SEGMENT}|\{{\w+\.\.\.\}}))"
 )
-"""Written as patterns of Go's ServeMux. ``*`` and ``%`` would be taken literally, which is seldom meant; a host without
-a dot would be a path whose slash was forgotten."""
+"""Written as patterns of Go's ServeMux. ``*``, ``%`` and the ``:name`` and ``<name>`` of other frameworks would be taken
+literally, which is seldom meant; a host without a dot would be a path whose slash was forgotten."""
 
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
@@ -210,7 +210,7 @@ def path_templates(text: str) -> tuple[str, ...]:
     ):
         message = (
             f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once,"
-            " separated by commas: [METHOD ][HOST]/path, where {name} is a whole segment and {name...} the rest"
+            " separated by commas: [METHOD ][HOST]/path, where {name} is a whole segment, not :name, and {name...} the rest"
         )
         raise ValueError(message)
     return found
