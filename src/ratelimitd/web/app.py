@@ -7,7 +7,6 @@ outside of what pages and JSON are held to. See ADR 0028.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import ipaddress
 import re
 from collections.abc import (
@@ -22,7 +21,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -42,11 +41,11 @@ from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
-from ratelimitd.web.api.http_call import Requirement, is_cross_site
+from ratelimitd.web.api.http_call import Requirement, is_cross_site, settled
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
-from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
+from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
 from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
@@ -109,11 +108,6 @@ FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
 
-HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-
-
-T = TypeVar("T")
-
 Points = Iterable[tuple[Definition, Iterable[Point]]]
 """Every metric with its readings."""
 
@@ -141,13 +135,13 @@ def machine_routes(
         return PlainTextResponse("ok\n", headers=HEADERS)
 
     async def readyz(_: Request) -> Response:
-        ready, reason = await _settled(readiness())
+        ready, reason = await settled(readiness())
         text = "ready" if ready else "not ready"
         text += f": {reason}\n" if reason else "\n"
         return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
 
     async def scrape(request: Request) -> Response:
-        page = Page(request.headers.get("accept", ""), await _settled(metrics.points()))
+        page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
         headers = {**HEADERS, "Content-Type": page.content_type}
         return StreamingResponse(_paced(page), headers=headers)
 
@@ -234,11 +228,6 @@ class HostCheck:
         except ValueError:
             return False
         return True
-
-
-async def _settled(value: T | Awaitable[T]) -> T:
-    """What a node knows at once, or several processes have to be asked for."""
-    return await value if inspect.isawaitable(value) else value
 
 
 def _host_name(host: str) -> str:

@@ -25,16 +25,14 @@ from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE
 from ratelimitd.web.api.connect import ConnectJson
-from ratelimitd.web.api.http_call import http_call, is_cross_site
+from ratelimitd.web.api.http_call import Deadline, Requirement, handled, http_call, is_cross_site
 from ratelimitd.web.api.json_api import (
     CHECK_METHOD,
     CLIENT_LEFT,
     DENIED,
-    Admission,
     Translation,
     limit_fields,
 )
-from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.addresses import ClientAddresses
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -225,7 +223,7 @@ class ForwardAuth:
         handler: UnaryHandler,
         options: AuthOptions,
         *,
-        admit: Admission,
+        admit: Requirement,
         translate: Translation,
         now_s: Callable[[], float],
         revision: str,

@@ -5,19 +5,24 @@ Never decides who may do what: the handler's own guard does, from this call. See
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.types import Receive
 
-from ratelimitd.rpc.interface import Call, RpcError, StatusCode
+from ratelimitd.rpc.interface import Call, RpcError, StatusCode, UnaryHandler
 from ratelimitd.rpc.messages import Encoding, inflated
 
 Requirement = Callable[[Call], None]
 """Lets a call pass, or raises ``RpcError``: what a role asks for."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,75 @@ def is_cross_site(headers: Headers) -> bool:
     )
 
 
-async def settled(answer: bytes | Awaitable[bytes]) -> bytes:
-    """What a handler answered, at once or later."""
-    return answer if isinstance(answer, bytes) else await answer
+async def settled(value: T | Awaitable[T]) -> T:
+    """Return a value that is there, or one that must be waited for."""
+    return await value if inspect.isawaitable(value) else value
+
+
+class Deadline:
+    """A deadline ``timeout_s`` from now; none without it."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._time_s = asyncio.get_running_loop().time
+        self._at_s = None if timeout_s is None else self._time_s() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """Return the remaining seconds; ``None`` without a deadline.
+
+        Raises:
+            RpcError: DEADLINE_EXCEEDED.
+        """
+        if self._at_s is None:
+            return None
+        remaining_s = self._at_s - self._time_s()
+        if remaining_s <= 0:
+            raise _exceeded()
+        return remaining_s
+
+
+async def handled(
+    handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
+) -> bytes:
+    """Return the answer of a handler; after the body, ``receive`` returns when the caller has left.
+
+    Raises:
+        RpcError: the handler's own, or DEADLINE_EXCEEDED.
+        starlette.requests.ClientDisconnect: the client has left.
+    """
+    deadline.remaining_s()
+    answer = handler(data, call)
+    if isinstance(answer, bytes):
+        return answer
+    return await _first_of(answer, receive, deadline)
+
+
+async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
+    """Return the answer, unless the deadline or the connection of the caller ends first."""
+    working = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_left(receive))
+    both = (working, leaving)
+    try:
+        await asyncio.wait(
+            both, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
+        )
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise ClientDisconnect
+        raise _exceeded()
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _exceeded() -> RpcError:
+    return RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.fair_queue import FairQueue
-from ratelimitd.rpc.interface import Call, Methods, RpcError, UnaryHandler
+from ratelimitd.rpc.interface import Methods, RpcError, UnaryHandler
 from ratelimitd.web.api.connect import (
     GRPC_WEB,
     GRPC_WEB_PROTO,
@@ -34,9 +34,8 @@ from ratelimitd.web.api.connect import (
     UnaryProtocol,
     WholeBookJson,
 )
-from ratelimitd.web.api.http_call import body_of, http_call
+from ratelimitd.web.api.http_call import Deadline, Requirement, body_of, handled, http_call
 from ratelimitd.web.api.json_messages import Turn
-from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -110,9 +109,6 @@ WHOLE_BOOK_PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
 _DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"
 """Written by `make proto` from the contract and its comments, which the generated classes do not have."""
 
-Admission = Callable[[Call], None]
-"""Lets a call pass, or raises ``RpcError``: who may call its method. Asked before a body is read."""
-
 Translation = Callable[[Exception, str], RpcError]
 """What a call of this method ends with for whatever was raised."""
 
@@ -125,13 +121,13 @@ class _Method:
 
 
 class JsonApi:
-    """The routes for a node's ``methods``."""
+    """The routes for a node's ``methods``; ``admit`` is asked before a body is read."""
 
     def __init__(
         self,
         methods: Methods,
         *,
-        admit: Admission,
+        admit: Requirement,
         translate: Translation,
         http_check: HttpCheck,
         queue: FairQueue,

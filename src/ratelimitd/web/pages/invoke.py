@@ -5,28 +5,26 @@ Never touches a store or a limiter: roles, validation, audit trail and errors ar
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.requests import Request
 
 from ratelimitd.errors import FieldViolation
 from ratelimitd.model import Rule
-from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.web.api.http_call import settled
+from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.pages.page_base import Frame
 from ratelimitd.web.pages.rule_form import RuleForm, form_errors
 from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
 PLANS: Final = "/ratelimiter.v1.RateLimiterPlans"
-CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 EXPLAIN_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 
@@ -179,69 +177,3 @@ def _rejected(error: RpcError) -> Rejected:
                 FieldViolation(one.field, one.description) for one in request.field_violations
             )
     return Rejected(error.code, error.message, form_errors(violations))
-
-
-class Deadline:
-    """A deadline ``timeout_s`` from now; none without it."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._time_s = asyncio.get_running_loop().time
-        self._at_s = None if timeout_s is None else self._time_s() + timeout_s
-
-    def remaining_s(self) -> float | None:
-        """Return the remaining seconds; ``None`` without a deadline.
-
-        Raises:
-            RpcError: DEADLINE_EXCEEDED.
-        """
-        if self._at_s is None:
-            return None
-        remaining_s = self._at_s - self._time_s()
-        if remaining_s <= 0:
-            raise _exceeded()
-        return remaining_s
-
-
-async def handled(
-    handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
-) -> bytes:
-    """Return the answer of a handler; after the body, ``receive`` returns when the caller has left.
-
-    Raises:
-        RpcError: the handler's own, or DEADLINE_EXCEEDED.
-        starlette.requests.ClientDisconnect: the client has left.
-    """
-    deadline.remaining_s()
-    answer = handler(data, call)
-    if isinstance(answer, bytes):
-        return answer
-    return await _first_of(answer, receive, deadline)
-
-
-async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
-    """Return the answer, unless the deadline or the connection of the caller ends first."""
-    working = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_left(receive))
-    both = (working, leaving)
-    try:
-        await asyncio.wait(
-            both, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
-        )
-        if working.done():
-            return working.result()
-        if leaving.done():
-            raise ClientDisconnect
-        raise _exceeded()
-    finally:
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _exceeded() -> RpcError:
-    return RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")

@@ -6,8 +6,8 @@ from google.rpc import error_details_pb2
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.errors import rich_error
+from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.pages.invoke import (
-    CHECK_METHOD,
     CONFIG,
     HTTP_STATUS,
     RESET_METHOD,

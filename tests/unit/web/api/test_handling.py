@@ -4,7 +4,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.web.pages.invoke import Deadline, handled
+from ratelimitd.web.api.http_call import Deadline, handled
 from tests.unit.services.fake_call import FakeCall
 
 
