@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from typing import cast
 from unittest.mock import patch
 
 from starlette.types import ASGIApp
@@ -23,7 +24,7 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.node.node import Node
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import History, Sample, summed
-from ratelimitd.observe.live import Listener, NodeView, Overview
+from ratelimitd.observe.live import Listener, Live, NodeView, Overview
 from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
@@ -42,7 +43,7 @@ IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l�
 
 
 class PaintedLive:
-    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them.
+    """``count`` nodes, as :class:`ratelimitd.observe.live.Live` shows them.
 
     ``strained``: with the longest names and figures that there may be, and everything in trouble.
     """
@@ -103,7 +104,8 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
     ready, done = Event(), Event()
 
     def with_paint(parts: Parts) -> ASGIApp:
-        return application(replace(parts, live=PaintedLive(count, strained=strained)))
+        live = cast("Live", PaintedLive(count, strained=strained))
+        return application(replace(parts, live=live))
 
     async def run() -> None:
         with patch("ratelimitd.node.serving.application", with_paint):

@@ -15,6 +15,7 @@ from heapq import nlargest
 from typing import Final, NamedTuple
 
 from ratelimitd import __version__
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
@@ -33,7 +34,6 @@ from ratelimitd.observe.node_status import (
     BusyRule,
     HeldLimit,
     NodeStatus,
-    Seal,
     decode,
     encode,
     names_within,
@@ -127,7 +127,7 @@ class Live:
         clock: Clock,
         *,
         is_healthy: Callable[[], bool],
-        seal: Seal,
+        seal: BucketKeys,
     ) -> None:
         self._own = own
         self._is_healthy = is_healthy
@@ -336,7 +336,7 @@ def live_of(
     addresses: Callable[[], tuple[str, str]],
     admin_token_digest: Callable[[], str],
     busiest: Callable[[], Sequence[BusyRule]],
-    seal: Seal,
+    seal: BucketKeys,
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
     sampler = Sampler(

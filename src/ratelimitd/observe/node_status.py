@@ -11,8 +11,9 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, cast
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
@@ -158,17 +159,7 @@ def decode(octets: bytes) -> NodeStatus:
         raise StoreCorruptError(message) from error
 
 
-class Seal(Protocol):
-    """Keeps names from whom the shared state is not of: :class:`ratelimitd.buckets.keys.BucketKeys`."""
-
-    def seal(self, text: bytes) -> bytes:
-        """Encrypt for nodes with the same secret."""
-
-    def unseal(self, sealed: bytes) -> bytes | None:
-        """Return what was sealed; ``None`` if it was not sealed with this secret."""
-
-
-def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: Seal) -> str:
+def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: BucketKeys) -> str:
     """Return the names of the first identifiers, as many as there is room for; empty for none."""
     names: dict[str, str] = {}
     octets = b""
@@ -182,7 +173,7 @@ def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: Seal) -> str:
     return b64encode(seal.seal(octets)).decode() if octets else ""
 
 
-def names_within(sealed: str, seal: Seal) -> Mapping[str, str]:
+def names_within(sealed: str, seal: BucketKeys) -> Mapping[str, str]:
     """Return names by the digest of their identifier; none of what another secret sealed."""
     try:
         octets = seal.unseal(b64decode(sealed))

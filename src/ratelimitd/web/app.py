@@ -35,20 +35,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ratelimitd import __version__
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
+from ratelimitd.observe.live import Live
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.store import RuleStore
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import Requirement, is_cross_site, settled
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
-from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
+from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
-from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
+from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
@@ -262,10 +264,10 @@ class Parts:
     """The rule book of this moment, ``None`` while there is none."""
     assignments: Assignments
     """The plans of identities in force."""
-    audit: AuditReader
+    audit: RuleStore
     rule_traffic: RuleTraffic
     """What the rules decide on this node."""
-    live: LiveStatus
+    live: Live
     """What the overview shows."""
     may_read: Requirement
     may_administer: Requirement
@@ -293,7 +295,7 @@ class Parts:
     on_breaker_open: str
     """The setting; empty for a strict node, which has no state of its own to go by."""
     auth: ForwardAuth
-    record_dir: Path | None = None
+    record_dir: Path | None
     """Where checks are recorded."""
 
 
@@ -359,7 +361,7 @@ def application(parts: Parts) -> ASGIApp:
         assert isinstance(error, HTTPException)  # noqa: S101 -- what it is registered for
         title = STATUS_TITLES.get(error.status_code, str(error.detail))
         if accepts_html(request):
-            return await frame.message(request, title, "", error.status_code)
+            return frame.message(request, title, "", error.status_code)
         return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
 
     people = Starlette(

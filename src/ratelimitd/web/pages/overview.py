@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.observe.history import DEFAULT_SPAN, SPANS, Sample, Span
-from ratelimitd.observe.live import Listener, Overview
+from ratelimitd.observe.history import DEFAULT_SPAN, SPANS
+from ratelimitd.observe.live import Live
 from ratelimitd.rpc.interface import Call
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.pages.errors import Refused
@@ -69,33 +69,10 @@ Fragments = Callable[[Look], Awaitable[dict[str, str]]]
 """The parts of the page that change, as HTML, by their ids. Made in several event-loop iterations."""
 
 
-class LiveStatus(Protocol):
-    """What is shown: :class:`ratelimitd.observe.live.Live`."""
-
-    def history(self, span: Span) -> Sequence[Sample]:
-        """The samples of one of SPANS up to now."""
-
-    @property
-    def ended(self) -> bool:
-        """The node is on its way out: there are no more steps."""
-
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` after each step, and once at the end."""
-
-    def unlisten(self, listener: Listener) -> None:
-        """Call it no more."""
-
-    async def refresh(self) -> None:
-        """Find out how the other nodes are, unless that was done just now."""
-
-    def overview(self, *, named: bool = False) -> Overview:
-        """How things are."""
-
-
 class LiveStream:
     """The open streams of a node."""
 
-    def __init__(self, live: LiveStatus, fragments: Fragments) -> None:
+    def __init__(self, live: Live, fragments: Fragments) -> None:
         self._live = live
         self._fragments = fragments
         self._readers: set[_Reader] = set()
@@ -194,7 +171,7 @@ class OverviewPage:
     def __init__(
         self,
         frame: Frame,
-        live: LiveStatus,
+        live: Live,
         words: Words,
         *,
         may_administer: Requirement,

@@ -189,14 +189,7 @@ class Frame:
             return RedirectResponse(login_url(request), 303)
         self._count(cause)
         answer = ANSWERS[cause]
-        return self.page(
-            request,
-            "message.html",
-            status_code=answer.status,
-            title=answer.title,
-            text=error.text,
-            login=login,
-        )
+        return self.message(request, answer.title, error.text, answer.status, login=login)
 
     def demand(self, request: Request, requirement: Requirement) -> None:
         """Refuse a visitor who lacks a role beyond that of reading.
@@ -209,15 +202,17 @@ class Frame:
         except RpcError as error:
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
 
-    async def message(self, request: Request, title: str, text: str, status_code: int) -> Response:
-        """Return a page with one message."""
+    def message(
+        self, request: Request, title: str, text: str, status_code: int, *, login: bool = False
+    ) -> Response:
+        """Return a page with one message; ``login``: with the way to log in."""
         return self.page(
             request,
             "message.html",
             status_code=status_code,
             title=title,
             text=text,
-            login=False,
+            login=login,
         )
 
     def _token_field(self, visitor: Visitor) -> Markup:

@@ -14,12 +14,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
+from ratelimitd.observe.live import Live
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
-from ratelimitd.web.pages.overview import SPAN_WORDS, LiveStatus
+from ratelimitd.web.pages.overview import SPAN_WORDS
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
@@ -60,8 +61,8 @@ class RulesPages:
         trail: AuditTrail,
         *,
         traffic: RuleTraffic,
-        live: LiveStatus,
-        types: Sequence[str] = tuple(IdentifierType),
+        live: Live,
+        types: Sequence[str],
     ) -> None:
         self._types = types
         self._frame = frame
@@ -140,7 +141,7 @@ class RulesPages:
         """The form of a rule, and what happened to it."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         return self._form(
             request,
             RuleForm.of_rule(rule),
@@ -180,7 +181,7 @@ class RulesPages:
         """What happens when the rule is enabled, or disabled."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
         return self._preview(request, form, rule, form.checked())
 
@@ -188,18 +189,18 @@ class RulesPages:
         """What happens when a limit that only observes takes the place of the first; the address names it."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
         if form is None:
             text = "No limit of this rule has this name and only observes."
-            return await self._frame.message(request, "There is no such limit", text, 404)
+            return self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
     async def preview_delete(self, request: Request) -> Response:
         """What happens when the rule is deleted."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         return self._preview(request, RuleForm.of_rule(rule), rule, None)
 
     async def delete(self, request: Request, fields: Fields) -> Response:
@@ -210,7 +211,7 @@ class RulesPages:
         except Rejected as error:
             rule = await self._trail.stored(rule_id) or self._rule(request)
             if rule is None or error.code is StatusCode.NOT_FOUND:
-                return await self._missing(request)
+                return self._missing(request)
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return self._preview(request, RuleForm.of_rule(rule), rule, None, problem, error.status)
         return RedirectResponse("/rules?done=deleted", 303)
@@ -335,6 +336,6 @@ class RulesPages:
             differences=None if errors else differences(stored, form.checked()),
         )
 
-    async def _missing(self, request: Request) -> Response:
+    def _missing(self, request: Request) -> Response:
         text = "It was deleted, or never was. The changes tell which."
-        return await self._frame.message(request, "There is no such rule", text, 404)
+        return self._frame.message(request, "There is no such rule", text, 404)

@@ -106,7 +106,7 @@ class TryPage:
         frame: Frame,
         services: ServiceCalls,
         now_s: Callable[[], float],
-        types: Sequence[str] = tuple(IdentifierType),
+        types: Sequence[str],
     ) -> None:
         self._types = types
         self._frame = frame

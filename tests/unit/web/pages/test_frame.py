@@ -218,9 +218,9 @@ def test_a_login_leads_nowhere_else(path):
     assert local_path(path) == "/"
 
 
-async def test_a_message_is_a_page_of_its_own(local):
+def test_a_message_is_a_page_of_its_own(local):
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
-    answer = await local.frame.message(Request(scope), "<title>", "What to do", 404)
+    answer = local.frame.message(Request(scope), "<title>", "What to do", 404)
     assert answer.status_code == 404
     assert b"<h1>&lt;title&gt;</h1>" in answer.body
     assert b"What to do" in answer.body
