@@ -232,14 +232,9 @@ class OverviewPage:
 
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")
-        named = self._asks_for_names(request)
+        if named := request.query_params.get(NAMES) == SHOWN:
+            self._frame.demand(request, self._may_administer)
         return Look(named, span if span in SPANS else DEFAULT_SPAN)
-
-    def _asks_for_names(self, request: Request) -> bool:
-        if request.query_params.get(NAMES) != SHOWN:
-            return False
-        self._frame.demand(request, self._may_administer)
-        return True
 
     async def _fragments(self, look: Look) -> dict[str, str]:
         context = self._context(look)

@@ -202,7 +202,7 @@ class PlansPage:
             total=len(self._assignments),
             plans=sorted({*RESERVED_PLANS, *self._named_plans()}),
             unnamed=self._unnamed(),
-            undeclared=self._undeclared(),
+            undeclared=sorted(self._assignments.types.keys() - set(self._types)),
             types=self._types,
             **given,
         )
@@ -216,7 +216,3 @@ class PlansPage:
         known = {*RESERVED_PLANS, *self._named_plans()}
         held = self._assignments.plans
         return {plan: held[plan] for plan in sorted(held.keys() - known)}
-
-    def _undeclared(self) -> list[str]:
-        """The types of assignments that no request can name."""
-        return sorted(self._assignments.types.keys() - set(self._types))

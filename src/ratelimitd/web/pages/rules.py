@@ -125,12 +125,8 @@ class RulesPages:
     async def create(self, request: Request, fields: Fields) -> Response:
         """The form of a new rule, sent: to be changed again, shown as what it does, or stored."""
         form = RuleForm.of_fields(fields)
-        step = fields.get("step")
-        errors = {} if step == "edit" else self._errors(form)
-        if errors or step == "edit":
-            return self._form(request, form, errors=errors, status_code=422 if errors else 200)
-        if step != "store":
-            return self._preview(request, form, None, form.checked())
+        if (page := self._before_storing(request, fields, form, None)) is not None:
+            return page
         try:
             rule_id = await self._services.create(request, form)
         except Rejected as error:
@@ -146,7 +142,6 @@ class RulesPages:
             request,
             RuleForm.of_rule(rule),
             rule=rule,
-            etag=rule.etag,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
             traffic=await self._view(request, rule),
@@ -162,15 +157,8 @@ class RulesPages:
             rule = await self._trail.stored(request.path_params["id"]) or rule
         if rule is None or rule.etag != etag:
             return await self._outdated(request, form, rule)
-        step = fields.get("step")
-        errors = {} if step == "edit" else self._errors(form, rule.id)
-        if errors or step == "edit":
-            status_code = 422 if errors else 200
-            return self._form(
-                request, form, rule=rule, etag=etag, errors=errors, status_code=status_code
-            )
-        if step != "store":
-            return self._preview(request, form, rule, form.checked())
+        if (page := self._before_storing(request, fields, form, rule)) is not None:
+            return page
         try:
             await self._services.update(request, rule.id, form, etag)
         except Rejected as error:
@@ -222,7 +210,7 @@ class RulesPages:
     def _rule(self, request: Request) -> Rule | None:
         return self._current_book().get(request.path_params["id"])
 
-    def _errors(self, form: RuleForm, rule_id: str = "") -> dict[str, str]:
+    def _errors(self, form: RuleForm, rule_id: str) -> dict[str, str]:
         """What is wrong with which field, also that another rule is in its place, as far as this node knows."""
         errors = form.errors()
         if errors:
@@ -232,6 +220,17 @@ class RulesPages:
             if other.endpoint == rule.endpoint and other.id != rule_id:
                 return {"endpoint": TAKEN}
         return {}
+
+    def _before_storing(
+        self, request: Request, fields: Fields, form: RuleForm, rule: Rule | None
+    ) -> Response | None:
+        """Return the page of the step that was asked for, or the form with its errors; ``None``: store it."""
+        step = fields.get("step")
+        if step == "edit":
+            return self._form(request, form, rule=rule)
+        if errors := self._errors(form, rule.id if rule else ""):
+            return self._form(request, form, rule=rule, errors=errors, status_code=422)
+        return None if step == "store" else self._preview(request, form, rule, form.checked())
 
     def _form(
         self,
@@ -243,14 +242,21 @@ class RulesPages:
         **context: Any,
     ) -> Response:
         """The form, of a new rule or of ``rule``."""
-        given = {"etag": "", "errors": {}, "problem": "", "history": None, "done": "", **context}
-        given.setdefault("traffic", None)
+        given = {
+            "errors": {},
+            "problem": "",
+            "history": None,
+            "done": "",
+            "traffic": None,
+            **context,
+        }
         return self._frame.page(
             request,
             "rule_form.html",
             status_code=status_code,
             form=form,
             rule=rule,
+            etag=rule.etag if rule else "",
             address=f"/rules/{rule.id}" if rule else "/rules/new",
             **given,
             types=(*self._types, EVERYBODY),
@@ -309,7 +315,6 @@ class RulesPages:
             request,
             form,
             rule=rule,
-            etag=rule.etag if rule else "",
             errors=errors,
             problem="" if errors else error.message,
             status_code=error.status,
@@ -319,10 +324,6 @@ class RulesPages:
         """What was typed, beside what became of the rule meanwhile."""
         if stored is None:
             return self._form(request, form, problem=GONE, status_code=409)
-        return await self._conflict(request, form, stored)
-
-    async def _conflict(self, request: Request, form: RuleForm, stored: Rule) -> Response:
-        """Both versions side by side: what is stored, and what was typed."""
         latest = await self._trail.page(stored.id, None)
         errors = form.errors()
         return self._frame.page(
