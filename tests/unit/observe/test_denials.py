@@ -4,7 +4,6 @@ import pytest
 
 from ratelimitd.buckets.keys import joined
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, Rule
 from ratelimitd.observe.denials import (
     HALF_LIFE_S,
     MAX_PENDING,
@@ -21,14 +20,10 @@ class Node:
         self.denials = Denials(self.stats, digest=lambda name, kind: f"{kind}:{len(name)}")
 
     def deny(self, name=b"ada.lovelace", endpoint="/a", identifier_type="user", times=1):
-        rule = Rule(
-            "1", "*", identifier_type, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
-        )
+        scope = SimpleNamespace(endpoint=endpoint, identifier_type=identifier_type)
         for _ in range(times):
             self.stats.blocked_total += 1
-            self.denials.note(
-                (name, SimpleNamespace(endpoint=endpoint, identifier_type=rule.identifier_type))
-            )
+            self.denials.note((name, scope))
 
     def steady(self, seconds, per_second):
         for _ in range(seconds):

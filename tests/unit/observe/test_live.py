@@ -5,7 +5,6 @@ import pytest
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
 from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
@@ -88,18 +87,8 @@ class Scene:
             await self.live.step()
 
     def deny(self, name, endpoint="/a"):
-        rule = Rule(
-            "1",
-            "*",
-            IdentifierType.USER,
-            limit=1,
-            window_seconds=60,
-            algorithm=Algorithm.TOKEN_BUCKET,
-        )
         self.stats.blocked_total += 1
-        self.denials.note(
-            (name, SimpleNamespace(endpoint=endpoint, identifier_type=rule.identifier_type))
-        )
+        self.denials.note((name, SimpleNamespace(endpoint=endpoint, identifier_type="user")))
         self.denials.fold()
 
 

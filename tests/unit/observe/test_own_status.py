@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import Denials
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.live import live_of
@@ -74,12 +73,8 @@ async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
 
 async def test_who_was_denied_is_told_masked():
     parts = Parts()
-    rule = Rule(
-        "1", "*", IdentifierType.USER, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
-    )
-    parts.denials.note(
-        (b"ada.lovelace", SimpleNamespace(endpoint="/a", identifier_type=rule.identifier_type))
-    )
+    scope = SimpleNamespace(endpoint="/a", identifier_type="user")
+    parts.denials.note((b"ada.lovelace", scope))
     parts.denials.fold()
     status = await parts.step()
     assert [one.endpoint for one in status.endpoints] == ["/a"]
