@@ -91,11 +91,6 @@ class Overview:
     """Endpoints without a rule, with their checks per minute."""
 
     @property
-    def this(self) -> NodeStatus:
-        """The node that answers."""
-        return self.nodes[0].status
-
-    @property
     def alive(self) -> Sequence[NodeStatus]:
         """The nodes that are not gone."""
         return [node.status for node in self.nodes if not node.gone]

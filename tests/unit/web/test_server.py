@@ -1,5 +1,7 @@
 import asyncio
+import socket
 import ssl
+import stat
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +12,13 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
-from ratelimitd.web.server import MAX_HEADER_BYTES, MAX_HEADER_LINES, HttpServer
+from ratelimitd.web.server import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_LINES,
+    HttpServer,
+    listening_at,
+    short_name,
+)
 from tests.unit.rpc.test_tls_contexts import write
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -530,3 +538,34 @@ async def test_a_slow_handshake_is_ended(files, client, monkeypatch):
     assert await closed_by_server(reader)
     writer.close()
     await server.stop()
+
+
+@pytest.fixture
+def path(tmp_path):
+    deep = tmp_path / ("d" * 200)
+    deep.mkdir()
+    return deep / "http.sock"
+
+
+def connected_to(path):
+    with socket.socket(socket.AF_UNIX) as client, short_name(path) as name:
+        return client.connect_ex(name) == 0
+
+
+def test_a_path_of_any_length_can_be_listened_at_by_its_owner_alone(path):
+    with listening_at(path):
+        assert connected_to(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not connected_to(path)
+
+
+def test_what_a_dead_process_left_behind_is_replaced(path):
+    listening_at(path).close()
+    assert path.is_socket()
+    with listening_at(path):
+        assert connected_to(path)
+
+
+def test_a_directory_that_is_not_there_is_an_error_and_leaves_nothing_open(path):
+    with pytest.raises(FileNotFoundError):
+        listening_at(path.parent / "none" / "http.sock")

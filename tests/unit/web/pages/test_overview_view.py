@@ -7,7 +7,17 @@ from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import HeldLimit
-from ratelimitd.web.pages.overview_view import BAD, GOOD, WARN, headings_of, summary_of, view_of
+from ratelimitd.web.pages.overview_view import (
+    BAD,
+    GOOD,
+    HIT_RATIO,
+    P99,
+    WARN,
+    headings_of,
+    row,
+    summary_of,
+    view_of,
+)
 from ratelimitd.web.pages.rendering import NONE
 from tests.unit.observe.test_live import status_of
 
@@ -282,3 +292,11 @@ def test_endpoints_without_a_rule_are_told():
 def test_holds_in_flight_are_told_by_limit():
     held = HeldLimit("/v1/chat", "api_key", "minute", 12, 6_000)
     assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6\u202f000")]
+
+
+def test_a_row_is_what_the_charts_take():
+    counts = (0, 0, 0, 0, 0, 0, 4, *[0] * 8)
+    sample = Sample(5, 1.23456, 2.0, 3.0, 8.0, 2.0, counts, buckets=9)
+    assert row(sample) == [5, 1.235, 2.0, 3.0, 1.5, 1.95, 1.99, 0.25, 9]
+    assert row(Sample(6)) == [6, 0.0, 0.0, 0.0, None, None, None, None, 0]
+    assert (row(sample)[P99], row(sample)[HIT_RATIO]) == (1.99, 0.25)
