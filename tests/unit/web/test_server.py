@@ -28,6 +28,18 @@ async def hello(scope, receive, send):
     await PlainTextResponse("hello")(scope, receive, send)
 
 
+class Slow:
+    """An application that answers when it may."""
+
+    def __init__(self):
+        self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope, receive, send):
+        self.began.set()
+        await self.may_go_on.wait()
+        await hello(scope, receive, send)
+
+
 class Listening(NamedTuple):
     host: str
     port: int
@@ -161,18 +173,12 @@ async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_i
 
 
 async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
-    began, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await go_on.wait()
-        await hello(scope, receive, send)
-
+    slow = Slow()
     reader, writer = await talk(await listening(slow))
-    await began.wait()
+    await slow.began.wait()
     stopping = asyncio.create_task(listening.server.stop())
     await asyncio.sleep(0)
-    go_on.set()
+    slow.may_go_on.set()
     await stopping
     assert (await reader.read()).endswith(b"hello")
     writer.close()
@@ -306,20 +312,14 @@ async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
 async def test_beyond_the_bound_no_connection_makes_room_whose_answer_is_coming(
     listening, monkeypatch
 ):
-    may_go_on, began = asyncio.Event(), asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await may_go_on.wait()
-        await hello(scope, receive, send)
-
+    slow = Slow()
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening(slow)
     reader, writer = await talk(address)
-    await began.wait()
+    await slow.began.wait()
     refused, refused_writer = await talk(address)
     assert await closed_by_server(refused)
-    may_go_on.set()
+    slow.may_go_on.set()
     assert b" 200 " in await reader.readline()
     for each in (writer, refused_writer):
         each.close()
@@ -334,28 +334,15 @@ async def test_a_connection_that_sends_slowly_is_closed_when_its_time_is_over(
     writer.close()
 
 
-async def test_an_answer_that_is_being_read_may_be_finished_after_that(listening, monkeypatch):
-    may_go_on = asyncio.Event()
-    began = asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await may_go_on.wait()
-        await hello(scope, receive, send)
-
-    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
-    expired = asyncio.Event()
-    expire = web_server.BoundedProtocol._expire
-
-    def expire_and_tell(self):
-        expire(self)
-        expired.set()
-
-    monkeypatch.setattr(web_server.BoundedProtocol, "_expire", expire_and_tell)
+async def test_an_answer_that_is_being_read_may_be_finished_after_that(
+    listening, expiries, monkeypatch
+):
+    monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 60.0)
+    slow = Slow()
     reader, writer = await talk(await listening(slow))
-    await began.wait()
-    await expired.wait()
-    may_go_on.set()
+    await slow.began.wait()
+    await expiries.get()
+    slow.may_go_on.set()
     answer = await reader.read()
     assert b" 200 " in answer
     assert b"hello" in answer

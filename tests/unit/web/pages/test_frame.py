@@ -12,14 +12,12 @@ from ratelimitd.web.pages.page_base import (
     FORM_COOKIE,
     MAX_FORM_BYTES,
     SESSION_COOKIE,
-    Frame,
     local_path,
     visitor_of,
 )
-from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import SESSION_S, Sessions
 from tests.access import access_of
-from tests.page_visitor import PageVisitor, token_in
+from tests.page_visitor import PageVisitor, frame_of, token_in
 
 TOKEN = "a token for the tests"
 FORM = "application/x-www-form-urlencoded"
@@ -32,13 +30,8 @@ class Node:
         self.refused = []
         self.now_s = 1_700_006_400.0
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
-        self.frame = Frame(
-            node_id="n1",
-            may_read=access_of(Credentials(**credentials)).may_read,
-            sessions=self.sessions,
-            count=self.refused.append,
-            templates=look()[1],
-        )
+        may_read = access_of(Credentials(**credentials)).may_read
+        self.frame = frame_of(self.sessions, may_read=may_read, count=self.refused.append)
         self.app = Starlette(
             routes=[
                 Route("/try", self.frame.reading(self.show)),

@@ -15,10 +15,8 @@ from ratelimitd.observe.node_status import HeldLimit
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
-from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import Sessions
-from tests.page_visitor import text_of
+from tests.page_visitor import frame_of, text_of
 from tests.unit.observe.test_live import status_of
 
 HTML = {"accept": "text/html"}
@@ -68,13 +66,7 @@ class FakeLive:
 class Site:
     def __init__(self):
         self.live, self.admin = FakeLive(), True
-        frame = Frame(
-            node_id="n1",
-            may_read=lambda call: None,
-            sessions=Sessions("", lambda: 0.0),
-            count=lambda cause: None,
-            templates=look()[1],
-        )
+        frame = frame_of(Sessions("", lambda: 0.0))
         self.page = OverviewPage(
             frame,
             self.live,
