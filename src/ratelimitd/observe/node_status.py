@@ -17,9 +17,8 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.health import BreakerStateName
+from ratelimitd.observe.health import BREAKER_STATES, BreakerStateName
 from ratelimitd.observe.history import Sample
-from ratelimitd.observe.metrics import BREAKER_STATES
 
 FORMAT: Final = 1
 """Version of the format. Nodes ignore statuses of other versions."""

@@ -128,32 +128,6 @@ class Metrics(Protocol):
         """The readings of this moment, or an awaitable of them."""
 
 
-def machine_routes(
-    *, metrics: Metrics, readiness: Callable[[], Readiness | Awaitable[Readiness]]
-) -> list[BaseRoute]:
-    """The pages for machines."""
-
-    async def healthz(_: Request) -> Response:
-        return PlainTextResponse("ok\n", headers=HEADERS)
-
-    async def readyz(_: Request) -> Response:
-        ready, reason = await settled(readiness())
-        text = "ready" if ready else "not ready"
-        text += f": {reason}\n" if reason else "\n"
-        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
-
-    async def scrape(request: Request) -> Response:
-        page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
-        headers = {**HEADERS, "Content-Type": page.content_type}
-        return StreamingResponse(_paced(page), headers=headers)
-
-    return [
-        Route("/metrics", scrape),
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-    ]
-
-
 def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
     """What this is, in words, for programs that ask for ``/``."""
 
@@ -194,7 +168,26 @@ def worker_application(
     auth: ForwardAuth | None = None,
 ) -> ASGIApp:
     """The pages for machines, with ``auth`` if it is this process's, and ``others`` for every other path."""
-    routes = machine_routes(metrics=metrics, readiness=readiness)
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n", headers=HEADERS)
+
+    async def readyz(_: Request) -> Response:
+        ready, reason = await settled(readiness())
+        text = "ready" if ready else "not ready"
+        text += f": {reason}\n" if reason else "\n"
+        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
+
+    async def scrape(request: Request) -> Response:
+        page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
+        headers = {**HEADERS, "Content-Type": page.content_type}
+        return StreamingResponse(_paced(page), headers=headers)
+
+    routes: list[BaseRoute] = [
+        Route("/metrics", scrape),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
     if auth is not None:
         routes.append(Route(AUTH_PATH, auth))
     return WithoutConnect(Starlette(routes=[*routes, Mount("/", others)]))

@@ -8,8 +8,8 @@ from ratelimitd.observe.health import (
     WINDOW_S,
     Health,
     RollingWindow,
-    Totals,
 )
+from ratelimitd.observe.history import Totals
 from ratelimitd.testing import ManualClock
 
 
@@ -143,7 +143,7 @@ SECOND_US = 1_000_000
 
 
 def checks(number):
-    return Totals(checks=number)
+    return Totals(allowed=number)
 
 
 def test_totals_are_taken_from_the_counters():
@@ -152,7 +152,7 @@ def test_totals_are_taken_from_the_counters():
     stats.fail_open_breaker_total, stats.fail_open_error_total = 1, 2
     stats.bucket_missed_total = 1
     stats.observe_latency(0.003, checks=2)
-    assert Totals.of(stats) == Totals(7, 3, 4, 3, 2, 0.003)
+    assert Totals.of(stats) == Totals(5, 2, 3, 4, 3, 0.003, tuple(stats.latency_counts))
 
 
 def test_before_a_minute_has_passed_everything_since_the_start_counts():

@@ -88,6 +88,8 @@ OPENAPI_PATH: Final = "/openapi.json"
 
 CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 
+_APPLY: Final = "RateLimiterConfig/ApplyRateLimits"
+
 UNSUPPORTED: Final = 415
 CLIENT_LEFT: Final = 499
 """Status for the log when the client has disconnected."""
@@ -148,7 +150,9 @@ class JsonApi:
         check = self._methods[CHECK_METHOD]
         return [
             *(
-                self._route(path, method, WHOLE_BOOK_PROTOCOLS if _is_apply(path) else PROTOCOLS)
+                self._route(
+                    path, method, WHOLE_BOOK_PROTOCOLS if path.endswith(_APPLY) else PROTOCOLS
+                )
                 for path, method in self._methods.items()
             ),
             self._route(CHECK_PATH, check, self._check_protocols),
@@ -193,10 +197,6 @@ def _methods_of(methods: Methods) -> Iterator[_Method]:
             types = Types(GetMessageClass(method.input_type), GetMessageClass(method.output_type))
             for path in (f"/{package}.{name}/{method.name}", f"/{name}/{method.name}"):
                 yield _Method(path, methods.unary[path], types)
-
-
-def _is_apply(path: str) -> bool:
-    return path.endswith("RateLimiterConfig/ApplyRateLimits")
 
 
 def _unsupported(protocols: Mapping[str, UnaryProtocol]) -> Response:
