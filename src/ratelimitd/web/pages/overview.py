@@ -24,7 +24,6 @@ from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview_view import (
     TABLE_HEADINGS,
-    headings_of,
     row,
     summary_of,
     table_of,
@@ -207,7 +206,6 @@ class OverviewPage:
         return self._frame.page(
             request,
             "overview.html",
-            look=look,
             span=span,
             spans=SPAN_WORDS,
             table=table_of(self._live.history(span), span),
@@ -248,6 +246,9 @@ class OverviewPage:
     def _context(self, look: Look) -> dict[str, Any]:
         overview = self._live.overview(named=look.named)
         recent = self._live.history(SPANS[DEFAULT_SPAN])
-        view = view_of(overview, recent, named=look.named, on_breaker_open=self._on_breaker_open)
-        summary = summary_of(self._live.history(SPANS[look.span]))
-        return {"view": view, "headings": headings_of(view), "summary": summary}
+        return {
+            "look": look,
+            "overview": overview,
+            "view": view_of(overview, recent, self._on_breaker_open),
+            "summary": summary_of(self._live.history(SPANS[look.span])),
+        }
