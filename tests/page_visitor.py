@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import httpx
 
 from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD, Frame
-from ratelimitd.web.pages.rendering import look
 
 _TOKEN = re.compile(rf'name="{FORM_TOKEN_FIELD}" value="([0-9a-f]+)"')
 _HIDDEN = re.compile(r'<input type="hidden" name="([a-z_-]+)" value="([^"]*)">')
@@ -66,9 +65,7 @@ class PageVisitor:
 
 def frame_of(sessions, *, may_read=lambda call: None, count=lambda cause: None):
     """The frame of the pages of a node ``n1``; everybody may read unless ``may_read`` says otherwise."""
-    return Frame(
-        node_id="n1", may_read=may_read, sessions=sessions, count=count, templates=look()[1]
-    )
+    return Frame(node_id="n1", may_read=may_read, sessions=sessions, count=count)
 
 
 def token_in(page):

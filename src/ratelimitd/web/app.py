@@ -294,14 +294,13 @@ class Parts:
 
 def application(parts: Parts) -> ASGIApp:
     """The ASGI application of a node."""
-    static, templates = look()
+    static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
     frame = Frame(
         node_id=parts.node_id,
         may_read=parts.may_read,
         sessions=sessions,
         count=parts.refused,
-        templates=templates,
         users=parts.users,
     )
     services = ServiceCalls(parts.methods, frame, parts.rate_limit_of)

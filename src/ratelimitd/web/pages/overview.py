@@ -221,9 +221,11 @@ class OverviewPage:
 
         def may_go_on() -> bool:
             try:
-                return self._frame.still_admits(request) and self._look(request) == look
+                self._frame.admit(request)
+                self._look(request)
             except Refused:
                 return False
+            return True
 
         events = self._stream.events(may_go_on, look)
         return StreamingResponse(events, media_type="text/event-stream")
