@@ -5,10 +5,10 @@ Never touches a store or a limiter: roles, validation, audit trail and errors ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -58,23 +58,6 @@ class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
         return HTTP_STATUS.get(self.code, 500)
 
 
-class Question(NamedTuple):
-    """Input of a check or a reset; ``also`` are pairs of type and identifier."""
-
-    identifier: str
-    identifier_type: str
-    endpoint: str
-    also: Sequence[tuple[str, str]] = ()
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the contract's messages."""
-        also = [
-            ratelimiter_pb2.Identity(identifier_type=kind, identifier=identifier)
-            for kind, identifier in self.also
-        ]
-        return {**self._asdict(), "also": also}
-
-
 RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
 """Returns the contract's message of a rule, as the services do."""
 
@@ -118,22 +101,16 @@ class ServiceCalls:
         return ratelimiter_pb2.ApplyRateLimitsResponse.FromString(answer)
 
     async def check(
-        self, request: Request, question: Question, cost: int, *, peek: bool, max_wait_ms: int = 0
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.RateLimitResponse:
-        """Check; spends unless ``peek``."""
-        message = ratelimiter_pb2.RateLimitRequest(
-            **question.fields(), tokens_requested=cost, peek=peek, max_wait_ms=max_wait_ms
-        )
+        """Check."""
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
 
     async def explain(
-        self, request: Request, question: Question, cost: int, *, max_wait_ms: int = 0
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.Explanation:
         """Ask what a check would be answered, and why; spends nothing."""
-        message = ratelimiter_pb2.RateLimitRequest(
-            **question.fields(), tokens_requested=cost, max_wait_ms=max_wait_ms
-        )
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
 
@@ -156,9 +133,9 @@ class ServiceCalls:
         answer = await self._ask(request, f"{PLANS}/ListAssignments", message)
         return ratelimiter_pb2.ListAssignmentsResponse.FromString(answer)
 
-    async def reset(self, request: Request, question: Question) -> None:
+    async def reset(self, request: Request, message: ratelimiter_pb2.ResetRequest) -> None:
         """Reset an identifier."""
-        await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question.fields()))
+        await self._ask(request, RESET_METHOD, message)
 
     async def _ask(self, request: Request, method: str, message: Message) -> bytes:
         call = self._frame.call(request, method)

@@ -11,7 +11,6 @@ from ratelimitd.web.pages.invoke import (
     CONFIG,
     HTTP_STATUS,
     RESET_METHOD,
-    Question,
     Rejected,
     ServiceCalls,
 )
@@ -27,7 +26,7 @@ RULE = {
     "algorithm": "token_bucket",
     "enabled": False,
 }
-ALICE = Question("alice", "user", "/orders")
+ALICE = {"identifier": "alice", "identifier_type": "user", "endpoint": "/orders"}
 
 
 class Services:
@@ -78,14 +77,14 @@ async def test_an_update_and_a_delete_are_for_one_version(services):
 
 async def test_a_check_and_a_reset_are_about_one_identifier(services):
     services.answer = pb.RateLimitResponse(allowed=True).SerializeToString()
-    assert (await services.calls.check(None, ALICE, 3, peek=True)).allowed
+    checked, forgotten = pb.RateLimitRequest(**ALICE, peek=True), pb.ResetRequest(**ALICE)
+    assert (await services.calls.check(None, checked)).allowed
     services.answer = b""
-    await services.calls.reset(None, ALICE)
+    await services.calls.reset(None, forgotten)
     [(check_method, check), (reset_method, reset)] = services.asked
     assert (check_method, reset_method) == (CHECK_METHOD, RESET_METHOD)
-    expected = pb.RateLimitRequest(**ALICE._asdict(), tokens_requested=3, peek=True)
-    assert pb.RateLimitRequest.FromString(check) == expected
-    assert pb.ResetRequest.FromString(reset) == pb.ResetRequest(**ALICE._asdict())
+    assert pb.RateLimitRequest.FromString(check) == checked
+    assert pb.ResetRequest.FromString(reset) == forgotten
 
 
 async def test_fields_that_are_refused_are_named_as_the_form_names_them(services):
