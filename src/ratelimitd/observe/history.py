@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self
 
@@ -163,27 +163,16 @@ class Totals(NamedTuple):
 
 
 class Sampler:
-    """Creates the samples of this node; the callables return current values."""
+    """Creates the samples of this node."""
 
-    def __init__(
-        self,
-        stats: CheckStats,
-        clock: Clock,
-        *,
-        buckets: Callable[[], int],
-        memory_bytes: Callable[[], int],
-        loop_lag_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, stats: CheckStats, clock: Clock) -> None:
         self._stats = stats
         self._clock = clock
-        self._buckets = buckets
-        self._memory_bytes = memory_bytes
-        self._loop_lag_s = loop_lag_s
         self._before_us = clock.monotonic_us()
         self._before = Totals.of(stats)
 
-    def sample(self) -> Sample:
-        """Return the sample since the last call, or since the start."""
+    def sample(self, *, buckets: int, memory_bytes: int, loop_lag_s: float) -> Sample:
+        """Return the sample since the last call, or since the start, with these current values."""
         now_us, now = self._clock.monotonic_us(), Totals.of(self._stats)
         elapsed_s = max(1, now_us - self._before_us) / US_PER_S
         grown = now.since(self._before)
@@ -197,9 +186,9 @@ class Sampler:
             # A miss counts when it is asked for, and its check when it is answered.
             known_per_s=max(0, grown.known) / elapsed_s,
             latency_counts=grown.latency_counts,
-            buckets=self._buckets(),
-            memory_bytes=self._memory_bytes(),
-            loop_lag_s=self._loop_lag_s(),
+            buckets=buckets,
+            memory_bytes=memory_bytes,
+            loop_lag_s=loop_lag_s,
         )
 
 

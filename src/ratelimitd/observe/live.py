@@ -334,13 +334,7 @@ def live_of(
     seal: BucketKeys,
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
-    sampler = Sampler(
-        parts.stats,
-        parts.clock,
-        buckets=lambda: len(parts.buckets),
-        memory_bytes=resident_bytes,
-        loop_lag_s=lambda: parts.runtime.loop_lag_s,
-    )
+    sampler = Sampler(parts.stats, parts.clock)
 
     def status() -> NodeStatus:
         judged, cluster = parts.health.report(), parts.cluster
@@ -365,7 +359,11 @@ def live_of(
             excess_ratio=cluster.worst_excess if cluster else 0.0,
             excess_bound_ratio=cluster.promised_excess if cluster else 0.0,
             admin_token_digest=admin_token_digest(),
-            sample=sampler.sample(),
+            sample=sampler.sample(
+                buckets=len(parts.buckets),
+                memory_bytes=resident_bytes(),
+                loop_lag_s=parts.runtime.loop_lag_s,
+            ),
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),

@@ -17,18 +17,11 @@ from ratelimitd.testing import ManualClock
 class Node:
     def __init__(self):
         self.stats, self.clock = CheckStats(), ManualClock()
-        self.buckets = 7
-        self.sampler = Sampler(
-            self.stats,
-            self.clock,
-            buckets=lambda: self.buckets,
-            memory_bytes=lambda: 1_000,
-            loop_lag_s=lambda: 0.25,
-        )
+        self.sampler = Sampler(self.stats, self.clock)
 
     def sample(self, seconds=SAMPLE_S):
         self.clock.advance(seconds=seconds)
-        return self.sampler.sample()
+        return self.sampler.sample(buckets=7, memory_bytes=1_000, loop_lag_s=0.25)
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ def test_without_traffic_there_is_neither_a_ratio_nor_a_latency(node):
 
 def test_two_samples_of_one_moment_do_no_harm(node):
     node.sample()
-    assert node.sampler.sample().allowed_per_s == 0.0
+    assert node.sample(seconds=0).allowed_per_s == 0.0
 
 
 def test_the_sum_of_nodes_adds_all_but_their_lags():
