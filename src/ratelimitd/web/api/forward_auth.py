@@ -25,7 +25,7 @@ from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE
 from ratelimitd.web.api.connect import ConnectJson
-from ratelimitd.web.api.http_call import Deadline, Requirement, handled, http_call, is_cross_site
+from ratelimitd.web.api.http_call import Requirement, handled, http_call, is_cross_site
 from ratelimitd.web.api.json_api import (
     CHECK_METHOD,
     CLIENT_LEFT,
@@ -280,13 +280,8 @@ class ForwardAuth:
             tokens_requested=parameters.cost,
         )
         self._identify(message, headers, peer, is_trusted=is_trusted)
-        answer = await handled(
-            self._handler,
-            message.SerializeToString(),
-            call,
-            receive=request.receive,
-            deadline=Deadline(None),
-        )
+        data = message.SerializeToString()
+        answer = await handled(self._handler, data, call, receive=request.receive)
         return self._told(ratelimiter_pb2.RateLimitResponse.FromString(answer), parameters.deny)
 
     def _endpoint(self, request: Request, uri: str | None) -> str:

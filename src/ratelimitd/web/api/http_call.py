@@ -1,6 +1,7 @@
 """An HTTP request as the call that a handler of the services sees, so that pages and JSON act as gRPC callers do.
 
-Never decides who may do what: the handler's own guard does, from this call. See ADR 0017.
+Reads the body, and waits for the handler's answer. Never decides who may do what: the handler's own guard does, from
+this call. See ADR 0017.
 """
 
 from __future__ import annotations
@@ -96,57 +97,37 @@ async def settled(value: T | Awaitable[T]) -> T:
     return await value if inspect.isawaitable(value) else value
 
 
-class Deadline:
-    """A deadline ``timeout_s`` from now; none without it."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._time_s = asyncio.get_running_loop().time
-        self._at_s = None if timeout_s is None else self._time_s() + timeout_s
-
-    def remaining_s(self) -> float | None:
-        """Return the remaining seconds; ``None`` without a deadline.
-
-        Raises:
-            RpcError: DEADLINE_EXCEEDED.
-        """
-        if self._at_s is None:
-            return None
-        remaining_s = self._at_s - self._time_s()
-        if remaining_s <= 0:
-            raise _exceeded()
-        return remaining_s
-
-
 async def handled(
-    handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
+    handler: UnaryHandler,
+    data: bytes,
+    call: Call,
+    *,
+    receive: Receive,
+    deadline_s: float | None = None,
 ) -> bytes:
-    """Return the answer of a handler; after the body, ``receive`` returns when the caller has left.
+    """Return the answer of a handler, unless the deadline or the connection of the caller ends first.
+
+    ``receive`` returns, after the body, when the caller has left; ``deadline_s`` is on the event loop's clock.
 
     Raises:
         RpcError: the handler's own, or DEADLINE_EXCEEDED.
         starlette.requests.ClientDisconnect: the client has left.
     """
-    deadline.remaining_s()
+    exceeded = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    remaining_s = None if deadline_s is None else deadline_s - asyncio.get_running_loop().time()
+    if remaining_s is not None and remaining_s <= 0:
+        raise exceeded
     answer = handler(data, call)
     if isinstance(answer, bytes):
         return answer
-    return await _first_of(answer, receive, deadline)
-
-
-async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
-    """Return the answer, unless the deadline or the connection of the caller ends first."""
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_left(receive))
     both = (working, leaving)
     try:
-        await asyncio.wait(
-            both, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(both, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if leaving.done():
-            raise ClientDisconnect
-        raise _exceeded()
+        raise ClientDisconnect if leaving.done() else exceeded
     finally:
         for task in both:
             task.cancel()
@@ -156,10 +137,6 @@ async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadli
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _exceeded() -> RpcError:
-    return RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024

@@ -7,6 +7,7 @@ answers such a question, so no page of another site reaches the loopback role. S
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from ratelimitd.web.api.connect import (
     UnaryProtocol,
     WholeBookJson,
 )
-from ratelimitd.web.api.http_call import Deadline, Requirement, body_of, handled, http_call
+from ratelimitd.web.api.http_call import Requirement, body_of, handled, http_call
 from ratelimitd.web.api.json_messages import Turn
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
@@ -179,12 +180,13 @@ class JsonApi:
     async def _answer(self, request: Request, method: _Method, protocol: UnaryProtocol) -> Response:
         call = http_call(request, method.path)
         self._admit(call)
-        deadline = Deadline(protocol.timeout_s(request.headers))
+        timeout_s = protocol.timeout_s(request.headers)
+        deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         body = await body_of(request, protocol.max_body_bytes)
         turn = partial(self._queue.run, call.peer)
         message = await protocol.message_of(body, request.headers, method.types, turn)
         answer = await handled(
-            method.handler, message, call, receive=request.receive, deadline=deadline
+            method.handler, message, call, receive=request.receive, deadline_s=deadline_s
         )
         return await protocol.answer(answer, method.types, turn)
 

@@ -10,7 +10,6 @@ from ratelimitd.services.auth import is_loopback
 from ratelimitd.web.api.http_call import (
     MAX_DISCARDED_BYTES,
     BodyTooLargeError,
-    Deadline,
     EncodingUnsupportedError,
     HttpCall,
     body_of,
@@ -81,7 +80,8 @@ async def never():
 
 
 def handle(handler, *, receive=never, timeout_s=None):
-    return handled(handler, b"in", FakeCall(), receive=receive, deadline=Deadline(timeout_s))
+    deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    return handled(handler, b"in", FakeCall(), receive=receive, deadline_s=deadline_s)
 
 
 async def test_an_answer_that_is_there_at_once_is_taken():
@@ -157,11 +157,6 @@ async def test_work_ends_when_the_request_is_given_up():
     with pytest.raises(asyncio.CancelledError):
         await request
     assert work.cancelled
-
-
-async def test_without_a_timeout_there_is_no_end():
-    assert Deadline(None).remaining_s() is None
-    assert 0 < Deadline(5).remaining_s() <= 5
 
 
 class Sent:
