@@ -13,6 +13,8 @@ from ratelimitd.observe.history import (
 )
 from ratelimitd.testing import ManualClock
 
+NOW_MS = 1_700_006_400_000
+
 
 class Node:
     def __init__(self):
@@ -80,8 +82,9 @@ def test_the_sum_of_nodes_adds_all_but_their_lags():
 def test_the_history_is_bounded_and_loses_the_oldest():
     history = History()
     assert [history.samples(span) for span in SPANS.values()] == [()] * len(SPANS)
-    for number in range(86_400 // 2 + 500):
-        history.add(Sample(number * 2_000))
+    ago_s = [*range(90_000, 4_000, -240), *range(4_000, 1_000, -10), *range(1_000, -1, -2)]
+    for each_s in ago_s:
+        history.add(Sample(NOW_MS - each_s * 1_000))
     newest_ms = history.samples(SPANS["15m"])[-1].at_ms
     for span in SPANS.values():
         samples = history.samples(span)
