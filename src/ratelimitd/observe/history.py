@@ -159,7 +159,7 @@ class Totals(NamedTuple):
     def since(self, earlier: Totals) -> Totals:
         """Return the growth since ``earlier``."""
         counts = tuple(map(operator.sub, self.latency_counts, earlier.latency_counts))
-        return Totals(*map(operator.sub, self[:-1], earlier[:-1]), latency_counts=counts)
+        return Totals._make((*map(operator.sub, self[:-1], earlier[:-1]), counts))
 
 
 class Sampler:
