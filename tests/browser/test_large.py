@@ -3,42 +3,18 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.crowd import crowd
+from tests.browser.large import MANY_NODES, large
 from tests.browser.painted import painted
 from tests.browser.visit import transferred
-from tests.servers import Valkey
-from tests.system.process import Files, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
 MOST_BYTES = 150_000
-MANY_NODES = 20
-MANY_RULES = 10_000
-
-RULE = (
-    "  - {{endpoint: /v1/service-{number:05}/orders, identifier_type: user, limit: {limit}, window_seconds: 60,"
-    " algorithm: token_bucket}}\n"
-)
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Of the first node, in a process of its own, once it knows of the others."""
-    directory = tmp_path_factory.mktemp("large")
-    rules = directory / "rules.yaml"
-    lines = [RULE.format(number=number, limit=number + 1) for number in range(MANY_RULES)]
-    rules.write_text("rules:\n" + "".join(lines))
-    files = Files(directory)
-    names = [f"n{number:02}" for number in range(1, MANY_NODES + 1)]
-    with (
-        Valkey(directory / "valkey") as valkey,
-        files.serving(
-            *("--node-id", names[0], "--redis-url", valkey.url, "--rules-file", str(rules)),
-            *("--loopback-admin", "on"),  # who may see a page is no question here
-        ) as node,
-        crowd(names[1:], redis_url=valkey.url, database_url=f"sqlite:///{files.database}"),
-    ):
-        until(lambda: node.metric("rate_limiter_cluster_nodes") == MANY_NODES, "all have met")
+    with large(tmp_path_factory.mktemp("large")) as node:
         yield node.http_address
 
 
