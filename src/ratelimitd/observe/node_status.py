@@ -11,7 +11,7 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import LATENCY_BOUNDS_S
@@ -38,6 +38,9 @@ MAX_SEALED: Final = 1_000
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53
 """Largest exact count."""
+
+
+Row = TypeVar("Row")
 
 
 class HeldLimit(NamedTuple):
@@ -145,13 +148,15 @@ def decode(octets: bytes) -> NodeStatus:
         return NodeStatus(
             **{name: read(fields[name]) for name, read in _FIELDS.items()},
             sample=_sample(fields["sample"]),
-            endpoints=[_endpoint(one) for one in _list(fields["endpoints"], TOP)],
-            identifiers=[_identifier(one) for one in _list(fields["identifiers"], TOP)],
+            endpoints=_rows(fields["endpoints"], DeniedEndpoint, _text, _number),
+            identifiers=_rows(
+                fields["identifiers"], DeniedIdentifier, _text, _text, _text, _number
+            ),
             # A node of the release before has none of these.
-            unmatched=[_endpoint(one) for one in _list(fields.get("unmatched", []), TOP)],
-            holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
+            unmatched=_rows(fields.get("unmatched", []), DeniedEndpoint, _text, _number),
+            holds=_rows(fields.get("holds", []), HeldLimit, _text, _text, _text, _count, _count),
             names=_sealed(fields.get("names", "")),
-            rules=[_busy(one) for one in _list(fields.get("rules", []), TOP)],
+            rules=_rows(fields.get("rules", []), BusyRule, _text, _number, _number),
         )
     except (ValueError, KeyError, RecursionError) as error:
         message = "the status of a node is none"
@@ -203,28 +208,12 @@ def _counts(value: Any) -> tuple[int, ...]:
     return tuple(map(_count, _list(value, len(LATENCY_BOUNDS_S) + 1, exactly=True)))
 
 
-def _endpoint(value: Any) -> DeniedEndpoint:
-    endpoint, per_minute = _list(value, 2, exactly=True)
-    return DeniedEndpoint(_text(endpoint), _number(per_minute))
-
-
-def _identifier(value: Any) -> DeniedIdentifier:
-    digest, identifier_type, masked, per_minute = _list(value, 4, exactly=True)
-    return DeniedIdentifier(
-        _text(digest), _text(identifier_type), _text(masked), _number(per_minute)
-    )
-
-
-def _held(value: Any) -> HeldLimit:
-    endpoint, identifier_type, name, holds, tokens = _list(value, 5, exactly=True)
-    return HeldLimit(
-        _text(endpoint), _text(identifier_type), _text(name), _count(holds), _count(tokens)
-    )
-
-
-def _busy(value: Any) -> BusyRule:
-    rule_id, allowed_per_s, blocked_per_s = _list(value, 3, exactly=True)
-    return BusyRule(_text(rule_id), _number(allowed_per_s), _number(blocked_per_s))
+def _rows(value: Any, kind: Callable[..., Row], *readers: Callable[[Any], Any]) -> list[Row]:
+    """Return the entries of a list, each of which has one value for each reader."""
+    return [
+        kind(*(read(part) for read, part in zip(readers, parts, strict=True)))
+        for parts in (_list(one, len(readers), exactly=True) for one in _list(value, TOP))
+    ]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
