@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD
+from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD, Frame
 
 _TOKEN = re.compile(rf'name="{FORM_TOKEN_FIELD}" value="([0-9a-f]+)"')
 _HIDDEN = re.compile(r'<input type="hidden" name="([a-z_-]+)" value="([^"]*)">')
@@ -61,6 +61,11 @@ class PageVisitor:
 
     async def log_in(self, token):
         return await self.post("/login", {"token": token, "next": "/rules"})
+
+
+def frame_of(sessions, *, may_read=lambda call: None, count=lambda cause: None):
+    """The frame of the pages of a node ``n1``; everybody may read unless ``may_read`` says otherwise."""
+    return Frame(node_id="n1", may_read=may_read, sessions=sessions, count=count)
 
 
 def token_in(page):

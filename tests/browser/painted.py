@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from typing import cast
 from unittest.mock import patch
 
 from starlette.types import ASGIApp
@@ -23,11 +24,12 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.node.node import Node
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import History, Sample, summed
-from ratelimitd.observe.live import Listener, NodeView, Overview
+from ratelimitd.observe.live import Listener, Live, NodeView, Overview
 from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
 from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
+from tests.unit.observe.test_live import status_of
 
 RULES = Path(__file__).parents[2] / "examples/rules.yaml"
 PEAK_PER_S = 4_200.0
@@ -42,7 +44,7 @@ IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l�
 
 
 class PaintedLive:
-    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them.
+    """``count`` nodes, as :class:`ratelimitd.observe.live.Live` shows them.
 
     ``strained``: with the longest names and figures that there may be, and everything in trouble.
     """
@@ -103,7 +105,8 @@ def painted(count: int, *, strained: bool = False) -> Iterator[str]:
     ready, done = Event(), Event()
 
     def with_paint(parts: Parts) -> ASGIApp:
-        return application(replace(parts, live=PaintedLive(count, strained=strained)))
+        live = cast("Live", PaintedLive(count, strained=strained))
+        return application(replace(parts, live=live))
 
     async def run() -> None:
         with patch("ratelimitd.node.serving.application", with_paint):
@@ -172,28 +175,19 @@ def _sample(ago_s: int, now_ms: int, share: float, chance: random.Random) -> Sam
 
 
 def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
-    return NodeStatus(
-        node_id=f"n{number + 1}",
-        version="0.1.0",
+    status = status_of(
+        f"n{number + 1}",
         grpc_address=f"10.0.0.{number + 11}:9090",
         http_address=f"10.0.0.{number + 11}:8080",
         rules_revision=42,
-        healthy=True,
-        shared_state_connected=True,
         hit_ratio=0.987 + number / 1_000,
-        hit_ratio_met=True,
         average_latency_ms=0.021,
-        latency_met=True,
-        error_rate=0.0,
-        breaker_state="closed",
-        retry_s=0.0,
         sync_lag_s=0.05,
         clock_error_s=0.0001 * (number - 1),
         excess_ratio=0.002,
         excess_bound_ratio=0.06,
-        admin_token_digest="",
-        sample=samples[-1],
     )
+    return replace(status, sample=samples[-1])
 
 
 LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.accessibility import tab_stops, violations
+from tests.browser.accessibility import clipped, tab_stops, violations
 from tests.browser.acts import RULE, create_rule, fill, press, reset, try_check
 from tests.browser.conftest import LONG, open_session
-from tests.browser.fitting import clipped
 from tests.browser.painted import painted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each

@@ -42,7 +42,8 @@ class FrequentItems(Generic[Item]):
         counts = self._counts
         counts[item] = counts.get(item, 0.0) + count
         if len(counts) >= 2 * self._size:
-            self._drop(sorted(counts.values())[-self._size])
+            middle = sorted(counts.values())[-self._size]
+            self._counts = {key: value - middle for key, value in counts.items() if value > middle}
 
     def fade(self, factor: float) -> None:
         """Multiply every count by ``factor``, so that older denials count less."""
@@ -53,11 +54,6 @@ class FrequentItems(Generic[Item]):
     def top(self, most: int) -> list[tuple[Item, float]]:
         """Return the ``most`` frequent items with their counts, the most frequent first."""
         return nlargest(most, self._counts.items(), key=lambda entry: entry[1])
-
-    def _drop(self, middle: float) -> None:
-        self._counts = {
-            item: count - middle for item, count in self._counts.items() if count > middle
-        }
 
 
 FOLD_S: Final = 0.1

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Self, cast
+from typing import Final, Literal, cast, get_args
 
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import US_PER_S
+from ratelimitd.observe.history import Totals
 
 MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""
@@ -35,6 +36,7 @@ MS_PER_S: Final = 1000
 BreakerStateName = Literal["closed", "open", "half_open"]
 """The states of the circuit breaker, by their name on the wire."""
 
+BREAKER_STATES: Final = get_args(BreakerStateName)
 
 EMBEDDED: Final = SharedStateStatus(connected=True, breaker_state="closed")
 """Status of a node whose own memory is the shared state, which cannot be away."""
@@ -64,33 +66,6 @@ class HealthReport:
 
 WINDOW_S: Final = 60
 """Period over which health is judged; the specification leaves it open."""
-
-
-class Totals(NamedTuple):
-    """The cumulative counters that health is computed from, or what they grew by. ``latency_sum_s`` in seconds."""
-
-    checks: int = 0
-    fail_open: int = 0
-    buckets_looked: int = 0
-    buckets_known: int = 0
-    latency_count: int = 0
-    latency_sum_s: float = 0.0
-
-    @classmethod
-    def of(cls, stats: CheckStats) -> Self:
-        """Return the current totals of a process."""
-        return cls(
-            checks=stats.allowed_total + stats.blocked_total,
-            fail_open=stats.fail_open_breaker_total + stats.fail_open_error_total,
-            buckets_looked=stats.bucket_looked_total,
-            buckets_known=stats.bucket_known_total,
-            latency_count=sum(stats.latency_counts),
-            latency_sum_s=stats.latency_sum_s,
-        )
-
-    def since(self, earlier: Totals) -> Totals:
-        """Return the growth since ``earlier``."""
-        return Totals._make(now - then for now, then in zip(self, earlier, strict=True))
 
 
 class RollingWindow:
@@ -163,14 +138,11 @@ class Health:
         recent = self._recent()
         shared_state = self._shared_state()
         hit_ratio = _hit_ratio(recent)
-        latency_ms = MS_PER_S * recent.latency_sum_s / max(1, recent.latency_count)
-        error_rate = recent.fail_open / max(1, recent.checks)
-        hit_ratio_met = (
-            hit_ratio > MIN_CACHE_HIT_RATIO or recent.buckets_looked < MIN_CHECKS_TO_TELL
-        )
-        latency_met = (
-            latency_ms < MAX_AVERAGE_LATENCY_MS or recent.latency_count < MIN_CHECKS_TO_TELL
-        )
+        latency_count = sum(recent.latency_counts)
+        latency_ms = MS_PER_S * recent.latency_sum_s / max(1, latency_count)
+        error_rate = recent.fail_open / max(1, recent.allowed + recent.blocked)
+        hit_ratio_met = hit_ratio > MIN_CACHE_HIT_RATIO or recent.looked < MIN_CHECKS_TO_TELL
+        latency_met = latency_ms < MAX_AVERAGE_LATENCY_MS or latency_count < MIN_CHECKS_TO_TELL
         return HealthReport(
             healthy=shared_state.connected
             and hit_ratio_met
@@ -193,8 +165,8 @@ class Health:
 
 
 def _hit_ratio(recent: Totals) -> float:
-    if not recent.buckets_looked:
+    if not recent.looked:
         return 1.0
     # A miss counts when it is asked for, its check when it is answered, and one that fails is taken back: while some
     # are under way there may be fewer known than none, or more than there are.
-    return min(max(0.0, recent.buckets_known / recent.buckets_looked), 1.0)
+    return min(max(0.0, recent.known / recent.looked), 1.0)

@@ -5,11 +5,12 @@ Reads no clock and no counter: values are passed in. See ADR 0029.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from ratelimitd.clock import Clock
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
@@ -131,69 +132,63 @@ class _Series:
 _PER_S: Final = tuple(name for name in Sample._fields if name.endswith("_per_s"))
 
 
-class _Totals(NamedTuple):
-    """Counters of :class:`ratelimitd.counters.CheckStats` at one moment."""
+class Totals(NamedTuple):
+    """Counters of :class:`ratelimitd.counters.CheckStats` at one moment, or what they grew by."""
 
-    allowed: int
-    blocked: int
-    fail_open: int
-    looked: int
-    known: int
-    latency_counts: tuple[int, ...]
+    allowed: int = 0
+    blocked: int = 0
+    fail_open: int = 0
+    looked: int = 0
+    known: int = 0
+    latency_sum_s: float = 0.0
+    latency_counts: tuple[int, ...] = (0,) * (len(LATENCY_BOUNDS_S) + 1)
 
     @classmethod
-    def of(cls, stats: CheckStats) -> _Totals:
+    def of(cls, stats: CheckStats) -> Self:
+        """Return the current totals of a process."""
         return cls(
             stats.allowed_total,
             stats.blocked_total,
             stats.fail_open_breaker_total + stats.fail_open_error_total,
             stats.bucket_looked_total,
             stats.bucket_known_total,
+            stats.latency_sum_s,
             tuple(stats.latency_counts),
         )
 
+    def since(self, earlier: Totals) -> Totals:
+        """Return the growth since ``earlier``."""
+        counts = tuple(map(operator.sub, self.latency_counts, earlier.latency_counts))
+        return Totals._make((*map(operator.sub, self[:-1], earlier[:-1]), counts))
+
 
 class Sampler:
-    """Creates the samples of this node; the callables return current values."""
+    """Creates the samples of this node."""
 
-    def __init__(
-        self,
-        stats: CheckStats,
-        clock: Clock,
-        *,
-        buckets: Callable[[], int],
-        memory_bytes: Callable[[], int],
-        loop_lag_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, stats: CheckStats, clock: Clock) -> None:
         self._stats = stats
         self._clock = clock
-        self._buckets = buckets
-        self._memory_bytes = memory_bytes
-        self._loop_lag_s = loop_lag_s
         self._before_us = clock.monotonic_us()
-        self._before = _Totals.of(stats)
+        self._before = Totals.of(stats)
 
-    def sample(self) -> Sample:
-        """Return the sample since the last call, or since the start."""
-        now_us, now = self._clock.monotonic_us(), _Totals.of(self._stats)
-        then_us, then = self._before_us, self._before
+    def sample(self, *, buckets: int, memory_bytes: int, loop_lag_s: float) -> Sample:
+        """Return the sample since the last call, or since the start, with these current values."""
+        now_us, now = self._clock.monotonic_us(), Totals.of(self._stats)
+        elapsed_s = max(1, now_us - self._before_us) / US_PER_S
+        grown = now.since(self._before)
         self._before_us, self._before = now_us, now
-        elapsed_s = max(1, now_us - then_us) / US_PER_S
         return Sample(
             at_ms=self._clock.now_us() // US_PER_MS,
-            allowed_per_s=(now.allowed - then.allowed) / elapsed_s,
-            blocked_per_s=(now.blocked - then.blocked) / elapsed_s,
-            fail_open_per_s=(now.fail_open - then.fail_open) / elapsed_s,
-            looked_per_s=(now.looked - then.looked) / elapsed_s,
+            allowed_per_s=grown.allowed / elapsed_s,
+            blocked_per_s=grown.blocked / elapsed_s,
+            fail_open_per_s=grown.fail_open / elapsed_s,
+            looked_per_s=grown.looked / elapsed_s,
             # A miss counts when it is asked for, and its check when it is answered.
-            known_per_s=max(0, now.known - then.known) / elapsed_s,
-            latency_counts=tuple(
-                after - before
-                for after, before in zip(now.latency_counts, then.latency_counts, strict=True)
-            ),
-            buckets=self._buckets(),
-            memory_bytes=self._memory_bytes(),
-            loop_lag_s=self._loop_lag_s(),
+            known_per_s=max(0, grown.known) / elapsed_s,
+            latency_counts=grown.latency_counts,
+            buckets=buckets,
+            memory_bytes=memory_bytes,
+            loop_lag_s=loop_lag_s,
         )
 
 

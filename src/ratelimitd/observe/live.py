@@ -15,6 +15,7 @@ from heapq import nlargest
 from typing import Final, NamedTuple
 
 from ratelimitd import __version__
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
@@ -33,7 +34,6 @@ from ratelimitd.observe.node_status import (
     BusyRule,
     HeldLimit,
     NodeStatus,
-    Seal,
     decode,
     encode,
     names_within,
@@ -91,11 +91,6 @@ class Overview:
     """Endpoints without a rule, with their checks per minute."""
 
     @property
-    def this(self) -> NodeStatus:
-        """The node that answers."""
-        return self.nodes[0].status
-
-    @property
     def alive(self) -> Sequence[NodeStatus]:
         """The nodes that are not gone."""
         return [node.status for node in self.nodes if not node.gone]
@@ -127,7 +122,7 @@ class Live:
         clock: Clock,
         *,
         is_healthy: Callable[[], bool],
-        seal: Seal,
+        seal: BucketKeys,
     ) -> None:
         self._own = own
         self._is_healthy = is_healthy
@@ -336,16 +331,10 @@ def live_of(
     addresses: Callable[[], tuple[str, str]],
     admin_token_digest: Callable[[], str],
     busiest: Callable[[], Sequence[BusyRule]],
-    seal: Seal,
+    seal: BucketKeys,
 ) -> Live:
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
-    sampler = Sampler(
-        parts.stats,
-        parts.clock,
-        buckets=lambda: len(parts.buckets),
-        memory_bytes=resident_bytes,
-        loop_lag_s=lambda: parts.runtime.loop_lag_s,
-    )
+    sampler = Sampler(parts.stats, parts.clock)
 
     def status() -> NodeStatus:
         judged, cluster = parts.health.report(), parts.cluster
@@ -370,7 +359,11 @@ def live_of(
             excess_ratio=cluster.worst_excess if cluster else 0.0,
             excess_bound_ratio=cluster.promised_excess if cluster else 0.0,
             admin_token_digest=admin_token_digest(),
-            sample=sampler.sample(),
+            sample=sampler.sample(
+                buckets=len(parts.buckets),
+                memory_bytes=resident_bytes(),
+                loop_lag_s=parts.runtime.loop_lag_s,
+            ),
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),

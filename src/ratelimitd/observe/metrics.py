@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol
 
 from ratelimitd import __version__
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -26,7 +25,7 @@ from ratelimitd.cluster.node import Cluster
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import US_PER_S, InFlight
-from ratelimitd.observe.health import Health
+from ratelimitd.observe.health import BREAKER_STATES, Health
 from ratelimitd.rules.feed import RuleFeed
 
 STATM: Final = Path("/proc/self/statm")
@@ -43,11 +42,6 @@ def resident_bytes(statm: Path = STATM) -> int:
         return int(statm.read_bytes().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
-
-
-BREAKER_STATES: Final = ("closed", "open", "half_open")
-
-Part = TypeVar("Part")
 
 
 @dataclass(slots=True)
@@ -143,6 +137,10 @@ class Point(NamedTuple):
     histogram: HistogramSample | None = None
 
 
+Read = Callable[[NodeParts], Iterable[Point]]
+"""Returns the readings of one metric."""
+
+
 class Definition(NamedTuple):
     """One metric. ``name`` is that of the exposition; ``label`` holds the names of its labels, joined by commas.
 
@@ -152,7 +150,7 @@ class Definition(NamedTuple):
     name: str
     kind: MetricKind
     help: str
-    read: Callable[[NodeParts], Iterable[Point]]
+    read: Read
     label: str = ""
     reported_name: str = ""
 
@@ -189,15 +187,11 @@ class Metrics:
                 kind=definition.kind,
                 value=point.value,
                 histogram=point.histogram,
-                labels=_labels(definition, point),
+                labels=dict(zip(*split_labels(definition, point), strict=True)),
             )
             for definition in wanted
             for point in definition.read(self._parts)
         )
-
-
-def _labels(definition: Definition, point: Point) -> Mapping[str, str]:
-    return MappingProxyType(dict(zip(*split_labels(definition, point), strict=True)))
 
 
 def split_labels(definition: Definition, point: Point) -> tuple[list[str], list[str]]:
@@ -206,7 +200,7 @@ def split_labels(definition: Definition, point: Point) -> tuple[list[str], list[
     return names, point.label.split(",", len(names) - 1) if names else []
 
 
-def _one(read: Callable[[NodeParts], float]) -> Callable[[NodeParts], Iterable[Point]]:
+def _one(read: Callable[[NodeParts], float]) -> Read:
     return lambda parts: (Point(read(parts)),)
 
 
@@ -220,24 +214,12 @@ def _gauge(name: str, text: str, read: Callable[[NodeParts], float]) -> Definiti
     return Definition(name, "gauge", text, _one(read))
 
 
-def _of_part(
-    part: Callable[[NodeParts], Part | None], read: Callable[[Part], float]
-) -> Callable[[NodeParts], Iterable[Point]]:
-    """Return the reading of an optional part."""
-
-    def points(parts: NodeParts) -> Iterable[Point]:
-        status = part(parts)
-        return () if status is None else (Point(read(status)),)
-
-    return points
+def _of_cluster(read: Callable[[Cluster], float]) -> Read:
+    return lambda parts: () if parts.cluster is None else (Point(read(parts.cluster)),)
 
 
-def _of_cluster(read: Callable[[Cluster], float]) -> Callable[[NodeParts], Iterable[Point]]:
-    return _of_part(lambda parts: parts.cluster, read)
-
-
-def _of_snapshot(read: Callable[[SnapshotLog], float]) -> Callable[[NodeParts], Iterable[Point]]:
-    return _of_part(lambda parts: parts.snapshot, read)
+def _of_snapshot(read: Callable[[SnapshotLog], float]) -> Read:
+    return lambda parts: () if parts.snapshot is None else (Point(read(parts.snapshot)),)
 
 
 def _latency(parts: NodeParts) -> Iterable[Point]:
@@ -251,7 +233,7 @@ def _breaker(parts: NodeParts) -> Iterable[Point]:
     return (Point(float(name == state), name) for name in BREAKER_STATES)
 
 
-def _per_rule(column: int) -> Callable[[NodeParts], Iterable[Point]]:
+def _per_rule(column: int) -> Read:
     return lambda parts: [
         Point(counts[column], rule_id) for rule_id, *counts in parts.stats.labelled_rules()
     ]
@@ -259,7 +241,7 @@ def _per_rule(column: int) -> Callable[[NodeParts], Iterable[Point]]:
 
 def _transport(
     **kinds: Callable[[TransportStatus], int | None],
-) -> Callable[[NodeParts], Iterable[Point]]:
+) -> Read:
     """Return readings by kind; values that a transport does not know are left out."""
 
     def points(parts: NodeParts) -> Iterable[Point]:
@@ -275,7 +257,7 @@ def _transport(
 
 def _counts(
     read: Callable[[NodeParts], Mapping[str, int]],
-) -> Callable[[NodeParts], Iterable[Point]]:
+) -> Read:
     return lambda parts: [Point(count, label) for label, count in sorted(read(parts).items())]
 
 

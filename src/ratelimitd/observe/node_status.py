@@ -11,14 +11,14 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.health import BreakerStateName
+from ratelimitd.observe.health import BREAKER_STATES, BreakerStateName
 from ratelimitd.observe.history import Sample
-from ratelimitd.observe.metrics import BREAKER_STATES
 
 FORMAT: Final = 1
 """Version of the format. Nodes ignore statuses of other versions."""
@@ -38,6 +38,9 @@ MAX_SEALED: Final = 1_000
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53
 """Largest exact count."""
+
+
+Row = TypeVar("Row")
 
 
 class HeldLimit(NamedTuple):
@@ -145,30 +148,22 @@ def decode(octets: bytes) -> NodeStatus:
         return NodeStatus(
             **{name: read(fields[name]) for name, read in _FIELDS.items()},
             sample=_sample(fields["sample"]),
-            endpoints=[_endpoint(one) for one in _list(fields["endpoints"], TOP)],
-            identifiers=[_identifier(one) for one in _list(fields["identifiers"], TOP)],
+            endpoints=_rows(fields["endpoints"], DeniedEndpoint, _text, _number),
+            identifiers=_rows(
+                fields["identifiers"], DeniedIdentifier, _text, _text, _text, _number
+            ),
             # A node of the release before has none of these.
-            unmatched=[_endpoint(one) for one in _list(fields.get("unmatched", []), TOP)],
-            holds=[_held(one) for one in _list(fields.get("holds", []), TOP)],
+            unmatched=_rows(fields.get("unmatched", []), DeniedEndpoint, _text, _number),
+            holds=_rows(fields.get("holds", []), HeldLimit, _text, _text, _text, _count, _count),
             names=_sealed(fields.get("names", "")),
-            rules=[_busy(one) for one in _list(fields.get("rules", []), TOP)],
+            rules=_rows(fields.get("rules", []), BusyRule, _text, _number, _number),
         )
     except (ValueError, KeyError, RecursionError) as error:
         message = "the status of a node is none"
         raise StoreCorruptError(message) from error
 
 
-class Seal(Protocol):
-    """Keeps names from whom the shared state is not of: :class:`ratelimitd.buckets.keys.BucketKeys`."""
-
-    def seal(self, text: bytes) -> bytes:
-        """Encrypt for nodes with the same secret."""
-
-    def unseal(self, sealed: bytes) -> bytes | None:
-        """Return what was sealed; ``None`` if it was not sealed with this secret."""
-
-
-def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: Seal) -> str:
+def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: BucketKeys) -> str:
     """Return the names of the first identifiers, as many as there is room for; empty for none."""
     names: dict[str, str] = {}
     octets = b""
@@ -182,7 +177,7 @@ def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: Seal) -> str:
     return b64encode(seal.seal(octets)).decode() if octets else ""
 
 
-def names_within(sealed: str, seal: Seal) -> Mapping[str, str]:
+def names_within(sealed: str, seal: BucketKeys) -> Mapping[str, str]:
     """Return names by the digest of their identifier; none of what another secret sealed."""
     try:
         octets = seal.unseal(b64decode(sealed))
@@ -213,28 +208,12 @@ def _counts(value: Any) -> tuple[int, ...]:
     return tuple(map(_count, _list(value, len(LATENCY_BOUNDS_S) + 1, exactly=True)))
 
 
-def _endpoint(value: Any) -> DeniedEndpoint:
-    endpoint, per_minute = _list(value, 2, exactly=True)
-    return DeniedEndpoint(_text(endpoint), _number(per_minute))
-
-
-def _identifier(value: Any) -> DeniedIdentifier:
-    digest, identifier_type, masked, per_minute = _list(value, 4, exactly=True)
-    return DeniedIdentifier(
-        _text(digest), _text(identifier_type), _text(masked), _number(per_minute)
-    )
-
-
-def _held(value: Any) -> HeldLimit:
-    endpoint, identifier_type, name, holds, tokens = _list(value, 5, exactly=True)
-    return HeldLimit(
-        _text(endpoint), _text(identifier_type), _text(name), _count(holds), _count(tokens)
-    )
-
-
-def _busy(value: Any) -> BusyRule:
-    rule_id, allowed_per_s, blocked_per_s = _list(value, 3, exactly=True)
-    return BusyRule(_text(rule_id), _number(allowed_per_s), _number(blocked_per_s))
+def _rows(value: Any, kind: Callable[..., Row], *readers: Callable[[Any], Any]) -> list[Row]:
+    """Return the entries of a list, each of which has one value for each reader."""
+    return [
+        kind(*(read(part) for read, part in zip(readers, parts, strict=True)))
+        for parts in (_list(one, len(readers), exactly=True) for one in _list(value, TOP))
+    ]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ outside of what pages and JSON are held to. See ADR 0028.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import ipaddress
 import re
 from collections.abc import (
@@ -22,7 +21,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,20 +35,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ratelimitd import __version__
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
+from ratelimitd.observe.live import Live
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.store import RuleStore
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
-from ratelimitd.web.api.http_call import Requirement, is_cross_site
+from ratelimitd.web.api.http_call import Requirement, is_cross_site, settled
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
-from ratelimitd.web.pages.audit import AuditPages, AuditReader, AuditTrail
+from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
-from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
+from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
-from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
+from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
@@ -109,11 +110,6 @@ FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
 
-HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-
-
-T = TypeVar("T")
-
 Points = Iterable[tuple[Definition, Iterable[Point]]]
 """Every metric with its readings."""
 
@@ -130,32 +126,6 @@ class Metrics(Protocol):
 
     def points(self) -> Points | Awaitable[Points]:
         """The readings of this moment, or an awaitable of them."""
-
-
-def machine_routes(
-    *, metrics: Metrics, readiness: Callable[[], Readiness | Awaitable[Readiness]]
-) -> list[BaseRoute]:
-    """The pages for machines."""
-
-    async def healthz(_: Request) -> Response:
-        return PlainTextResponse("ok\n", headers=HEADERS)
-
-    async def readyz(_: Request) -> Response:
-        ready, reason = await _settled(readiness())
-        text = "ready" if ready else "not ready"
-        text += f": {reason}\n" if reason else "\n"
-        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
-
-    async def scrape(request: Request) -> Response:
-        page = Page(request.headers.get("accept", ""), await _settled(metrics.points()))
-        headers = {**HEADERS, "Content-Type": page.content_type}
-        return StreamingResponse(_paced(page), headers=headers)
-
-    return [
-        Route("/metrics", scrape),
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-    ]
 
 
 def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
@@ -198,7 +168,26 @@ def worker_application(
     auth: ForwardAuth | None = None,
 ) -> ASGIApp:
     """The pages for machines, with ``auth`` if it is this process's, and ``others`` for every other path."""
-    routes = machine_routes(metrics=metrics, readiness=readiness)
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n", headers=HEADERS)
+
+    async def readyz(_: Request) -> Response:
+        ready, reason = await settled(readiness())
+        text = "ready" if ready else "not ready"
+        text += f": {reason}\n" if reason else "\n"
+        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
+
+    async def scrape(request: Request) -> Response:
+        page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
+        headers = {**HEADERS, "Content-Type": page.content_type}
+        return StreamingResponse(_paced(page), headers=headers)
+
+    routes: list[BaseRoute] = [
+        Route("/metrics", scrape),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
     if auth is not None:
         routes.append(Route(AUTH_PATH, auth))
     return WithoutConnect(Starlette(routes=[*routes, Mount("/", others)]))
@@ -236,11 +225,6 @@ class HostCheck:
         return True
 
 
-async def _settled(value: T | Awaitable[T]) -> T:
-    """What a node knows at once, or several processes have to be asked for."""
-    return await value if inspect.isawaitable(value) else value
-
-
 def _host_name(host: str) -> str:
     """The name or address in a ``Host`` header, without port and brackets; empty when it has not that form."""
     found = _HOST.fullmatch(host.lower())
@@ -273,10 +257,10 @@ class Parts:
     """The rule book of this moment, ``None`` while there is none."""
     assignments: Assignments
     """The plans of identities in force."""
-    audit: AuditReader
+    audit: RuleStore
     rule_traffic: RuleTraffic
     """What the rules decide on this node."""
-    live: LiveStatus
+    live: Live
     """What the overview shows."""
     may_read: Requirement
     may_administer: Requirement
@@ -304,20 +288,19 @@ class Parts:
     on_breaker_open: str
     """The setting; empty for a strict node, which has no state of its own to go by."""
     auth: ForwardAuth
-    record_dir: Path | None = None
+    record_dir: Path | None
     """Where checks are recorded."""
 
 
 def application(parts: Parts) -> ASGIApp:
     """The ASGI application of a node."""
-    static, templates = look()
+    static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
     frame = Frame(
         node_id=parts.node_id,
         may_read=parts.may_read,
         sessions=sessions,
         count=parts.refused,
-        templates=templates,
         users=parts.users,
     )
     services = ServiceCalls(parts.methods, frame, parts.rate_limit_of)
@@ -370,7 +353,7 @@ def application(parts: Parts) -> ASGIApp:
         assert isinstance(error, HTTPException)  # noqa: S101 -- what it is registered for
         title = STATUS_TITLES.get(error.status_code, str(error.detail))
         if accepts_html(request):
-            return await frame.message(request, title, "", error.status_code)
+            return frame.message(request, title, "", error.status_code)
         return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
 
     people = Starlette(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from starlette.requests import Request
@@ -211,15 +211,14 @@ def frame(kind: FrameType, payload: bytes, stream_id: int = 0, frame_id: int = 0
     return (len(head) + len(payload)).to_bytes(_LENGTH_BYTES) + head + payload
 
 
-def pairs(values: Mapping[bytes, bytes | int]) -> bytes:
-    """Return a list of names and values."""
-    return b"".join(_text(name) + _typed(value) for name, value in values.items())
+def pairs(values: Mapping[bytes, bytes | int], head: bytes = b"") -> bytes:
+    """Return a list of names and values, each after ``head``."""
+    return b"".join(head + _text(name) + _typed(value) for name, value in values.items())
 
 
 def variables(values: Mapping[bytes, bytes | int]) -> bytes:
     """Return the payload of an ACK that sets these variables."""
-    head = bytes([_SET_VAR, 3, _TRANSACTION])
-    return b"".join(head + _text(name) + _typed(value) for name, value in values.items())
+    return pairs(values, bytes([_SET_VAR, 3, _TRANSACTION]))
 
 
 def hello_answer(payload: bytes) -> tuple[bytes, bool]:
@@ -243,26 +242,13 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     return frame(FrameType.AGENT_HELLO, pairs(told)), given.get(b"healthcheck") == b"true"
 
 
-CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-
-
 class SpopServer:
     """Listens for HAProxy."""
 
-    def __init__(
-        self,
-        auth: ForwardAuth,
-        host: str,
-        port: int,
-        *,
-        reuse_port: bool,
-        call_later: CallLater | None = None,
-    ) -> None:
-        """``call_later`` is that of the event loop unless given."""
+    def __init__(self, auth: ForwardAuth, host: str, port: int, *, reuse_port: bool) -> None:
         self._auth = auth
         self._address = host, port
         self._reuse_port = reuse_port
-        self._call_later = call_later
         self._server: asyncio.Server | None = None
         self.connections: dict[SpopConnection, None] = {}
         """Those that were silent for longest come first."""
@@ -275,10 +261,8 @@ class SpopServer:
             StartupError: the address cannot be bound; the message says why.
         """
         sock = await bind(*self._address, setting="SPOE_LISTEN", reuse_port=self._reuse_port)
-        loop = asyncio.get_running_loop()
-        call_later = self._call_later or loop.call_later
-        self._server = await loop.create_server(
-            lambda: SpopConnection(self._auth, self.connections, self._frames, call_later),
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: SpopConnection(self._auth, self.connections, self._frames),
             sock=sock,
             backlog=BACKLOG,
         )
@@ -346,12 +330,10 @@ class SpopConnection(asyncio.Protocol):
         auth: ForwardAuth,
         connections: dict[SpopConnection, None],
         frames: FrameQueue,
-        call_later: CallLater,
     ) -> None:
         self._auth = auth
         self._connections = connections
         self._frames = frames
-        self._call_later = call_later
         self._expiry: asyncio.TimerHandle | None = None
         self._received = bytearray()
         self._transport: asyncio.Transport
@@ -414,7 +396,8 @@ class SpopConnection(asyncio.Protocol):
             }
             self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(told)))
             self._transport.close()
-            self._expiry = self._call_later(CLOSING_GRACE_S, self._transport.abort)
+            later = asyncio.get_running_loop().call_later
+            self._expiry = later(CLOSING_GRACE_S, self._transport.abort)
 
     def handle_frame(self) -> bool:
         """Handle the next frame; returns ``False`` without one, or without room. Without room nothing is read."""

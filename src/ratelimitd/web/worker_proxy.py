@@ -67,8 +67,6 @@ _OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
 _GONE: Final = (OSError, h11.RemoteProtocolError)
 """Errors of a connection to a worker that ended."""
 
-RawHeaders = Iterable[tuple[bytes, bytes]]
-
 
 class PassingOn:
     """An ASGI application that forwards requests to workers.
@@ -232,7 +230,7 @@ def _request(scope: Scope) -> h11.Request:
     return h11.Request(method=scope["method"], target=target, headers=headers)
 
 
-def _passed(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+def _passed(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers to forward."""
     left_out = _HOP_BY_HOP | _OWN
     return [(name, value) for name, value in headers if name.lower() not in left_out]

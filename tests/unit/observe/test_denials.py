@@ -1,17 +1,20 @@
+import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from ratelimitd.buckets.keys import joined
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, Rule
 from ratelimitd.observe.denials import (
+    FADED,
     HALF_LIFE_S,
     MAX_PENDING,
     TOP,
     Denials,
     DeniedEndpoint,
     DeniedIdentifier,
+    FrequentItems,
 )
 
 
@@ -21,14 +24,10 @@ class Node:
         self.denials = Denials(self.stats, digest=lambda name, kind: f"{kind}:{len(name)}")
 
     def deny(self, name=b"ada.lovelace", endpoint="/a", identifier_type="user", times=1):
-        rule = Rule(
-            "1", "*", identifier_type, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
-        )
+        scope = SimpleNamespace(endpoint=endpoint, identifier_type=identifier_type)
         for _ in range(times):
             self.stats.blocked_total += 1
-            self.denials.note(
-                (name, SimpleNamespace(endpoint=endpoint, identifier_type=rule.identifier_type))
-            )
+            self.denials.note((name, scope))
 
     def steady(self, seconds, per_second):
         for _ in range(seconds):
@@ -132,3 +131,35 @@ def test_a_combination_is_told_by_its_names_unless_one_is_an_api_key(node):
     node.denials.fold()
     told = {one.identifier_type: one.name for one in node.denials.top_identifiers(named=True)}
     assert told == {"ip+user": "192.0.2.7+ada", "api_key+user": "", "all": "all"}
+
+
+def test_while_there_are_few_items_the_counts_are_exact():
+    items = FrequentItems(4)
+    for item in "abracadabra":
+        items.add(item)
+    assert items.top(2) == [("a", 5), ("b", 2)]
+    assert dict(items.top(9)) == Counter("abracadabra")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_items_the_frequent_ones_stay_and_no_count_is_far_off(seed):
+    rng, size = random.Random(seed), 20
+    items, exact = FrequentItems(size), Counter()
+    for _ in range(5_000):
+        item = rng.choice([*range(5), rng.randrange(100, 100_000)])
+        weight = rng.choice([1, 1, 1, 4])
+        items.add(item, weight)
+        exact[item] += weight
+        assert len(items) < 2 * size
+    assert {item for item, _ in items.top(5)} == set(range(5))
+    most_lost = exact.total() / size
+    for item, count in items.top(2 * size):
+        assert exact[item] - most_lost <= count <= exact[item]
+
+
+def test_counts_fade_until_they_are_dropped():
+    items = FrequentItems(4)
+    items.add("a", 8)
+    items.add("b", 2 * FADED)
+    items.fade(0.5)
+    assert items.top(9) == [("a", 4.0)]

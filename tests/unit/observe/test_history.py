@@ -1,25 +1,29 @@
 import pytest
 
-from ratelimitd.counters import CheckStats
-from ratelimitd.observe.history import SAMPLE_S, SPANS, History, Sample, Sampler, folded, summed
+from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
+from ratelimitd.observe.history import (
+    SAMPLE_S,
+    SPANS,
+    History,
+    Sample,
+    Sampler,
+    folded,
+    percentile_s,
+    summed,
+)
 from ratelimitd.testing import ManualClock
+
+NOW_MS = 1_700_006_400_000
 
 
 class Node:
     def __init__(self):
         self.stats, self.clock = CheckStats(), ManualClock()
-        self.buckets = 7
-        self.sampler = Sampler(
-            self.stats,
-            self.clock,
-            buckets=lambda: self.buckets,
-            memory_bytes=lambda: 1_000,
-            loop_lag_s=lambda: 0.25,
-        )
+        self.sampler = Sampler(self.stats, self.clock)
 
     def sample(self, seconds=SAMPLE_S):
         self.clock.advance(seconds=seconds)
-        return self.sampler.sample()
+        return self.sampler.sample(buckets=7, memory_bytes=1_000, loop_lag_s=0.25)
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def test_without_traffic_there_is_neither_a_ratio_nor_a_latency(node):
 
 def test_two_samples_of_one_moment_do_no_harm(node):
     node.sample()
-    assert node.sampler.sample().allowed_per_s == 0.0
+    assert node.sample(seconds=0).allowed_per_s == 0.0
 
 
 def test_the_sum_of_nodes_adds_all_but_their_lags():
@@ -78,8 +82,9 @@ def test_the_sum_of_nodes_adds_all_but_their_lags():
 def test_the_history_is_bounded_and_loses_the_oldest():
     history = History()
     assert [history.samples(span) for span in SPANS.values()] == [()] * len(SPANS)
-    for number in range(86_400 // 2 + 500):
-        history.add(Sample(number * 2_000))
+    ago_s = [*range(90_000, 4_000, -240), *range(4_000, 1_000, -10), *range(1_000, -1, -2)]
+    for each_s in ago_s:
+        history.add(Sample(NOW_MS - each_s * 1_000))
     newest_ms = history.samples(SPANS["15m"])[-1].at_ms
     for span in SPANS.values():
         samples = history.samples(span)
@@ -105,3 +110,30 @@ def test_a_coarser_sample_is_the_mean_of_its_stretch_and_is_there_before_it_is_w
     assert folded([one, other, last], 10) == [mean, last]
     assert History([one, other, last]).samples(SPANS["1h"]) == [mean, last]
     assert folded([], 10) == []
+
+
+def counts_of(*latencies_s):
+    stats = CheckStats()
+    for latency_s in latencies_s:
+        stats.observe_latency(latency_s)
+    return stats.latency_counts
+
+
+def test_without_checks_there_is_no_percentile():
+    assert percentile_s(counts_of(), 0.5) is None
+
+
+@pytest.mark.parametrize(("share", "expected_s"), [(0.5, 0.0015), (0.25, 0.00125), (1.0, 0.002)])
+def test_within_a_bucket_checks_count_as_evenly_spread(share, expected_s):
+    assert percentile_s(counts_of(*[0.0015] * 4), share) == pytest.approx(expected_s)
+
+
+def test_a_percentile_is_in_the_bucket_that_holds_the_check_of_this_rank():
+    counts = counts_of(*[0.00001] * 98, 0.004, 0.2)
+    assert percentile_s(counts, 0.5) < LATENCY_BOUNDS_S[0]
+    assert 0.002 < percentile_s(counts, 0.99) <= 0.005
+    assert 0.1 < percentile_s(counts, 0.999) <= 0.25
+
+
+def test_above_the_last_bound_the_bound_is_all_that_is_known():
+    assert percentile_s(counts_of(7.0), 0.5) == LATENCY_BOUNDS_S[-1]

@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 
+from ratelimitd.buckets.keys import joined
+from ratelimitd.model import IdentifierType
 from ratelimitd.observe import logs
-from ratelimitd.observe.logs import REPEAT_PAUSE_S, LogContext, OncePerPause
+from ratelimitd.observe.logs import REPEAT_PAUSE_S, LogContext, OncePerPause, RulesLog, masked
 
 
 @pytest.fixture(autouse=True)
@@ -248,3 +250,63 @@ def test_events_remembered_are_bounded():
     for number in range(logs.REMEMBERED_EVENTS + 10):
         once.filter(record(f"event {number}"))
     assert len(once._seen) == logs.REMEMBERED_EVENTS
+
+
+@pytest.mark.parametrize(
+    ("identifier", "identifier_type", "expected"),
+    [
+        ("ada.lovelace@example.com", "user", "ada.…"),
+        ("ada", "user", "…"),
+        ("ada-lov", "user", "a…"),
+        ("Ünal Öztürk 12345", "user", "Ünal…"),
+        ("sk_live_0123456789abcdef", "api_key", "sk_l…"),
+        ("k3y", "api_key", "…"),
+        ("203.0.113.77", "ip", "203.0.…"),
+        ("2001:db8::1", "ip", "2001:db8:…"),
+        ("::1", "ip", "::…"),
+    ],
+)
+def test_only_the_beginning_is_shown(identifier, identifier_type, expected):
+    assert masked(identifier.encode(), IdentifierType(identifier_type)) == expected
+
+
+def test_what_is_no_text_is_masked_all_the_same():
+    assert masked(b"\xff" * 8, IdentifierType.USER) == "\ufffd\ufffd…"
+
+
+def test_each_identifier_of_a_combination_is_masked():
+    assert masked(joined([b"203.0.113.77", b"ada.lovelace"]), "ip+user") == "203.0.…+ada…"
+
+
+def test_everybody_has_no_identifier():
+    assert masked(b"", "all") == "all"
+
+
+def told(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_of_many_edits_in_a_row_the_last_state_is_logged_and_once(caplog):
+    caplog.set_level(logging.INFO)
+    log = RulesLog()
+    log.take(1, 6)
+    log.write()
+    for revision, rules in ((2, 5), (3, 6), (4, 7)):
+        log.take(revision, rules)
+    log.write()
+    log.write()
+    assert told(caplog) == ["rules in force: 6", "rules in force: 7"]
+
+
+def test_a_book_without_rules_is_warned_of(caplog):
+    log = RulesLog()
+    log.take(3, 0)
+    log.write()
+    assert told(caplog) == ["no rules: every check is allowed"]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_before_there_is_a_book_there_is_nothing_to_say(caplog):
+    caplog.set_level(logging.INFO)
+    RulesLog().write()
+    assert told(caplog) == []

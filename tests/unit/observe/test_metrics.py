@@ -1,3 +1,6 @@
+import asyncio
+import resource
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +11,12 @@ from ratelimitd.errors import InvalidInputError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import (
+    _MAXRSS_UNIT,
     DEFINITIONS,
     Metrics,
     NodeParts,
     Runtime,
+    resident_bytes,
 )
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
@@ -81,15 +86,19 @@ def snapshot():
 
 
 @pytest.fixture
-def metrics(stats, runtime, *, transport, cluster, snapshot):
-    clock = ManualClock()
-    feed = SimpleNamespace(
+def feed():
+    return SimpleNamespace(
         book=RuleBook.of([RULE], 4),
         assignments=range(20),
         skipped_total=15,
         left_out=19,
         connected=True,
     )
+
+
+@pytest.fixture
+def metrics(stats, runtime, feed, *, transport, cluster, snapshot):
+    clock = ManualClock()
     return Metrics(
         NodeParts(
             stats=stats,
@@ -160,6 +169,12 @@ def test_buckets_rules_and_snapshot_are_reported(metrics, stats):
     assert value(metrics, "rate_limiter_unexpected_errors_total") == 18
 
 
+def test_before_there_is_a_book_there_are_no_rules(metrics, feed):
+    feed.book, feed.connected = None, False
+    for name in ("rules", "rules_revision", "rules_store_up"):
+        assert value(metrics, f"rate_limiter_{name}") == 0
+
+
 def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
     stats.breaker_denied_total = 30
     assert value(metrics, "rate_limiter_cluster_nodes") == 3
@@ -206,8 +221,31 @@ def test_the_process_is_reported(metrics, runtime):
     assert value(metrics, "rate_limiter_task_restarts_total", task="snapshot") == 2
     labels = {"version": __version__, "transport": "native"}
     assert value(metrics, "rate_limiter_build_info", **labels) == 1
-    assert value(metrics, "rate_limiter_memory_usage_bytes") > 1_000_000
-    assert value(metrics, "process_start_time_seconds") > 1_700_000_000
+    assert 5_000_000 < value(metrics, "rate_limiter_memory_usage_bytes") < 10_000_000_000
+    assert 1_700_000_000 < value(metrics, "process_start_time_seconds") <= time.time()
+
+
+async def test_tasks_are_counted_as_they_come(metrics):
+    before, idle = value(metrics, "rate_limiter_tasks"), asyncio.Event()
+    task = asyncio.create_task(idle.wait())
+    assert value(metrics, "rate_limiter_tasks") == before + 1
+    idle.set()
+    await task
+
+
+def test_resident_memory_is_the_second_figure_of_statm_in_pages(tmp_path):
+    statm = tmp_path / "statm"
+    statm.write_bytes(b"900 3 2 1 0 5 0\n")
+    assert resident_bytes(statm) == 3 * resource.getpagesize()
+
+
+@pytest.mark.parametrize("content", [None, b"1\n"])
+def test_without_proc_the_peak_is_reported(tmp_path, content):
+    statm = tmp_path / "statm"
+    if content is not None:
+        statm.write_bytes(content)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+    assert resident_bytes(statm) >= peak
 
 
 def test_what_the_transport_is_busy_with_is_reported(metrics):

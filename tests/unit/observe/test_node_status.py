@@ -16,34 +16,25 @@ from ratelimitd.observe.node_status import (
     MAX_SEALED,
     BusyRule,
     HeldLimit,
-    NodeStatus,
     decode,
     encode,
     names_within,
     sealed_names,
 )
+from tests.unit.observe.test_live import status_of
 
 SAMPLE = Sample(1_700_006_400_000, 12.5, 3.0, 0.5, 15.5, 15.0, (1,) * 15, 42, 10**8, 0.002)
-STATUS = NodeStatus(
-    node_id="n1",
-    version="0.1.0",
-    grpc_address="10.0.0.1:9090",
-    http_address="10.0.0.1:8080",
-    rules_revision=7,
-    healthy=True,
-    shared_state_connected=True,
-    hit_ratio=0.98,
-    hit_ratio_met=True,
-    average_latency_ms=0.05,
-    latency_met=True,
-    error_rate=0.0,
-    breaker_state="closed",
-    retry_s=0.0,
-    sync_lag_s=0.01,
-    clock_error_s=-0.25,
-    excess_ratio=0.01,
-    excess_bound_ratio=0.51,
-    admin_token_digest="a1b2c3d4",
+STATUS = replace(
+    status_of(
+        http_address="10.0.0.1:8080",
+        hit_ratio=0.98,
+        average_latency_ms=0.05,
+        sync_lag_s=0.01,
+        clock_error_s=-0.25,
+        excess_ratio=0.01,
+        excess_bound_ratio=0.51,
+        admin_token_digest="a1b2c3d4",
+    ),
     sample=SAMPLE,
 )
 BUSY = replace(

@@ -135,6 +135,5 @@ async def test_other_events_than_requests_pass_the_check(web):
     async def app(scope, _receive, _send):
         seen.append(scope["type"])
 
-    web.app._app = app
-    await web.app({"type": "lifespan"}, None, None)
+    await HostCheck(app, [], web.refused.append)({"type": "lifespan"}, None, None)
     assert seen == ["lifespan"]

@@ -1,5 +1,7 @@
 import asyncio
+import socket
 import ssl
+import stat
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +12,13 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
-from ratelimitd.web.server import MAX_HEADER_BYTES, MAX_HEADER_LINES, HttpServer
+from ratelimitd.web.server import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_LINES,
+    HttpServer,
+    listening_at,
+    short_name,
+)
 from tests.unit.rpc.test_tls_contexts import write
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -18,6 +26,18 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 async def hello(scope, receive, send):
     await PlainTextResponse("hello")(scope, receive, send)
+
+
+class Slow:
+    """An application that answers when it may."""
+
+    def __init__(self):
+        self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope, receive, send):
+        self.began.set()
+        await self.may_go_on.wait()
+        await hello(scope, receive, send)
 
 
 class Listening(NamedTuple):
@@ -153,18 +173,12 @@ async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_i
 
 
 async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
-    began, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await go_on.wait()
-        await hello(scope, receive, send)
-
+    slow = Slow()
     reader, writer = await talk(await listening(slow))
-    await began.wait()
+    await slow.began.wait()
     stopping = asyncio.create_task(listening.server.stop())
     await asyncio.sleep(0)
-    go_on.set()
+    slow.may_go_on.set()
     await stopping
     assert (await reader.read()).endswith(b"hello")
     writer.close()
@@ -298,20 +312,14 @@ async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
 async def test_beyond_the_bound_no_connection_makes_room_whose_answer_is_coming(
     listening, monkeypatch
 ):
-    may_go_on, began = asyncio.Event(), asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await may_go_on.wait()
-        await hello(scope, receive, send)
-
+    slow = Slow()
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening(slow)
     reader, writer = await talk(address)
-    await began.wait()
+    await slow.began.wait()
     refused, refused_writer = await talk(address)
     assert await closed_by_server(refused)
-    may_go_on.set()
+    slow.may_go_on.set()
     assert b" 200 " in await reader.readline()
     for each in (writer, refused_writer):
         each.close()
@@ -326,28 +334,15 @@ async def test_a_connection_that_sends_slowly_is_closed_when_its_time_is_over(
     writer.close()
 
 
-async def test_an_answer_that_is_being_read_may_be_finished_after_that(listening, monkeypatch):
-    may_go_on = asyncio.Event()
-    began = asyncio.Event()
-
-    async def slow(scope, receive, send):
-        began.set()
-        await may_go_on.wait()
-        await hello(scope, receive, send)
-
-    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
-    expired = asyncio.Event()
-    expire = web_server.BoundedProtocol._expire
-
-    def expire_and_tell(self):
-        expire(self)
-        expired.set()
-
-    monkeypatch.setattr(web_server.BoundedProtocol, "_expire", expire_and_tell)
+async def test_an_answer_that_is_being_read_may_be_finished_after_that(
+    listening, expiries, monkeypatch
+):
+    monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 60.0)
+    slow = Slow()
     reader, writer = await talk(await listening(slow))
-    await began.wait()
-    await expired.wait()
-    may_go_on.set()
+    await slow.began.wait()
+    await expiries.get()
+    slow.may_go_on.set()
     answer = await reader.read()
     assert b" 200 " in answer
     assert b"hello" in answer
@@ -530,3 +525,34 @@ async def test_a_slow_handshake_is_ended(files, client, monkeypatch):
     assert await closed_by_server(reader)
     writer.close()
     await server.stop()
+
+
+@pytest.fixture
+def path(tmp_path):
+    deep = tmp_path / ("d" * 200)
+    deep.mkdir()
+    return deep / "http.sock"
+
+
+def connected_to(path):
+    with socket.socket(socket.AF_UNIX) as client, short_name(path) as name:
+        return client.connect_ex(name) == 0
+
+
+def test_a_path_of_any_length_can_be_listened_at_by_its_owner_alone(path):
+    with listening_at(path):
+        assert connected_to(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not connected_to(path)
+
+
+def test_what_a_dead_process_left_behind_is_replaced(path):
+    listening_at(path).close()
+    assert path.is_socket()
+    with listening_at(path):
+        assert connected_to(path)
+
+
+def test_a_directory_that_is_not_there_is_an_error_and_leaves_nothing_open(path):
+    with pytest.raises(FileNotFoundError):
+        listening_at(path.parent / "none" / "http.sock")

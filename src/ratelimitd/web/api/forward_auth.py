@@ -25,16 +25,14 @@ from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE
 from ratelimitd.web.api.connect import ConnectJson
-from ratelimitd.web.api.http_call import http_call, is_cross_site
+from ratelimitd.web.api.http_call import Requirement, handled, http_call, is_cross_site
 from ratelimitd.web.api.json_api import (
     CHECK_METHOD,
     CLIENT_LEFT,
     DENIED,
-    Admission,
     Translation,
     limit_fields,
 )
-from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.addresses import ClientAddresses
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -225,7 +223,7 @@ class ForwardAuth:
         handler: UnaryHandler,
         options: AuthOptions,
         *,
-        admit: Admission,
+        admit: Requirement,
         translate: Translation,
         now_s: Callable[[], float],
         revision: str,
@@ -282,13 +280,8 @@ class ForwardAuth:
             tokens_requested=parameters.cost,
         )
         self._identify(message, headers, peer, is_trusted=is_trusted)
-        answer = await handled(
-            self._handler,
-            message.SerializeToString(),
-            call,
-            receive=request.receive,
-            deadline=Deadline(None),
-        )
+        data = message.SerializeToString()
+        answer = await handled(self._handler, data, call, receive=request.receive)
         return self._told(ratelimiter_pb2.RateLimitResponse.FromString(answer), parameters.deny)
 
     def _endpoint(self, request: Request, uri: str | None) -> str:

@@ -1,23 +1,29 @@
 """An HTTP request as the call that a handler of the services sees, so that pages and JSON act as gRPC callers do.
 
-Never decides who may do what: the handler's own guard does, from this call. See ADR 0017.
+Reads the body, and waits for the handler's answer. Never decides who may do what: the handler's own guard does, from
+this call. See ADR 0017.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.types import Receive
 
-from ratelimitd.rpc.interface import Call, RpcError, StatusCode
+from ratelimitd.rpc.interface import Call, RpcError, StatusCode, UnaryHandler
 from ratelimitd.rpc.messages import Encoding, inflated
 
 Requirement = Callable[[Call], None]
 """Lets a call pass, or raises ``RpcError``: what a role asks for."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +92,51 @@ def is_cross_site(headers: Headers) -> bool:
     )
 
 
-async def settled(answer: bytes | Awaitable[bytes]) -> bytes:
-    """What a handler answered, at once or later."""
-    return answer if isinstance(answer, bytes) else await answer
+async def settled(value: T | Awaitable[T]) -> T:
+    """Return a value that is there, or one that must be waited for."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def handled(
+    handler: UnaryHandler,
+    data: bytes,
+    call: Call,
+    *,
+    receive: Receive,
+    deadline_s: float | None = None,
+) -> bytes:
+    """Return the answer of a handler, unless the deadline or the connection of the caller ends first.
+
+    ``receive`` returns, after the body, when the caller has left; ``deadline_s`` is on the event loop's clock.
+
+    Raises:
+        RpcError: the handler's own, or DEADLINE_EXCEEDED.
+        starlette.requests.ClientDisconnect: the client has left.
+    """
+    exceeded = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    remaining_s = None if deadline_s is None else deadline_s - asyncio.get_running_loop().time()
+    if remaining_s is not None and remaining_s <= 0:
+        raise exceeded
+    answer = handler(data, call)
+    if isinstance(answer, bytes):
+        return answer
+    working = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_left(receive))
+    both = (working, leaving)
+    try:
+        await asyncio.wait(both, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect if leaving.done() else exceeded
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024

@@ -7,6 +7,7 @@ answers such a question, so no page of another site reaches the loopback role. S
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.fair_queue import FairQueue
-from ratelimitd.rpc.interface import Call, Methods, RpcError, UnaryHandler
+from ratelimitd.rpc.interface import Methods, RpcError, UnaryHandler
 from ratelimitd.web.api.connect import (
     GRPC_WEB,
     GRPC_WEB_PROTO,
@@ -34,9 +35,8 @@ from ratelimitd.web.api.connect import (
     UnaryProtocol,
     WholeBookJson,
 )
-from ratelimitd.web.api.http_call import body_of, http_call
+from ratelimitd.web.api.http_call import Requirement, body_of, handled, http_call
 from ratelimitd.web.api.json_messages import Turn
-from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -89,6 +89,8 @@ OPENAPI_PATH: Final = "/openapi.json"
 
 CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 
+_APPLY: Final = "RateLimiterConfig/ApplyRateLimits"
+
 UNSUPPORTED: Final = 415
 CLIENT_LEFT: Final = 499
 """Status for the log when the client has disconnected."""
@@ -110,9 +112,6 @@ WHOLE_BOOK_PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
 _DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"
 """Written by `make proto` from the contract and its comments, which the generated classes do not have."""
 
-Admission = Callable[[Call], None]
-"""Lets a call pass, or raises ``RpcError``: who may call its method. Asked before a body is read."""
-
 Translation = Callable[[Exception, str], RpcError]
 """What a call of this method ends with for whatever was raised."""
 
@@ -125,13 +124,13 @@ class _Method:
 
 
 class JsonApi:
-    """The routes for a node's ``methods``."""
+    """The routes for a node's ``methods``; ``admit`` is asked before a body is read."""
 
     def __init__(
         self,
         methods: Methods,
         *,
-        admit: Admission,
+        admit: Requirement,
         translate: Translation,
         http_check: HttpCheck,
         queue: FairQueue,
@@ -152,7 +151,9 @@ class JsonApi:
         check = self._methods[CHECK_METHOD]
         return [
             *(
-                self._route(path, method, WHOLE_BOOK_PROTOCOLS if _is_apply(path) else PROTOCOLS)
+                self._route(
+                    path, method, WHOLE_BOOK_PROTOCOLS if path.endswith(_APPLY) else PROTOCOLS
+                )
                 for path, method in self._methods.items()
             ),
             self._route(CHECK_PATH, check, self._check_protocols),
@@ -179,12 +180,13 @@ class JsonApi:
     async def _answer(self, request: Request, method: _Method, protocol: UnaryProtocol) -> Response:
         call = http_call(request, method.path)
         self._admit(call)
-        deadline = Deadline(protocol.timeout_s(request.headers))
+        timeout_s = protocol.timeout_s(request.headers)
+        deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         body = await body_of(request, protocol.max_body_bytes)
         turn = partial(self._queue.run, call.peer)
         message = await protocol.message_of(body, request.headers, method.types, turn)
         answer = await handled(
-            method.handler, message, call, receive=request.receive, deadline=deadline
+            method.handler, message, call, receive=request.receive, deadline_s=deadline_s
         )
         return await protocol.answer(answer, method.types, turn)
 
@@ -197,10 +199,6 @@ def _methods_of(methods: Methods) -> Iterator[_Method]:
             types = Types(GetMessageClass(method.input_type), GetMessageClass(method.output_type))
             for path in (f"/{package}.{name}/{method.name}", f"/{name}/{method.name}"):
                 yield _Method(path, methods.unary[path], types)
-
-
-def _is_apply(path: str) -> bool:
-    return path.endswith("RateLimiterConfig/ApplyRateLimits")
 
 
 def _unsupported(protocols: Mapping[str, UnaryProtocol]) -> Response:

@@ -313,9 +313,6 @@ _READERS: Final[Mapping[int, Callable[[object], Any]]] = MappingProxyType(
 """By type of field: every type that requests have. A test asks for each of their fields."""
 
 
-"""Items of a list that are written at a stretch: about 1 ms."""
-
-
 class _Member(NamedTuple):
     """How a field is written."""
 

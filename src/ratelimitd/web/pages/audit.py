@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import MAXYEAR, UTC, datetime, timedelta
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Self
 from urllib.parse import urlencode
 
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rules.store import EVERY_CHANGE, AuditEntry, AuditFilter, LimitDraft
+from ratelimitd.rules.store import EVERY_CHANGE, AuditEntry, AuditFilter, LimitDraft, RuleStore
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 from ratelimitd.web.pages.invoke import HTTP_STATUS, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
@@ -38,15 +38,6 @@ ACTIONS: Final = {"create": "created", "update": "changed", "delete": "deleted",
 """The actions of the trail, in the words of the page."""
 
 _log = logging.getLogger(__name__)
-
-
-class AuditReader(Protocol):
-    """What this module needs of a :class:`ratelimitd.rules.store.RuleStore`."""
-
-    async def audit(
-        self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
-    ) -> Sequence[AuditEntry]:
-        """At most ``size`` changes, the newest first."""
 
 
 class Change(NamedTuple):
@@ -79,15 +70,15 @@ class Changes(NamedTuple):
 class AuditTrail:
     """Reads pages of changes."""
 
-    def __init__(self, reader: AuditReader) -> None:
-        self._reader = reader
+    def __init__(self, store: RuleStore) -> None:
+        self._store = store
 
     async def page(
         self, rule_id: str, before: int | None, wanted: AuditFilter = EVERY_CHANGE
     ) -> Changes:
         """Changes of a rule, of all rules when ``rule_id`` is empty, from below the revision ``before`` on."""
         try:
-            entries = await self._reader.audit(rule_id, before, PAGE_CHANGES + 1, wanted)
+            entries = await self._store.audit(rule_id, before, PAGE_CHANGES + 1, wanted)
         except StoreUnavailableError as error:
             _log.warning("the audit trail cannot be read: %s", error)
             return Changes([], away=True)
@@ -225,7 +216,7 @@ class AuditPages:
         """Revert, if no rule was changed after the preview."""
         to, since = fields.get("to", ""), fields.get("revision", "")
         if not _is_revision(to) or not _is_revision(since):
-            return await self._no_revision(request)
+            return self._no_revision(request)
         try:
             await self._services.revert(request, int(to), since=int(since))
         except Rejected as error:
@@ -237,13 +228,13 @@ class AuditPages:
         self, request: Request, to: str, problem: str = "", status_code: int = 200
     ) -> Response:
         if not _is_revision(to):
-            return await self._no_revision(request)
+            return self._no_revision(request)
         try:
             answer = await self._services.revert(request, int(to), dry_run=True)
         except Rejected as error:
             text = "; ".join(error.fields.values()) or error.message
             title = f"The rules cannot be reverted to revision {to}"
-            return await self._frame.message(request, title, text, error.status)
+            return self._frame.message(request, title, text, error.status)
         counts = {"created": answer.created, "changed": answer.updated, "deleted": answer.deleted}
         return self._frame.page(
             request,
@@ -257,9 +248,9 @@ class AuditPages:
             problem=problem,
         )
 
-    async def _no_revision(self, request: Request) -> Response:
+    def _no_revision(self, request: Request) -> Response:
         text = "A revision is a number from 1 on, such as the list of changes shows."
-        return await self._frame.message(request, "There is no such revision", text, 404)
+        return self._frame.message(request, "There is no such revision", text, 404)
 
 
 def _is_revision(text: str) -> bool:

@@ -5,28 +5,26 @@ Never touches a store or a limiter: roles, validation, audit trail and errors ar
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.requests import Request
 
 from ratelimitd.errors import FieldViolation
 from ratelimitd.model import Rule
-from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.web.api.http_call import settled
+from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.pages.page_base import Frame
 from ratelimitd.web.pages.rule_form import RuleForm, form_errors
 from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
 PLANS: Final = "/ratelimiter.v1.RateLimiterPlans"
-CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 EXPLAIN_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 
@@ -58,23 +56,6 @@ class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
     def status(self) -> int:
         """HTTP status of a page with this error."""
         return HTTP_STATUS.get(self.code, 500)
-
-
-class Question(NamedTuple):
-    """Input of a check or a reset; ``also`` are pairs of type and identifier."""
-
-    identifier: str
-    identifier_type: str
-    endpoint: str
-    also: Sequence[tuple[str, str]] = ()
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the contract's messages."""
-        also = [
-            ratelimiter_pb2.Identity(identifier_type=kind, identifier=identifier)
-            for kind, identifier in self.also
-        ]
-        return {**self._asdict(), "also": also}
 
 
 RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
@@ -120,22 +101,16 @@ class ServiceCalls:
         return ratelimiter_pb2.ApplyRateLimitsResponse.FromString(answer)
 
     async def check(
-        self, request: Request, question: Question, cost: int, *, peek: bool, max_wait_ms: int = 0
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.RateLimitResponse:
-        """Check; spends unless ``peek``."""
-        message = ratelimiter_pb2.RateLimitRequest(
-            **question.fields(), tokens_requested=cost, peek=peek, max_wait_ms=max_wait_ms
-        )
+        """Check."""
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
 
     async def explain(
-        self, request: Request, question: Question, cost: int, *, max_wait_ms: int = 0
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.Explanation:
         """Ask what a check would be answered, and why; spends nothing."""
-        message = ratelimiter_pb2.RateLimitRequest(
-            **question.fields(), tokens_requested=cost, max_wait_ms=max_wait_ms
-        )
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
 
@@ -158,9 +133,9 @@ class ServiceCalls:
         answer = await self._ask(request, f"{PLANS}/ListAssignments", message)
         return ratelimiter_pb2.ListAssignmentsResponse.FromString(answer)
 
-    async def reset(self, request: Request, question: Question) -> None:
+    async def reset(self, request: Request, message: ratelimiter_pb2.ResetRequest) -> None:
         """Reset an identifier."""
-        await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question.fields()))
+        await self._ask(request, RESET_METHOD, message)
 
     async def _ask(self, request: Request, method: str, message: Message) -> bytes:
         call = self._frame.call(request, method)
@@ -179,69 +154,3 @@ def _rejected(error: RpcError) -> Rejected:
                 FieldViolation(one.field, one.description) for one in request.field_violations
             )
     return Rejected(error.code, error.message, form_errors(violations))
-
-
-class Deadline:
-    """A deadline ``timeout_s`` from now; none without it."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._time_s = asyncio.get_running_loop().time
-        self._at_s = None if timeout_s is None else self._time_s() + timeout_s
-
-    def remaining_s(self) -> float | None:
-        """Return the remaining seconds; ``None`` without a deadline.
-
-        Raises:
-            RpcError: DEADLINE_EXCEEDED.
-        """
-        if self._at_s is None:
-            return None
-        remaining_s = self._at_s - self._time_s()
-        if remaining_s <= 0:
-            raise _exceeded()
-        return remaining_s
-
-
-async def handled(
-    handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
-) -> bytes:
-    """Return the answer of a handler; after the body, ``receive`` returns when the caller has left.
-
-    Raises:
-        RpcError: the handler's own, or DEADLINE_EXCEEDED.
-        starlette.requests.ClientDisconnect: the client has left.
-    """
-    deadline.remaining_s()
-    answer = handler(data, call)
-    if isinstance(answer, bytes):
-        return answer
-    return await _first_of(answer, receive, deadline)
-
-
-async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
-    """Return the answer, unless the deadline or the connection of the caller ends first."""
-    working = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_left(receive))
-    both = (working, leaving)
-    try:
-        await asyncio.wait(
-            both, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
-        )
-        if working.done():
-            return working.result()
-        if leaving.done():
-            raise ClientDisconnect
-        raise _exceeded()
-    finally:
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _exceeded() -> RpcError:
-    return RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")

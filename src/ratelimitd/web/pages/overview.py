@@ -9,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.observe.history import DEFAULT_SPAN, SPANS, Sample, Span
-from ratelimitd.observe.live import Listener, Overview
+from ratelimitd.observe.history import DEFAULT_SPAN, SPANS
+from ratelimitd.observe.live import Live
 from ratelimitd.rpc.interface import Call
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview_view import (
     TABLE_HEADINGS,
-    headings_of,
     row,
     summary_of,
     table_of,
@@ -69,33 +68,10 @@ Fragments = Callable[[Look], Awaitable[dict[str, str]]]
 """The parts of the page that change, as HTML, by their ids. Made in several event-loop iterations."""
 
 
-class LiveStatus(Protocol):
-    """What is shown: :class:`ratelimitd.observe.live.Live`."""
-
-    def history(self, span: Span) -> Sequence[Sample]:
-        """The samples of one of SPANS up to now."""
-
-    @property
-    def ended(self) -> bool:
-        """The node is on its way out: there are no more steps."""
-
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` after each step, and once at the end."""
-
-    def unlisten(self, listener: Listener) -> None:
-        """Call it no more."""
-
-    async def refresh(self) -> None:
-        """Find out how the other nodes are, unless that was done just now."""
-
-    def overview(self, *, named: bool = False) -> Overview:
-        """How things are."""
-
-
 class LiveStream:
     """The open streams of a node."""
 
-    def __init__(self, live: LiveStatus, fragments: Fragments) -> None:
+    def __init__(self, live: Live, fragments: Fragments) -> None:
         self._live = live
         self._fragments = fragments
         self._readers: set[_Reader] = set()
@@ -194,7 +170,7 @@ class OverviewPage:
     def __init__(
         self,
         frame: Frame,
-        live: LiveStatus,
+        live: Live,
         words: Words,
         *,
         may_administer: Requirement,
@@ -230,7 +206,6 @@ class OverviewPage:
         return self._frame.page(
             request,
             "overview.html",
-            look=look,
             span=span,
             spans=SPAN_WORDS,
             table=table_of(self._live.history(span), span),
@@ -246,23 +221,20 @@ class OverviewPage:
 
         def may_go_on() -> bool:
             try:
-                return self._frame.still_admits(request) and self._look(request) == look
+                self._frame.admit(request)
+                self._look(request)
             except Refused:
                 return False
+            return True
 
         events = self._stream.events(may_go_on, look)
         return StreamingResponse(events, media_type="text/event-stream")
 
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")
-        named = self._asks_for_names(request)
+        if named := request.query_params.get(NAMES) == SHOWN:
+            self._frame.demand(request, self._may_administer)
         return Look(named, span if span in SPANS else DEFAULT_SPAN)
-
-    def _asks_for_names(self, request: Request) -> bool:
-        if request.query_params.get(NAMES) != SHOWN:
-            return False
-        self._frame.demand(request, self._may_administer)
-        return True
 
     async def _fragments(self, look: Look) -> dict[str, str]:
         context = self._context(look)
@@ -276,6 +248,9 @@ class OverviewPage:
     def _context(self, look: Look) -> dict[str, Any]:
         overview = self._live.overview(named=look.named)
         recent = self._live.history(SPANS[DEFAULT_SPAN])
-        view = view_of(overview, recent, named=look.named, on_breaker_open=self._on_breaker_open)
-        summary = summary_of(self._live.history(SPANS[look.span]))
-        return {"view": view, "headings": headings_of(view), "summary": summary}
+        return {
+            "look": look,
+            "overview": overview,
+            "view": view_of(overview, recent, self._on_breaker_open),
+            "summary": summary_of(self._live.history(SPANS[look.span])),
+        }

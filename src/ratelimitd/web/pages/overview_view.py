@@ -5,13 +5,12 @@ The page and the live stream show the same, so one that a script keeps up to dat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Final, NamedTuple
 
-from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
 from ratelimitd.observe.history import SPANS, Sample, Span, folded, summed
 from ratelimitd.observe.live import NodeView, Overview
@@ -20,7 +19,6 @@ from ratelimitd.web.pages.rendering import (
     NONE,
     TABLE_ROWS,
     course,
-    faded,
     milliseconds,
     number,
     percent,
@@ -106,27 +104,9 @@ class NodeRow(NamedTuple):
     figures: Sequence[Tile]
 
 
-class DeniedRow(NamedTuple):
-    """One line of the tables of denials. ``name`` is as much of it as may be shown."""
-
-    name: str
-    kind: str
-    per_minute: str
-
-
-class HeldRow(NamedTuple):
-    """One line of the table of holds in flight."""
-
-    endpoint: str
-    kind: str
-    limit: str
-    holds: str
-    tokens: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Everything that the overview shows, but for its charts."""
+    """What the overview says of the state of the nodes."""
 
     verdict: str
     tone: str
@@ -137,19 +117,11 @@ class View:
     tiles: Sequence[Tile]
     nodes: Sequence[NodeRow]
     gone: int
-    endpoints: Sequence[DeniedRow]
-    identifiers: Sequence[DeniedRow]
-    holds: Sequence[HeldRow]
-    unmatched: Sequence[DeniedRow]
-    """Endpoints without a rule."""
-    named: bool
     advice: str
     """What to set instead, while a breaker is open; empty for nothing."""
 
 
-def view_of(
-    overview: Overview, history: Sequence[Sample], *, named: bool, on_breaker_open: str = ""
-) -> View:
+def view_of(overview: Overview, history: Sequence[Sample], on_breaker_open: str) -> View:
     """The view; ``history`` ends with the sample of now, or is empty. ``on_breaker_open``: the setting of this node."""
     alive = overview.alive
     newest = max(status.rules_revision for status in alive)
@@ -164,20 +136,8 @@ def view_of(
         tiles=_tiles(overview, _recent(overview, history)),
         nodes=[_node_row(node, newest, unheard) for node in overview.nodes],
         gone=sum(node.gone for node in overview.nodes),
-        endpoints=_endpoint_rows(overview.endpoints),
-        unmatched=_endpoint_rows(overview.unmatched),
-        identifiers=[
-            DeniedRow(_shown(one), one.identifier_type, faded(one.per_minute))
-            for one in overview.identifiers
-        ],
-        holds=[HeldRow(*one[:3], short(one.holds), short(one.tokens)) for one in overview.holds],
-        named=named,
         advice=_advice(alive, on_breaker_open),
     )
-
-
-def _endpoint_rows(endpoints: Iterable[DeniedEndpoint]) -> Sequence[DeniedRow]:
-    return [DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in endpoints]
 
 
 def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
@@ -418,12 +378,3 @@ def _state(node: NodeView, unheard: str) -> tuple[str, str]:
     if node.gone:
         return f"gone, last seen {seconds(round(node.age_s))} ago", BAD
     return ("healthy", GOOD) if node.status.healthy else ("degraded", WARN)
-
-
-def _shown(one: DeniedIdentifier) -> str:
-    return one.name or one.masked
-
-
-def headings_of(view: View) -> Sequence[str]:
-    """The columns of the table of nodes, which are the labels of its figures."""
-    return [tile.label for tile in view.nodes[0].figures]

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl, quote
 
-from jinja2 import Environment
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -21,6 +20,7 @@ from ratelimitd import __version__
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused
+from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import ProxyUsers, Sessions
 
 SESSION_COOKIE: Final = "ratelimitd_session"
@@ -67,38 +67,57 @@ class Frame:
         may_read: Requirement,
         sessions: Sessions,
         count: Count,
-        templates: Environment,
         users: ProxyUsers | None = None,
     ) -> None:
         self._node_id = node_id
         self._may_read = may_read
         self._sessions = sessions
         self._count = count
-        self._templates = templates
+        _, self._templates = look()
         self._users = users or ProxyUsers()
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
         """Wrap ``endpoint`` for visitors that may read; others are refused or sent to the login."""
 
         async def guarded(request: Request) -> Response:
-            self._admit(request)
+            self.admit(request)
             return await endpoint(request)
 
         return guarded
 
-    def still_admits(self, request: Request) -> bool:
-        """Return whether the visitor may go on reading an answer that lasts."""
+    def admit(self, request: Request) -> Visitor:
+        """Identify the visitor.
+
+        Raises:
+            Refused: the visitor may not read.
+        """
+        session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
+        if (user := self._user(request)) is not None:
+            visitor = user
+        elif session is not None and not session.expired:
+            visitor = Visitor(session.authorization, session.nonce, logged_in=True)
+        else:
+            visitor = self.visitor(request)
         try:
-            self._admit(request)
-        except Refused:
-            return False
-        return True
+            self._may_read(http_call(request, request.url.path, visitor.authorization))
+        except RpcError as error:
+            request.state.visitor = None
+            if error.code is StatusCode.UNAUTHENTICATED and self._sessions.possible:
+                expired = session is not None
+                cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
+                raise Refused(cause) from None
+            if error.code is StatusCode.RESOURCE_EXHAUSTED:
+                raise Refused(Cause.TOO_MANY_LOGINS) from None
+            raise Refused(Cause.NOT_ALLOWED, error.message) from None
+        visitor = visitor._replace(admitted=True)
+        request.state.visitor = visitor
+        return visitor
 
     def posting(self, endpoint: FormEndpoint) -> Endpoint:
         """Wrap ``endpoint`` for forms of visitors that may read; it gets the fields of the form."""
 
         async def guarded(request: Request) -> Response:
-            visitor = self._admit(request)
+            visitor = self.admit(request)
             return await endpoint(request, await self.form_of(request, visitor))
 
         return guarded
@@ -189,14 +208,7 @@ class Frame:
             return RedirectResponse(login_url(request), 303)
         self._count(cause)
         answer = ANSWERS[cause]
-        return self.page(
-            request,
-            "message.html",
-            status_code=answer.status,
-            title=answer.title,
-            text=error.text,
-            login=login,
-        )
+        return self.message(request, answer.title, error.text, answer.status, login=login)
 
     def demand(self, request: Request, requirement: Requirement) -> None:
         """Refuse a visitor who lacks a role beyond that of reading.
@@ -209,45 +221,23 @@ class Frame:
         except RpcError as error:
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
 
-    async def message(self, request: Request, title: str, text: str, status_code: int) -> Response:
-        """Return a page with one message."""
+    def message(
+        self, request: Request, title: str, text: str, status_code: int, *, login: bool = False
+    ) -> Response:
+        """Return a page with one message; ``login``: with the way to log in."""
         return self.page(
             request,
             "message.html",
             status_code=status_code,
             title=title,
             text=text,
-            login=False,
+            login=login,
         )
 
     def _token_field(self, visitor: Visitor) -> Markup:
         """Return the hidden fields of every form."""
         field = Markup('<input type="hidden" name="{}" value="{}">')
         return field.format(FORM_TOKEN_FIELD, self._sessions.form_token(visitor.nonce))
-
-    def _admit(self, request: Request) -> Visitor:
-        """Identify the visitor, and refuse it unless it may read."""
-        session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
-        if (user := self._user(request)) is not None:
-            visitor = user
-        elif session is not None and not session.expired:
-            visitor = Visitor(session.authorization, session.nonce, logged_in=True)
-        else:
-            visitor = self.visitor(request)
-        try:
-            self._may_read(http_call(request, request.url.path, visitor.authorization))
-        except RpcError as error:
-            request.state.visitor = None
-            if error.code is StatusCode.UNAUTHENTICATED and self._sessions.possible:
-                expired = session is not None
-                cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
-                raise Refused(cause) from None
-            if error.code is StatusCode.RESOURCE_EXHAUSTED:
-                raise Refused(Cause.TOO_MANY_LOGINS) from None
-            raise Refused(Cause.NOT_ALLOWED, error.message) from None
-        visitor = visitor._replace(admitted=True)
-        request.state.visitor = visitor
-        return visitor
 
     def _user(self, request: Request) -> Visitor | None:
         """Return the visitor whom a trusted proxy names, before any session; ``None``: none names anybody."""

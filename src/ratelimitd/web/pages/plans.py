@@ -6,7 +6,7 @@ page are forms, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from starlette.requests import Request
@@ -31,36 +31,13 @@ DONE: Final = {
 
 STALE: Final = "Somebody changed this assignment meanwhile, so nothing was stored."
 
+_SEARCH_FIELDS: Final = ("plan", "identifier_type", "identifier_prefix", "page_token")
 
-class Search(NamedTuple):
-    """What is looked for; ``token`` is that of a later page."""
 
-    plan: str = ""
-    identifier_type: str = ""
-    prefix: str = ""
-    token: str = ""
-
-    @classmethod
-    def of_fields(cls, fields: Fields) -> Self:
-        """From the fields of a form."""
-        names = ("plan", "identifier_type", "identifier_prefix", "page_token")
-        return cls(*(fields.get(name, "") for name in names))
-
-    @property
-    def selects_all(self) -> bool:
-        """Whether nothing is looked for."""
-        return not (self.plan or self.identifier_type or self.prefix)
-
-    @property
-    def message(self) -> ratelimiter_pb2.ListAssignmentsRequest:
-        """What the service is asked."""
-        return ratelimiter_pb2.ListAssignmentsRequest(
-            plan=self.plan,
-            identifier_type=self.identifier_type,
-            identifier_prefix=self.prefix,
-            page_size=PAGE_ASSIGNMENTS,
-            page_token=self.token,
-        )
+def _search(fields: Mapping[str, str]) -> ratelimiter_pb2.ListAssignmentsRequest:
+    """Return what the service is asked for a search."""
+    given = {name: fields.get(name, "") for name in _SEARCH_FIELDS}
+    return ratelimiter_pb2.ListAssignmentsRequest(**given, page_size=PAGE_ASSIGNMENTS)
 
 
 class AssignForm(NamedTuple):
@@ -123,12 +100,13 @@ class PlansPage:
     async def show(self, request: Request) -> Response:
         """The first page of all assignments, and the forms; ``plan`` and ``identifier_type`` of the address select."""
         given = request.query_params
-        search = Search(given.get("plan", ""), given.get("identifier_type", ""))
-        return await self._page(request, search, done=DONE.get(given.get("done", ""), ""))
+        selected = {name: given.get(name, "") for name in ("plan", "identifier_type")}
+        done = DONE.get(given.get("done", ""), "")
+        return await self._page(request, _search(selected), done=done)
 
     async def search(self, request: Request, fields: Fields) -> Response:
         """A page of what is looked for."""
-        return await self._page(request, Search.of_fields(fields))
+        return await self._page(request, _search(fields))
 
     async def assign(self, request: Request, fields: Fields) -> Response:
         """Assign an identity."""
@@ -152,7 +130,7 @@ class PlansPage:
             problem = "" if error.fields else error.message
             return await self._page(
                 request,
-                Search(),
+                _search({}),
                 form,
                 errors={**error.fields, **errors},
                 problem=problem,
@@ -169,13 +147,13 @@ class PlansPage:
             await self._services.unassign(request, form.identity, form.etag)
         except Rejected as error:
             problem = STALE if error.code is StatusCode.ABORTED else error.message
-            return await self._page(request, Search(), problem=problem, status_code=error.status)
+            return await self._page(request, _search({}), problem=problem, status_code=error.status)
         return RedirectResponse("/plans?done=unassigned", 303)
 
     async def _page(  # noqa: PLR0917 -- all of them are what is shown
         self,
         request: Request,
-        search: Search,
+        search: ratelimiter_pb2.ListAssignmentsRequest,
         form: AssignForm | None = None,
         problem: str = "",
         status_code: int = 200,
@@ -183,7 +161,7 @@ class PlansPage:
     ) -> Response:
         found, search_errors = ratelimiter_pb2.ListAssignmentsResponse(), {}
         try:
-            found = await self._services.assignments(request, search.message)
+            found = await self._services.assignments(request, search)
         except Rejected as error:
             search_errors = dict(error.fields)
             problem = problem or ("" if search_errors else error.message)
@@ -202,7 +180,7 @@ class PlansPage:
             total=len(self._assignments),
             plans=sorted({*RESERVED_PLANS, *self._named_plans()}),
             unnamed=self._unnamed(),
-            undeclared=self._undeclared(),
+            undeclared=sorted(self._assignments.types.keys() - set(self._types)),
             types=self._types,
             **given,
         )
@@ -216,7 +194,3 @@ class PlansPage:
         known = {*RESERVED_PLANS, *self._named_plans()}
         held = self._assignments.plans
         return {plan: held[plan] for plan in sorted(held.keys() - known)}
-
-    def _undeclared(self) -> list[str]:
-        """The types of assignments that no request can name."""
-        return sorted(self._assignments.types.keys() - set(self._types))

@@ -80,9 +80,8 @@ def environment(static: StaticFiles, directory: Path = HERE / "templates") -> En
         lstrip_blocks=True,
     )
     found.globals["static_url"] = static.url
-    found.filters["number"] = number
-    found.filters["duration"] = duration
-    found.filters["instant"] = instant
+    for shown in (number, duration, instant, short, faded):
+        found.filters[shown.__name__] = shown
     for name in found.list_templates():
         found.get_template(name)
     return found

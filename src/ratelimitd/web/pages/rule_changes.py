@@ -54,7 +54,7 @@ class Difference(NamedTuple):
 
 def differences(before: Rule | None, after: Rule | None) -> list[Difference]:
     """Each field of two versions of a rule."""
-    return fields_differences(fields_of(before), fields_of(after))
+    return fields_differences(_fields_of(before), _fields_of(after))
 
 
 def fields_differences(
@@ -105,8 +105,7 @@ def _shown_of_assignment(name: str, fields: Mapping[str, Any] | None) -> str:
     return str(value)
 
 
-def fields_of(rule: Rule | None) -> dict[str, Any] | None:
-    """The fields that are shown of a rule."""
+def _fields_of(rule: Rule | None) -> dict[str, Any] | None:
     return None if rule is None else RuleRow.of(rule)._asdict()
 
 

@@ -14,12 +14,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
+from ratelimitd.observe.live import Live
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
-from ratelimitd.web.pages.overview import SPAN_WORDS, LiveStatus
+from ratelimitd.web.pages.overview import SPAN_WORDS
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
@@ -60,8 +61,8 @@ class RulesPages:
         trail: AuditTrail,
         *,
         traffic: RuleTraffic,
-        live: LiveStatus,
-        types: Sequence[str] = tuple(IdentifierType),
+        live: Live,
+        types: Sequence[str],
     ) -> None:
         self._types = types
         self._frame = frame
@@ -124,12 +125,8 @@ class RulesPages:
     async def create(self, request: Request, fields: Fields) -> Response:
         """The form of a new rule, sent: to be changed again, shown as what it does, or stored."""
         form = RuleForm.of_fields(fields)
-        step = fields.get("step")
-        errors = {} if step == "edit" else self._errors(form)
-        if errors or step == "edit":
-            return self._form(request, form, errors=errors, status_code=422 if errors else 200)
-        if step != "store":
-            return self._preview(request, form, None, form.checked())
+        if (page := self._before_storing(request, fields, form, None)) is not None:
+            return page
         try:
             rule_id = await self._services.create(request, form)
         except Rejected as error:
@@ -140,12 +137,11 @@ class RulesPages:
         """The form of a rule, and what happened to it."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         return self._form(
             request,
             RuleForm.of_rule(rule),
             rule=rule,
-            etag=rule.etag,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
             traffic=await self._view(request, rule),
@@ -161,15 +157,8 @@ class RulesPages:
             rule = await self._trail.stored(request.path_params["id"]) or rule
         if rule is None or rule.etag != etag:
             return await self._outdated(request, form, rule)
-        step = fields.get("step")
-        errors = {} if step == "edit" else self._errors(form, rule.id)
-        if errors or step == "edit":
-            status_code = 422 if errors else 200
-            return self._form(
-                request, form, rule=rule, etag=etag, errors=errors, status_code=status_code
-            )
-        if step != "store":
-            return self._preview(request, form, rule, form.checked())
+        if (page := self._before_storing(request, fields, form, rule)) is not None:
+            return page
         try:
             await self._services.update(request, rule.id, form, etag)
         except Rejected as error:
@@ -180,7 +169,7 @@ class RulesPages:
         """What happens when the rule is enabled, or disabled."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
         return self._preview(request, form, rule, form.checked())
 
@@ -188,18 +177,18 @@ class RulesPages:
         """What happens when a limit that only observes takes the place of the first; the address names it."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
         if form is None:
             text = "No limit of this rule has this name and only observes."
-            return await self._frame.message(request, "There is no such limit", text, 404)
+            return self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
     async def preview_delete(self, request: Request) -> Response:
         """What happens when the rule is deleted."""
         rule = self._rule(request)
         if rule is None:
-            return await self._missing(request)
+            return self._missing(request)
         return self._preview(request, RuleForm.of_rule(rule), rule, None)
 
     async def delete(self, request: Request, fields: Fields) -> Response:
@@ -210,7 +199,7 @@ class RulesPages:
         except Rejected as error:
             rule = await self._trail.stored(rule_id) or self._rule(request)
             if rule is None or error.code is StatusCode.NOT_FOUND:
-                return await self._missing(request)
+                return self._missing(request)
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return self._preview(request, RuleForm.of_rule(rule), rule, None, problem, error.status)
         return RedirectResponse("/rules?done=deleted", 303)
@@ -221,7 +210,7 @@ class RulesPages:
     def _rule(self, request: Request) -> Rule | None:
         return self._current_book().get(request.path_params["id"])
 
-    def _errors(self, form: RuleForm, rule_id: str = "") -> dict[str, str]:
+    def _errors(self, form: RuleForm, rule_id: str) -> dict[str, str]:
         """What is wrong with which field, also that another rule is in its place, as far as this node knows."""
         errors = form.errors()
         if errors:
@@ -231,6 +220,17 @@ class RulesPages:
             if other.endpoint == rule.endpoint and other.id != rule_id:
                 return {"endpoint": TAKEN}
         return {}
+
+    def _before_storing(
+        self, request: Request, fields: Fields, form: RuleForm, rule: Rule | None
+    ) -> Response | None:
+        """Return the page of the step that was asked for, or the form with its errors; ``None``: store it."""
+        step = fields.get("step")
+        if step == "edit":
+            return self._form(request, form, rule=rule)
+        if errors := self._errors(form, rule.id if rule else ""):
+            return self._form(request, form, rule=rule, errors=errors, status_code=422)
+        return None if step == "store" else self._preview(request, form, rule, form.checked())
 
     def _form(
         self,
@@ -242,14 +242,21 @@ class RulesPages:
         **context: Any,
     ) -> Response:
         """The form, of a new rule or of ``rule``."""
-        given = {"etag": "", "errors": {}, "problem": "", "history": None, "done": "", **context}
-        given.setdefault("traffic", None)
+        given = {
+            "errors": {},
+            "problem": "",
+            "history": None,
+            "done": "",
+            "traffic": None,
+            **context,
+        }
         return self._frame.page(
             request,
             "rule_form.html",
             status_code=status_code,
             form=form,
             rule=rule,
+            etag=rule.etag if rule else "",
             address=f"/rules/{rule.id}" if rule else "/rules/new",
             **given,
             types=(*self._types, EVERYBODY),
@@ -308,7 +315,6 @@ class RulesPages:
             request,
             form,
             rule=rule,
-            etag=rule.etag if rule else "",
             errors=errors,
             problem="" if errors else error.message,
             status_code=error.status,
@@ -318,10 +324,6 @@ class RulesPages:
         """What was typed, beside what became of the rule meanwhile."""
         if stored is None:
             return self._form(request, form, problem=GONE, status_code=409)
-        return await self._conflict(request, form, stored)
-
-    async def _conflict(self, request: Request, form: RuleForm, stored: Rule) -> Response:
-        """Both versions side by side: what is stored, and what was typed."""
         latest = await self._trail.page(stored.id, None)
         errors = form.errors()
         return self._frame.page(
@@ -335,6 +337,6 @@ class RulesPages:
             differences=None if errors else differences(stored, form.checked()),
         )
 
-    async def _missing(self, request: Request) -> Response:
+    def _missing(self, request: Request) -> Response:
         text = "It was deleted, or never was. The changes tell which."
-        return await self._frame.message(request, "There is no such rule", text, 404)
+        return self._frame.message(request, "There is no such rule", text, 404)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
-from ratelimitd.web.pages.invoke import Question, Rejected, ServiceCalls
+from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_form import whole_number
 from ratelimiter.v1 import ratelimiter_pb2
@@ -79,10 +79,18 @@ class CheckForm(NamedTuple):
         )
 
     @property
-    def question(self) -> Question:
-        """What a service is asked."""
-        also = tuple(self.also.items())
-        return Question(self.identifier, self.identifier_type, self.endpoint, also)
+    def subject(self) -> dict[str, Any]:
+        """The fields that the messages of a check and of a reset have."""
+        also = [
+            ratelimiter_pb2.Identity(identifier_type=kind, identifier=identifier)
+            for kind, identifier in self.also.items()
+        ]
+        return {
+            "identifier": self.identifier,
+            "identifier_type": self.identifier_type,
+            "endpoint": self.endpoint,
+            "also": also,
+        }
 
     def errors(self, refused: Mapping[str, str]) -> dict[str, str]:
         """Return the errors of the fields of the form, of those that a service has refused."""
@@ -106,7 +114,7 @@ class TryPage:
         frame: Frame,
         services: ServiceCalls,
         now_s: Callable[[], float],
-        types: Sequence[str] = tuple(IdentifierType),
+        types: Sequence[str],
     ) -> None:
         self._types = types
         self._frame = frame
@@ -135,11 +143,12 @@ class TryPage:
         action = fields.get("action", "check")
         try:
             if action == "reset":
-                await self._services.reset(request, form.question)
+                await self._services.reset(request, ratelimiter_pb2.ResetRequest(**form.subject))
                 return self._page(request, form, was_reset=True)
             if action == "ask":
                 # A peek, so that errors in the form show before the check is confirmed.
-                await self._services.check(request, form.question, 1, peek=True)
+                message = ratelimiter_pb2.RateLimitRequest(**form.subject, peek=True)
+                await self._services.check(request, message)
                 return self._frame.page(request, "reset.html", form=form)
             return await self._check(request, form, explains=action == "explain")
         except Rejected as error:
@@ -162,8 +171,11 @@ class TryPage:
             errors["max_wait_ms"] = WAIT_PROBLEM
         if errors:
             return self._page(request, form, status_code=422, about="check", errors=errors)
+        message = ratelimiter_pb2.RateLimitRequest(
+            **form.subject, tokens_requested=cost, max_wait_ms=wait_ms
+        )
         if explains:
-            found = await self._services.explain(request, form.question, cost, max_wait_ms=wait_ms)
+            found = await self._services.explain(request, message)
             return self._page(
                 request,
                 form,
@@ -173,12 +185,11 @@ class TryPage:
                 plans=found.plans,
                 nearest=found.nearest,
             )
-        answer = await self._services.check(
-            request, form.question, cost, peek=form.peek, max_wait_ms=wait_ms
-        )
+        message.peek = form.peek
+        answer = await self._services.check(request, message)
         nearest: Sequence[ratelimiter_pb2.NearRule] = ()
         if answer.reason == ratelimiter_pb2.NO_RULE:
-            nearest = (await self._services.explain(request, form.question, cost)).nearest
+            nearest = (await self._services.explain(request, message)).nearest
         return self._page(
             request, form, answer=_Answer(answer, int(self._now_s())), nearest=nearest
         )

@@ -28,7 +28,6 @@ document.addEventListener('DOMContentLoaded', () => {
     try { localStorage.setItem('theme', next); } catch { /* storage is off: the page stays as it is */ }
     show(chosen());
     label();
-    document.dispatchEvent(new Event('themechange'));
   });
   label();
   button.hidden = false;

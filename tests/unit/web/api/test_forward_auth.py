@@ -372,8 +372,7 @@ async def test_a_caller_without_the_role_is_refused(node):
 
 
 async def test_a_defect_is_told_to_the_log_only(node, caplog):
-    node.handle = None
-    node.app._handler = None
+    node.answer = None
     answer = await node.pass_on(X_Api_Key="secret")
     assert (answer.status_code, answer.json()["message"]) == (500, "unexpected error")
     assert "secret" not in caplog.text
@@ -412,7 +411,7 @@ async def test_nothing_that_a_client_sends_is_an_error_of_the_node(
 
 
 async def test_somebody_who_leaves_is_answered_nothing(node):
-    async def never(_data, _call):
+    async def never(_answer):
         await asyncio.Event().wait()
 
     async def receive():
@@ -423,7 +422,7 @@ async def test_somebody_who_leaves_is_answered_nothing(node):
     async def send(message):
         sent.append(message)
 
-    node.app._handler = never
+    node.late, node.answer_later = True, never
     scope = {
         "type": "http", "method": "GET", "path": AUTH_PATH, "query_string": b"", "headers": [],
         "client": (PROXY, 1),

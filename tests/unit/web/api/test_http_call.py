@@ -1,9 +1,25 @@
+import asyncio
+import gzip
+
 import pytest
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
+from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.services.auth import is_loopback
-from ratelimitd.web.api.http_call import HttpCall, http_call, peer_of, settled
+from ratelimitd.web.api.http_call import (
+    MAX_DISCARDED_BYTES,
+    BodyTooLargeError,
+    EncodingUnsupportedError,
+    HttpCall,
+    body_of,
+    handled,
+    http_call,
+    peer_of,
+    settled,
+    uncompressed,
+)
+from tests.unit.services.fake_call import FakeCall
 
 
 def request(client=("192.0.2.1", 5), headers=()):
@@ -57,3 +73,157 @@ async def test_an_answer_may_come_at_once_or_later():
 
     assert await settled(b"now") == b"now"
     assert await settled(later()) == b"later"
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+def handle(handler, *, receive=never, timeout_s=None):
+    deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    return handled(handler, b"in", FakeCall(), receive=receive, deadline_s=deadline_s)
+
+
+async def test_an_answer_that_is_there_at_once_is_taken():
+    assert await handle(lambda data, call: data + call.peer.encode()[:4]) == b"inipv4"
+
+
+async def test_an_answer_is_waited_for():
+    async def later(data, _call):
+        await asyncio.sleep(0)
+        return data
+
+    assert await handle(later, timeout_s=60) == b"in"
+
+
+async def test_an_error_comes_through():
+    async def fail(_data, _call):
+        raise RpcError(StatusCode.NOT_FOUND, "no")
+
+    with pytest.raises(RpcError, match="no"):
+        await handle(fail)
+
+
+async def test_nobody_is_called_after_the_deadline():
+    called = []
+    with pytest.raises(RpcError) as refused:
+        await handle(lambda data, call: called.append(data), timeout_s=0)
+    assert refused.value.code is StatusCode.DEADLINE_EXCEEDED
+    assert not called
+
+
+class Work:
+    """A handler that takes its time, and knows how it ended."""
+
+    def __init__(self):
+        self.started = asyncio.Event()
+        self.cancelled = False
+
+    async def __call__(self, _data, _call):
+        self.started.set()
+        try:
+            await never()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def test_work_ends_when_its_deadline_comes():
+    work = Work()
+    with pytest.raises(RpcError) as refused:
+        await handle(work, timeout_s=0.01)
+    assert refused.value.code is StatusCode.DEADLINE_EXCEEDED
+    assert work.cancelled
+
+
+async def test_work_ends_when_its_caller_leaves():
+    work = Work()
+    events = [{"type": "http.request"}, {"type": "http.disconnect"}]
+
+    async def leave():
+        await work.started.wait()
+        return events.pop(0)
+
+    with pytest.raises(ClientDisconnect):
+        await handle(work, receive=leave)
+    assert work.cancelled
+
+
+async def test_work_ends_when_the_request_is_given_up():
+    work = Work()
+    request = asyncio.create_task(handle(work))
+    await work.started.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert work.cancelled
+
+
+class Sent:
+    """A request whose body comes in these parts, after which the caller is gone."""
+
+    def __init__(self, *parts, complete=True):
+        self.parts = list(parts)
+        self.complete = complete
+        self.request = Request({"type": "http", "headers": []}, self.receive)
+
+    async def receive(self):
+        if not self.parts:
+            return {"type": "http.disconnect"}
+        body = self.parts.pop(0)
+        more_body = bool(self.parts) or not self.complete
+        return {"type": "http.request", "body": body, "more_body": more_body}
+
+
+async def test_a_body_is_put_together():
+    assert await body_of(Sent(b"ab", b"", b"cd").request, 4) == b"abcd"
+
+
+async def test_one_that_is_too_long_is_refused_and_read_all_the_same():
+    sent = Sent(b"abc", b"de", b"f")
+    with pytest.raises(BodyTooLargeError) as refused:
+        await body_of(sent.request, 4)
+    assert refused.value.code is StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.message == "the body must be at most 4 bytes"
+    assert not sent.parts
+
+
+async def test_one_without_end_is_not_read_for_ever():
+    sent = Sent(*[bytes(MAX_DISCARDED_BYTES // 2)] * 4)
+    with pytest.raises(BodyTooLargeError):
+        await body_of(sent.request, 4)
+    assert len(sent.parts) == 1
+
+
+async def test_a_caller_may_leave_before_the_end():
+    with pytest.raises(ClientDisconnect):
+        await body_of(Sent(b"a", complete=False).request, 4)
+
+
+def test_a_body_is_inflated_up_to_the_bound():
+    assert uncompressed(b"ab", "identity", 1) == b"ab"
+    assert uncompressed(b"", "gzip", 2) == b""
+    assert uncompressed(gzip.compress(b"ab", mtime=0), "gzip", 2) == b"ab"
+    with pytest.raises(BodyTooLargeError):
+        uncompressed(gzip.compress(b"abc", mtime=0), "gzip", 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "code"),
+    [
+        (b"ab", "gzip", StatusCode.INVALID_ARGUMENT),
+        # Without the time of day, which would be in the names of the tests.
+        (gzip.compress(b"ab", mtime=0)[:-1], "gzip", StatusCode.INVALID_ARGUMENT),
+        (gzip.compress(b"ab", mtime=0) + b"c", "gzip", StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_what_cannot_be_inflated_is_refused(body, encoding, code):
+    with pytest.raises(RpcError) as refused:
+        uncompressed(body, encoding, 100)
+    assert refused.value.code is code
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip"])
+def test_another_encoding_than_gzip_is_refused(encoding):
+    with pytest.raises(EncodingUnsupportedError, match="with gzip only"):
+        uncompressed(b"ab", encoding, 100)

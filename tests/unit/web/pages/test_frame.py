@@ -7,19 +7,17 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from ratelimitd.services.auth import Credentials
-from ratelimitd.web.pages.errors import Cause, Refused
+from ratelimitd.web.pages.errors import ANSWERS, Cause, Refused, plain
 from ratelimitd.web.pages.page_base import (
     FORM_COOKIE,
     MAX_FORM_BYTES,
     SESSION_COOKIE,
-    Frame,
     local_path,
     visitor_of,
 )
-from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import SESSION_S, Sessions
 from tests.access import access_of
-from tests.page_visitor import PageVisitor, token_in
+from tests.page_visitor import PageVisitor, frame_of, token_in
 
 TOKEN = "a token for the tests"
 FORM = "application/x-www-form-urlencoded"
@@ -32,13 +30,8 @@ class Node:
         self.refused = []
         self.now_s = 1_700_006_400.0
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
-        self.frame = Frame(
-            node_id="n1",
-            may_read=access_of(Credentials(**credentials)).may_read,
-            sessions=self.sessions,
-            count=self.refused.append,
-            templates=look()[1],
-        )
+        may_read = access_of(Credentials(**credentials)).may_read
+        self.frame = frame_of(self.sessions, may_read=may_read, count=self.refused.append)
         self.app = Starlette(
             routes=[
                 Route("/try", self.frame.reading(self.show)),
@@ -218,9 +211,9 @@ def test_a_login_leads_nowhere_else(path):
     assert local_path(path) == "/"
 
 
-async def test_a_message_is_a_page_of_its_own(local):
+def test_a_message_is_a_page_of_its_own(local):
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
-    answer = await local.frame.message(Request(scope), "<title>", "What to do", 404)
+    answer = local.frame.message(Request(scope), "<title>", "What to do", 404)
     assert answer.status_code == 404
     assert b"<h1>&lt;title&gt;</h1>" in answer.body
     assert b"What to do" in answer.body
@@ -229,3 +222,23 @@ async def test_a_message_is_a_page_of_its_own(local):
 def test_a_piece_of_a_page_knows_nobody(local):
     text = local.frame.fragment("_parts.html")
     assert "n1" not in text
+
+
+def test_each_cause_has_an_answer_that_says_what_to_do():
+    assert set(ANSWERS) == set(Cause)
+    for cause, answer in ANSWERS.items():
+        assert 400 <= answer.status < 500
+        assert answer.title
+        assert answer.text or cause is Cause.NOT_ALLOWED
+
+
+def test_a_refusal_can_say_more_than_the_table():
+    assert Refused(Cause.TOO_LARGE).text == ANSWERS[Cause.TOO_LARGE].text
+    assert Refused(Cause.NOT_ALLOWED, "for loopback only").text == "for loopback only"
+
+
+def test_an_answer_as_text_says_both_and_is_not_kept():
+    answer = plain(ANSWERS[Cause.UNKNOWN_HOST])
+    assert answer.status_code == 421
+    assert b"unknown Host\nHTTP_HOSTS" in answer.body
+    assert answer.headers["cache-control"] == "no-store"

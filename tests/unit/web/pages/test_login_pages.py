@@ -5,11 +5,10 @@ from ratelimitd.services.auth import Credentials
 from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.login import LoginPages
-from ratelimitd.web.pages.page_base import SESSION_COOKIE, Frame
-from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.page_base import SESSION_COOKIE
 from ratelimitd.web.pages.sessions import LINK_S, Sessions
 from tests.access import access_of
-from tests.page_visitor import PageVisitor, errors_in
+from tests.page_visitor import PageVisitor, errors_in, frame_of
 
 TOKEN = "a token for the tests"
 TRIES = (MAX_GUESSES - SPARE) // LOGIN_COST
@@ -19,16 +18,9 @@ class Node:
     def __init__(self, admin_token=TOKEN):
         self.refused = []
         self.now_s = 1_700_006_400.0
-        now_s = lambda: self.now_s  # noqa: E731 -- the hand of its clock
-        sessions = Sessions(admin_token, now_s)
+        sessions = Sessions(admin_token, lambda: self.now_s)
         access = access_of(Credentials(admin_token=admin_token, loopback_admin=True))
-        frame = Frame(
-            node_id="n1",
-            may_read=access.may_read,
-            sessions=sessions,
-            count=self.refused.append,
-            templates=look()[1],
-        )
+        frame = frame_of(sessions, may_read=access.may_read, count=self.refused.append)
         self.app = Starlette(
             routes=LoginPages(frame, sessions, self.refused.append, access.login).routes(),
             exception_handlers={Refused: frame.refuse},

@@ -15,10 +15,8 @@ from ratelimitd.observe.node_status import HeldLimit
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
-from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import Sessions
-from tests.page_visitor import text_of
+from tests.page_visitor import frame_of, text_of
 from tests.unit.observe.test_live import status_of
 
 HTML = {"accept": "text/html"}
@@ -59,7 +57,10 @@ class FakeLive:
             unheard_s=3.0,
             shares=True,
             endpoints=[DeniedEndpoint("/<script>", 3.0)],
-            identifiers=[DeniedIdentifier("00", "user", "ada…", 3.0, name)],
+            identifiers=[
+                DeniedIdentifier("00", "user", "ada…", 12.3, name),
+                DeniedIdentifier("01", "api_key", "sk_l…", 3.0),
+            ],
             holds=[HeldLimit("/<held>", "user", "minute", 2, 7_000)],
             unmatched=[DeniedEndpoint("/<unmatched>", 3.0)],
         )
@@ -68,13 +69,7 @@ class FakeLive:
 class Site:
     def __init__(self):
         self.live, self.admin = FakeLive(), True
-        frame = Frame(
-            node_id="n1",
-            may_read=lambda call: None,
-            sessions=Sessions("", lambda: 0.0),
-            count=lambda cause: None,
-            templates=look()[1],
-        )
+        frame = frame_of(Sessions("", lambda: 0.0))
         self.page = OverviewPage(
             frame,
             self.live,
@@ -114,11 +109,10 @@ async def test_a_browser_is_shown_numbers_before_any_script_runs(site):
 
 
 async def test_what_came_from_callers_and_nodes_is_text(site):
-    text = (await site.get("/", **HTML)).text
-    for endpoint in ("script", "unmatched"):
-        assert f"/&lt;{endpoint}&gt;" in text
-    assert "&lt;n1&gt;" in text
-    assert "<script>" not in text
+    answer = await site.get("/", **HTML)
+    for found in ("/<script> 3 ", "/<unmatched> 3 ", "/<held> user minute 2 7 000", "<n1>"):
+        assert found in text_of(answer)
+    assert "<script>" not in answer.text
 
 
 async def test_a_program_is_told_what_this_is(site):
@@ -128,10 +122,10 @@ async def test_a_program_is_told_what_this_is(site):
 async def test_names_are_masked_unless_they_are_asked_for_which_the_log_tells(site, caplog):
     with caplog.at_level(logging.INFO):
         masked = await site.get("/", **HTML)
-        assert "ada…" in masked.text
+        assert "ada… user 12 sk_l… api_key 3" in text_of(masked)
         assert "lovelace" not in masked.text
         named = await site.get("/?names=shown", **HTML)
-    assert "ada.lovelace" in named.text
+    assert "ada.lovelace user 12 sk_l… api_key 3" in text_of(named)
     assert 'data-events="/events?names=shown"' in named.text
     assert [record.message for record in caplog.records if "overview" in record.name] == [
         "admin@ipv4:127.0.0.1:5 looks at the names of denied identifiers"

@@ -3,11 +3,18 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
-from ratelimitd.observe.node_status import HeldLimit
-from ratelimitd.web.pages.overview_view import BAD, GOOD, WARN, headings_of, summary_of, view_of
+from ratelimitd.web.pages.overview_view import (
+    BAD,
+    GOOD,
+    HIT_RATIO,
+    P99,
+    WARN,
+    row,
+    summary_of,
+    view_of,
+)
 from ratelimitd.web.pages.rendering import NONE
 from tests.unit.observe.test_live import status_of
 
@@ -25,10 +32,10 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
     return NodeView(status or status_of(), is_this, age_s, gone)
 
 
-def view(*nodes, total=None, history=(), named=False, on_breaker_open="", **fields):
+def view(*nodes, total=None, history=(), on_breaker_open="", **fields):
     common = {"unheard_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
-    return view_of(overview, history, named=named, on_breaker_open=on_breaker_open)
+    return view_of(overview, history, on_breaker_open)
 
 
 def tile(view, label):
@@ -202,21 +209,6 @@ def test_a_row_has_the_figures_of_its_node():
     assert figure(row, "Skew") == ("−3 s", WARN)
     assert figure(row, "Fail-open") == ("2", BAD)
     assert figure(row, "Over-admission") == (NONE, "")
-    assert headings_of(view(node_of(status))) == [tile.label for tile in row.figures]
-
-
-def test_denials_are_told_by_name_only_where_there_is_one():
-    shown = view(
-        endpoints=[DeniedEndpoint("/<a>", 12.3)],
-        identifiers=[
-            DeniedIdentifier("00", "user", "ada…", 6.0, "ada.lovelace"),
-            DeniedIdentifier("01", "api_key", "sk_l…", 3.0),
-        ],
-        named=True,
-    )
-    assert shown.endpoints == [("/<a>", "", "12")]
-    assert shown.identifiers == [("ada.lovelace", "user", "6"), ("sk_l…", "api_key", "3")]
-    assert shown.named
 
 
 def test_charts_are_told_in_words():
@@ -275,10 +267,9 @@ def test_nothing_is_told_of_what_is_not_there():
     assert (latency.value, latency.met) == (NONE, True)
 
 
-def test_endpoints_without_a_rule_are_told():
-    assert view(unmatched=[DeniedEndpoint("/x/17", 12.3)]).unmatched == [("/x/17", "", "12")]
-
-
-def test_holds_in_flight_are_told_by_limit():
-    held = HeldLimit("/v1/chat", "api_key", "minute", 12, 6_000)
-    assert view(holds=[held]).holds == [("/v1/chat", "api_key", "minute", "12", "6\u202f000")]
+def test_a_row_is_what_the_charts_take():
+    counts = (0, 0, 0, 0, 0, 0, 4, *[0] * 8)
+    sample = Sample(5, 1.23456, 2.0, 3.0, 8.0, 2.0, counts, buckets=9)
+    assert row(sample) == [5, 1.235, 2.0, 3.0, 1.5, 1.95, 1.99, 0.25, 9]
+    assert row(Sample(6)) == [6, 0.0, 0.0, 0.0, None, None, None, None, 0]
+    assert (row(sample)[P99], row(sample)[HIT_RATIO]) == (1.99, 0.25)

@@ -10,10 +10,12 @@ from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Calendar, Period
 from ratelimitd.observe.live import Live
 from ratelimitd.observe.node_status import BusyRule
+from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web.pages.invoke import Rejected
 from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
 from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
 
@@ -484,6 +486,10 @@ async def test_a_store_that_goes_away_while_a_rule_is_edited_is_told_with_the_in
     answer = await visitor.post(f"{address}/delete", hidden_in(page))
     assert answer.status_code == 503
     assert "the rule database is away" in answer.text
+
+
+def test_an_error_of_a_service_that_no_form_causes_is_a_defect():
+    assert Rejected(StatusCode.INTERNAL, "", {}).status == 500
 
 
 async def test_a_rule_for_a_combination_is_made_and_one_that_no_request_can_name_is_told(tmp_path):
