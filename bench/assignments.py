@@ -1,7 +1,6 @@
 """A million assignments: memory and look-up beside a plain dict, loading beside the bare driver, one edit, the loop."""
 
 import asyncio
-import gc
 import sqlite3
 import tempfile
 import time
@@ -10,19 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import Row
-from bench.turns import Turns, idle_control
-from ratelimitd.clock import SystemClock
-from ratelimitd.node import jobs
+from bench.rules import CHANGES, lived
+from bench.turns import idle_control
 from ratelimitd.observe.metrics import resident_bytes
 from ratelimitd.rules.assignments import Assignment, Assignments
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import LastGoodBook
-from ratelimitd.rules.sql.database import open_database
-from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
 
 ASSIGNED = 1_000_000
-CHANGES = 20
 LOOKED_UP = 1_000
 
 
@@ -103,57 +97,18 @@ def _each_us(look_up: Callable[[list[bytes]], None], identifiers: list[bytes]) -
 
 
 async def _from_store(directory: Path) -> tuple[list[Row], dict[str, float]]:
-    url = f"sqlite:///{directory}/rules.db"
-    await upgrade(url)
-    _fill(directory / "rules.db")
-    store = SqlRuleStore(open_database(url), clock=SystemClock())
-    feed = _feed(store, directory)
-    turns = Turns()
-    jobs.tidy()  # as the process of a node does before its start
-    longest_ms = {}
-    async with turns.measured():
-        load_s = await _timed_s(feed.start())
-    longest_ms["load"] = turns.longest_ms
-    assert len(feed.assignments) == ASSIGNED
-    gc.collect()
-    async with turns.measured():
-        change_ms = [await _change(store, feed, number) for number in range(CHANGES)]
-    longest_ms["edit"] = turns.longest_ms
-    async with turns.measured():
-        save_s = await _timed_s(feed.close())
-    longest_ms["writing the last good copy"] = turns.longest_ms
-    await store.close()
-    away = SqlRuleStore(open_database(f"sqlite:///{directory}/absent.db"), clock=SystemClock())
-    without_store = _feed(away, directory)
-    async with turns.measured():
-        read_s = await _timed_s(without_store.start())
-    longest_ms["reading the last good copy (at start only)"] = turns.longest_ms
-    await away.close()
-    assert len(without_store.assignments) == ASSIGNED + CHANGES
+    life = await lived(directory, _fill, _change, kept="copy")
+    assert len(life.feed.assignments) == len(life.without_store.assignments) == ASSIGNED + CHANGES
     bare_s = _bare_load_s(directory / "rules.db")
+    edit = "one edit until it is in force"
     rows = [
-        Row("load", load_s, "s", "SELECT in the bare driver", bare_s),
-        Row("one edit until it is in force, median", sorted(change_ms)[CHANGES // 2], "ms"),
-        Row("one edit until it is in force, worst of 20", max(change_ms), "ms"),
-        Row("last good copy, written", save_s, "s"),
-        Row("last good copy, read", read_s, "s"),
+        Row("load", life.load_s, "s", "SELECT in the bare driver", bare_s),
+        Row(f"{edit}, median", sorted(life.change_ms)[CHANGES // 2], "ms"),
+        Row(f"{edit}, worst of 20", max(life.change_ms), "ms"),
+        Row("last good copy, written", life.save_s, "s"),
+        Row("last good copy, read", life.read_s, "s"),
     ]
-    return rows, longest_ms
-
-
-async def _timed_s(work: object) -> float:
-    started = time.perf_counter()
-    await work  # type: ignore[misc]
-    return time.perf_counter() - started
-
-
-def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
-    return RuleFeed(
-        store,
-        on_book=lambda _book: None,
-        last_good=LastGoodBook(directory),
-        whole_load=jobs.whole_load,
-    )
+    return rows, life.longest_ms
 
 
 async def _change(store: SqlRuleStore, feed: RuleFeed, number: int) -> float:

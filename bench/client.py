@@ -17,7 +17,8 @@ import uvloop
 
 from bench.arrivals import DUE
 from bench.report import Row, percentile
-from bench.servers import SERVER_CORE, load_core, node
+from bench.scripts import identifier
+from bench.servers import ENDPOINT, SERVER_CORE, load_core, node
 from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
 from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -31,7 +32,7 @@ TIMEOUT_S = 5.0
 """No check of a run may be let through for the deadline."""
 BLOCKING_CHECKS = 2_000
 BURST = 1_000
-IDENTIFIER, ENDPOINT = "user-000000000000000000000000000000042", "/api/orders"
+IDENTIFIER = identifier(42)
 
 Ask = Callable[[], Awaitable[bool]]
 

@@ -44,17 +44,21 @@ def _decision(algorithm: Algorithm) -> Callable[[], None]:
     return lambda: decide(state, rule, next(now_us), 1) and None
 
 
-def _check(algorithm: Algorithm) -> Callable[[], None]:
-    stats = CheckStats()
-    table = BucketTable(1_000_000)
+def embedded(rule: Rule) -> Limiter:
+    """The limiter of a node with buckets of its own and one rule."""
     limiter = Limiter(
-        buckets=table,
+        buckets=BucketTable(1_000_000),
         clock=SystemClock(),
-        stats=stats,
+        stats=CheckStats(),
         timestamps="bounded",
         keys=BucketKeys(bytes(32)),
     )
-    limiter.replace_book(RuleBook.of([_rule(algorithm)], 1))
+    limiter.replace_book(RuleBook.of([rule], 1))
+    return limiter
+
+
+def _check(algorithm: Algorithm) -> Callable[[], None]:
+    limiter = embedded(_rule(algorithm))
     check = Check(b"user-1", IdentifierType.USER, "/api/orders")
     return lambda: limiter.check(check) and None
 

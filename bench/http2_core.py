@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import hpack
 
-from bench import report
 from bench.report import Row
 from bench.scripts import CHECK, go_fields
 from ratelimitd.http2.connection import Connection
@@ -112,7 +111,3 @@ def _best_us(run: Callable[[Reads], int], reads: Reads) -> float:
         best = min(best, time.perf_counter_ns() - started)
         assert done
     return best / total / 1_000
-
-
-if __name__ == "__main__":
-    report.show("HTTP/2 alone, one core", measure())

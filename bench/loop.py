@@ -83,7 +83,7 @@ def _measure() -> tuple[Figures, float, list[float]]:
 
 
 class _Node:
-    """One life of a node as far as buckets are concerned, its background jobs wired as in ``app.py``."""
+    """One life of a node as far as buckets are concerned, with the background jobs of :mod:`ratelimitd.node.node`."""
 
     def __init__(self, directory: Path) -> None:
         stats, clock = CheckStats(), SystemClock()

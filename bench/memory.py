@@ -2,10 +2,8 @@
 
 import gc
 import multiprocessing
-import os
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from bench.report import Row
@@ -13,6 +11,7 @@ from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.metrics import resident_bytes
 
 NOW_US = 1_700_006_400_000_000
 BUCKETS = 1_000_000
@@ -45,19 +44,15 @@ def _in_process(measure_in: Callable[..., dict[str, float]], *args: Any) -> dict
         return pool.apply(measure_in, args)
 
 
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _identifier(number: int) -> bytes:
     return b"user-%033d" % number
 
 
 def _plain_dict() -> dict[str, float]:
     gc.freeze()
-    before = _rss_bytes()
+    before = resident_bytes()
     buckets = {_identifier(number): [float(number), float(number)] for number in range(BUCKETS)}
-    return {"fresh": (_rss_bytes() - before) / len(buckets)}
+    return {"fresh": (resident_bytes() - before) / len(buckets)}
 
 
 def _table(algorithm: Algorithm, buckets: int, checks_each: int) -> dict[str, float]:
@@ -73,13 +68,13 @@ def _table(algorithm: Algorithm, buckets: int, checks_each: int) -> dict[str, fl
     table = BucketTable(BUCKETS)
     gc.collect()
     gc.freeze()
-    before = _rss_bytes()
+    before = resident_bytes()
 
     def check(number: int, at_us: int) -> None:
         table.apply(_identifier(number) + scope, rule, decide, NOW_US + at_us, 1)
 
     def size() -> float:
-        return (_rss_bytes() - before) / len(table)
+        return (resident_bytes() - before) / len(table)
 
     for number in range(buckets):
         for entry in range(checks_each):

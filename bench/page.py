@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.native import EVERYTHING
 from bench.replay import Measured, replay
 from bench.report import Row, percentile
 from bench.servers import Missing, Server, load_core, node
@@ -83,7 +84,7 @@ def _rendered() -> list[Row]:
 
 
 def _watched() -> list[Row]:
-    with load_core(), node("--http-listen", "127.0.0.1:0") as server:
+    with load_core(), node(*EVERYTHING) as server:
         most = replay(server, SCENARIO, SHAPE, seconds=SECONDS).rate
         best: dict[str, Measured] = {}
         for _ in range(ROUNDS):

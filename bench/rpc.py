@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator
 import grpc
 import uvloop
 
-from bench import servers
+from bench import scripts, servers
 from bench.report import Row, percentile
+from bench.scripts import identifier
 from bench.turns import idle_control
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
-CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
-BATCH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+CHECK, BATCH = scripts.CHECK.decode(), scripts.BATCH.decode()
 IN_FLIGHT = 64
 CHANNELS = 4
 SECONDS = 5.0
@@ -55,9 +55,7 @@ def measure() -> list[Row]:
 
 async def _load(port: int) -> dict[str, float]:
     request = pb.RateLimitRequest(
-        identifier="user-000000000000000000000000000000042",
-        identifier_type="user",
-        endpoint="/api/orders",
+        identifier=identifier(42), identifier_type="user", endpoint=servers.ENDPOINT
     )
     one = request.SerializeToString()
     hundred = pb.BatchRateLimitRequest(requests=[request] * 100).SerializeToString()

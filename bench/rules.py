@@ -6,10 +6,12 @@ import sqlite3
 import tempfile
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from bench.report import Row
-from bench.turns import Turns, idle_control
+from bench.turns import Turns, idle_control, timed_s
 from ratelimitd.clock import SystemClock
 from ratelimitd.node import jobs
 from ratelimitd.rules.feed import RuleFeed
@@ -18,6 +20,8 @@ from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges
+
+T = TypeVar("T")
 
 RULES = 100_000
 CHANGES = 20
@@ -34,66 +38,57 @@ def measure() -> list[Row]:
     ]
 
 
-async def _measure(directory: Path) -> tuple[list[Row], dict[str, float]]:
+class Life(NamedTuple):
+    """What a feed took from its start to its end, what another took without the store, and the longest turns."""
+
+    feed: RuleFeed
+    without_store: RuleFeed
+    load_s: float
+    collection_ms: float
+    change_ms: list[float]
+    save_s: float
+    read_s: float
+    longest_ms: dict[str, float]
+
+
+async def lived(
+    directory: Path,
+    fill: Callable[[Path], None],
+    change: Callable[[SqlRuleStore, RuleFeed, int], Awaitable[float]],
+    *,
+    kept: str,
+) -> Life:
+    """Measure a feed of a store that was filled and is changed ``CHANGES`` times; ``kept``: what is kept of it."""
     url = f"sqlite:///{directory}/rules.db"
     await upgrade(url)
-    _fill(directory / "rules.db")
+    fill(directory / "rules.db")
+    turns, longest_ms = Turns(), dict[str, float]()
+
+    async def phase(name: str, work: Awaitable[T]) -> T:
+        async with turns.measured():
+            result = await work
+        longest_ms[name] = turns.longest_ms
+        return result
+
+    async def changed() -> list[float]:
+        return [await change(store, feed, number) for number in range(CHANGES)]
+
     store = SqlRuleStore(open_database(url), clock=SystemClock())
     feed = _feed(store, directory)
-    turns = Turns()
     jobs.tidy()  # as the process of a node does before its start
-    try:
-        async with turns.measured():
-            started = time.perf_counter()
-            await feed.start()
-            load_s = time.perf_counter() - started
-        load_turn_ms = turns.longest_ms
-        started = time.perf_counter()
-        gc.collect()
-        collection_ms = (time.perf_counter() - started) * 1000
-        assert feed.book is not None
-        assert len(feed.book) == RULES
-        async with turns.measured():
-            change_ms = [await _change(store, feed, number) for number in range(CHANGES)]
-        change_turn_ms = turns.longest_ms
-        async with turns.measured():
-            started = time.perf_counter()
-            await feed.close()
-            save_s = time.perf_counter() - started
-        save_turn_ms = turns.longest_ms
-        away = SqlRuleStore(open_database(f"sqlite:///{directory}/absent.db"), clock=SystemClock())
-        without_store = _feed(away, directory)
-        async with turns.measured():
-            started = time.perf_counter()
-            await without_store.start()
-            read_s = time.perf_counter() - started
-        await away.close()
-        assert without_store.book is not None
-    finally:
-        await store.close()
-    bare_load_s, bare_change_ms = _bare_driver(directory / "rules.db")
-    rows = [
-        Row("load", load_s, "s", "SELECT in the bare driver", bare_load_s),
-        Row(
-            "one edit until it is in force, median",
-            sorted(change_ms)[CHANGES // 2],
-            "ms",
-            BARE,
-            bare_change_ms,
-        ),
-        Row(
-            "one edit until it is in force, worst of 20", max(change_ms), "ms", BARE, bare_change_ms
-        ),
-        Row("last good book, written", save_s, "s"),
-        Row("last good book, read", read_s, "s"),
-        Row("a full collection once the book is in force", collection_ms, "ms"),
-    ]
-    return rows, {
-        "load": load_turn_ms,
-        "edit": change_turn_ms,
-        "writing the last good book": save_turn_ms,
-        "reading the last good book (at start only)": turns.longest_ms,
-    }
+    load_s = await phase("load", timed_s(feed.start()))
+    started = time.perf_counter()
+    gc.collect()
+    collection_ms = (time.perf_counter() - started) * 1000
+    change_ms = await phase("edit", changed())
+    save_s = await phase(f"writing the last good {kept}", timed_s(feed.close()))
+    await store.close()
+    away = SqlRuleStore(open_database(f"sqlite:///{directory}/absent.db"), clock=SystemClock())
+    without_store = _feed(away, directory)
+    reading = f"reading the last good {kept} (at start only)"
+    read_s = await phase(reading, timed_s(without_store.start()))
+    await away.close()
+    return Life(feed, without_store, load_s, collection_ms, change_ms, save_s, read_s, longest_ms)
 
 
 def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
@@ -102,6 +97,24 @@ def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
     return RuleFeed(
         store, on_book=lambda _book: None, last_good=last_good, whole_load=jobs.whole_load
     )
+
+
+async def _measure(directory: Path) -> tuple[list[Row], dict[str, float]]:
+    life = await lived(directory, _fill, _change, kept="book")
+    assert life.feed.book is not None
+    assert life.without_store.book is not None
+    assert len(life.feed.book) == len(life.without_store.book) == RULES
+    bare_load_s, bare_change_ms = _bare_driver(directory / "rules.db")
+    edit = "one edit until it is in force"
+    rows = [
+        Row("load", life.load_s, "s", "SELECT in the bare driver", bare_load_s),
+        Row(f"{edit}, median", sorted(life.change_ms)[CHANGES // 2], "ms", BARE, bare_change_ms),
+        Row(f"{edit}, worst of 20", max(life.change_ms), "ms", BARE, bare_change_ms),
+        Row("last good book, written", life.save_s, "s"),
+        Row("last good book, read", life.read_s, "s"),
+        Row("a full collection once the book is in force", life.collection_ms, "ms"),
+    ]
+    return rows, life.longest_ms
 
 
 async def _change(store: SqlRuleStore, feed: RuleFeed, number: int) -> float:
@@ -118,7 +131,8 @@ async def _change(store: SqlRuleStore, feed: RuleFeed, number: int) -> float:
 def _fill(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.executemany(
-        "INSERT INTO rules VALUES (?, ?, 'user', 100, 60, 'token_bucket', 1, 1, '2026-01-01', '2026-01-01', NULL)",
+        "INSERT INTO rules VALUES"
+        " (?, ?, 'user', 100, 60, 'token_bucket', 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)",
         ((str(uuid.UUID(int=n)), f"/v1/customers/{n}/orders") for n in range(RULES)),
     )
     connection.execute("UPDATE rule_revision SET revision = 1")

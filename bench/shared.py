@@ -15,10 +15,10 @@ from itertools import accumulate, count, cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
+from bench.decisions import embedded
 from bench.report import Row, percentile
 from bench.servers import SERVER_CORE, load_core
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
@@ -172,27 +172,14 @@ async def _node(url: str, *, strict: bool = False) -> AsyncIterator[_Node]:
         await topology.close()
 
 
-def _embedded() -> Limiter:
-    stats = CheckStats()
-    limiter = Limiter(
-        buckets=BucketTable(1_000_000),
-        clock=SystemClock(),
-        stats=stats,
-        timestamps="bounded",
-        keys=BucketKeys(SECRET),
-    )
-    limiter.replace_book(RuleBook.of([RULE], 1))
-    return limiter
-
-
 def _check(name: bytes) -> Check:
     return Check(name, RULE.identifier_type, RULE.endpoint)
 
 
 def _mixed() -> Iterator[Check]:
     """Checks of the hot buckets in turn, and now and then one of a bucket of its own."""
-    hot = cycle([_check(b"hot-%034d" % number) for number in range(HOT)])
-    for number in range(10**9):
+    hot = _hot()
+    for number in count():
         yield _check(b"cold-%033d" % number)
         yield from islice(hot, COLD_PART - 1)
 
@@ -288,15 +275,15 @@ async def _beside_embedded(
 
     Nor are those that each has ``met`` before.
     """
-    embedded, checks, source = [_embedded()], load(), random.Random(nodes)
-    await _meet(embedded, met(source))
-    rates = [await _rate(embedded, checks, known)]
+    alone, checks, source = [embedded(RULE)], load(), random.Random(nodes)
+    await _meet(alone, met(source))
+    rates = [await _rate(alone, checks, known)]
     async with contextlib.AsyncExitStack() as stack:
         started = [await stack.enter_async_context(_node(url)) for _ in range(nodes)]
         for node in started:
             await _meet([node.limiter], met(source))
         shared = await _rate([node.limiter for node in started], load(), known)
-    rates.append(await _rate(embedded, checks, 0))
+    rates.append(await _rate(alone, checks, 0))
     return Row(name, shared, "checks/s", "embedded", sum(rates) / len(rates))
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+
+from bench.report import percentile
 
 SLOW_MS = 2.0
 
@@ -40,6 +42,13 @@ class Turns:
             self.count += 1
 
 
+async def timed_s(work: Awaitable[None]) -> float:
+    """How long it takes."""
+    started_s = time.perf_counter()
+    await work
+    return time.perf_counter() - started_s
+
+
 @contextmanager
 def idle_control() -> Iterator[dict[str, float]]:
     """A process of its own that does nothing but look at the clock: its gaps are the machine's, not ours.
@@ -68,13 +77,12 @@ def _watch_the_clock(pipe: Any) -> None:
         started = time.perf_counter()
         time.sleep(0.001)
         late_ms.append((time.perf_counter() - started) * 1000 - 1)
-    late_ms.sort()
     pipe.send(
         {
-            "longest_ms": late_ms[-1],
+            "longest_ms": max(late_ms),
             "slow": sum(late > SLOW_MS for late in late_ms),
-            "p50_ms": late_ms[len(late_ms) // 2],
-            "p99_ms": late_ms[int(len(late_ms) * 0.99)],
-            "p99.9_ms": late_ms[int(len(late_ms) * 0.999)],
+            "p50_ms": percentile(late_ms, 0.5),
+            "p99_ms": percentile(late_ms, 0.99),
+            "p99.9_ms": percentile(late_ms, 0.999),
         }
     )

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import httpx
 
+from bench.native import EVERYTHING
 from bench.replay import replay
 from bench.report import Row
 from bench.servers import Server, cpu_seconds, load_core, node
+from ratelimitd.model import US_PER_S
 
 SECONDS, ROUNDS = 3, 3
 SHAPE = (16, 16)
@@ -21,9 +23,7 @@ SCENARIOS = {
     "thousand-identifiers": "1,000 buckets",
     "identifiers": "100,000 buckets, unknown to most",
 }
-WITH_METRICS = ("--http-listen", "127.0.0.1:0")
 TWO = ("--workers", "2")
-US_PER_S = 1_000_000
 
 
 class Spent(NamedTuple):
@@ -35,7 +35,7 @@ class Spent(NamedTuple):
 
 def measure() -> list[Row]:
     """Return the least of several rounds, in which both have their turn."""
-    with load_core(), node(*WITH_METRICS) as one, node(*WITH_METRICS, *TWO) as two:
+    with load_core(), node(*EVERYTHING) as one, node(*EVERYTHING, *TWO) as two:
         rows = []
         for scenario, name in SCENARIOS.items():
             rounds = [(_per_check(one, scenario), _per_check(two, scenario)) for _ in range(ROUNDS)]

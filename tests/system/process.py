@@ -70,11 +70,11 @@ class Served:
         out, err = self.process.communicate(timeout=START_S)
         return self.process.returncode, out, err
 
-    def create_rule(self, endpoint: str, limit: int) -> str:
-        """A rule for users, in a window that does not end while a test runs; returns its id."""
+    def create_rule(self, endpoint: str, limit: int, identifier_type: str = "user") -> str:
+        """A rule in a window that does not end while a test runs; returns its id."""
         rule = pb.RateLimit(
             endpoint=endpoint,
-            identifier_type="user",
+            identifier_type=identifier_type,
             limit=limit,
             window_seconds=NEVER_ENDING_S,
             algorithm="fixed_window",

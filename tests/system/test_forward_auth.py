@@ -17,9 +17,8 @@ import pytest
 
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.web.api.forward_auth import segments_of
-from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.servers import free_port, until
-from tests.system.process import NEVER_ENDING_S, START_S, Files
+from tests.system.process import START_S, Files
 from tests.system.test_behind_proxies import UNPACKED, listens
 
 pytestmark = pytest.mark.system
@@ -221,14 +220,7 @@ def site(tmp_path, name):
 
 
 def create_rule(node, endpoint, identifier_type="ip", limit=LIMIT):
-    rule = pb.RateLimit(
-        endpoint=endpoint,
-        identifier_type=identifier_type,
-        limit=limit,
-        window_seconds=NEVER_ENDING_S,
-        algorithm="fixed_window",
-    )
-    node.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule), timeout=START_S)
+    node.create_rule(endpoint, limit, identifier_type)
 
 
 def test_a_request_over_the_limit_is_denied_and_the_limit_is_told(site, name):

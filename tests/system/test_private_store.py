@@ -1,6 +1,5 @@
 """`serve --workers` without REDIS_URL: real processes that share a Valkey of their parent's own."""
 
-import contextlib
 import os
 import signal
 import stat
@@ -15,6 +14,7 @@ from tests.system.process import START_S, one_line, until
 from tests.system.test_workers import (
     LIMIT,
     check,
+    children_of,
     connection,
     files_of,
     runs,
@@ -47,12 +47,8 @@ def several(tmp_path):
 
 def valkey_of(node):
     """The process id of the private Valkey; 0 while there is none."""
-    parent = node.process.pid
-    for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if "valkey-server" in Path(f"/proc/{pid}/cmdline").read_text():
-                return pid
-    return 0
+    found = [pid for pid, command in children_of(node) if "valkey-server" in command[0]]
+    return found[0] if found else 0
 
 
 def tcp_ports_of(pid):

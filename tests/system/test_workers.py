@@ -82,16 +82,19 @@ def check(channel, endpoint, identifier="u"):
     return stubs.RateLimiterStub(channel).CheckRateLimit(request, timeout=START_S).allowed
 
 
-def workers_of(node):
-    """The process ids of the workers, by their name."""
+def children_of(node):
+    """The process id and the command line of each child; one that has ended has no command line any more."""
     parent = node.process.pid
-    found = {}
     for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "ratelimitd.workers" in command:  # one that has ended has no command line any more
-                found[command[-2]] = pid
-    return found
+            yield pid, Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def workers_of(node):
+    """The process ids of the workers, by their name."""
+    return {
+        command[-2]: pid for pid, command in children_of(node) if "ratelimitd.workers" in command
+    }
 
 
 def runs(pid):

@@ -18,10 +18,6 @@ def test_every_part_of_the_contract_is_on_the_page_with_its_comment():
     assert "| `requests` | 1 | repeated [RateLimitRequest](#ratelimitrequest) |" in page
 
 
-def test_what_the_contract_says_of_the_design_leads_to_a_page():
-    assert "DESIGN" not in reference_pages.rpc_page(reference_pages.contract())
-
-
 def test_a_page_that_is_not_what_would_be_written_fails_the_check(tmp_path, monkeypatch, capsys):
     page = tmp_path / "rpc.md"
     monkeypatch.setattr(reference_pages, "PAGE", page)

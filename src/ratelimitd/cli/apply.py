@@ -20,8 +20,9 @@ from ratelimitd.cli.client_options import (
     EXIT_CHANGES,
     CliError,
     Target,
-    UsageError,
     asks_node,
+    read_file,
+    readable,
     violations_of,
 )
 from ratelimitd.cli.output import Output, printable, window, working
@@ -144,7 +145,7 @@ def diff(target: Target, *, file: FileOption, prune: PruneOption = False) -> Non
       ratelimitd rules diff -f rules.yaml --prune
     """
     answer = _ask(target, file, prune=prune, dry_run=True)
-    counts = _counts(answer, "to create, to update, to delete")
+    counts = _counts(answer, dry_run=True)
     _show(answer, f"{counts}; the rules are at revision {answer.revision}", target)
     if answer.changes:
         raise typer.Exit(EXIT_CHANGES)
@@ -211,14 +212,10 @@ def export(target: Target) -> None:
 
 def content_of(file: Path, option: str = "--file") -> bytes:
     """The bytes of the file that an option names, one more than allowed when it is too large."""
-    try:
-        if file == STDIN:
+    if file == STDIN:
+        with readable(file, option):
             return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-        with file.open("rb") as stream:
-            return stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        message = f"{option}: cannot read {file}: {error.strerror}"
-        raise UsageError(message) from None
+    return read_file(file, MAX_FILE_BYTES, option)
 
 
 def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
@@ -334,22 +331,16 @@ def revision_text(revision: int) -> str:
 
 def _show_changes(answer: pb.ApplyRateLimitsResponse, target: Target, *, dry_run: bool) -> None:
     """Print what was changed, or would be."""
-    _show(answer, _summary(answer, dry_run=dry_run), target)
+    remark = "; this was a dry run" if dry_run else ""
+    _show(answer, f"{_counts(answer, dry_run=dry_run)}{remark}", target)
     if answer.changes and not dry_run and not target.output.as_json:
         target.output.line(revision_text(answer.revision))
 
 
-def _summary(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:
-    if not dry_run:
-        return _counts(answer, "created, updated, deleted")
-    return f"{_counts(answer, 'to create, to update, to delete')}; this was a dry run"
-
-
-def _counts(answer: pb.ApplyRateLimitsResponse, names: str) -> str:
-    counts = (answer.created, answer.updated, answer.deleted)
-    return ", ".join(
-        f"{count} {name}" for count, name in zip(counts, names.split(", "), strict=True)
-    )
+def _counts(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:
+    if dry_run:
+        return f"{answer.created} to create, {answer.updated} to update, {answer.deleted} to delete"
+    return f"{answer.created} created, {answer.updated} updated, {answer.deleted} deleted"
 
 
 def _show(answer: pb.ApplyRateLimitsResponse, summary: str, target: Target) -> None:

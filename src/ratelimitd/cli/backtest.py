@@ -19,8 +19,8 @@ from ratelimitd.backtest.replay import Trace
 from ratelimitd.backtest.report import BINS, MAX_RETRIES, OfLimit, Report, Retries
 from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
-from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice
-from ratelimitd.cli.client_options import EXIT_CHANGES, CliError, UsageError
+from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice, write_picture
+from ratelimitd.cli.client_options import EXIT_CHANGES, EXIT_USAGE, CliError, UsageError
 from ratelimitd.cli.output import Output, counted, duration, printable
 from ratelimitd.errors import RuleInvalidError, TraceInvalidError
 from ratelimitd.model import US_PER_S, Enforcement, Rule
@@ -76,7 +76,7 @@ def backtest(
         message = f"TRACE: cannot read {error.filename}: {error.strerror}"
         raise UsageError(message) from None
     if picture is not None:
-        _write(picture, _drawn(report))
+        write_picture(picture, _drawn(report), EXIT_USAGE)
     output = Output(as_json=as_json)
     if as_json:
         output.json(_as_dict(report))
@@ -103,14 +103,6 @@ def _rules(file: Path) -> list[Rule]:
         details = [f"{field}: {description}" for field, description in error.violations]
         message = f"{file} is refused, nothing was replayed:"
         raise CliError(message, details=details) from None
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        message = f"--picture: cannot write {file}: {error.strerror}"
-        raise UsageError(message) from None
 
 
 def _as_dict(report: Report) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -40,12 +40,10 @@ _REASONS: Final = {
 Windows = Mapping[tuple[str, str, str], str]
 """Calendar windows in words, by rule id, plan and name of the limit."""
 
-_UNKNOWN: Final[Windows] = MappingProxyType({})
-
 Places = Mapping[str, str]
 """Endpoint and identifier type of rules, by id."""
 
-_NOWHERE: Final[Places] = MappingProxyType({})
+_NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 
 _NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
 
@@ -171,7 +169,7 @@ def explain(
     request.max_wait_ms = max_wait_ms
     with target.client() as client:
         found = client.explain(request)
-        windows = _UNKNOWN if target.output.as_json else _windows(client, found.rules)
+        windows = _NONE if target.output.as_json else _windows(client, found.rules)
     if target.output.as_json:
         target.output.message(found)
     else:
@@ -230,7 +228,7 @@ def _explained(
 
 
 def said(
-    limit: pb.LimitStatus, windows: Windows = _UNKNOWN, *, would: bool = False
+    limit: pb.LimitStatus, windows: Windows = _NONE, *, would: bool = False
 ) -> tuple[str, str]:
     """A limit, and what it says; ``would``: of a check that would be allowed, and was not made."""
     if limit.reason == pb.UNLIMITED:
@@ -268,7 +266,7 @@ _NO_LIMIT: Final = (pb.NO_RULE, pb.UNLIMITED)
 
 
 def describe(
-    answer: pb.RateLimitResponse, windows: Windows = _UNKNOWN, places: Places = _NOWHERE
+    answer: pb.RateLimitResponse, windows: Windows = _NONE, places: Places = _NONE
 ) -> list[tuple[str, str]]:
     """The answer in words for a person: what decided, and what is left."""
     remaining = str(answer.remaining_tokens)
@@ -394,7 +392,7 @@ def _sum(word: str, checked: int, unchecked: int) -> str:
 def _answers(
     client: NodeClient, request: pb.RateLimitRequest, count: int
 ) -> Iterator[pb.RateLimitResponse]:
-    from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - see target.py
+    from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
 
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):

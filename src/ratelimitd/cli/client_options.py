@@ -87,43 +87,32 @@ class UsageError(CliError):
         super().__init__(message, EXIT_USAGE)
 
 
-def rpc_failure(
-    error: grpc.RpcError,
-    target: str,
-    timeout_s: float,
-    *,
-    tls: bool,
-    certificate: bool,
-    why_no_token: str = "",
-) -> CliError:
+def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     """The failure that the error of one call means.
 
-    ``tls`` and ``certificate`` say whether the call was encrypted and whether it showed a client certificate. A node
-    explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
+    A node explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
     """
+    asked = target.address
     code: str = error.code().name
     text: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":
-        message = f"no answer from {target} within {timeout_s:g} s; raise --timeout to wait longer"
+        waited = f"within {target.timeout_s:g} s; raise --timeout to wait longer"
+        message = f"no answer from {asked} {waited}"
         return CliError(message, EXIT_USAGE)
     from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
 
     if code == "UNAVAILABLE" and HTTP1_PEER in text:
-        message = (
-            f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
-        )
+        message = f"{asked} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
         return CliError(message, EXIT_USAGE)
     if code == "UNAVAILABLE" and not _status(error).details:
         reason = _PREAMBLE.sub("", text)
-        question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
-        message = f"cannot reach a node at {target}: {reason} ({question})"
+        question = f"is `ratelimitd serve` running there? {_tls_hint(target.tls)}"
+        message = f"cannot reach a node at {asked}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
-    if code == "UNAUTHENTICATED" and why_no_token:
+    if code == "UNAUTHENTICATED" and target.why_no_token:
         need = _NEED.match(text)
-        message = (
-            f"{need[0] if need else text}, and no token was found: {why_no_token}; {_CREDENTIALS}"
-        )
-        return CliError(message)
+        why = f"no token was found: {target.why_no_token}; {_CREDENTIALS}"
+        return CliError(f"{need[0] if need else text}, and {why}")
     name = code.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""
     violations = (
@@ -133,11 +122,11 @@ def rpc_failure(
     return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
 
 
-def _tls_hint(tls: bool, certificate: bool) -> str:
+def _tls_hint(tls: Tls | None) -> str:
     """What to look at when a handshake may have failed: gRPC says no more than that the connection ended."""
-    if not tls:
+    if tls is None:
         return "a node with TLS needs --ca"
-    if not certificate:
+    if tls.cert is None:
         return (
             "is --ca right? a node that asks for client certificates (mTLS) needs --cert and --key"
         )
@@ -218,18 +207,7 @@ class Target:
         try:
             yield
         except grpc.RpcError as error:
-            raise self._failure(error) from None
-
-    def _failure(self, error: grpc.RpcError) -> CliError:
-        """What the error of one call means."""
-        return rpc_failure(
-            error,
-            self.address,
-            self.timeout_s,
-            tls=self.tls is not None,
-            certificate=self.tls is not None and self.tls.cert is not None,
-            why_no_token=self.why_no_token,
-        )
+            raise rpc_failure(error, self) from None
 
 
 def connection_options(
@@ -346,6 +324,30 @@ def _refuse_broken_text(values: Mapping[str, Any]) -> None:
         raise UsageError(message)
 
 
+def read_file(path: Path, max_bytes: int, option: str = "") -> bytes:
+    """Return the content of a file that ``option`` names, one byte more than allowed when it is too large.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    with readable(path, option), path.open("rb") as stream:
+        return stream.read(max_bytes + 1)
+
+
+@contextmanager
+def readable(path: Path, option: str = "") -> Iterator[None]:
+    """Say which file cannot be read, and which option names it.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"{option and f'{option}: '}cannot read {path}: {error.strerror}"
+        raise UsageError(message) from None
+
+
 def _read_pem(option: str, path: Path | None) -> bytes | None:
     """As :func:`_read`; a file without any PEM is named here, since gRPC only says that it cannot connect."""
     content = _read(option, path)
@@ -359,12 +361,7 @@ def _read(option: str, path: Path | None) -> bytes | None:
     """The content of the file that an option names, ``None`` when the option is not given."""
     if path is None:
         return None
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        message = f"{option}: cannot read {path}: {error.strerror}"
-        raise UsageError(message) from None
+    content = read_file(path, MAX_FILE_BYTES, option)
     if len(content) > MAX_FILE_BYTES:
         message = f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
         raise UsageError(message)

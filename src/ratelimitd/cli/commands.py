@@ -18,17 +18,17 @@ from ratelimitd import __version__
 from ratelimitd.cli import dev, holds, options, plans, rules
 from ratelimitd.cli import serve as db
 from ratelimitd.cli.backtest import backtest
-from ratelimitd.cli.bench import bench
+from ratelimitd.cli.bench.command import bench
 from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
-from ratelimitd.cli.conformance import conformance
+from ratelimitd.cli.conformance.command import conformance
 from ratelimitd.cli.dev.demo import demo
-from ratelimitd.cli.doctor import Given, doctor
+from ratelimitd.cli.doctor.command import Given, doctor
 from ratelimitd.cli.health import health, metrics, reset
 from ratelimitd.cli.options import help_of, takes_settings
 from ratelimitd.cli.serve import serve
 from ratelimitd.cli.token import token
-from ratelimitd.cli.top import top
+from ratelimitd.cli.top.command import top
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.settings.sources import COMMAND_VARIABLES, ENV_PREFIX
 

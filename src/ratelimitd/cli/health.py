@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -16,13 +17,8 @@ from ratelimitd.cli.check import (
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
+from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-QUANTILES: Final = (0.5, 0.95, 0.99)
-
-CLUSTER_NODES: Final = "rate_limiter_cluster_nodes"
-EXCESS: Final = "rate_limiter_over_admission_ratio"
-PROMISED_EXCESS: Final = "rate_limiter_over_admission_bound_ratio"
 
 
 @asks_node
@@ -54,9 +50,8 @@ def health(
         if target.output.as_json:
             target.output.message(answer)
         else:
-            _print_health(
-                answer, client.metrics((CLUSTER_NODES, EXCESS, PROMISED_EXCESS)), target.output
-            )
+            metrics = client.metrics((NODES, EXCESS, EXCESS_BOUND))
+            _print_health(answer, metrics, target.output)
     if answer.status != pb.HEALTHY:
         raise typer.Exit(EXIT_NO)
 
@@ -140,7 +135,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
         [
             ("node", answer.node_id or "–"),
             ("transport", answer.transport or "–"),
-            ("shared state", reached if CLUSTER_NODES in values else "none: this node's memory"),
+            ("shared state", reached if NODES in values else "none: this node's memory"),
             ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
             ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),
             ("fail-open answers", f"{answer.error_rate:.4f} (healthy below 0.01)"),
@@ -153,10 +148,10 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
 
 def _cluster(values: Mapping[str, float], *, fails_open: bool) -> Iterator[tuple[str, str]]:
     """Rows about the cluster; none for an embedded node."""
-    if CLUSTER_NODES in values:
-        excess, promised = values.get(EXCESS, 0.0), values.get(PROMISED_EXCESS, 0.0)
+    if NODES in values:
+        excess, promised = values.get(EXCESS, 0.0), values.get(EXCESS_BOUND, 0.0)
         shown = f"{excess:.1%} of a limit at most (promised: {promised:.1%})"
-        yield "cluster nodes", f"{values[CLUSTER_NODES]:.0f}"
+        yield "cluster nodes", f"{values[NODES]:.0f}"
         yield "over-admission", shown + (", fail-open answers left out" if fails_open else "")
 
 
@@ -178,12 +173,8 @@ def _value(metric: pb.Metric) -> str:
 
 def _quantiles(histogram: pb.Histogram) -> Iterator[str]:
     """Name the bucket each quantile falls into: a histogram knows no more than its upper bound."""
-    total = histogram.cumulative_counts[-1]
-    for quantile in QUANTILES:
-        for bound, count in zip(histogram.upper_bounds, histogram.cumulative_counts, strict=False):
-            if count >= quantile * total:
-                yield f"p{quantile * 100:g} ≤ {bound:g} s"
-                break
-        else:
-            bounds = histogram.upper_bounds
-            yield f"p{quantile * 100:g} > {bounds[-1]:g} s" if bounds else f"p{quantile * 100:g} –"
+    bounds = histogram.upper_bounds
+    last = f"> {bounds[-1]:g} s" if bounds else "–"
+    for share in QUANTILES:
+        bound_s = quantile_s(bounds, histogram.cumulative_counts, share)
+        yield f"p{share * 100:g} {f'≤ {bound_s:g} s' if math.isfinite(bound_s) else last}"

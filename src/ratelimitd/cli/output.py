@@ -122,6 +122,16 @@ def duration(seconds: int, units: int = 2) -> str:
     return " ".join(parts[:units]) or "0 s"
 
 
+_BARS: Final = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The last values as bars, the highest of them full; at most ``width`` characters."""
+    shown = [*values][-width:]
+    highest = max(shown, default=0) or 1
+    return "".join(_BARS[min(len(_BARS) - 1, int(value / highest * len(_BARS)))] for value in shown)
+
+
 def window(seconds: int) -> str:
     """The length of a window, to the second."""
     return duration(seconds, len(_UNITS))

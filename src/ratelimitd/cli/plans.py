@@ -10,14 +10,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
-from ratelimitd.cli.check import IdentifierArgument, TypeArgument
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
+from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, readable
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
@@ -163,7 +162,7 @@ def list_assignments(
                 one.identity.identifier_type,
                 one.identity.identifier,
                 one.plan,
-                _time_text(one.expire_time),
+                instant(one.expire_time) if one.expire_time else "never",
                 one.note,
             )
             for one in found
@@ -221,13 +220,12 @@ def read_file(file: Path, now_s: float) -> Sequence[Row]:
         UsageError: it cannot be read.
         CliError: it is no such file, or rows of it are wrong; ``details`` name each with its line and field.
     """
-    try:
+    with (
+        readable(file),
         # Broken bytes become surrogates, so that the field is named.
-        with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-            return _rows(csv.DictReader(stream, strict=True), file, now_s)
-    except OSError as error:
-        message = f"cannot read {file}: {error.strerror}"
-        raise UsageError(message) from None
+        file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream,
+    ):
+        return _rows(csv.DictReader(stream, strict=True), file, now_s)
 
 
 def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row]:
@@ -343,18 +341,12 @@ def _written(rows: Sequence[Row], start: int) -> str:
     return f"the rows up to line {rows[start - 1].line} were assigned, and no others"
 
 
-def _time_text(expire_time: int) -> str:
-    if not expire_time:
-        return "never"
-    return datetime.fromtimestamp(expire_time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
 def _show(done: str, assignment: pb.Assignment, target: Target) -> None:
     if target.output.as_json:
         target.output.message(assignment)
         return
     identity = assignment.identity
-    until = f", until {_time_text(assignment.expire_time)}" if assignment.expire_time else ""
+    until = f", until {instant(assignment.expire_time)}" if assignment.expire_time else ""
     note = f" ({assignment.note})" if assignment.note else ""
     text = f"{done}{identity.identifier_type} {identity.identifier}: {assignment.plan}{until}{note}"
     target.output.line(text)

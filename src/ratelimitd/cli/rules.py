@@ -5,10 +5,8 @@ Validates nothing itself: what a valid rule is, the node says.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -27,80 +25,16 @@ from ratelimitd.cli.apply import (
 )
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
+from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.options import help_of
-from ratelimitd.cli.output import Output, as_dict, counted, printable
-from ratelimitd.errors import RuleInvalidError
+from ratelimitd.cli.output import as_dict, printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
-from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
-from ratelimitd.rules.rules_file import dump_rules
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
-from ratelimitd.settings.parsing import identifier_keys
-from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
-
-SETTING: Final = "ENVOY_IDENTIFIERS"
-
-_DEFAULT: Final = next(setting.default for setting in SETTINGS if setting.name == SETTING)
-
-
-def import_envoy(
-    *,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Configuration of envoyproxy/ratelimit, YAML.")
-    ],
-    identifiers: Annotated[
-        str,
-        typer.Option(
-            metavar="KEY=TYPE,…", help=f"What {SETTING} is on the node.", show_default=False
-        ),
-    ] = _DEFAULT,
-) -> None:
-    """Convert a configuration of envoyproxy/ratelimit to a file for `rules apply`.
-
-    What has no equivalent is listed on stderr, and so is what the setting ENVOY_IDENTIFIERS of the node has to be.
-
-    Example:
-      ratelimitd rules import-envoy config.yaml > rules.yaml
-      ratelimitd rules apply -f rules.yaml --dry-run
-    """
-    try:
-        pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
-    except ValueError as error:
-        message = f"--identifiers {error}"
-        raise UsageError(message) from None
-    try:
-        imported = import_config(_content(file), {key: kind for key, _, kind in pairs})
-    except RuleInvalidError as error:
-        message = f"{file}: {error.violations[0].description}"
-        raise CliError(message) from None
-    Output().line(dump_rules(imported.rules).rstrip("\n"))
-    for note in imported.notes:
-        print(printable(str(note)), file=sys.stderr)
-    if imported.new_identifiers:
-        added = [f"{key}={kind}" for key, kind in imported.new_identifiers.items()]
-        needed = ",".join([*filter(None, [identifiers]), *added])
-        typed = [f"{key}={key}" for key in imported.new_identifiers]
-        other = ",".join([*filter(None, [identifiers]), *typed])
-        print(printable(f"nodes need {SETTING}={needed}"), file=sys.stderr)
-        hint = f"with types of their own, which IDENTIFIER_TYPES declares: --identifiers {other}"
-        print(printable(hint), file=sys.stderr)
-    rules = counted(len(imported.rules), "rule")
-    print(f"{rules}, {counted(imported.left_out, 'limit')} left out", file=sys.stderr)
-
-
-def _content(file: Path) -> bytes:
-    """The bytes of the file, one more than allowed when it is too large."""
-    try:
-        with file.open("rb") as stream:
-            return stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        message = f"cannot read {file}: {error.strerror}"
-        raise UsageError(message) from None
-
 
 RuleArgument = Annotated[
     str,

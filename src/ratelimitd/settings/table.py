@@ -69,16 +69,6 @@ class SettingSpec(NamedTuple):
         """Whether an empty value is refused: a lost credential must not open the node."""
         return self.show is masked
 
-    @property
-    def environment(self) -> str:
-        """Name of the environment variable, such as ``RATELIMITD_HTTP_LISTEN``."""
-        return lookup.environment_of(self.name)
-
-    @property
-    def flag(self) -> str:
-        """Flag of ``serve``, such as ``--http-listen``."""
-        return lookup.flag_of(self.name)
-
 
 class SettingInUse(NamedTuple):
     """One row of ``config show``: the value (secrets masked) and its source.

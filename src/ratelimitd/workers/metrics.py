@@ -142,29 +142,22 @@ class CounterTotals:
             for label, reading in report[name].items():
                 # It may begin anew in the same process, too: a rule was dropped, and is there again.
                 if label in last and number(reading) < number(last[label]):
-                    self._add_to_base(name, label, last[label])
+                    _add(self._base.setdefault(name, {}), label, last[label])
                 last[label] = reading
             self._forget_unused(name, report[name].keys())
 
     def process_ended(self) -> None:
         """The next report is one of a new process, which counts from 0."""
-        for name, readings in self._last.items():
-            for label, reading in readings.items():
-                self._add_to_base(name, label, reading)
-        self._last.clear()
+        self._base, self._last = self.report(), {}
 
-    def report(self) -> Report:
+    def report(self) -> dict[str, dict[str, Reading]]:
         """What has been counted so far."""
         total = {name: dict(readings) for name, readings in self._base.items()}
         for name, readings in self._last.items():
             found = total.setdefault(name, {})
             for label, reading in readings.items():
-                found[label] = added(found[label], reading) if label in found else reading
+                _add(found, label, reading)
         return total
-
-    def _add_to_base(self, name: str, label: str, reading: Reading) -> None:
-        base = self._base.setdefault(name, {})
-        base[label] = added(base[label], reading) if label in base else reading
 
     def _forget_unused(self, name: str, used: Collection[str]) -> None:
         """Bound the labels: drop those of deleted rules."""
@@ -172,6 +165,10 @@ class CounterTotals:
             if len(readings) > MAX_LABELS:
                 for label in readings.keys() - used:
                     del readings[label]
+
+
+def _add(totals: dict[str, Reading], label: str, reading: Reading) -> None:
+    totals[label] = added(totals[label], reading) if label in totals else reading
 
 
 ANSWERING: Final = Definition(

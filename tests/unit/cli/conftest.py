@@ -1,5 +1,8 @@
 """Runs command lines in this process, against a node of canned answers."""
 
+import os
+import pty
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -33,6 +36,16 @@ def run(capsys):
         return Ended(status, captured.out, captured.err)
 
     return run_command
+
+
+@pytest.fixture
+def keyboard(monkeypatch):
+    """A terminal as stdin; returns where its keys are pressed."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield ours
+    os.close(ours)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
-from ratelimitd.cli.backtest import backtest
-from ratelimitd.cli.options import help_of
 
 AT_US = 1_700_006_400_000_000
 TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 2, window: 1m, algorithm: fixed_window}]"
@@ -175,7 +173,3 @@ def test_a_file_that_is_not_there_is_named(run, trace, tmp_path):
     ended = run("backtest", trace, "-f", tmp_path / "none.yaml")
     assert ended.status == 2
     assert ended.err.startswith("Error: --rules: cannot read ")
-
-
-def test_its_help_has_an_example():
-    assert "ratelimitd backtest trace -f new.yaml" in help_of(backtest)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -20,6 +21,7 @@ COMMANDS = [
     "reset",
     "health",
     "metrics",
+    "backtest",
     "config show",
     "db upgrade",
     "dev cluster",
@@ -184,3 +186,28 @@ def test_the_former_prefix_of_variables_is_taken_with_a_warning_and_the_present_
 def test_a_node_ignores_the_variables_of_the_command_line():
     environ = {f"RATELIMITD_{name}": "x" for name in COMMAND_VARIABLES}
     assert Settings.load(environ, {}).listen == Settings.load({}, {}).listen
+
+
+def test_grpc_writes_no_lines_of_its_own_unless_somebody_asks_for_them(capsys, monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    main(["--version"])
+    assert os.environ["GRPC_VERBOSITY"] == "NONE"
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    main(["--version"])
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
+
+
+def test_what_grpc_would_complain_about_is_one_line_of_the_command(tmp_path):
+    (tmp_path / "ca.pem").write_text("-----BEGIN nothing")
+    code = "import sys; from ratelimitd.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ["health", "--target", "127.0.0.1:1", "--ca", str(tmp_path / "ca.pem")]
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1

@@ -3,7 +3,8 @@
 import grpc
 import pytest
 
-from ratelimitd.cli.client_options import CliError, UsageError, rpc_failure
+from ratelimitd.cli.client_options import CliError, Target, UsageError, rpc_failure
+from ratelimitd_client import Tls
 from tests.fake_node import status
 
 CODE = grpc.StatusCode
@@ -42,25 +43,20 @@ def from_node(code, message, *violations):
     return FailedCall(code, message, trailers)
 
 
-def failure(error, *, tls=False, certificate=False):
-    return rpc_failure(error, "host:9090", 5.0, tls=tls, certificate=certificate)
+def failure(error, tls=None):
+    return rpc_failure(error, Target("host:9090", 5.0, tls))
 
 
 @pytest.mark.parametrize(
-    ("tls", "certificate", "hint"),
+    ("tls", "hint"),
     [
-        (False, False, "a node with TLS needs --ca"),
-        (
-            True,
-            False,
-            "is --ca right? a node that asks for client certificates (mTLS) needs --cert",
-        ),
-        (True, True, "are --ca, --cert and --key right?"),
+        (None, "a node with TLS needs --ca"),
+        (Tls(b"ca"), "is --ca right? a node that asks for client certificates (mTLS) needs --cert"),
+        (Tls(b"ca", b"cert", b"key"), "are --ca, --cert and --key right?"),
     ],
 )
-def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, certificate, hint):
-    error = FailedCall(CODE.UNAVAILABLE, "connection refused", None)
-    failed = failure(error, tls=tls, certificate=certificate)
+def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, hint):
+    failed = failure(FailedCall(CODE.UNAVAILABLE, "connection refused", None), tls)
     assert failed.exit_code == 2
     assert "cannot reach a node at host:9090: connection refused" in str(failed)
     assert hint in str(failed)

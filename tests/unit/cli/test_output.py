@@ -1,19 +1,26 @@
-"""What is printed: JSON with the contract's names, tables that fit, colour only where it may be."""
+"""What is printed: JSON with the contract's names, tables that fit, colour and progress for terminals alone; keys."""
 
 import io
 import json
 import os
+import sys
+import termios
 
 import pytest
 
 from ratelimitd.cli.output import (
+    LONG,
     Output,
     as_dict,
     duration,
     enum_name,
     printable,
+    progress,
+    single_keys,
+    sparkline,
     table_lines,
     window,
+    working,
 )
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -33,6 +40,14 @@ def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
 
 def test_a_window_is_told_to_the_second():
     assert (window(90_061), window(86_400)) == ("1 d 1 h 1 min 1 s", "1 d")
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [((), ""), ((0, 0), "▁▁"), ((1, 2, 4, 8), "▂▃▅█"), ((9,) * 20, "█" * 10)],
+)
+def test_the_last_values_are_bars(values, bars):
+    assert sparkline(values, 10) == bars
 
 
 @pytest.fixture
@@ -150,3 +165,82 @@ def test_a_json_list_whose_values_fail_half_way_is_still_json(stream, printed):
     with pytest.raises(ConnectionError):
         Output(stream=stream).json_list(values())
     assert json.loads(stream.getvalue()) == list(range(printed))
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Make stderr a terminal; in the test itself, since pytest gives it another one at its start."""
+
+    def make():
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        return sys.stderr
+
+    return make
+
+
+def work(steps):
+    with progress("applying", steps) as step_done:
+        for _ in range(steps):
+            step_done()
+
+
+def test_long_work_has_a_bar_on_a_terminal_that_is_gone_at_the_end(terminal):
+    stderr = terminal()
+    work(LONG)
+    assert "applying" in stderr.getvalue()
+    assert "100%" in stderr.getvalue()
+    assert stderr.getvalue().endswith("\x1b[2K")
+
+
+def test_short_work_has_none(terminal):
+    stderr = terminal()
+    work(LONG - 1)
+    assert stderr.getvalue() == ""
+
+
+def test_a_pipe_gets_nothing(capsys):
+    work(LONG)
+    with working("upgrading"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_work_of_unknown_length_shows_that_it_goes_on(terminal):
+    stderr = terminal()
+    with working("upgrading the rule database"):
+        pass
+    assert "upgrading the rule database" in stderr.getvalue()
+
+
+def test_a_failure_leaves_the_terminal_as_it_should_be(terminal):
+    stderr = terminal()
+    with pytest.raises(ValueError), progress("applying", LONG):
+        raise ValueError
+    assert "\x1b[?25h" in stderr.getvalue()
+
+
+def test_without_a_terminal_there_is_no_keyboard():
+    with single_keys() as found:
+        assert found is None
+
+
+@pytest.mark.parametrize("key", [b"q", b"Q", b"\x04"])
+def test_the_quit_key_ends_the_wait_without_enter(keyboard, key):
+    with single_keys() as found:
+        os.write(keyboard, b"x" + key)
+        assert found.quits_within(60)
+
+
+def test_no_other_key_does(keyboard):
+    with single_keys() as found:
+        os.write(keyboard, b"x")
+        assert not found.quits_within(0.01)
+        assert not found.quits_within(0)
+
+
+def test_the_terminal_is_left_as_it_was(keyboard):
+    before = termios.tcgetattr(keyboard)
+    with single_keys():
+        assert termios.tcgetattr(keyboard) != before
+    assert termios.tcgetattr(keyboard) == before

@@ -114,10 +114,8 @@ def test_an_end_is_written_in_several_ways(text, expected):
     assert expire_time_of(text, NOW_S) == expected
 
 
-@pytest.mark.parametrize("text", ["tomorrow", "30", "1y", "2033-13-01", "1.5d", "9" * 30])
+@pytest.mark.parametrize("text", ["tomorrow", "1y", "2033-13-01", "1.5d", "9" * 30])
 def test_what_is_no_end_is_refused(ask, node, text):
-    if text == "30":
-        return  # Unix seconds: the node says that they have passed
     ended = ask("plans", "assign", "user", "alice", "pro", "--expires", text)
     assert (ended.status, node.seen) == (2, [])
     assert "--expires must be a duration such as 30d" in ended.err
@@ -213,8 +211,6 @@ def test_a_call_that_fails_says_how_far_the_file_was_assigned(imported, node):
     assert ended.status == 1
     assert f"the rows up to line {BATCH + 1} were assigned, and no others" in ended.err
     assert "there are 2 assignments" in ended.err
-    node.errors_after = 0
-    node.seen.clear()
 
 
 def test_a_file_that_cannot_be_read_is_told(ask, node, tmp_path):

@@ -7,6 +7,7 @@ import typer
 
 from ratelimitd.cli.serve import serve
 from ratelimitd.node import supervisor
+from ratelimitd.settings.sources import flag_of
 from ratelimitd.settings.table import SETTINGS, Settings
 from ratelimitd.workers import parent
 
@@ -55,7 +56,7 @@ def test_help_lists_every_setting_with_its_default(run):
     # A default that is longer than a line is broken anywhere.
     out = _without_spaces(run("serve", "--help").out)
     for setting in SETTINGS:
-        assert setting.flag in out
+        assert flag_of(setting.name) in out
         assert _without_spaces(setting.default) in out
 
 

@@ -6,7 +6,7 @@ import trustme
 
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.cli import client_options as module
-from ratelimitd.cli.client_options import CliError, Target, asks_node
+from ratelimitd.cli.client_options import Target
 from ratelimitd.node.admin_token import own_admin_token
 from tests.fake_node import fake_node, status
 
@@ -156,35 +156,5 @@ def test_a_node_that_does_not_answer_is_given_up_after_the_timeout(ask, node):
     assert "within 0.05 s" in ended.err
 
 
-def test_an_error_of_a_call_leaves_the_block_as_one_of_the_command_line(node):
-    node.error = status(grpc.StatusCode.NOT_FOUND, "no such rule")
-    with (
-        pytest.raises(CliError, match="not found: no such rule"),
-        Target(node.address, 5).client() as client,
-    ):
-        client.health()
-
-
 def test_a_target_never_shows_its_token():
     assert SECRET not in repr(Target("host:1", 5, token=SECRET))
-
-
-def test_a_command_gets_its_own_options_beside_those_of_the_connection():
-    got = []
-
-    @asks_node
-    def command(target: Target, *, number: int = 1) -> None:
-        got.append((target.address, target.output.as_json, number))
-
-    command(
-        number=2,
-        target="host:1",
-        json=True,
-        token=None,
-        token_file=None,
-        ca=None,
-        cert=None,
-        key=None,
-        timeout=1.0,
-    )
-    assert got == [("host:1", True, 2)]

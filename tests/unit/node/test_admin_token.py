@@ -112,8 +112,8 @@ def test_a_file_that_cannot_be_read_or_made_is_refused(tmp_path, token_file):
         own_admin_token(tmp_path / "none")
 
 
-def token_for(target, environ):
-    return find_admin_token(target, environ).token
+def token_for(environ):
+    return find_admin_token("127.0.0.1:9090", environ).token
 
 
 @pytest.fixture
@@ -222,17 +222,17 @@ def test_a_lock_that_another_user_put_into_the_working_directory_says_nothing(
             "ratelimitd-state: belongs to another user"
         )
         # Root may use the token of a node that has a user of its own, where it is named.
-        assert token_for("127.0.0.1:9090", {VARIABLE: str(state_dir.path.absolute())})
+        assert token_for({VARIABLE: str(state_dir.path.absolute())})
 
 
 def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert token_for("127.0.0.1:9090", {}) is None
+    assert token_for({}) is None
     state_dir = StateDir.lock("ratelimitd-state")
     state_dir.publish("127.0.0.1:9090", made_token=True)
     made = own_admin_token(state_dir.path)
-    assert token_for("127.0.0.1:9090", {}) == made
-    assert token_for("127.0.0.1:9090", {VARIABLE: str(tmp_path)}) is None
+    assert token_for({}) == made
+    assert token_for({VARIABLE: str(tmp_path)}) is None
     state_dir.close()
 
 
@@ -242,15 +242,15 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     own_admin_token(tmp_path)
     state_dir.publish("127.0.0.1:9090", made_token=True)
     state_dir.close()
-    assert token_for("127.0.0.1:9090", environ) is None
+    assert token_for(environ) is None
     (tmp_path / "lock").write_text(
         "127.0.0.1:9090\n"
     )  # it was killed: another program may have its port
-    assert token_for("127.0.0.1:9090", environ) is None
+    assert token_for(environ) is None
     again = StateDir.lock(tmp_path)
-    assert token_for("127.0.0.1:9090", environ) is None  # it has not said where it listens
+    assert token_for(environ) is None  # it has not said where it listens
     again.publish("127.0.0.1:9090", made_token=True)
-    assert token_for("127.0.0.1:9090", environ)
+    assert token_for(environ)
     (tmp_path / FILE_NAME).write_text("")
     unusable = find_admin_token("127.0.0.1:9090", environ)
     assert unusable.token is None

@@ -298,17 +298,6 @@ async def test_an_unexpected_error_in_a_check_is_logged_without_its_text(kept, c
         assert node.stats.fail_open_error_total == 1
 
 
-class Taken:
-    """An address somebody listens on."""
-
-    def __enter__(self):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        return f"127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def __exit__(self, *_):
-        self.socket.close()
-
-
 async def everything_is_closed(kept, threads_before):
     """A node that could not start has left nothing open."""
     StateDir.lock(kept["state_dir"]).close()
@@ -345,8 +334,10 @@ def threads_before():
 async def test_a_taken_port_is_one_line_and_leaves_nothing_open(
     kept, threads_before, setting, named
 ):
-    with Taken() as address, pytest.raises(StartupError, match=named) as caught:
-        await node_of(kept, **{setting: address}).start()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StartupError, match=named) as caught:
+            await node_of(kept, **{setting: address}).start()
     assert "\n" not in str(caught.value)
     assert address in str(caught.value)
     await everything_is_closed(kept, threads_before)

@@ -112,12 +112,6 @@ def test_one_line_on_stdout_says_that_the_node_is_ready(node, capsys):
     assert captured.err == ""
 
 
-def test_an_http_side_that_is_off_is_called_off(node, capsys):
-    node.http_address = ""
-    run()
-    assert capsys.readouterr().out == "ratelimitd ready grpc=127.0.0.1:1 http=off node=n1\n"
-
-
 def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
     async def start(_self):
         message = "LISTEN: taken"

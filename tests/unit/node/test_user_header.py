@@ -1,18 +1,17 @@
 """A whole node behind a proxy that names its users: who counts, from where, and what stays closed."""
 
-from contextlib import asynccontextmanager
-
 import grpc.aio
 import httpx
 import pytest
 
 from ratelimitd.node.serving import TRANSPORTS
-from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import entry, token_of, write
 from tests.page_visitor import PageVisitor, text_of, token_in
 from tests.unit.node.test_named_tokens import RULE
+from tests.unit.node.test_named_tokens import node_with as node_with_tokens
 
 HEADER = "X-Forwarded-Email"
 
@@ -29,13 +28,9 @@ def path(tmp_path):
     return tmp_path / "tokens.json"
 
 
-@asynccontextmanager
-async def node_with(path, *entries, clock=None, proxies="127.0.0.1", **settings):
-    write(path, *entries)
-    settings = {"admin_token": "the-admin-token", "tokens_file": path, **settings}
+def node_with(path, *entries, proxies="127.0.0.1", **settings):
     settings |= {"user_header": HEADER, "trusted_proxies": proxies}
-    async with running_node(clock=clock, **settings) as node:
-        yield node
+    return node_with_tokens(path, *entries, **settings)
 
 
 def visitor_at(node, *names):

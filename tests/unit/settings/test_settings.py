@@ -48,8 +48,8 @@ def test_defaults_are_those_that_are_documented(name, default):
 
 
 def test_every_default_is_valid_text_of_its_own_setting():
-    given = {spec.environment: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
-    assert Settings.load(given, {}) == Settings.load({}, {})
+    given = {spec.name: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
+    assert load(**given) == Settings.load({}, {})
 
 
 @pytest.mark.parametrize("name", CREDENTIALS)
@@ -68,11 +68,6 @@ def test_a_credential_that_is_given_and_empty_is_refused_and_does_not_open_the_n
 def test_every_field_is_a_setting_and_every_setting_a_field():
     fields = {field.name.upper() for field in dataclasses.fields(Settings)} - {"SOURCES"}
     assert fields == {spec.name for spec in SETTINGS}
-
-
-def test_names_in_environment_and_flags_are_derived_from_one_name():
-    spec = next(spec for spec in SETTINGS if spec.name == "HTTP_LISTEN")
-    assert (spec.environment, spec.flag) == ("RATELIMITD_HTTP_LISTEN", "--http-listen")
 
 
 def test_settings_cannot_be_changed_after_loading():
@@ -135,9 +130,6 @@ def test_everything_that_is_wrong_is_named_at_once():
             {"USER_HEADER": "X-U", "TOKENS_FILE": "f", "TRUSTED_PROXIES": "unix,::/0"},
             "USER_HEADER and a network of all addresses",
         ),
-        ({"USER_HEADER": "Host"}, "USER_HEADER must be the name of a header that the proxy sets"),
-        ({"USER_HEADER": "X_User"}, "USER_HEADER must be the name of a header that the proxy sets"),
-        ({"USER_HEADER": "X-U "}, "USER_HEADER must be the name of a header that the proxy sets"),
         (
             {
                 "TLS_CERT": "c",

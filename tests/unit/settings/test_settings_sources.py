@@ -20,11 +20,6 @@ def test_an_empty_text_is_a_value():
     assert found == Found("RATELIMITD_HTTP_LISTEN", "", "environment")
 
 
-def test_a_flag_is_found_before_the_environment():
-    found = find("LISTEN", {"RATELIMITD_LISTEN": "a"}, {"LISTEN": "b"}, with_file=False)
-    assert found == Found("--listen", "b", "flag")
-
-
 @pytest.mark.parametrize("content", [b"s3cret", b"s3cret\n", b"s3cret\r\n"])
 def test_a_file_holds_the_secret_and_perhaps_the_end_of_a_line(tmp_path, content):
     path = secret_file(tmp_path, content)

@@ -195,6 +195,7 @@ def test_a_server_is_named_without_user_and_password(text, place):
         ("sqlite:///", "must be sqlite:///PATH"),
         ("sqlite:///:memory:", "must be sqlite:///PATH"),
         ("mysql://user:s3cret@h/d", "must be sqlite:///PATH"),
+        ("rules.db", "must be sqlite:///PATH"),
         ("postgresql+asyncpg://h/d", "must be postgresql://"),
         ("postgresql://h", "must be postgresql://"),
         ("postgresql://h/", "must be postgresql://"),

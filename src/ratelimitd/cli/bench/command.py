@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.report import as_json, print_report
+from ratelimitd.cli.bench.report import as_json, print_report, write_picture
+from ratelimitd.cli.bench.report import picture as drawn
 from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
-from ratelimitd.cli.client_options import EXIT_ERROR, CliError, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
 from ratelimitd.cli.output import working
 from ratelimitd.model import IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result  # with grpc, see target.py
+    from ratelimitd.cli.bench.load import Load, Result  # with grpc, as in client_options
 
 
 @asks_node
@@ -100,7 +101,7 @@ def bench(
       ratelimitd bench --rate 1000 --arrival poisson --concurrency 200 --json
       ratelimitd bench --rate 500 --keys 100000 --distribution zipf --picture load.svg
     """
-    from ratelimitd.cli.bench.load import Load  # noqa: PLC0415 -- with grpc, see target.py
+    from ratelimitd.cli.bench.load import Load  # noqa: PLC0415 -- with grpc, as in client_options
 
     if arrival is not None and rate is None:
         message = "--arrival needs --rate"
@@ -141,22 +142,21 @@ def bench(
     else:
         print_report(result, load, target.output)
     if picture is not None:
-        from ratelimitd.cli.bench.report import picture as drawn  # noqa: PLC0415 -- as seldom
-
-        _write(picture, drawn(result, load))
+        write_picture(picture, drawn(result, load), EXIT_ERROR)
     if result.errors:
         raise typer.Exit(EXIT_ERROR)
 
 
 async def _send(target: Target, load: Load, connections: int) -> Result:
-    from ratelimitd.cli.bench.load import channels, run  # noqa: PLC0415 -- as above
+    from ratelimitd.cli.bench.load import Sender, channels  # noqa: PLC0415 -- as above
 
     metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
     opened = channels(target.address, target.tls, connections)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:
-        return await run(load, opened, metadata, stop=stop, time_s=time.perf_counter)
+        sender = Sender(load, opened, metadata, stop=stop, time_s=time.perf_counter)
+        return await sender.run()
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         for channel in opened:
@@ -175,11 +175,3 @@ def _refuse_unwritable(file: Path | None) -> None:
     if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
         message = f"--picture: cannot write {file}"
         raise UsageError(message)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        message = f"--picture: cannot write {file}: {error.strerror}"
-        raise CliError(message) from None

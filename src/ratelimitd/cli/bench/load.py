@@ -16,14 +16,13 @@ from typing import Final
 import grpc
 
 from ratelimitd.cli.bench.workload import Arrivals, Keys, Latencies, Timeline
+from ratelimitd.model import US_PER_S
 from ratelimitd_client import Tls
 from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
 FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
-
-US_PER_S: Final = 1_000_000
 
 TIMER_S: Final = 0.002
 """The event loop's timers are late by a millisecond and more, which is a node's whole latency: so long before a check
@@ -77,27 +76,8 @@ def channels(target: str, tls: Tls | None, count: int) -> list[grpc.aio.Channel]
     return [grpc.aio.secure_channel(target, credentials, options) for _ in range(count)]
 
 
-async def run(
-    load: Load,
-    open_channels: Sequence[grpc.aio.Channel],
-    metadata: Metadata,
-    *,
-    stop: asyncio.Event,
-    time_s: Callable[[], float],
-) -> Result:
-    """Send the load over the channels, until its time is over or ``stop`` is set.
-
-    Raises:
-        grpc.RpcError: the first check of a channel, which also connects it, is not answered.
-    """
-    sender = _Sender(load, open_channels, metadata, stop=stop, time_s=time_s)
-    await sender.connect()
-    await sender.send()
-    return sender.result
-
-
-class _Sender:
-    """Sends a load once."""
+class Sender:
+    """Sends a load once over the channels, until its time is over or ``stop`` is set."""
 
     def __init__(
         self,
@@ -108,7 +88,7 @@ class _Sender:
         stop: asyncio.Event,
         time_s: Callable[[], float],
     ) -> None:
-        self.result = Result(Timeline(load.seconds))
+        self._result = Result(Timeline(load.seconds))
         self._load = load
         self._asks = [stubs.RateLimiterStub(channel).CheckRateLimit for channel in open_channels]
         self._metadata = metadata
@@ -118,13 +98,16 @@ class _Sender:
         self._began_s = 0.0
         self._end_s = 0.0
 
-    async def connect(self) -> None:
+    async def run(self) -> Result:
+        """Connect, send the load, and return what came back.
+
+        Raises:
+            grpc.RpcError: the first check of a channel, which also connects it, is not answered.
+        """
         peek = self._load.check_of(0)
         peek.peek = True
         for ask in self._asks:
             await ask(peek, timeout=self._load.timeout_s, metadata=self._metadata)
-
-    async def send(self) -> None:
         self._began_s = self._time_s()
         self._end_s = self._began_s + self._load.seconds
         async with asyncio.TaskGroup() as under_way:
@@ -133,7 +116,8 @@ class _Sender:
                     under_way.create_task(self._call_again_and_again(caller))
             else:
                 await self._send_when_due(self._load.arrivals, under_way)
-        self.result.seconds = self._time_s() - self._began_s
+        self._result.seconds = self._time_s() - self._began_s
+        return self._result
 
     async def _call_again_and_again(self, caller: int) -> None:
         while not self._stop.is_set() and (now_s := self._time_s()) < self._end_s:
@@ -143,7 +127,7 @@ class _Sender:
         free = asyncio.Semaphore(self._load.concurrency)
 
         async def send(number: int, due_s: float) -> None:
-            self.result.delays.add(max(0, round((self._time_s() - due_s) * US_PER_S)))
+            self._result.delays.add(max(0, round((self._time_s() - due_s) * US_PER_S)))
             await self._ask(number, due_s)
             free.release()
 
@@ -156,12 +140,12 @@ class _Sender:
             await free.acquire()
             # Late ones after one that had to wait are late because of it, until one is in time again.
             is_behind &= self._time_s() > due_s
-            self.result.waited += is_behind
+            self._result.waited += is_behind
             await self._wait_until(due_s)
             if self._stop.is_set():
                 return
             if self._time_s() > self._end_s + self._load.timeout_s:
-                self.result.unsent = max(1, round((self._end_s - due_s) * arrivals.rate))
+                self._result.unsent = max(1, round((self._end_s - due_s) * arrivals.rate))
                 return
             under_way.create_task(send(number, due_s))
 
@@ -179,7 +163,7 @@ class _Sender:
                 continue
 
     async def _ask(self, caller: int, due_s: float) -> None:
-        result = self.result
+        result = self._result
         check = self._load.check_of(next(self._keys))
         ask = self._asks[caller % len(self._asks)]
         try:

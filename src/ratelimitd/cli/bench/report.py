@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from ratelimitd.cli.bench.workload import (
-    QUANTILES,
-    US_PER_MS,
-    Arrivals,
-    Distribution,
-    Keys,
-    Latencies,
-)
-from ratelimitd.cli.output import Output
+from ratelimitd.cli.bench.workload import QUANTILES, Arrivals, Distribution, Keys, Latencies
+from ratelimitd.cli.client_options import CliError
+from ratelimitd.cli.output import Output, sparkline
+from ratelimitd.model import US_PER_MS
 
 if TYPE_CHECKING:
     from ratelimitd.cli.bench.load import Load, Result
-    from ratelimitd.cli.bench.workload import Slot  # with grpc, see target.py
+    from ratelimitd.cli.bench.workload import Slot  # with grpc, as in client_options
 
 BAR_WIDTH: Final = 40
 
@@ -30,7 +26,6 @@ LATE_US: Final = 1_000
 """A check that is sent so late is measured wrongly by as much as a node in the same network takes."""
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
-_HEIGHTS: Final = "▁▂▃▄▅▆▇█"
 _FULL: Final = "█"
 
 
@@ -174,9 +169,7 @@ def _rates(slots: Sequence[Slot]) -> tuple[str, float]:
     for start in range(0, len(slots), each):
         part = slots[start : start + each]
         rates.append(sum(slot.answers for slot in part) / (part[-1].to_s - part[0].from_s))
-    highest = max(rates)
-    top = len(_HEIGHTS) - 1
-    return "".join(_HEIGHTS[round(rate / highest * top)] for rate in rates), highest
+    return sparkline(rates, len(rates)), max(rates)
 
 
 STYLE: Final = """
@@ -261,6 +254,19 @@ def picture(result: Result, load: Load) -> str:
         planned = None if load.arrivals is None else load.arrivals.rate
         parts += _over_time(slots, planned)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def write_picture(file: Path, text: str, exit_code: int) -> None:
+    """Write a picture into the file that ``--picture`` names.
+
+    Raises:
+        CliError: it cannot be written; with ``exit_code``.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"--picture: cannot write {file}: {error.strerror}"
+        raise CliError(message, exit_code) from None
 
 
 def _percentiles(latencies: Latencies) -> Iterator[str]:

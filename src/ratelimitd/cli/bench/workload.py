@@ -105,8 +105,6 @@ DIGITS: Final = 6
 
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
 
-US_PER_MS: Final = 1_000
-
 _STEPS: Final = (1, 2, 5)
 
 

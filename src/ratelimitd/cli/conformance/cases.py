@@ -10,22 +10,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.model import (
-    US_PER_S,
-    Algorithm,
-    Calendar,
-    IdentifierType,
-    Period,
-    Rule,
-)
+from ratelimitd.model import US_PER_S, Algorithm, Calendar, IdentifierType, Period, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    pass
-
 
 ANY: Final = -1
 """In the place of an expected time that follows from the server's clock: it is not compared."""
@@ -291,16 +280,16 @@ def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step
 
 def cases() -> list[Case]:
     """All cases, by algorithm, in the order of the files."""
-    return list(_cases())
-
-
-def _cases() -> Iterator[Case]:
+    found = []
     for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
             vectors = json.loads(file.read_text(encoding="utf-8"))
             algorithm, name = vectors.get("algorithm"), file.name.removesuffix(".json")
-            for case in vectors["cases"]:
-                yield Case.of(algorithm, case) if algorithm else Case.of_policy(name, case)
+            found += [
+                Case.of(algorithm, case) if algorithm else Case.of_policy(name, case)
+                for case in vectors["cases"]
+            ]
+    return found
 
 
 # On a server's own clock no check arrives exactly when it is due. So check n of a case, counted from 0, is sent n

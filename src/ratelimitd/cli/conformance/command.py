@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Annotated
 
 import typer
@@ -12,22 +11,9 @@ from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_n
 from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.own_rules import own_rules
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
-from ratelimitd.cli.conformance.run import RealTime, Runner
+from ratelimitd.cli.conformance.run import RealTime, Runner, SystemTime
 from ratelimitd.cli.output import working
 from ratelimitd.model import US_PER_S
-
-
-class SystemTime:
-    """The wall clock of this machine, as :class:`~ratelimitd.cli.conformance.run.WallTime`."""
-
-    def now_us(self) -> int:
-        """What time it is, in µs since the Unix epoch."""
-        return time.time_ns() // 1_000
-
-    def wait_until(self, at_us: int) -> None:
-        """Sleep until then."""
-        while (left_us := at_us - self.now_us()) > 0:
-            time.sleep(left_us / US_PER_S)
 
 
 @asks_node
@@ -80,10 +66,9 @@ def conformance(
         raise UsageError(message)
     name = f"conformance-{secrets.token_hex(6)}"
     chosen = cases()
-    clock = SystemTime()
     how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000)) if real_time else None
     with target.client() as client, own_rules(target, client, f"/{name}", chosen) as places:
-        runner = Runner(client, chosen, places, name=name, time=clock)
+        runner = Runner(client, chosen, places, name=name, time=SystemTime())
         with working("asking checks"):
             results = (
                 runner.with_virtual_time(one_batch=one_batch)

@@ -62,7 +62,7 @@ def own_rules(
 
 def _make(client: NodeClient, endpoint: str, case: Case) -> str:
     """Return the id of the rule; say of which case it is when the server takes no such rule."""
-    import grpc  # noqa: PLC0415 - see target.py
+    import grpc  # noqa: PLC0415 - as in client_options
 
     try:
         return client.create_rule(_rule_of(case, endpoint)).id
@@ -75,7 +75,7 @@ def _make(client: NodeClient, endpoint: str, case: Case) -> str:
 
 def _make_policy(client: NodeClient, endpoint: str, case: Case) -> str:
     """Make the rules of a case; return the server's words when it does not take one."""
-    import grpc  # noqa: PLC0415 - see target.py
+    import grpc  # noqa: PLC0415 - as in client_options
 
     for rule_id, rule in zip(case.rule_ids(endpoint), case.rules, strict=True):
         own = pb.RateLimit(id=rule_id)
@@ -126,7 +126,7 @@ def _delete(
     *,
     policies: Iterable[str],
 ) -> None:
-    import grpc  # noqa: PLC0415 - see target.py
+    import grpc  # noqa: PLC0415 - as in client_options
 
     try:
         with target.explained():

@@ -6,10 +6,11 @@ Never says what came of it: results are values, which :mod:`ratelimitd.cli.confo
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from ratelimitd.cli.client_options import CliError, UsageError
 from ratelimitd.cli.conformance.cases import (
@@ -76,7 +77,7 @@ class Asking:
         Raises:
             grpc.RpcError: the server answers no check at all.
         """
-        import grpc  # noqa: PLC0415 - see target.py
+        import grpc  # noqa: PLC0415 - as in client_options
 
         try:
             for name, actual in settles:
@@ -101,14 +102,6 @@ class Asking:
             return _refusal(error)
         return _answered(response)
 
-    def forget_everybody(self, endpoint: str) -> None:
-        """Reset the bucket of everybody on an endpoint.
-
-        Raises:
-            grpc.RpcError: the server does not.
-        """
-        self._client.reset("", EVERYBODY, endpoint)
-
     def together(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
         """The answers to any number of checks, asked in as few batches as it takes.
 
@@ -116,7 +109,7 @@ class Asking:
             CliError: there are more or fewer.
             grpc.RpcError: the server answers no check at all.
         """
-        from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - see target.py
+        from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
 
         answers: list[Answered] = []
         for start in range(0, len(requests), MAX_BATCH):
@@ -124,7 +117,7 @@ class Asking:
         return answers
 
     def _batch(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
-        import grpc  # noqa: PLC0415 - see target.py
+        import grpc  # noqa: PLC0415 - as in client_options
 
         try:
             responses = self._client.check_batch(requests)
@@ -173,16 +166,17 @@ IN_FORCE_WITHIN_US: Final = 10 * US_PER_S
 ASK_AGAIN_US: Final = US_PER_S // 10
 
 
-class WallTime(Protocol):
-    """Wall time, in µs since the Unix epoch."""
+class SystemTime:
+    """The wall clock of this machine, in µs since the Unix epoch."""
 
     def now_us(self) -> int:
         """What time it is."""
-        ...
+        return time.time_ns() // 1_000
 
     def wait_until(self, at_us: int) -> None:
         """Return when it is that time, or at once if it is later."""
-        ...
+        while (left_us := at_us - self.now_us()) > 0:
+            time.sleep(left_us / US_PER_S)
 
 
 class Checked(NamedTuple):
@@ -236,8 +230,9 @@ class Runner:
         places: Sequence[Place],
         *,
         name: str,
-        time: WallTime,
+        time: SystemTime,
     ) -> None:
+        self._client = client
         self._asking = Asking(client)
         self._cases = cases
         self._places = places
@@ -438,7 +433,7 @@ class Runner:
             for rule in self._cases[number].rules:
                 if rule.identifier_type == EVERYBODY:
                     endpoint = f"{self._places[number].endpoint}{rule.endpoint}"
-                    self._asking.forget_everybody(endpoint)
+                    self._client.reset("", EVERYBODY, endpoint)
 
     def _request(
         self, number: int, way: str, step: Step, *, peek: bool = False

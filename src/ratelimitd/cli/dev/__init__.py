@@ -12,9 +12,4 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Try things out on this machine."""
-
-
 app.command(help=help_of(cluster))(cluster)

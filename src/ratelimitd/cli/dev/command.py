@@ -11,7 +11,7 @@ import typer
 
 from ratelimitd.cli.apply import content_of, refusal
 from ratelimitd.cli.dev import run, servers
-from ratelimitd.cli.dev.run import Cluster, is_free
+from ratelimitd.cli.dev.run import Cluster
 from ratelimitd.cli.output import Output
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.rules_file import parse_rules
@@ -62,7 +62,7 @@ def cluster(
     """
     servers.require(postgresql=not sqlite)
     rules = None if rules_file is None else _rules(rules_file, identifier_types)
-    planned = run.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
+    planned = run.nodes(nodes, grpc_port=grpc_port, http_port=http_port)
     started = Cluster(
         planned,
         Output(),

@@ -19,7 +19,7 @@ import typer
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import run
 from ratelimitd.cli.dev.run import HOST, NodePlan
-from ratelimitd.cli.output import Output, table_lines
+from ratelimitd.cli.output import Output, sparkline, table_lines
 from ratelimitd.errors import StartupError
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def demo(
       ratelimitd demo --no-browser
     """
     for may_retry in (True, False):
-        [node] = run.nodes(1, grpc_port=grpc_port, http_port=http_port, is_free=run.is_free)
+        [node] = run.nodes(1, grpc_port=grpc_port, http_port=http_port)
         taken = (node.grpc_port, node.http_port)
-        [port] = run.free_ports(api_port, 1, run.is_free, taken=taken)
+        [port] = run.free_ports(api_port, 1, taken=taken)
         try:
             asyncio.run(Demo(node, port, Output(), opens_page=browser).run())
         except (CliError, StartupError):
@@ -131,8 +131,6 @@ class Caller:
 
     def reading(self, seconds: float) -> Sequence[object]:
         """The row of the table for the time since the reading before."""
-        from ratelimitd.cli.top.view import sparkline  # noqa: PLC0415 -- imports what only a view needs
-
         now = self.allowed, self.denied
         allowed, denied = [
             round((after - before) / seconds)

@@ -94,23 +94,19 @@ class NodePlan:
         ]
 
 
-def nodes(
-    count: int, *, grpc_port: int, http_port: int, is_free: Callable[[int], bool]
-) -> list[NodePlan]:
+def nodes(count: int, *, grpc_port: int, http_port: int) -> list[NodePlan]:
     """So many nodes on successive ports; those that somebody else listens on are left out.
 
     Raises:
         UsageError: there are not so many ports above the first ones.
     """
-    grpc_ports = free_ports(grpc_port, count, is_free, taken=())
-    http_ports = free_ports(http_port, count, is_free, taken=grpc_ports)
+    grpc_ports = free_ports(grpc_port, count)
+    http_ports = free_ports(http_port, count, taken=grpc_ports)
     ports = zip(grpc_ports, http_ports, strict=True)
     return [NodePlan(f"n{number}", *both) for number, both in enumerate(ports, 1)]
 
 
-def free_ports(
-    first: int, count: int, is_free: Callable[[int], bool], *, taken: Sequence[int]
-) -> list[int]:
+def free_ports(first: int, count: int, *, taken: Sequence[int] = ()) -> list[int]:
     """So many ports from ``first`` on that nobody listens on and that are not ``taken``.
 
     Raises:
@@ -215,26 +211,16 @@ async def until_stopped(live: Callable[[Children, Path], Awaitable[None]], outpu
             living.result()
 
 
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """One run of the command."""
+    """One run of the command; ``rules`` are those of ``rules_file``."""
 
-    def __init__(
-        self,
-        nodes: Sequence[NodePlan],
-        output: Output,
-        *,
-        rules_file: Path | None,
-        rules: Sequence[RuleDraft] | None,
-        sqlite: bool,
-        identifier_types: str,
-    ) -> None:
-        """``rules`` are those of ``rules_file``."""
-        self._nodes = nodes
-        self._output = output
-        self._rules_file = rules_file
-        self._rules = rules
-        self._sqlite = sqlite
-        self._identifier_types = identifier_types
+    nodes: Sequence[NodePlan]
+    output: Output
+    rules_file: Path | None
+    rules: Sequence[RuleDraft] | None
+    sqlite: bool
+    identifier_types: str
 
     async def run(self) -> None:
         """Start everything, wait until somebody wants it to end, and leave nothing behind.
@@ -242,24 +228,24 @@ class Cluster:
         Raises:
             CliError: something could not be started.
         """
-        await until_stopped(self._live, self._output)
+        await until_stopped(self._live, self.output)
 
     async def _live(self, children: Children, directory: Path) -> None:
         """Start everything and watch it; returns when the quit key is pressed."""
-        servers_too = "Valkey" if self._sqlite else "Valkey, PostgreSQL"
-        self._output.line(f"starting {servers_too} and {len(self._nodes)} nodes")
-        self._output.flush()
+        servers_too = "Valkey" if self.sqlite else "Valkey, PostgreSQL"
+        self.output.line(f"starting {servers_too} and {len(self.nodes)} nodes")
+        self.output.flush()
         valkey, redis_url = await servers.start_valkey(children, directory)
         database_url = await self._start_database(children, directory)
-        rules_file = self._rules_file or write_rules(directory, RULES)
+        rules_file = self.rules_file or write_rules(directory, RULES)
         nodes: list[Child] = []
-        for planned in self._nodes:
+        for planned in self.nodes:
             command = planned.command(
                 directory,
                 redis_url=redis_url,
                 database_url=database_url,
                 rules_file=rules_file,
-                identifier_types=self._identifier_types,
+                identifier_types=self.identifier_types,
             )
             nodes.append(await children.start(planned.name, command, read=True))
             if len(nodes) == 1:  # it seeds the rule book, which only one node may do
@@ -267,12 +253,12 @@ class Cluster:
         await asyncio.gather(*map(ready, nodes[1:]))
         self._show_nodes(nodes)
         places = {"shared state": redis_url, "rules": database_url, "logs": f"{directory}/*.log"}
-        self._output.pairs(places.items())
+        self.output.pairs(places.items())
         self._show_what_to_try(nodes, valkey)
         await self._watch(children, [valkey, *nodes])
 
     async def _start_database(self, children: Children, directory: Path) -> str:
-        if self._sqlite:
+        if self.sqlite:
             return f"sqlite:///{directory / 'rules.db'}"
         _, database_url = await servers.start_postgresql(children, directory)
         upgrade = [*PROGRAM, "db", "upgrade", "--database-url", database_url]
@@ -282,18 +268,18 @@ class Cluster:
     def _show_nodes(self, nodes: Sequence[Child]) -> None:
         rows = [
             (planned.name, planned.grpc_address, f"http://{planned.http_address}/", child.pid)
-            for planned, child in zip(self._nodes, nodes, strict=True)
+            for planned, child in zip(self.nodes, nodes, strict=True)
         ]
-        self._output.table(("NODE", "GRPC", "HTTP", "PID"), rows)
-        self._output.line()
+        self.output.table(("NODE", "GRPC", "HTTP", "PID"), rows)
+        self.output.line()
 
     def _show_what_to_try(self, nodes: Sequence[Child], valkey: Child) -> None:
-        self._output.line()
-        for line in suggestions(self._nodes, nodes[-1].pid, valkey.pid, self._rules):
-            self._output.line(line)
-        self._output.line()
-        self._output.line("q or Ctrl-C stops everything")
-        self._output.flush()
+        self.output.line()
+        for line in suggestions(self.nodes, nodes[-1].pid, valkey.pid, self.rules):
+            self.output.line(line)
+        self.output.line()
+        self.output.line("q or Ctrl-C stops everything")
+        self.output.flush()
 
     async def _watch(self, children: Children, watched: Sequence[Child]) -> None:
         with pressed_keys() as quit_pressed:
@@ -308,8 +294,8 @@ class Cluster:
     async def _report(self, children: Children, child: Child) -> None:
         """Say so when a child ends; the others go on, for that is what a cluster is for."""
         if await children.ended(child):
-            self._output.line(self._output.styled(str(failure(child)), "bad"))
-            self._output.flush()
+            self.output.line(self.output.styled(str(failure(child)), "bad"))
+            self.output.flush()
 
 
 async def ready(node: Child) -> None:

@@ -30,7 +30,11 @@ from ratelimitd.cli.doctor.finding import (
     ok,
     problem,
 )
-from ratelimitd.cli.doctor.stores import check_database
+from ratelimitd.cli.doctor.stores import (
+    check_answer_without,
+    check_database,
+    check_shared_state,
+)
 from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import SettingsError
 from ratelimitd.settings.sources import environment_of, file_of
@@ -88,12 +92,6 @@ def _secret_files(given: Given) -> dict[str, Path]:
 
 async def _look(settings: Settings) -> list[Finding]:
     """Run every check separately, so that one failure hides no other."""
-    # It brings the driver of the shared state, which only a cluster has.
-    from ratelimitd.cli.doctor.stores import (  # noqa: PLC0415
-        check_answer_without,
-        check_shared_state,
-    )
-
     findings = [
         *check_admin_token(settings),
         *check_tokens_file(settings, datetime.now(UTC)),

@@ -37,7 +37,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.model import RESERVED_PLANS, types_within
+from ratelimitd.model import RESERVED_PLANS, US_PER_S, types_within
 from ratelimitd.observe.node_status import decode
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
@@ -56,7 +56,6 @@ MAX_SKEW_S: Final = 1.0
 FULL: Final = 0.8
 """From so much of ``maxmemory`` on a server is nearly full."""
 
-_US_PER_S: Final = 1_000_000
 _SCRIPT: Final = Script(b"#!lua\nreturn 1")
 _CLUSTER_URL: Final = "it is part of a Cluster: redis+cluster:// in REDIS_URL"
 _PERMISSIONS: Final = "docs/cluster.md has the line that creates the user"
@@ -150,7 +149,7 @@ async def _check_times(
         except Refused:
             return  # told with the permissions
         took_s = monotonic_s() - began_s
-        store_s = int(seconds) + int(micros) / _US_PER_S
+        store_s = int(seconds) + int(micros) / US_PER_S
         rounds.append((took_s, store_s - (wall_s() - took_s / 2)))
     best_s, skew_s = min(rounds[1:])
     worst_ms = max(took_s for took_s, _ in rounds[1:]) * 1_000

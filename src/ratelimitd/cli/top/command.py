@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ratelimitd.cli.client_options import CliError, Target, asks_node
 from ratelimitd.cli.output import printable, single_keys
-from ratelimitd.cli.top.reading import NAMES, Look, Reading, reading
+from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
@@ -31,15 +31,6 @@ HISTORY: Final = 500
 
 Pause = Callable[[float], bool]
 """Waits for so many seconds, and says whether somebody has seen enough."""
-
-
-class Frame(NamedTuple):
-    """What is to be shown: the last reading, and why there is no newer one, empty when there is."""
-
-    reading: Reading
-    names: Mapping[str, str]
-    checks_per_s: tuple[float, ...]
-    lost: str = ""
 
 
 @asks_node
@@ -137,26 +128,16 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
 def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
     """On a terminal each in the place of the one before, else one below the other."""
     # 50 ms to import, which no other command needs to wait for.
-    from rich.console import Console, RenderableType  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
     from rich.live import Live  # noqa: PLC0415
 
-    from ratelimitd.cli.top import view  # noqa: PLC0415
+    from ratelimitd.cli.top.view import drawn  # noqa: PLC0415
 
     console = Console(highlight=False, markup=False, emoji=False)
-
-    def drawn(frame: Frame) -> RenderableType:
-        return view.frame(
-            frame.reading,
-            frame.names,
-            checks_per_s=frame.checks_per_s,
-            width=console.width,
-            lost=frame.lost,
-        )
-
     if not (full_screen and console.is_terminal):
         for frame in frames:
-            console.print(drawn(frame))
+            console.print(drawn(frame, console.width))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for frame in frames:
-            live.update(drawn(frame), refresh=True)
+            live.update(drawn(frame, console.width), refresh=True)

@@ -33,6 +33,8 @@ NAMES: Final = (
 )  # fmt: skip
 """What is asked for; a node without a cluster has nothing to say to the last four."""
 
+QUANTILES: Final = (0.5, 0.95, 0.99)
+
 MS_PER_S: Final = 1_000
 
 Series = tuple[str, str]
@@ -101,6 +103,17 @@ class Reading(NamedTuple):
     excess_bound_ratio: float | None
     busiest: tuple[RuleReading, ...]
     """The rules with most blocked."""
+
+
+class Frame(NamedTuple):
+    """What is to be shown: the last reading, and why there is no newer one, empty when there is."""
+
+    reading: Reading
+    names: Mapping[str, str]
+    """Of rules, by id."""
+    checks_per_s: tuple[float, ...]
+    """Of the readings so far."""
+    lost: str = ""
 
 
 def reading(before: Look, after: Look, *, rules: int) -> Reading:
@@ -172,12 +185,13 @@ def _latency(before: Look, after: Look) -> Latency | None:
     if not counts or not counts[-1]:
         return None
     sum_s = after.latency_sum_s - (0.0 if began_anew else before.latency_sum_s)
-    p50, p95, p99 = (_quantile_ms(after.bounds_s, counts, share) for share in (0.5, 0.95, 0.99))
-    return Latency(sum_s / counts[-1] * MS_PER_S, p50, p95, p99)
+    p50, p95, p99 = (quantile_s(after.bounds_s, counts, share) for share in QUANTILES)
+    return Latency(*(value * MS_PER_S for value in (sum_s / counts[-1], p50, p95, p99)))
 
 
-def _quantile_ms(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
-    for bound_s, count in zip(bounds_s, counts, strict=False):
-        if count >= share * counts[-1]:
-            return bound_s * MS_PER_S
-    return float("inf")
+def quantile_s(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
+    """Return the upper bound of the bucket that a quantile falls into, infinite beyond the last."""
+    within = (
+        bound for bound, count in zip(bounds_s, counts, strict=False) if count >= share * counts[-1]
+    )
+    return next(within, float("inf"))

@@ -13,13 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ratelimitd.cli.output import printable
-from ratelimitd.cli.top.reading import MS_PER_S, Latency, Reading
+from ratelimitd.cli.output import printable, sparkline
+from ratelimitd.cli.top.reading import MS_PER_S, Frame, Latency, Reading
 
 WIDE: Final = 80
 """From so many columns on the measurements stand in two columns."""
-
-BARS: Final = "▁▂▃▄▅▆▇█"
 
 MIB: Final = 1024 * 1024
 
@@ -36,24 +34,18 @@ _STYLES: Final = {
 Pairs = Sequence[tuple[str, Text]]
 
 
-def frame(
-    reading: Reading,
-    names: Mapping[str, str],
-    *,
-    checks_per_s: Sequence[float],
-    width: int,
-    lost: str = "",
-) -> RenderableType:
-    """Everything about a node; ``names`` of rules by id, ``checks_per_s`` so far, ``lost``: why it is not heard."""
+def drawn(frame: Frame, width: int) -> RenderableType:
+    """Everything about a node."""
+    reading = frame.reading
     parts: list[RenderableType] = [
-        _head(reading, lost),
+        _head(reading, frame.lost),
         Text(),
         _pairs(_measurements(reading), width),
     ]
-    if any(checks_per_s):
-        parts += [Text(), Text(f"checks/s  {sparkline(checks_per_s, max(1, width - 10))}")]
+    if any(frame.checks_per_s):
+        parts += [Text(), Text(f"checks/s  {sparkline(frame.checks_per_s, max(1, width - 10))}")]
     if reading.busiest:
-        parts += [Text(), _rules(reading, names)]
+        parts += [Text(), _rules(reading, frame.names)]
     return Group(*parts)
 
 
@@ -68,13 +60,6 @@ def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
         {**rule._asdict(), "name": names.get(rule.rule_id, "")} for rule in reading.busiest
     ]
     return values
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as bars, the highest of them full; at most ``width`` characters."""
-    shown = [*values][-width:]
-    highest = max(shown, default=0) or 1
-    return "".join(BARS[min(len(BARS) - 1, int(value / highest * len(BARS)))] for value in shown)
 
 
 def _finite(value: float) -> float | None:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from ratelimitd.cli.bench import load
-from ratelimitd.cli.bench.load import Load, channels, run
+from ratelimitd.cli.bench.load import Load, Sender, channels
 from ratelimitd.cli.bench.workload import Arrivals, Keys
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -47,13 +47,13 @@ async def sent(
     }
     opened = channels(address, None, connections)
     try:
-        return await run(
+        return await Sender(
             Load(**{**settings, **changes}),
             opened,
             metadata,
             stop=stop or asyncio.Event(),
             time_s=time_s or SteppingClock(0.01),
-        )
+        ).run()
     finally:
         for channel in opened:
             await channel.close()

@@ -8,22 +8,12 @@ import pytest
 
 from ratelimitd.cli.conformance import command
 from ratelimitd.cli.conformance.cases import cases
-from ratelimitd.cli.conformance.command import SystemTime
+from ratelimitd.cli.conformance.run import SystemTime
 from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.cli.conformance.test_run import SetTime
 
 ALL = len(cases())
-
-
-class SetTime:
-    """Wall time that moves when somebody waits for it."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.now_us = clock.now_us
-
-    def wait_until(self, at_us):
-        self.clock.advance(us=max(0, at_us - self.clock.now_us()))
 
 
 def canned(**fields):
@@ -99,12 +89,6 @@ def test_in_real_time_no_check_carries_a_time(ask, node, monkeypatch):
 )
 def test_misuse_is_status_2(run, options):
     assert run("conformance", *options).status == 2
-
-
-def test_a_node_that_is_away_is_status_2(run, unused_tcp_port):
-    ended = run("conformance", "--target", f"127.0.0.1:{unused_tcp_port}")
-    assert ended.status == 2
-    assert ended.err.startswith("Error: cannot reach a node")
 
 
 def test_the_clock_of_this_machine_is_waited_for():

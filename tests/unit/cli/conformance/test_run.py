@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -280,13 +279,6 @@ def test_what_is_not_judged_is_not_refused():
     run, _ = runner(Refusing("/0", way="beforehand"), case, CASE)
     left_out = run.with_real_time(HOW)[0]
     assert (left_out.not_judged, left_out.refused) == ("its time goes back", None)
-
-
-def test_a_batch_that_is_not_answered_check_by_check_ends_the_run():
-    client = SimpleNamespace(check_batch=lambda _requests: [])
-    run, _ = runner(client, CASE)
-    with pytest.raises(CliError, match=r"^the server gave 0 answers to a batch of 1$"):
-        run.with_virtual_time(one_batch=False)
 
 
 def test_a_case_whose_answers_come_too_late_is_not_judged():

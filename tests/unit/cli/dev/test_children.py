@@ -11,7 +11,7 @@ import pytest
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import servers as module
-from ratelimitd.cli.dev.servers import Children, failure
+from ratelimitd.cli.dev.servers import failure
 
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
 OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -19,13 +19,6 @@ OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLE
 
 def python(code):
     return [sys.executable, "-c", code]
-
-
-@pytest.fixture
-async def children(tmp_path):
-    children = Children(tmp_path)
-    yield children
-    await children.stop()
 
 
 async def started(children, code=SLEEP, name="child"):

@@ -4,6 +4,7 @@ import pytest
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import command, servers
+from ratelimitd.cli.dev import run as run_module
 
 RULES = "rules: [{endpoint: /a, identifier_type: tenant, limit: 1, window: 1m}]"
 
@@ -21,8 +22,14 @@ def runs(monkeypatch):
             pass
 
     monkeypatch.setattr(command, "Cluster", Recorded)
-    monkeypatch.setattr(command, "is_free", lambda _port: True)
+    monkeypatch.setattr(run_module, "is_free", lambda _port: True)
     return runs
+
+
+def test_the_group_shows_what_is_in_it(run):
+    ended = run("dev", "--help")
+    assert ended.status == 0
+    assert "cluster  " in ended.out
 
 
 def test_three_nodes_on_the_usual_ports(run, runs):

@@ -1,21 +1,27 @@
 """The plan of a cluster to try out."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from ratelimitd.cli.client_options import UsageError
-from ratelimitd.cli.dev.run import LAST_PORT, RULES, NodePlan, nodes, suggestions
+from ratelimitd.cli.dev import run
+from ratelimitd.cli.dev.run import LAST_PORT, RULES, NodePlan, is_free, nodes, suggestions
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
 
-def free(*taken):
-    return lambda port: port not in taken
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """The ports that others listen on."""
+    taken = set()
+    monkeypatch.setattr(run, "is_free", lambda port: port not in taken)
+    return taken
 
 
 def test_nodes_are_on_successive_ports():
-    planned = nodes(3, grpc_port=9090, http_port=8080, is_free=free())
+    planned = nodes(3, grpc_port=9090, http_port=8080)
     assert planned == [
         NodePlan("n1", 9090, 8080), NodePlan("n2", 9091, 8081), NodePlan("n3", 9092, 8082),
     ]  # fmt: skip
@@ -23,19 +29,20 @@ def test_nodes_are_on_successive_ports():
     assert planned[1].http_address == "127.0.0.1:8081"
 
 
-def test_ports_that_are_taken_are_left_out():
-    planned = nodes(2, grpc_port=9090, http_port=8080, is_free=free(9090, 8081))
+def test_ports_that_are_taken_are_left_out(taken):
+    taken |= {9090, 8081}
+    planned = nodes(2, grpc_port=9090, http_port=8080)
     assert planned == [NodePlan("n1", 9091, 8080), NodePlan("n2", 9092, 8082)]
 
 
 def test_no_port_is_used_twice():
-    planned = nodes(2, grpc_port=8080, http_port=8080, is_free=free())
+    planned = nodes(2, grpc_port=8080, http_port=8080)
     assert planned == [NodePlan("n1", 8080, 8082), NodePlan("n2", 8081, 8083)]
 
 
 def test_too_few_ports_are_an_error_that_says_so():
     with pytest.raises(UsageError, match="no 2 free ports from 65535 on"):
-        nodes(2, grpc_port=LAST_PORT, http_port=8080, is_free=free())
+        nodes(2, grpc_port=LAST_PORT, http_port=8080)
 
 
 def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
@@ -65,7 +72,7 @@ def test_the_rules_to_begin_with_are_rules():
 
 
 def test_what_to_try_names_the_nodes_and_the_processes():
-    planned = nodes(3, grpc_port=9090, http_port=8080, is_free=free())
+    planned = nodes(3, grpc_port=9090, http_port=8080)
     lines = list(suggestions(planned, 123, 456))
     assert "--target 127.0.0.1:9090 " in lines[0]
     assert "--target 127.0.0.1:9092 " in lines[1]
@@ -90,7 +97,7 @@ def test_what_to_try_names_the_nodes_and_the_processes():
 )
 def test_with_other_rules_a_check_is_by_one_of_them_and_says_nothing_of_numbers(rule, tried):
     rules = parse_rules(f"rules: [{{{rule}, limit: 3, window: 1d}}]".encode())
-    planned = nodes(2, grpc_port=9090, http_port=8080, is_free=free())
+    planned = nodes(2, grpc_port=9090, http_port=8080)
     listing, *lines = suggestions(planned, 123, 456, rules)
     assert listing.startswith("ratelimitd rules list --target 127.0.0.1:9090 ")
     checks = [line for line in lines if line.startswith("ratelimitd check")]
@@ -99,3 +106,10 @@ def test_with_other_rules_a_check_is_by_one_of_them_and_says_nothing_of_numbers(
         f"{tried} {address}" for address in addresses
     ]
     assert " of 10" not in "".join(lines)
+
+
+def test_a_port_that_somebody_listens_on_is_taken_until_they_stop():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not is_free(port)
+    assert is_free(port)

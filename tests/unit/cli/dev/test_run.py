@@ -4,7 +4,6 @@ import asyncio
 import errno
 import io
 import os
-import pty
 import re
 import signal
 import sys
@@ -81,16 +80,6 @@ def directory(tmp_path_factory, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
         assert list(Path(name).iterdir()) == []
-
-
-@pytest.fixture
-def keyboard(monkeypatch):
-    """A terminal as stdin; returns where its keys are pressed."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        yield ours
-    os.close(ours)
 
 
 def cluster(screen, *nodes, rules_file=None, sqlite=True):

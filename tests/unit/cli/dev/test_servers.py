@@ -14,15 +14,7 @@ import redis
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import servers
-from ratelimitd.cli.dev.servers import Children
 from tests.postgres_server import let_others_enter
-
-
-@pytest.fixture
-async def children(tmp_path):
-    children = Children(tmp_path)
-    yield children
-    await children.stop()
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from ratelimitd.cli.top.reading import Latency, Reading, RuleReading
-from ratelimitd.cli.top.view import as_json, frame, sparkline
+from ratelimitd.cli.top.reading import Frame, Latency, Reading, RuleReading
+from ratelimitd.cli.top.view import as_json, drawn
 
 READING = Reading(
     node_id="n1",
@@ -33,16 +33,16 @@ READING = Reading(
 )
 
 
-def drawn(reading=READING, names=None, *, width=100, color=False, **options):
+def shown(reading=READING, *, width=100, color=False, **changes):
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=color, highlight=False, markup=False)
-    given = {"r1": "/login ip"} if names is None else names
-    console.print(frame(reading, given, checks_per_s=(1, 2), width=width, **options))
+    frame = Frame(reading, {"r1": "/login ip"}, (1, 2))._replace(**changes)
+    console.print(drawn(frame, width))
     return stream.getvalue()
 
 
 def test_everything_is_there():
-    out = drawn()
+    out = shown()
     for text in (
         "n1  HEALTHY  rules revision 7", "1,235/s", "2.5/s", "0/s", "closed", "0.0123 ms mean", "≤ 0.025 ms", "≤ 2 ms",
         "above all bounds", "0.988", "1,000,000", "64.0 MiB", "/login ip", "12,345", "r2",
@@ -53,17 +53,17 @@ def test_everything_is_there():
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width):
-    lines = drawn(names={"r1": "/" + "x" * 250}, width=width).splitlines()
+    lines = shown(names={"r1": "/" + "x" * 250}, width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert sum("allowed" in line for line in lines) == 1
 
 
 def test_a_wide_terminal_has_the_measurements_side_by_side():
-    assert len(drawn(width=80).splitlines()) < len(drawn(width=79).splitlines())
+    assert len(shown(width=80).splitlines()) < len(shown(width=79).splitlines())
 
 
 def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
-    out = drawn(
+    out = shown(
         READING._replace(
             cluster_nodes=3, sync_lag_s=0.0125, excess_ratio=0.01, excess_bound_ratio=0.51
         )
@@ -77,12 +77,12 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
     [(0.9994, "999 ms"), (0.9996, "1.0 s"), (4.53, "4.5 s"), (5_000, "5,000.0 s")],
 )
 def test_long_times_are_seconds(lag_s, text):
-    out = drawn(READING._replace(cluster_nodes=3, sync_lag_s=lag_s))
+    out = shown(READING._replace(cluster_nodes=3, sync_lag_s=lag_s))
     assert re.search(rf"sync lag +{re.escape(text)}", out)
 
 
 def test_what_is_unknown_is_a_dash():
-    out = drawn(
+    out = shown(
         READING._replace(
             node_id="", breaker_state="", latency=None, hit_ratio=None, memory_bytes=None,
             buckets=None, busiest=(), cluster_nodes=2,
@@ -95,13 +95,13 @@ def test_what_is_unknown_is_a_dash():
 
 
 def test_a_node_that_is_away_keeps_its_last_reading_and_says_why():
-    out = drawn(lost="cannot reach a node\x1b[2J")
+    out = shown(lost="cannot reach a node\x1b[2J")
     assert "cannot reach a node�[2J; trying again" in out
     assert "1,235/s" in out
 
 
 def test_nothing_that_a_node_says_drives_the_terminal():
-    out = drawn(
+    out = shown(
         READING._replace(node_id="\x1b]0;n", breaker_state="\x1b[7m"),
         names={"r1": "\x1b[2J[bold]x"},
         color=True,
@@ -122,15 +122,5 @@ def test_a_program_gets_numbers_and_null_for_what_is_unknown():
     assert as_json(READING._replace(latency=None), {})["latency"] is None
 
 
-@pytest.mark.parametrize(
-    ("values", "bars"),
-    [((), ""), ((0, 0), "▁▁"), ((1, 2, 4, 8), "▂▃▅█"), ((9,) * 20, "█" * 10)],
-)
-def test_the_last_values_are_bars(values, bars):
-    assert sparkline(values, 10) == bars
-
-
 def test_a_node_without_checks_has_no_picture():
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(frame(READING, {}, checks_per_s=(0, 0), width=80))
-    assert "checks/s" not in stream.getvalue()
+    assert "checks/s" not in shown(checks_per_s=(0, 0))

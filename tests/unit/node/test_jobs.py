@@ -1,10 +1,14 @@
+"""What a node does beside its calls: upkeep once a tick, and when garbage is collected."""
+
+import gc
+
 import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
-from ratelimitd.node.jobs import SWEEP_SHARDS, TICK_S, Upkeep
+from ratelimitd.node.jobs import SWEEP_SHARDS, TICK_S, Upkeep, tidy, whole_load
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
 from ratelimitd.rules.assignments import Assignments
@@ -13,7 +17,6 @@ from ratelimitd.testing import ManualClock
 RULE = Rule(
     "r", "/a", IdentifierType.USER, limit=10, window_seconds=1, algorithm=Algorithm.FIXED_WINDOW
 )
-
 
 ROUND = 2_500
 """Ticks in which every shard of the assignments is swept."""
@@ -131,3 +134,53 @@ def test_the_alarm_is_logged_when_it_begins_and_when_it_ends(node, caplog):
         node.upkeep.sample()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "within a second of the wall clock again" in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    thresholds = gc.get_threshold()
+    yield
+    gc.enable()
+    gc.set_threshold(*thresholds)
+
+
+def test_no_collection_takes_place_while_a_book_is_loaded_and_none_walks_it_afterwards():
+    frozen = gc.get_freeze_count()
+    with whole_load():
+        assert not gc.isenabled()
+        book = [{"rule": []} for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + 1000
+    assert not any(each is book for each in gc.get_objects())
+
+
+def test_a_load_that_fails_freezes_nothing_and_collections_go_on():
+    frozen = gc.get_freeze_count()
+    with pytest.raises(OSError), whole_load():
+        raise OSError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= frozen
+
+
+def test_tidying_collects_what_is_garbage_before_it_freezes():
+    class Node:
+        ended = False
+
+        def __del__(self):
+            Node.ended = True
+
+    gc.disable()
+    cycle = Node()
+    cycle.itself = cycle
+    del cycle
+    assert not Node.ended
+    frozen = gc.get_freeze_count()
+    tidy()
+    assert Node.ended
+    assert gc.get_freeze_count() > frozen
+
+
+def test_a_full_collection_is_rare_in_a_node():
+    gc.set_threshold(700, 10, 10)
+    tidy()
+    assert gc.get_threshold() == (1_000, 10, 200)

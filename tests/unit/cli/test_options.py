@@ -1,12 +1,54 @@
-"""`config show`: every setting, where it comes from, and no secret."""
+"""Options from settings, one for each, help from docstrings, and `config show`: every setting and no secret."""
 
+import inspect
 import json
 
+from ratelimitd.cli.options import VERBATIM, help_of, takes_settings
 from ratelimitd.settings.table import SETTINGS
+
+
+def parameters(only=()):
+    return inspect.signature(takes_settings(lambda settings: None, only)).parameters
+
+
+def test_there_is_an_option_for_every_setting_and_a_file_for_every_secret():
+    expected = {spec.name.lower() for spec in SETTINGS}
+    expected |= {f"{spec.name.lower()}_file" for spec in SETTINGS if spec.secret}
+    assert set(parameters()) == expected
+
+
+def test_a_command_may_take_some_of_them_only():
+    assert set(parameters(["DATABASE_URL"])) == {"database_url", "database_url_file"}
+
+
+def documented():
+    """Do it.
+
+    A paragraph.
+
+    Example:
+      ratelimitd do
+      ratelimitd do --twice
+    """
+
+
+def undocumented():
+    pass
+
+
+def test_only_the_example_keeps_its_lines():
+    assert help_of(documented) == (
+        f"Do it.\n\nA paragraph.\n\n{VERBATIM}Example:\n  ratelimitd do\n  ratelimitd do --twice"
+    )
+
+
+def test_a_command_without_a_docstring_has_no_help():
+    assert help_of(undocumented) == ""
 
 
 def test_every_setting_is_shown_with_its_source(run, monkeypatch):
     monkeypatch.setenv("RATELIMITD_DRAIN_S", "7")
+    monkeypatch.setenv("RATELIMITD_LOG_LEVEL", "debug")
     rows = [line.split() for line in run("config", "show", "--log-level", "error").out.splitlines()]
     assert rows[0] == ["SETTING", "VALUE", "SOURCE"]
     assert [row[0] for row in rows[1:]] == [setting.name for setting in SETTINGS]

@@ -1,0 +1,309 @@
+"""How a store comes into service: its seed and its opening; what that is for, with a node around it: test_app.py."""
+
+import asyncio
+import os
+import sqlite3
+from contextlib import closing, nullcontext
+
+import pytest
+
+from ratelimitd.clock import SystemClock
+from ratelimitd.errors import (
+    MAX_VIOLATIONS,
+    StartupError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
+from ratelimitd.node import startup
+from ratelimitd.node.startup import ACTOR, StoreOpening, feed_of, seed_new_book
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.last_good import KEY_NAME, BucketKey
+from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.database import open_database
+from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.settings.table import Settings
+from tests.rule_stores import store_at
+
+RULES = """
+rules:
+  - {endpoint: /a, identifier_type: user, limit: 1, window_seconds: 60, algorithm: token_bucket}
+  - {endpoint: /b, identifier_type: user, limit: 2, window_seconds: 60, algorithm: fixed_window}
+"""
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path / 'rules.db'}"
+
+
+@pytest.fixture
+async def unopened(url):
+    """A store whose file is not there yet."""
+    store = SqlRuleStore(open_database(url), clock=SystemClock())
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def store(url, unopened):
+    await migrations.upgrade(url)
+    return unopened
+
+
+@pytest.fixture
+def rules_file(tmp_path):
+    path = tmp_path / "rules.yaml"
+    path.write_text(RULES)
+    return path
+
+
+async def endpoints(store):
+    return [rule.endpoint for rule in await store.page("", "", None, 10)]
+
+
+async def test_a_new_book_is_filled(store, rules_file):
+    assert await seed_new_book(store, rules_file) == 2
+    assert await endpoints(store) == ["/a", "/b"]
+
+
+async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
+    store, rules_file, tmp_path
+):
+    await seed_new_book(store, rules_file)
+    for rule in await store.page("/a", "", None, 1):
+        await store.delete(rule.id, "", "test")
+    assert await seed_new_book(store, rules_file) == 0
+    assert await seed_new_book(store, tmp_path / "absent.yaml") == 0
+    assert await endpoints(store) == ["/b"]
+
+
+async def test_a_file_without_rules_beside_a_new_book_is_not_said_to_be_left_alone(
+    store, rules_file, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    rules_file.write_text("rules: []\n")
+    assert await seed_new_book(store, rules_file) == 0
+    assert "RULES_FILE" not in caplog.text
+
+
+async def test_a_book_with_rows_past_the_service_is_said_to_be_left_alone(
+    store, rules_file, tmp_path, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    await seed_new_book(store, rules_file)
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+        connection.execute("UPDATE rule_revision SET revision = 0")
+    assert await seed_new_book(store, rules_file) == 0
+    assert "RULES_FILE fills a new rule book only" in caplog.text
+
+
+async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file):
+    await seed_new_book(store, rules_file)
+    for rule in await store.page("", "", None, 10):
+        await store.delete(rule.id, "", "test")
+    assert await seed_new_book(store, rules_file) == 0
+    assert await endpoints(store) == []
+
+
+async def test_of_two_nodes_that_seed_one_database_at_once_one_does(store, rules_file):
+    written = await asyncio.gather(*(seed_new_book(store, rules_file) for _ in range(2)))
+    assert sorted(written) == [0, 2]
+    assert await endpoints(store) == ["/a", "/b"]
+
+
+async def test_the_audit_trail_names_the_setting(store, rules_file, tmp_path):
+    await seed_new_book(store, rules_file)
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
+        assert connection.execute("SELECT actor FROM rule_audit").fetchall() == [(ACTOR,)] * 2
+
+
+@pytest.mark.parametrize("turns", range(0, 60, 3))
+async def test_a_start_that_is_broken_off_leaves_a_book_that_the_next_one_fills(
+    store, rules_file, turns
+):
+    seeding = asyncio.create_task(seed_new_book(store, rules_file))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    seeding.cancel()
+    await asyncio.gather(seeding, return_exceptions=True)
+    assert len(await endpoints(store)) in {0, 2}
+    await seed_new_book(store, rules_file)
+    assert await endpoints(store) == ["/a", "/b"]
+
+
+async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_written(
+    store, rules_file
+):
+    rules_file.write_text(RULES.replace("limit: 2", "limit: 0"))
+    with pytest.raises(StartupError, match=r"RULES_FILE .*rules\.yaml: rules\[1\]\.limit: "):
+        await seed_new_book(store, rules_file)
+    assert await endpoints(store) == []
+
+
+async def test_of_many_wrong_rules_the_first_are_named_and_the_others_counted(store, rules_file):
+    rules_file.write_text("rules:\n" + f"- {{{'x' * 900}: 1}}\n" * 9_000)
+    with pytest.raises(StartupError, match=r"; \d+ more$") as caught:
+        await seed_new_book(store, rules_file)
+    assert len(str(caught.value)) < 200 * MAX_VIOLATIONS
+
+
+async def test_a_file_that_cannot_be_read_is_named_with_the_reason(store, tmp_path):
+    with pytest.raises(StartupError, match=r"RULES_FILE .*absent\.yaml cannot be read: No such"):
+        await seed_new_book(store, tmp_path / "absent.yaml")
+
+
+async def test_a_pipe_is_refused_without_waiting_for_a_writer(store, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(StartupError, match=r"RULES_FILE .*pipe cannot be read: not a regular file"):
+        await seed_new_book(store, path)
+
+
+def opening_of(store, url, **changes):
+    """That of a store that may be created and has neither rules nor a key to begin with."""
+    given = {"may_create": lambda: True, "rules_file": None, "bucket_key": None}
+    return StoreOpening(store, url, **{**given, **changes})
+
+
+async def test_a_new_database_gets_its_schema_its_rules_and_the_nodes_key(
+    unopened, url, rules_file, tmp_path
+):
+    key = BucketKey(tmp_path)
+    opening = opening_of(unopened, url, rules_file=rules_file, bucket_key=key)
+    await opening.open()
+    assert await endpoints(unopened) == ["/a", "/b"]
+    assert await unopened.secret(KEY_NAME) == key.use()
+    rules_file.unlink()
+    await opening.open()
+
+
+async def test_a_book_that_is_not_new_leaves_the_file_alone_and_the_log_says_so(
+    unopened, url, rules_file, caplog
+):
+    caplog.set_level("INFO", startup.__name__)
+    for _ in "ab":
+        await opening_of(unopened, url, rules_file=rules_file).open()
+    filled, left = [
+        record.getMessage() for record in caplog.records if record.name == startup.__name__
+    ]
+    assert "2 rules" in filled
+    assert "RULES_FILE" in left
+    assert "ratelimitd rules apply" in left
+
+
+async def test_without_rules_file_and_key_there_is_only_the_schema(unopened, url):
+    await opening_of(unopened, url).open()
+    assert await unopened.revision() == 0
+
+
+async def test_an_attempt_that_failed_is_made_again(unopened, url, monkeypatch, tmp_path):
+    monkeypatch.setattr(startup, "BUSY_TIMEOUT_S", 0.01)
+    opening = opening_of(unopened, url)
+    with closing(sqlite3.connect(tmp_path / "rules.db", isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode=WAL")
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="is locked"):
+            await opening.open()
+    await opening.open()
+    assert await unopened.revision() == 0
+
+
+async def test_a_mistake_ends_the_first_attempt_and_is_waited_for_by_later_ones(
+    unopened, url, rules_file
+):
+    rules_file.write_text("rules: [{}]")
+    opening = opening_of(unopened, url, rules_file=rules_file)
+    with pytest.raises(StartupError, match="RULES_FILE"):
+        await opening.open()
+    with pytest.raises(StoreUnavailableError, match="RULES_FILE"):
+        await opening.open()
+    rules_file.write_text(RULES)
+    await opening.open()
+    assert await unopened.revision() == 2
+
+
+async def test_a_missing_database_is_made_only_while_it_may(unopened, url, tmp_path):
+    opening = opening_of(unopened, url, may_create=lambda: False)
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+        await opening.open()
+    assert not (tmp_path / "rules.db").exists()
+
+
+async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_the_last_good_book(
+    url, unopened, rules_file, *, tmp_path, caplog
+):
+    settings = Settings.load({}, {"DATABASE_URL": url, "RULES_FILE": str(rules_file)})
+
+    async def started():
+        feed = feed_of(
+            unopened,
+            settings,
+            None,
+            tmp_path,
+            on_book=lambda _book: None,
+            assignments=Assignments(),
+            whole_load=nullcontext,
+        )
+        await feed.start()
+        await feed.notify()
+        await feed.close()
+        return feed
+
+    assert len((await started()).book) == 2
+    rules_file.unlink()
+    (tmp_path / "rules.db").rename(tmp_path / "away.db")
+    (tmp_path / "rules.db").mkdir()
+    with pytest.raises(StartupError, match="cannot be opened"):
+        await started()
+    (tmp_path / "rules.db").rmdir()
+    (tmp_path / "rules.db").write_bytes(b"damaged" * 1000)
+    feed = await started()
+    assert len(feed.book) == 2
+    (tmp_path / "rules.db").unlink()
+    await feed.notify()
+    assert not (tmp_path / "rules.db").exists()
+    assert "serving the last good rule book" in caplog.text
+
+
+async def test_a_server_without_the_schema_is_waited_for_and_named_with_the_command(postgres):
+    url = postgres.new_database("template0")
+    async with store_at(url) as store:
+        opening = opening_of(store, url)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match="run `ratelimitd db upgrade`"):
+                await opening.open()
+        await migrations.upgrade(url)
+        await opening.open()
+        assert await store.revision() == 0
+
+
+async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
+    postgres, postgresql_url, rules_file, tmp_path
+):
+    key = BucketKey(tmp_path)
+    async with store_at(postgresql_url) as store:
+        opening = opening_of(store, postgresql_url, rules_file=rules_file, bucket_key=key)
+        postgres.stop()
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+            await opening.open()
+        postgres.start()
+        await opening.open()
+        assert await endpoints(store) == ["/a", "/b"]
+        assert await store.secret(KEY_NAME) == key.use()
+
+
+async def test_a_wrong_password_is_waited_for_since_somebody_may_mend_it(postgres):
+    url = postgres.url("migrated", user="guarded:wrong")
+    async with store_at(url) as store:
+        opening = opening_of(store, url)
+        with pytest.raises(StoreMisconfiguredError, match="refuses the user or the password"):
+            await opening.open()
+
+
+async def test_nodes_that_share_buckets_must_have_one_key_and_others_need_not(unopened, url):
+    for _ in range(2):
+        await opening_of(unopened, url, shared_key=b"sixteen bytes or").open()
+    for other in (b"sixteen others..", b""):
+        with pytest.raises(StartupError, match="KEY_SECRET"):
+            await opening_of(unopened, url, shared_key=other).open()
+    await opening_of(unopened, url, shared_key=None).open()
