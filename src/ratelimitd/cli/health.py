@@ -16,7 +16,7 @@ from ratelimitd.cli.check import (
     further,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
-from ratelimitd.cli.output import Output, enum_name
+from ratelimitd.cli.output import Output, enum_name, printable
 from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -102,7 +102,7 @@ def reset(
     if target.output.as_json:
         target.output.json({})
     else:
-        target.output.line("reset")
+        target.output.line(f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}")
 
 
 def _readiness(target: Target) -> None:

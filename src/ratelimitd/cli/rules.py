@@ -54,6 +54,10 @@ LimitOption = typer.Option(
 WindowOption = typer.Option(
     callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
 )
+ALGORITHM_HELP: Final = (
+    "How to count: token_bucket takes a burst of N and then N in each window, sliding_window never more than N in any"
+    " window, fixed_window N from each start of a window on."
+)
 DurationOption = typer.Option(
     metavar="DURATION",
     help="Length of the window, such as 30s, 1m, 12h or 1d; instead of --window-seconds.",
@@ -69,6 +73,9 @@ RuleTypeArgument = Annotated[
         show_default=False,
     ),
 ]
+
+UNMATCHED: Final = "unmatched"
+"""As in ``web/api/forward_auth.py`` and the middleware of the client, which take long to import."""
 
 app = typer.Typer(
     help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None
@@ -145,6 +152,10 @@ def unmatched(target: Target) -> None:
     elif endpoints:
         rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
         target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
+        if any(one.endpoint == UNMATCHED for one in endpoints):
+            target.output.line(
+                f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS, or of a proxy that is not in TRUSTED_PROXIES"
+            )
     else:
         target.output.line("every check of the last minutes had a rule")
 
@@ -207,7 +218,7 @@ def create(
     limit: Annotated[int, LimitOption],
     window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = DEFAULT_ALGORITHM,
+    algorithm: Annotated[Algorithm, typer.Option(help=ALGORITHM_HELP)] = DEFAULT_ALGORITHM,
     period: Annotated[
         Period | None,
         typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
@@ -283,7 +294,7 @@ def update(
     limit: Annotated[int | None, LimitOption] = None,
     window: Annotated[str | None, DurationOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,
-    algorithm: Annotated[Algorithm | None, typer.Option(help="How to count.")] = None,
+    algorithm: Annotated[Algorithm | None, typer.Option(help=ALGORITHM_HELP)] = None,
     enabled: Annotated[
         bool | None,
         typer.Option("--enable/--disable", help="Apply the rule, or ignore it."),

@@ -38,7 +38,7 @@ PATH_TEMPLATE: Final = re.compile(
     r"(?:(?P<method>[A-Z]+) )?(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)+)?"
     rf"(?P<path>(?:/{_SEGMENT})*/(?:{_SEGMENT}|\{{\w+\.\.\.\}}))"
 )
-"""Written as patterns of Go's ServeMux. ``*``, ``%`` and the ``:name`` and ``<name>`` of other frameworks would be taken
+"""Written as patterns of Go's ServeMux. ``*``, ``%`` and other frameworks' ``:name`` and ``<name>`` would be taken
 literally, which is seldom meant; a host without a dot would be a path whose slash was forgotten."""
 
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
@@ -210,7 +210,8 @@ def path_templates(text: str) -> tuple[str, ...]:
     ):
         message = (
             f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once,"
-            " separated by commas: [METHOD ][HOST]/path, where {name} is a whole segment, not :name, and {name...} the rest"
+            " separated by commas: [METHOD ][HOST]/path, where {name} (not :name) is a whole segment and {name...} the"
+            " rest"
         )
         raise ValueError(message)
     return found

@@ -394,6 +394,8 @@ def test_endpoints_without_a_rule_are_listed_and_drive_no_terminal(ask, node):
     assert second.split() == ["/\ufffd[2Jx\ufffd", "0.7"]
     listed = json.loads(ask("rules", "unmatched", "--json").out)
     assert listed[0] == {"endpoint": "/ordes", "checks_per_minute": 12.0}
+    node.unmatched.append(pb.UnmatchedEndpoint(endpoint="unmatched", checks_per_minute=0.5))
+    assert "TRUSTED_PROXIES" in ask("rules", "unmatched").out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
