@@ -5,13 +5,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import pytest
 
 from ratelimitd import testing
 from ratelimitd.node.node import Node
-from ratelimitd_client import NodeClient
+from ratelimitd_client import AsyncRateLimiterClient, NodeClient
+from ratelimitd_client.async_sessions import Transport
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 NOON_US = 1_700_006_400_000_000
@@ -63,3 +65,11 @@ def real_node() -> Iterator[Node]:
                 )
             )
         yield node
+
+
+@pytest.fixture(params=get_args(Transport))
+def transport(request, monkeypatch):
+    """Makes the clients for asyncio of a module ones of each transport in turn."""
+    made = partial(AsyncRateLimiterClient, transport=request.param)
+    monkeypatch.setattr(request.module, "AsyncRateLimiterClient", made)
+    return request.param

@@ -1,86 +1,31 @@
-"""The client for asyncio, against a real node and against what is none."""
+"""What only the client for asyncio does, over both of its transports; the rest is in test_clients.py."""
 
 import asyncio
-import logging
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import get_args
 
 import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
-from ratelimitd_client.async_sessions import AsyncSessions, Transport
+from ratelimitd_client.async_sessions import AsyncSessions
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
+from tests.client.hostile import bytes_server, never_answering
+from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
-PATIENT_S = 30.0
-"""A deadline that no answer of a living node misses, however busy the machine is."""
-
-
-@pytest.fixture(autouse=True, params=get_args(Transport))
-def transport(request, monkeypatch):
-    """Every test is made over both."""
-    made = partial(AsyncRateLimiterClient, transport=request.param)
-    monkeypatch.setattr(sys.modules[__name__], "AsyncRateLimiterClient", made)
-    return request.param
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 @pytest.fixture
 async def client(real_node):
     async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
         yield client
-
-
-async def test_the_limit_of_a_real_node_is_kept_to_the_check(client, transport):
-    decisions = [await client.check(f"async {transport}", "user", "/five") for _ in range(7)]
-    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
-    assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
-
-
-@pytest.fixture
-def slept(monkeypatch):
-    """The seconds that the client has slept, without sleeping."""
-    seconds = []
-
-    async def sleep(pause_s):
-        seconds.append(pause_s)
-
-    monkeypatch.setattr(AsyncSessions, "_sleep", staticmethod(sleep))
-    return seconds
-
-
-async def test_a_check_that_may_wait_returns_when_it_may_proceed(slept):
-    with fake_node() as node:
-        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
-            node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
-            decision = await client.check("alice", "user", "/x", max_wait_s=0.5)
-            assert (decision.allowed, decision.wait_ms, slept) == (True, 250, [0.25])
-            assert node.seen[-1].request.max_wait_ms == 500
-            assert (await client.check("alice", "user", "/x", max_wait_s=0.5, peek=True)).wait_ms
-            node.answer = pb.RateLimitResponse(reason=pb.LIMIT_EXCEEDED, retry_after_seconds=1)
-            assert not (await client.check("alice", "user", "/x", max_wait_s=0.0019)).allowed
-            assert node.seen[-1].request.max_wait_ms == 1
-            assert slept == [0.25]
-
-
-async def test_a_client_waits_no_longer_than_its_caller_may(slept):
-    with fake_node() as node:
-        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
-            for allowed, wait_ms in ((True, 3_000), (True, -5), (False, 250)):
-                node.answer = pb.RateLimitResponse(
-                    allowed=allowed, reason=pb.WITHIN_LIMIT, wait_ms=wait_ms
-                )
-                decision = await client.check("alice", "user", "/x", max_wait_s=0.5)
-                assert decision.allowed is allowed
-            assert slept == [0.5]
 
 
 async def test_a_check_that_is_let_through_never_waits(monkeypatch):
@@ -107,13 +52,6 @@ async def test_checks_that_are_asked_together_travel_in_one_call():
         assert node.methods() == ["BatchRateLimit", "RateLimit"]
 
 
-async def test_many_checks_are_decided_in_one_call(client, transport):
-    checks = [Check(f"many-async {transport}", "user", "/five", cost=cost) for cost in (3, 3, 2)]
-    decisions = await client.check_many(checks)
-    assert [decision.allowed for decision in decisions] == [True, False, True]
-    assert await client.check_many([]) == []
-
-
 async def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
     assert [rule.endpoint async for rule in client.admin.rules()] == ["/five"]
     await client.check("reset-async", "user", "/five", cost=5)
@@ -123,111 +61,19 @@ async def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
         await client.admin.delete_rule("00000000-0000-0000-0000-000000000000")
 
 
-async def test_wrong_arguments_raise_before_anything_is_sent():
-    with fake_node() as node:
-        async with AsyncRateLimiterClient(node.address) as client:
-            with pytest.raises(ValueError, match="identifier_type"):
-                await client.check("alice", "Nobody", "/x")
-            with pytest.raises(ValueError, match="up to 1000 checks, not 1001"):
-                await client.check_many([Check("alice", "user", "/x")] * 1_001)
-            with pytest.raises(ValueError, match="timeout_s"):
-                await client.check("alice", "user", "/x", timeout_s=0)
-        assert node.seen == []
-    with pytest.raises(ValueError, match="native or grpcio"):
-        AsyncRateLimiterClient(transport="carrier pigeon")
-    for linger_us in (-1, 1_000_001):
-        with pytest.raises(ValueError, match="linger_us"):
-            AsyncRateLimiterClient(linger_us=linger_us)
-
-
-async def test_a_client_that_fails_closed_denies_what_no_node_answers():
-    clock = ManualClock()
-    port = free_port()
-    options = {"timeout_s": PATIENT_S, "clock": clock, "on_unavailable": "deny"}
-    async with AsyncRateLimiterClient(f"127.0.0.1:{port}", **options) as client:
-        decisions = [await client.check("alice", "user", "/x") for _ in range(4)]
-        decisions += await client.check_many([Check("alice", "user", "/x")])
-        decisions += [
-            await client.check("alice", "user", "/x"),
-            (await client.hold("a", "user", "/x")).decision,
-        ]
-        assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
-        assert all(d.fail_closed and d.headers() == {"Retry-After": "1"} for d in decisions)
-        with fake_node(port=port) as node:
-            assert await client.wait_until_ready(PATIENT_S)
-            clock.advance(1)
-            decision = await client.check("alice", "user", "/x")
-            assert decision.fail_closed
-            while decision.fail_closed:  # until the probe is answered
-                decision = await client.check("alice", "user", "/x")
-                await asyncio.sleep(0)
-            assert decision.allowed
-            assert node.seen[0].request.peek
-            node.answer = pb.RateLimitResponse(allowed=True, reason=pb.FAIL_OPEN_ERROR)
-            assert (await client.check("alice", "user", "/x")).fail_open
-
-
-@pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
-async def test_a_client_that_fails_closed_denies_whatever_a_peer_does(behave):
-    with socket_server(behave) as address:
-        async with AsyncRateLimiterClient(
-            address, clock=ManualClock(), on_unavailable="deny"
-        ) as client:
-            decisions = [await client.check("alice", "user", "/x") for _ in range(7)]
-    assert all(decision.fail_closed for decision in decisions)
-
-
-async def test_a_target_that_is_the_http_port_is_named_once_in_the_log(real_node, caplog):
-    target = real_node.http_address
-    async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S, clock=ManualClock()) as client:
-        for _ in range(3):
-            assert (await client.check("alice", "user", "/x")).error == "UNAVAILABLE"
-    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
-    assert [record.getMessage() for record in caplog.records].count(named) == 1
-
-
-async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
-    left_s = []
-    with bytes_server(never_answering(left_s)) as address:
-        async with AsyncRateLimiterClient(address, timeout_s=0.2) as client:
-            assert await client.wait_until_ready(PATIENT_S)
-            decisions = await asyncio.gather(*(client.check("a", "user", "/x") for _ in range(3)))
-            assert {decision.error for decision in decisions} == {"DEADLINE_EXCEEDED"}
-            # A busy machine may let it pass before the call has arrived; one of those that follow does arrive.
-            while not left_s:
-                await client.check("alice", "user", "/x")
-                await asyncio.sleep(0)
-    assert left_s[0] < 0.3  # gRPC rounds deadlines up on the wire
-
-
-@pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
-async def test_whatever_a_peer_does_every_check_is_let_through(behave):
-    with socket_server(behave) as address:
-        async with AsyncRateLimiterClient(address, clock=ManualClock()) as client:
-            decisions = [await client.check("alice", "user", "/x") for _ in range(6)]
-            decisions += await client.check_many([Check("alice", "user", "/x")])
-    assert all(decision.fail_open for decision in decisions)
-    assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
-
-
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("argument", "value"),
     [
-        (b"\xff" * 10, "GARBLED"),
-        (b"\x0a\x00" * 100_000, "too long"),
-        (bytes(100_000_000), "RESOURCE_EXHAUSTED"),
+        ("transport", "carrier pigeon"),
+        ("linger_us", -1),
+        ("linger_us", 1_000_001),
+        ("lease_ms", -1),
+        ("lease_ms", 1_001),
     ],
-    ids=["garbage", "too long", "100 MB"],
 )
-async def test_bytes_that_are_no_answer_let_through(answer, error, caplog, transport):
-    if error == "too long":  # gRPC has read it before it is judged
-        error = "RESOURCE_EXHAUSTED" if transport == "native" else "GARBLED"
-    caplog.set_level(logging.WARNING)
-    with bytes_server(lambda _request, _context: answer) as address:
-        async with AsyncRateLimiterClient(address, timeout_s=PATIENT_S) as client:
-            decision = await client.check("alice", "user", "/x")
-    assert (decision.fail_open, decision.error) == (True, error)
-    assert [r.name for r in caplog.records if r.name != "asyncio"] == ["ratelimitd_client"]
+def test_its_own_arguments_are_validated(argument, value):
+    with pytest.raises(ValueError, match=f"{argument} must be"):
+        AsyncRateLimiterClient(**{argument: value})
 
 
 async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch, transport):
@@ -258,24 +104,6 @@ async def test_a_call_whose_task_is_cancelled_lets_through_and_holds_up_no_close
         assert session.batcher._in_flight == 0
         assert (await check).error == "CancelledError"
         await client.close()
-
-
-async def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_probe():
-    clock, port = ManualClock(), free_port()
-    async with AsyncRateLimiterClient(
-        f"127.0.0.1:{port}", timeout_s=PATIENT_S, clock=clock
-    ) as client:
-        for _ in range(5):
-            assert (await client.check("alice", "user", "/x")).error == "UNAVAILABLE"
-        assert (await client.check("alice", "user", "/x")).reason is Reason.NOT_ASKED
-        with fake_node(port=port) as node:
-            assert await client.wait_until_ready(PATIENT_S)
-            assert (await client.check("alice", "user", "/x")).reason is Reason.NOT_ASKED
-            clock.advance(1)
-            assert (await client.check("alice", "user", "/probe")).reason is Reason.NOT_ASKED
-            await asyncio.gather(*client._opened()._under_way)
-            assert (await client.check("alice", "user", "/x")).reason is Reason.WITHIN_LIMIT
-            assert node.seen[0].request.endpoint == "/probe"
 
 
 async def test_closing_waits_for_the_checks_that_are_under_way():
@@ -386,23 +214,6 @@ async def test_many_checks_that_are_given_up_are_given_up_by_grpc_as_well():
                 await checks
             assert call.cancelled()
             node.answering.set()
-
-
-async def test_waiting_for_a_service_that_is_not_there_ends():
-    async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}") as client:
-        assert not await client.wait_until_ready(0.01)
-
-
-async def test_the_token_travels_with_checks_and_a_bad_one_is_refused():
-    with fake_node() as node:
-        async with AsyncRateLimiterClient(
-            node.address, token="s3cret", timeout_s=PATIENT_S
-        ) as client:
-            await client.check("alice", "user", "/x")
-            await client.admin.health()
-        assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
-    with pytest.raises(ValueError, match="bearer token"):
-        AsyncRateLimiterClient(token="two words")
 
 
 def test_a_client_serves_one_event_loop_after_another(real_node, transport):

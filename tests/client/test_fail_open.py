@@ -21,7 +21,7 @@ from ratelimitd_client.fail_open import (
     last_resort,
     read,
 )
-from ratelimitd_client.log_throttle import INTERVAL_S, LogThrottle
+from ratelimitd_client.log_throttle import LogThrottle
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -265,16 +265,6 @@ def test_the_last_resort_lets_all_through_and_names_the_kind_of_error_only():
     assert [(d.allowed, d.reason, d.error) for d in decisions] == [
         (True, Reason.NO_ANSWER, "OSError")
     ] * 2
-
-
-def test_the_first_is_told_at_once_and_the_next_after_a_pause_with_all_between():
-    clock = ManualClock()
-    throttle = LogThrottle(clock)
-    assert [throttle.count() for _ in range(3)] == [1, 0, 0]
-    clock.advance(INTERVAL_S)
-    assert [throttle.count() for _ in range(2)] == [3, 0]
-    clock.advance(INTERVAL_S)
-    assert throttle.count() == 2
 
 
 def test_nobody_waits_for_a_thread_that_counts():

@@ -22,10 +22,10 @@ from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.conftest import NOON_US, node_in_a_thread
 from tests.client.hostile import bytes_server
+from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
-PATIENT_S = 30.0
 WHO = ("user", "/five")
 MINUTE = {"window_seconds": 60, "algorithm": "token_bucket"}
 
@@ -318,9 +318,3 @@ async def test_a_reset_is_felt_when_the_lease_ends():
             left = left_of(await other.check("u", "user", "/hot", peek=True))
     # What the lease held is gone with the bucket; what was asked for since the reset is charged.
     assert 100_000 - 200 <= left <= 100_000
-
-
-async def test_lease_ms_has_bounds():
-    for lease_ms in (-1, 1_001):
-        with pytest.raises(ValueError, match="lease_ms"):
-            AsyncRateLimiterClient("127.0.0.1:1", lease_ms=lease_ms)

@@ -1,7 +1,6 @@
 """What clients report of their decisions: counts, and what an application's observer is told."""
 
 import asyncio
-import inspect
 import logging
 
 import pytest
@@ -23,10 +22,9 @@ from ratelimitd_client.observers.opentelemetry import OpenTelemetryObserver
 from ratelimitd_client.observers.prometheus import PrometheusObserver
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.client.kinds import PATIENT_S, result_of
 from tests.fake_node import fake_node
 from tests.servers import free_port, until
-
-PATIENT_S = 30.0
 
 ALLOWED = Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT)
 DENIED = Decision(False, 0, 0, 5, Reason.LIMIT_EXCEEDED)
@@ -37,11 +35,6 @@ class Told(list[tuple[str, bool, Reason]]):
 
     def decided(self, decision, endpoint):
         self.append((endpoint, decision.allowed, decision.reason))
-
-
-async def result_of(answer):
-    """What a client of either kind returns."""
-    return await answer if inspect.isawaitable(answer) else answer
 
 
 @pytest.mark.parametrize("kind", [RateLimiterClient, AsyncRateLimiterClient])

@@ -1,30 +1,17 @@
 """A real node that is killed, paused or cut off under checks, and returns: every check has its answer all the while."""
 
 import asyncio
-import signal
-import sys
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
-from typing import get_args
 
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient
-from ratelimitd_client.async_sessions import Transport
-from tests.chaos_proxy import ChaosProxy
-from tests.servers import START_S, free_port
-from tests.system.process import Files
+from tests.client.outages import OUTAGES
+from tests.servers import START_S
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("transport")]
 
 CALLERS = 8
-
-
-@pytest.fixture(autouse=True, params=get_args(Transport))
-def transport(request, monkeypatch):
-    """Every test is made over both."""
-    made = partial(AsyncRateLimiterClient, transport=request.param)
-    monkeypatch.setattr(sys.modules[__name__], "AsyncRateLimiterClient", made)
 
 
 class Load:
@@ -65,54 +52,18 @@ class Load:
             await self._told.wait_for(last_ones)
 
 
-async def outage(client, begin, end):
-    load = Load(client)
-    assert await client.wait_until_ready(START_S)
-    async with load.running():
-        await load.told(fail_open=False)
-        await begin()
-        await load.told(fail_open=True)
-        await end()
-        await load.told(fail_open=False)
+@pytest.mark.parametrize("outage", OUTAGES)
+async def test_a_node_that_was_away_is_asked_again_when_it_is_back(outage, tmp_path):
+    with ExitStack() as stack:
+        address, begin, end = OUTAGES[outage](tmp_path, stack)
+        async with AsyncRateLimiterClient(address) as client:
+            load = Load(client)
+            assert await client.wait_until_ready(START_S)
+            async with load.running():
+                await load.told(fail_open=False)
+                await asyncio.to_thread(begin)
+                await load.told(fail_open=True)
+                await asyncio.to_thread(end)
+                await load.told(fail_open=False)
     # None is lost: all are answered but those that the end of the load broke off.
     assert load.asked - CALLERS <= len(load.decisions) <= load.asked
-
-
-async def test_a_killed_node_is_asked_again_when_it_is_back(tmp_path):
-    port = free_port()
-    files, listen = Files(tmp_path), ("--listen", f"127.0.0.1:{port}")
-    with ExitStack() as nodes:
-        node = nodes.enter_context(files.serving(*listen))
-
-        async def kill():
-            node.signal(signal.SIGKILL)
-            await asyncio.to_thread(node.ended)
-
-        async def start_again():
-            await asyncio.to_thread(nodes.enter_context, files.serving(*listen))
-
-        async with AsyncRateLimiterClient(node.grpc_address) as client:
-            await outage(client, kill, start_again)
-
-
-async def test_a_paused_node_is_asked_again_when_it_goes_on(tmp_path):
-    with Files(tmp_path).serving() as node:
-
-        async def send(number):
-            node.signal(number)
-
-        async with AsyncRateLimiterClient(node.grpc_address) as client:
-            await outage(client, lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT))
-
-
-async def test_a_node_that_is_cut_off_is_asked_again_when_the_way_is_open(tmp_path):
-    with (
-        Files(tmp_path).serving() as node,
-        ChaosProxy(int(node.grpc_address.rpartition(":")[2])) as proxy,
-    ):
-        async with AsyncRateLimiterClient(proxy.address) as client:
-            await outage(
-                client,
-                lambda: asyncio.to_thread(proxy.partition),
-                lambda: asyncio.to_thread(proxy.heal),
-            )

@@ -15,6 +15,7 @@ from ratelimitd_client import (
 )
 from ratelimitd_client.clock import SystemClock
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
+from tests.client.kinds import result_of
 
 
 @pytest.fixture
@@ -142,21 +143,17 @@ def test_a_fake_takes_what_the_real_one_takes_and_so_does_its_protocol(real, fak
 
 @pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])
 async def test_what_the_real_ones_refuse_the_fakes_refuse(kind):
-    async def result_of(call):
-        answer = call()
-        return await answer if inspect.isawaitable(answer) else answer
-
     limiter, check = kind(), Check("alice", "user", "/x")
     with pytest.raises(ValueError, match="a batch holds up to 1000"):
-        await result_of(lambda: limiter.check_many([check] * 1_001))
+        await result_of(limiter.check_many([check] * 1_001))
     with pytest.raises(ValueError, match="timeout_s"):
-        await result_of(lambda: limiter.check("alice", "user", "/x", timeout_s=-1))
+        await result_of(limiter.check("alice", "user", "/x", timeout_s=-1))
     with pytest.raises(ValueError, match="max_wait_s"):
-        await result_of(lambda: limiter.check("alice", "user", "/x", max_wait_s=-1))
+        await result_of(limiter.check("alice", "user", "/x", max_wait_s=-1))
     assert limiter.checks == []
-    await result_of(limiter.close)
+    await result_of(limiter.close())
     with pytest.raises(RuntimeError, match="closed"):
-        await result_of(lambda: limiter.check("alice", "user", "/x"))
+        await result_of(limiter.check("alice", "user", "/x"))
 
 
 def test_the_clocks_are_those_of_the_machine():

@@ -1,7 +1,5 @@
 """What every store of assignments promises, the same tests for each of them."""
 
-from functools import partial
-
 import pytest
 
 from ratelimitd.errors import (
@@ -12,24 +10,10 @@ from ratelimitd.errors import (
 from ratelimitd.model import US_PER_S
 from ratelimitd.rules.assignments import Assigned, Assignment
 from ratelimitd.rules.store import AssignmentQuery, RuleDraft
-from ratelimitd.testing import ManualClock
-from tests.rule_stores import sqlite_store, store_at
 
 ME = "admin@test"
 DAY_S = 86_400
 NOBODY = ("user", b"nobody")
-
-
-@pytest.fixture
-def clock():
-    return ManualClock(now_us=1_700_000_000 * US_PER_S)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def open_store(request, tmp_path, clock):
-    if request.param == "sqlite":
-        return partial(sqlite_store, tmp_path, clock=clock)
-    return partial(store_at, request.getfixturevalue("postgresql_url"), clock=clock)
 
 
 def pro(identifier, plan="pro", **fields):

@@ -17,7 +17,6 @@ from ratelimitd.errors import (
 from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.store import AuditFilter, LimitDraft, PlanDraft, RuleChanges, RuleDraft
-from ratelimitd.testing import ManualClock
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
@@ -299,7 +298,7 @@ async def test_closing_twice_does_no_harm(store):
     await store.close()
 
 
-async def test_changes_are_read_newest_first_with_who_when_and_what(store):
+async def test_changes_are_read_newest_first_with_who_when_and_what(store, clock):
     rule = await store.create(ORDERS, ME)
     await store.create(CARTS, "bob@test")
     await store.update(rule.id, RuleChanges(limit=20), "", "alice")
@@ -316,7 +315,7 @@ async def test_changes_are_read_newest_first_with_who_when_and_what(store):
     assert (updated.before["limit"], updated.after["limit"]) == (10, 20)
     assert deleted.before == updated.after
     assert {entry.rule_id for entry in (deleted, updated, created)} == {rule.id}
-    assert {entry.at.timestamp() for entry in entries} == {ManualClock().now_us() / 1_000_000}
+    assert {entry.at.timestamp() for entry in entries} == {clock.now_us() / 1_000_000}
 
 
 async def test_changes_can_be_those_of_one_rule_a_page_at_a_time(store):

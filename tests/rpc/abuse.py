@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ssl
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import trustme
@@ -198,6 +199,16 @@ class Line:
         stream_id, self._next_id = self._next_id, self._next_id + 2
         self.send(self.call_octets(stream_id, path, message, **fields))
         return int((await self.outcome(stream_id))[b"grpc-status"])
+
+
+@contextlib.asynccontextmanager
+async def line_to(address: str) -> AsyncIterator[Line]:
+    """A connection to a server, open for calls."""
+    host, _, port = address.rpartition(":")
+    line = Line(*await asyncio.open_connection(host, int(port)))
+    line.send(GREETING, SETTINGS_ACK)
+    yield line
+    line.writer.transport.abort()
 
 
 async def until(condition) -> None:

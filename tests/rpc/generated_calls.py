@@ -17,9 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from ratelimitd.services.methods import PACKAGE, ROLES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.rpc.asking import Asked, Seen
+from tests.rpc.asking import Asked, Metadata, Seen
 from tests.rpc.chance import RULE_IDS, Chance
-from tests.rpc.generated_metadata import credentials, odd_metadata
 from tests.rpc.wire import field as wire_field
 
 CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
@@ -36,6 +35,9 @@ HEALTH: Final = "/grpc.health.v1.Health/Check"
 WATCH: Final = "/grpc.health.v1.Health/Watch"
 REFLECTIONS: Final = tuple(path for path in ROLES if path.endswith("/ServerReflectionInfo"))
 UNARY: Final = tuple(path for path in ROLES if path not in {WATCH, *REFLECTIONS})
+
+ADMIN_TOKEN: Final = "the-admin-token"
+CHECK_TOKEN: Final = "the-check-token"
 
 NOTHING_SPENT: Final = (LIST, METRICS, STATUS, HEALTH, "/grpc.health.v1.Health/List")
 """Methods that leave no trace: for calls of which nobody can say whether they reached the node."""
@@ -300,6 +302,48 @@ MAKERS: Final[dict[Maker, int]] = {
 """What makes calls, and of a hundred calls how many."""
 
 
+def _credentials(chance: Chance, *, with_tokens: bool) -> Metadata:
+    """Mostly the right ones; ``with_tokens``: the node asks for them."""
+    usual = ("authorization", f"Bearer {ADMIN_TOKEN}")
+    if chance.happens(0.8):
+        return (usual,) if with_tokens else ()
+    wrong = ("authorization", "Bearer wrong")
+    kinds: tuple[Metadata, ...] = (
+        (),
+        (wrong,),
+        (("authorization", f"bearer {CHECK_TOKEN}"),),
+        (("authorization", ADMIN_TOKEN),),
+        (("authorization", ""),),
+        (("authorization", f"Bearer  {ADMIN_TOKEN}"),),
+        (wrong, usual),
+        (usual, wrong),
+        (("authorization-bin", f"Bearer {ADMIN_TOKEN}".encode()),),
+        (usual, ("x-forwarded-for", "127.0.0.1")),
+        (("x-forwarded-for", ""),),
+        (("forwarded-bin", b"for=1.2.3.4"),),
+    )
+    return chance.choice(kinds)
+
+
+def _odd_metadata(chance: Chance) -> Metadata:
+    """Some fields, also repeated ones."""
+    kinds: tuple[tuple[str, str | bytes], ...] = (
+        ("x-bin", chance.randbytes(chance.randint(0, 40))),
+        ("x-trace-bin", b""),
+        ("x", ""),
+        ("x", 'a, b ; c="d"'),
+        ("x", "~" * chance.choice((1, 100, 3_000))),
+        ("x.y_z-0", "%41"),
+        ("user-agent", "me/1"),
+        ("te", "trailers"),
+        ("grpc-previous-rpc-attempts", "1"),
+        ("grpc-trace-bin", b"\x00\x01"),
+        ("content-language", "en"),
+        ("cookie", "a=1; b=2"),
+    )  # fmt: skip
+    return tuple(chance.choice(kinds) for _ in range(chance.randint(1, 4)))
+
+
 def generated(seed: str, number: int, memory: Memory, *, with_tokens: bool) -> Asked:
     """Call ``number`` of those that ``seed`` stands for; ``with_tokens``: the node asks for them."""
     chance = Chance(f"{seed}-{number}")
@@ -310,5 +354,5 @@ def generated(seed: str, number: int, memory: Memory, *, with_tokens: bool) -> A
     if chance.happens(0.25):
         compression = chance.choice((grpc.Compression.Gzip, grpc.Compression.Deflate))
         asked = replace(asked, compression=compression)
-    metadata = odd_metadata(chance) if chance.happens(0.2) else ()
-    return replace(asked, metadata=(*credentials(chance, with_tokens=with_tokens), *metadata))
+    metadata = _odd_metadata(chance) if chance.happens(0.2) else ()
+    return replace(asked, metadata=(*_credentials(chance, with_tokens=with_tokens), *metadata))

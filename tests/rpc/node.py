@@ -48,6 +48,13 @@ from tests.rule_stores import sqlite_store
 ENVOY_IDENTIFIERS = ("remote_address=ip", "user_id=user", "api_key=api_key")
 
 
+def check(**fields):
+    """A check of a user, or as told."""
+    return pb.RateLimitRequest(
+        **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
+    )
+
+
 @dataclass
 class Node:
     """A running node and its insides, which tests look at and never stand in for."""

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from ratelimitd.node.serving import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.rpc.node import running_node
+from tests.rpc.node import check, running_node
 from tests.rpc.wire import field, varint
 
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
@@ -83,12 +83,6 @@ async def state(node):
     served = list(node.feed.assignments.items())
     rules = await node.config.ListRateLimits(pb.ListRateLimitsRequest())
     return peek, rules, assigned, served, node.fail_opens(), node.stats.unexpected_total
-
-
-def check(**fields):
-    return pb.RateLimitRequest(
-        **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
-    )
 
 
 def burst(number, **fields):
@@ -209,8 +203,8 @@ async def test_a_field_of_the_wrong_wire_type_is_unknown_so_the_field_is_missing
     ],
 )
 async def test_a_malformed_field_of_a_check_or_reset_is_refused_and_named(unharmed, fields, named):
-    assert await refusal(unharmed, CHECK, check(**fields)) == (INVALID, [named])
-    assert await refusal(unharmed, RESET, check(**fields)) == (INVALID, [named])
+    for path in (CHECK, EXPLAIN, RESET):
+        assert await refusal(unharmed, path, check(**fields)) == (INVALID, [named])
 
 
 async def test_the_refusal_of_a_type_names_the_setting_that_declares_it(unharmed):

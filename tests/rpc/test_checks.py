@@ -6,12 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-
-def check(**fields):
-    return pb.RateLimitRequest(
-        **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
-    )
+from tests.rpc.node import check
 
 
 async def test_an_answer_carries_the_decision_and_the_rule_behind_it(node):
@@ -120,7 +115,7 @@ async def reset_all(node):
 async def test_an_explanation_is_the_answer_and_the_rules_behind_it(node):
     await node.rule("/a", limit=2)
     await node.rule("*", limit=1)
-    request = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a", peek=True)
+    request = check(peek=True)
     found = await node.health.ExplainRateLimit(request)
     assert found.answer == await node.checks.CheckRateLimit(request)
     assert [(rule.endpoint, rule.match) for rule in found.rules] == [

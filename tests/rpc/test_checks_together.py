@@ -1,7 +1,6 @@
 """Many calls in one write on one connection of the native transport: each stream has one answer, and the right one."""
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 
@@ -15,10 +14,10 @@ from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.messages import framed
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.http2_peer import DATA, END_STREAM, GREETING, HEADERS, PING, SETTINGS_ACK, ping
+from tests.http2_peer import DATA, END_STREAM, HEADERS, PING, ping
 from tests.one_by_one import OneByOne
 from tests.property.spelled_checks import canonical
-from tests.rpc.abuse import Line
+from tests.rpc.abuse import line_to
 from tests.rpc.node import running_node
 from tests.unit.services.fake_call import FakeCall
 
@@ -35,15 +34,6 @@ async def node(tmp_path):
         await running.rule("/a")
         await running.rule("*", "ip", algorithm="token_bucket")
         yield running
-
-
-@contextlib.asynccontextmanager
-async def line_to(node):
-    host, _, port = node.address.rpartition(":")
-    line = Line(*await asyncio.open_connection(host, int(port)))
-    line.send(GREETING, SETTINGS_ACK)
-    yield line
-    line.writer.transport.abort()
 
 
 async def outcomes(line, calls, pieces=1):
@@ -144,7 +134,7 @@ async def test_checks_of_all_kinds_among_other_methods_are_each_answered_once(no
     calls += [("/RateLimiter/CheckRateLimit", canonical(f"m{n}", "user", "/a")) for n in range(5)]
     random.Random(pieces).shuffle(calls)
     stats, expected = expected_of(node)
-    async with line_to(node) as line:
+    async with line_to(node.address) as line:
         answers = await outcomes(line, calls, pieces)
     for (path, message), answer in zip(calls, answers, strict=True):
         if path.endswith("CheckRateLimit"):
@@ -161,7 +151,7 @@ async def test_checks_of_all_kinds_among_other_methods_are_each_answered_once(no
 async def test_together_checks_get_no_more_than_there_is(node, pieces):
     one = canonical("ada", "user", "/a")
     spellings = [one, one, one + b"\x20\x01", one + b"\x28\x00", one[5:] + one[:5]]
-    async with line_to(node) as line:
+    async with line_to(node.address) as line:
         answers = await outcomes(line, [(CHECK, message) for message in spellings * 12], pieces)
     bodies = [pb.RateLimitResponse.FromString(body[5:]) for _, body in answers]
     left = sorted(body.remaining_tokens for body in bodies if body.allowed)
@@ -183,7 +173,7 @@ async def test_checks_that_fail_are_answered_fail_open_and_counted_once(node, br
     monkeypatch.setattr(node.limiter, "_on_error", errors.append)
     names = [f"{'broken' if n % 3 else 'whole'}{n}" for n in range(60)]
     calls = [(CHECK, canonical(name, "user", "/a")) for name in names]
-    async with line_to(node) as line:
+    async with line_to(node.address) as line:
         answers = await outcomes(line, calls)
     failed = [broken == "all" or name.startswith("broken") for name in names]
     for fails, (status, body) in zip(failed, answers, strict=True):

@@ -10,13 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.rpc.node import running_node
-
-
-def check(**fields):
-    return pb.RateLimitRequest(
-        **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
-    )
+from tests.rpc.node import check, running_node
 
 
 async def update(node, rule, *paths):

@@ -22,8 +22,15 @@ from ratelimitd.services.auth import Credentials
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.asking import CLIENTS, PATIENCE_S, Asked, Client, Seen
 from tests.rpc.chance import ENDPOINTS, IDENTIFIERS
-from tests.rpc.generated_calls import CHECK, LIST, WATCH, Memory, generated
-from tests.rpc.generated_metadata import ADMIN_TOKEN, CHECK_TOKEN
+from tests.rpc.generated_calls import (
+    ADMIN_TOKEN,
+    CHECK,
+    CHECK_TOKEN,
+    LIST,
+    WATCH,
+    Memory,
+    generated,
+)
 from tests.rpc.node import Node, running_node
 
 OPEN, GUARDED = (

@@ -181,9 +181,8 @@ def test_wrong_tokens_are_slowed_on_every_surface_together(tmp_path, transport):
                 nonlocal asked
                 for _ in range(100):
                     answer = ask()
-                    asked += (
-                        1  # refused, or the guess that follows: a right token counts as neither
-                    )
+                    # Refused, or the guess that follows: a right token counts as neither.
+                    asked += 1
                     if is_refused(answer):
                         return answer
                     client.post(lists, content="{}", headers=wrong)

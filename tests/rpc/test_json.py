@@ -405,24 +405,14 @@ async def asked(client, line):
 
 DAY = {"name": "day", "limit": 9, "window_seconds": 86_400, "algorithm": "fixed_window"}
 MADE = {name: RULE[name] for name in ("limit", "window_seconds", "algorithm")}
-IP, KEY = (
-    {"identifier_type": kind, "identifier": named}
-    for kind, named in (("ip", "::1"), ("api_key", "k"))
-)
+IP = {"identifier_type": "ip", "identifier": "::1"}
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"also": [IP, IP]}, "also[1].identifier_type"),
-        ({"also": [{**KEY, "identifier_type": "user"}]}, "also[0].identifier_type"),
-        ({"also": [{**KEY, "identifier_type": "tenant"}]}, "also[0].identifier_type"),
-        ({"also": [KEY, {**KEY, "identifier_type": "ip+user"}]}, "also[1].identifier_type"),
-        ({"also": [{**KEY, "identifier_type": "all"}]}, "also[0].identifier_type"),
-        ({"also": [KEY] * 8}, "also"),
-        ({"also": [{**KEY, "identifier": ""}]}, "also[0].identifier"),
-        ({"identifier_type": "ip+user"}, "identifier_type"),
-        ({"identifier_type": "tenant"}, "identifier_type"),
+        ({"also": [IP] * 8}, "also"),
         ({"endpoint": "**"}, "endpoint"),
     ],
 )
@@ -443,14 +433,8 @@ async def test_a_check_with_bad_identities_is_refused_and_named_and_charges_noth
     [
         ({"limits": [MADE, *[DAY] * 8]}, "limits"),
         ({"limits": [MADE, DAY, DAY]}, "limits[2].name"),
-        ({"limits": [MADE, {**DAY, "name": "default"}]}, "limits[1].name"),
-        ({"limits": [MADE, {**DAY, "name": ""}]}, "limits[1].name"),
         ({"limits": [{**MADE, "limit": 3}]}, "limit"),
-        ({"limits": [{**MADE, "window_seconds": 1}]}, "window_seconds"),
-        ({"limits": [{**MADE, "algorithm": "token_bucket"}]}, "algorithm"),
-        ({"limits": [MADE, {**DAY, "limit": 0}]}, "limits[1].limit"),
         ({"identifier_type": "tenant+user"}, "identifier_type"),
-        ({"identifier_type": "all+user"}, "identifier_type"),
     ],
 )
 async def test_a_rule_with_bad_limits_is_refused_and_named_and_nothing_is_stored(

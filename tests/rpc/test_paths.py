@@ -7,6 +7,7 @@ import pytest
 
 from ratelimitd.services.methods import ROLES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rpc.node import check
 
 OURS = [path for path in ROLES if path.startswith("/ratelimiter.v1.")]
 
@@ -20,7 +21,7 @@ async def test_a_method_answers_alike_with_the_package_and_without(node, path):
 
 async def test_a_blocking_client_gets_the_same_answer_as_an_asyncio_one(node):
     await node.rule()
-    peek = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a", peek=True)
+    peek = check(peek=True)
 
     def ask() -> pb.RateLimitResponse:
         with grpc.insecure_channel(node.address) as channel:

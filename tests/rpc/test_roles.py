@@ -107,9 +107,8 @@ async def test_each_call_on_one_connection_has_its_own_credentials(guarded_node)
     method = guarded_node.channel.unary_unary("/ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
     codes = []
     for token in ("the-admin-token", "wrong", "the-check-token", "the-admin-token"):
-        with pytest.raises(
-            grpc.aio.AioRpcError
-        ) as caught:  # without a deadline: alike but for the token
+        # Without a deadline: alike but for the token.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await method(b"\xff", metadata=bearer(token))
         codes.append(caught.value.code())
     past_the_guard = grpc.StatusCode.INVALID_ARGUMENT

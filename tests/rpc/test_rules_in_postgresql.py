@@ -65,9 +65,8 @@ class Caller:
 def serve(postgresql_url, tmp_path, monkeypatch):
     """Runs a node, with a state directory of its name."""
     monkeypatch.setattr(app, "open_database", partial(open_database, command_timeout_s=1.0))
-    monkeypatch.setattr(
-        rule_feed, "POLL_S", 0.05
-    )  # nothing else tells a node of the edits of others
+    # Nothing else tells a node of the edits of others.
+    monkeypatch.setattr(rule_feed, "POLL_S", 0.05)
 
     @asynccontextmanager
     async def serve(name="a", **settings):

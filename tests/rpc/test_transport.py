@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import socket
+import time
 from functools import partial
-from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -14,9 +14,8 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.node.serving import server_of
 from ratelimitd.rpc.interface import Methods, RpcError, Server, StatusCode, TransportLimits
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+from tests.http2_peer import GOAWAY, HEADERS, PING, RST_STREAM, ping
+from tests.rpc.abuse import line_to, until
 
 
 class Serving:
@@ -57,43 +56,16 @@ def echo(data, _call):
     return data
 
 
-class Frame(NamedTuple):
-    """A frame that came back."""
-
-    kind: int
-    payload: bytes
-
-
-def frame(kind, flags, stream, payload):
-    return (
-        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-    )
-
-
-async def connected(address):
-    """A raw HTTP/2 connection, open for frames."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(PREFACE + frame(SETTINGS, 0, 0, b""))
-    return reader, writer
-
-
-async def next_frame(reader):
-    header = await reader.readexactly(9)
-    return Frame(header[3], await reader.readexactly(int.from_bytes(header[:3], "big")))
-
-
 async def pinged(address, pings, pause_s):
-    """Ping over a connection without calls; the kinds of the frames that came back."""
-    reader, writer = await connected(address)
+    """Ping over a connection without calls; the types of the frames that came back."""
     seen = []
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        for number in range(pings):
-            writer.write(frame(PING, 0, 0, number.to_bytes(8, "big")))
-            while seen.count(PING) <= number:
-                seen.append((await next_frame(reader)).kind)
-            await asyncio.sleep(pause_s)
-    writer.close()
+    async with line_to(address) as line:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            for number in range(pings):
+                line.send(ping(number.to_bytes(8, "big")))
+                while seen.count(PING) <= number:
+                    seen.append((await line.frame()).type)
+                await asyncio.sleep(pause_s)
     return seen
 
 
@@ -113,29 +85,15 @@ async def test_a_caller_that_floods_with_pings_is_sent_away(serve):
     assert frames.count(PING) < 2_000
 
 
-def late_call(path):
-    """HTTP/2 frames of a call whose deadline, one nanosecond, has passed before anybody can look at it."""
-    headers = {
-        ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x",
-        "content-type": "application/grpc", "grpc-timeout": "1n",
-    }  # fmt: skip
-    block = b"".join(
-        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in headers.items()
-    )
-    message = b"\x00" + (4).to_bytes(4, "big") + b"late"
-    return frame(HEADERS, 0x4, 1, block) + frame(DATA, 0x1, 1, message)
-
-
 async def test_a_deadline_that_passed_before_the_handler_stops_the_call_uncalled(serve):
     called = []
-    async with serve(unary={"/s/m": lambda data, _call: called.append(data) or b""}) as serving:
-        reader, writer = await connected(serving.address)
-        writer.write(late_call("/s/m"))
-        while (await next_frame(reader)).kind not in {HEADERS, RST_STREAM}:
+    unary = {"/s/m": lambda data, _call: called.append(data) or b""}
+    async with serve(unary=unary) as serving, line_to(serving.address) as line:
+        line.send(line.call_octets(1, "/s/m", b"late", grpc_timeout="1n"))
+        time.sleep(0.05)  # noqa: ASYNC251 - this loop must not start it: grpcio rounds up to 1 ms
+        while (await line.frame()).type not in {HEADERS, RST_STREAM}:
             pass
         await serving.call(data=b"in time")
-        writer.close()
     assert called == [b"in time"]
 
 
@@ -180,12 +138,6 @@ async def test_a_caller_that_leaves_cancels_its_handler(serve):
         call.cancel()
         await cancelled.wait()
         await until(lambda: serving.stats.errors_by_transport == {"cancelled": 1})
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
-            await asyncio.sleep(0.001)
 
 
 async def test_an_rpc_error_is_the_status_of_the_call_with_its_details_in_the_trailers(serve):

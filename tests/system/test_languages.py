@@ -5,20 +5,19 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import grpc
 import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as h2
+from tests.client.hostile import bytes_server, socket_server
 from tests.servers import free_port
 from tests.system.languages import LANGUAGES, asking, status_without_answer
 from tests.system.process import NEVER_ENDING_S, Files, until
@@ -136,32 +135,14 @@ def test_a_program_that_starts_without_a_node_finds_it_later(language, tmp_path)
 
 def test_connecting_is_tried_again_soon(language):
     """At what takes connections and ends them; so a node that comes back is found that soon."""
-    attempts = 0
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    attempts = []
+    with socket_server(attempts.append) as address, asking(language, address) as program:
 
-        def refuse():
-            nonlocal attempts
-            while True:
-                connection, _ = server.accept()
-                connection.close()
-                attempts += 1
+        def tried():
+            assert status_without_answer(program.ask("192.0.2.7"))
+            return len(attempts) >= ATTEMPTS
 
-        threading.Thread(target=_until_closed, args=(refuse,), daemon=True).start()
-        with asking(language, "{}:{}".format(*server.getsockname())) as program:
-
-            def tried():
-                assert status_without_answer(program.ask("192.0.2.7"))
-                return attempts >= ATTEMPTS
-
-            until(tried, "it tried to connect often enough")
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def _until_closed(work):
-    try:
-        work()
-    except OSError:
-        return
+        until(tried, "it tried to connect often enough")
 
 
 def test_tools_need_no_client(node):
@@ -187,73 +168,46 @@ def test_tools_need_no_client(node):
     assert re.search(r"^retry-after: \d+\r?$", denied, re.MULTILINE | re.IGNORECASE)
 
 
-class Recorder(grpc.GenericRpcHandler):
-    """Answers checks, and keeps how much time each left."""
-
-    def __init__(self):
-        self.remaining_s = []
-
-    def service(self, call):
-        return grpc.unary_unary_rpc_method_handler(
-            self._answer,
-            request_deserializer=pb.RateLimitRequest.FromString,
-            response_serializer=pb.RateLimitResponse.SerializeToString,
-        )
-
-    def _answer(self, request, context):
-        if not request.peek:
-            self.remaining_s.append(context.time_remaining())
-        return pb.RateLimitResponse(allowed=True)
-
-
 def test_the_deadline_is_told_to_the_node(language):
-    recorder = Recorder()
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[recorder])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with asking(language, f"127.0.0.1:{port}") as program:
+    remaining_s = []
 
-        def arrived():
-            program.ask("192.0.2.7")
-            return recorder.remaining_s
+    def answer(request, context):
+        if not pb.RateLimitRequest.FromString(request).peek:
+            remaining_s.append(context.time_remaining())
+        return pb.RateLimitResponse(allowed=True).SerializeToString()
 
+    def arrived():
+        program.ask("192.0.2.7")
+        return remaining_s
+
+    with bytes_server(answer) as address, asking(language, address) as program:
         until(arrived, "a check arrives in time")
-    server.stop(None).wait()
-    assert all(left_s <= DEADLINE_S + ROUNDED_S for left_s in recorder.remaining_s)
+    assert all(left_s <= DEADLINE_S + ROUNDED_S for left_s in remaining_s)
 
 
-class Silent:
-    """Takes HTTP/2 connections, refuses each call, and minds who pings."""
-
-    def __init__(self, listener):
-        self._listener = listener
-        self.pinged = threading.Event()
-        threading.Thread(target=_until_closed, args=(self._listen,), daemon=True).start()
-
-    def _listen(self):
-        connection, _ = self._listener.accept()
-        with connection, connection.makefile("rb") as octets:
-            connection.sendall(h2.settings())
-            octets.read(len(h2.PREFACE))
-            while head := octets.read(9):
-                kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
-                octets.read(int.from_bytes(head[:3], "big"))
-                if kind == h2.SETTINGS and not flags & h2.ACK:
-                    connection.sendall(h2.frame(h2.SETTINGS, h2.ACK, 0))
-                elif kind == h2.HEADERS:
-                    connection.sendall(h2.rst_stream(stream_id))
-                elif kind == h2.PING:
-                    # No answer had a body, which libraries measure the line by pings for: this one is a keepalive.
-                    self.pinged.set()
+def refusing(pinged, connection):
+    """Refuse each call of an HTTP/2 connection, and mind its pings."""
+    with connection.makefile("rb") as octets:
+        connection.sendall(h2.settings())
+        octets.read(len(h2.PREFACE))
+        while head := octets.read(9):
+            kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
+            octets.read(int.from_bytes(head[:3], "big"))
+            if kind == h2.SETTINGS and not flags & h2.ACK:
+                connection.sendall(h2.frame(h2.SETTINGS, h2.ACK, 0))
+            elif kind == h2.HEADERS:
+                connection.sendall(h2.rst_stream(stream_id))
+            elif kind == h2.PING:
+                # No answer had a body, which libraries measure the line by pings for: this one is a keepalive.
+                pinged.set()
 
 
 def test_an_idle_connection_is_pinged():
     """All programs at once, since the pause before a ping is 10 s."""
     with ExitStack() as stack:
-        silent = {}
-        for language in LANGUAGES:
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            silent[language] = Silent(listener)
-            stack.enter_context(asking(language, "{}:{}".format(*listener.getsockname())))
-        for language, server in silent.items():
-            until(server.pinged.is_set, f"{language} pings")
+        pinged = {language: threading.Event() for language in LANGUAGES}
+        for language, event in pinged.items():
+            address = stack.enter_context(socket_server(partial(refusing, event)))
+            stack.enter_context(asking(language, address))
+        for language, event in pinged.items():
+            until(event.is_set, f"{language} pings")

@@ -20,6 +20,7 @@ from ratelimitd_wire.huffman import (
     HeaderListTooLargeError,
     HpackError,
     decode_continuation,
+    decode_string,
 )
 from ratelimitd_wire.static_table import (
     ENTRY_OVERHEAD_BYTES,
@@ -302,8 +303,8 @@ class Decoder:
         if index:
             name = self._table.entries[index][0][0]
         else:
-            name, at = _string(block, at)
-        value, at = _string(block, at)
+            name, at = decode_string(block, at)
+        value, at = decode_string(block, at)
         field = (name, value)
         field_bytes = len(name) + len(value) + ENTRY_OVERHEAD_BYTES
         if indexing:
@@ -323,17 +324,3 @@ class Decoder:
         self._table.resize(max_bytes)
         self.generation += 1
         return at
-
-
-def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """Read a string literal (§5.2); return it and the position behind it."""
-    octet = block[at] if at < len(block) else 0x7F  # which is continued by nothing
-    at += 1
-    length = octet & 0x7F
-    if length == 0x7F:
-        length, at = decode_continuation(block, at, length)
-    end = at + length
-    if end > len(block):
-        raise HpackError(errors.TRUNCATED)
-    string = block[at:end]
-    return (huffman.decode(string) if octet & 0x80 else string), end

@@ -8,9 +8,7 @@ import ssl
 import weakref
 from contextlib import AsyncExitStack
 
-import grpc
 import pytest
-import trustme
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
@@ -32,21 +30,18 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
 from tests.client.h2_node import h2_node
 from tests.client.hostile import bytes_server
+from tests.client.kinds import PATIENT_S
+from tests.client.transport.certificates import (
+    AUTHORITY,
+    MUTUAL,
+    STRANGER,
+    TRUSTING,
+    server_credentials,
+)
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
-PATIENT_S = 30.0
 QUESTION = pb.RateLimitRequest(identifier="alice").SerializeToString()
-
-AUTHORITY = trustme.CA()
-SERVER = AUTHORITY.issue_cert("localhost", "127.0.0.1")
-CALLER = AUTHORITY.issue_cert("caller.internal")
-CA_PEM = AUTHORITY.cert_pem.bytes()
-MUTUAL = Tls(
-    ca=CA_PEM,
-    cert=CALLER.cert_chain_pems[0].bytes(),
-    key=CALLER.private_key_pem.bytes(),
-)
 
 
 @pytest.fixture
@@ -517,20 +512,14 @@ async def test_no_more_calls_are_open_than_a_node_allows(channels):
         assert await asyncio.gather(*(ask(channel) for _ in range(20))) == [True] * 20
 
 
-@pytest.mark.parametrize("tls", [Tls(ca=CA_PEM), MUTUAL], ids=["TLS", "mTLS"])
+@pytest.mark.parametrize("tls", [TRUSTING, MUTUAL], ids=["TLS", "mTLS"])
 async def test_tls_proves_both_sides(channels, tls):
-    credentials = grpc.ssl_server_credentials(
-        [(SERVER.private_key_pem.bytes(), SERVER.cert_chain_pems[0].bytes())],
-        root_certificates=CA_PEM if tls is MUTUAL else None,
-        require_client_auth=tls is MUTUAL,
-    )
-    with fake_node(credentials) as node:
+    with fake_node(server_credentials(mutual=tls is MUTUAL)) as node:
         assert isinstance(await ask(channels(node.address, tls)), bool)
-        stranger = Tls(ca=trustme.CA().cert_pem.bytes())
-        assert await ask(channels(node.address, stranger)) == "UNAVAILABLE"
+        assert await ask(channels(node.address, STRANGER)) == "UNAVAILABLE"
         assert await ask(channels(node.address)) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
         if tls is MUTUAL:
-            nameless = channels(node.address, Tls(ca=CA_PEM))
+            nameless = channels(node.address, TRUSTING)
             assert await ask(nameless, 0.5) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 
 
@@ -541,7 +530,7 @@ async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_sp
         if protocols:
             context.set_alpn_protocols(protocols)
         async with h2_node(host="127.0.0.1", port=0, ssl=context) as node:
-            assert await ask(channels(node.address, Tls(ca=CA_PEM))) == "UNAVAILABLE"
+            assert await ask(channels(node.address, TRUSTING)) == "UNAVAILABLE"
 
 
 async def test_what_is_no_pem_makes_a_channel_without_nodes(channels):

@@ -2,7 +2,6 @@
 
 import grpc
 import pytest
-import trustme
 
 from ratelimitd_client import (
     AsyncRateLimiterClient,
@@ -13,21 +12,9 @@ from ratelimitd_client import (
     open_channel,
 )
 from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
+from tests.client.transport.certificates import MUTUAL, STRANGER, TRUSTING, server_credentials
 from tests.fake_node import fake_node
 from tests.servers import free_port, until
-
-AUTHORITY = trustme.CA()
-SERVER = AUTHORITY.issue_cert("localhost")
-CALLER = AUTHORITY.issue_cert("caller.internal")
-CA_PEM = AUTHORITY.cert_pem.bytes()
-
-
-def server_credentials(*, mutual):
-    return grpc.ssl_server_credentials(
-        [(SERVER.private_key_pem.bytes(), SERVER.cert_chain_pems[0].bytes())],
-        root_certificates=CA_PEM if mutual else None,
-        require_client_auth=mutual,
-    )
 
 
 def test_the_channel_keeps_itself_alive_and_takes_four_mebibytes():
@@ -55,11 +42,10 @@ def test_an_option_replaces_the_one_of_the_same_name():
 
 def test_tls_verifies_the_node_against_the_given_authority():
     with fake_node(server_credentials(mutual=False)) as node:
-        with NodeClient(node.address, tls=Tls(ca=CA_PEM)) as client:
+        with NodeClient(node.address, tls=TRUSTING) as client:
             assert client.check("alice", "user", "/x").allowed
-        stranger = Tls(ca=trustme.CA().cert_pem.bytes())
         with (
-            NodeClient(node.address, tls=stranger) as client,
+            NodeClient(node.address, tls=STRANGER) as client,
             pytest.raises(grpc.RpcError) as refused,
         ):
             client.check("alice", "user", "/x")
@@ -67,23 +53,21 @@ def test_tls_verifies_the_node_against_the_given_authority():
 
 
 def test_mutual_tls_shows_the_certificate_of_the_caller():
-    tls = Tls(ca=CA_PEM, cert=CALLER.cert_chain_pems[0].bytes(), key=CALLER.private_key_pem.bytes())
     with fake_node(server_credentials(mutual=True)) as node:
-        with NodeClient(node.address, tls=tls) as client:
+        with NodeClient(node.address, tls=MUTUAL) as client:
             assert client.check("alice", "user", "/x").allowed
         with (
-            NodeClient(node.address, tls=Tls(ca=CA_PEM)) as client,
+            NodeClient(node.address, tls=TRUSTING) as client,
             pytest.raises(grpc.RpcError),
         ):
             client.check("alice", "user", "/x")
 
 
 async def test_the_clients_that_decide_speak_tls_too():
-    tls = Tls(ca=CA_PEM)
     with fake_node(server_credentials(mutual=False)) as node:
-        with RateLimiterClient(node.address, tls=tls, timeout_s=30) as client:
+        with RateLimiterClient(node.address, tls=TRUSTING, timeout_s=30) as client:
             assert not client.check("alice", "user", "/x").fail_open
-        async with AsyncRateLimiterClient(node.address, tls=tls, timeout_s=30) as client:
+        async with AsyncRateLimiterClient(node.address, tls=TRUSTING, timeout_s=30) as client:
             assert not (await client.check("alice", "user", "/x")).fail_open
 
 

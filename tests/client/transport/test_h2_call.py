@@ -75,13 +75,6 @@ def test_what_is_no_answer_is_a_status(parts, status):
     assert (call.answer, call.code) == (None, grpc.StatusCode[status])
 
 
-def test_a_stream_that_ends_with_its_body_has_no_status():
-    call = answered(HEADERS, bytearray(ANSWER), HEADERS)
-    call = Call(b"", b"", 10)
-    call.end_without_trailers()
-    assert call.code is grpc.StatusCode.UNKNOWN
-
-
 def test_a_call_that_is_restarted_is_as_new():
     call = Call(b"block", b"question", 100)
     call.stream_id, call.unsent = 7, 0

@@ -327,43 +327,28 @@ def test_what_no_server_may_send_ends_the_connection_and_its_calls(before, bad):
     assert client.is_draining
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        peer.frame(peer.PING, 0, 0, bytes(8)),
-        SETTINGS,
-        peer.frame(peer.DATA, 0, 1),
-        peer.frame(0xEE, 0, 7, b"?"),
-        peer.frame(peer.RST_STREAM, 0, 1, bytes(4)),
-    ],
-    ids=["pings", "settings", "empty data", "unknown frames", "resets"],
-)
-def test_a_flood_of_frames_that_are_of_no_use_ends_the_connection(frame):
+EARLY_HINTS = payloads.encode_block([(":status", "103")])
+FLOODS = {
+    "pings": peer.frame(peer.PING, 0, 0, bytes(8)),
+    "settings": SETTINGS,
+    "empty data": peer.frame(peer.DATA, 0, 1),
+    "unknown frames": peer.frame(0xEE, 0, 7, b"?"),
+    "resets": peer.frame(peer.RST_STREAM, 0, 1, bytes(4)),
+    "informational headers": peer.frame(peer.HEADERS, peer.END_HEADERS, 1, EARLY_HINTS),
+    "empty continuations": peer.frame(peer.CONTINUATION, 0, 1),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_frames_that_are_of_no_use_ends_the_connection(flood):
     client = Connection()
     client.begin(call_of())
     client.receive(SETTINGS)
+    if flood == "empty continuations":
+        client.receive(peer.frame(peer.HEADERS, 0, 1))
     with pytest.raises(PeerError) as refused:
-        client.receive(frame * (module.MAX_USELESS_FRAMES + 10))
+        client.receive(FLOODS[flood] * (module.MAX_USELESS_FRAMES + 10))
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
-
-
-def test_a_flood_of_informational_headers_ends_the_connection():
-    client = Connection()
-    client.begin(call_of())
-    block = payloads.encode_block([(":status", "103")])
-    client.receive(SETTINGS)
-    with pytest.raises(PeerError):
-        client.receive(
-            peer.frame(peer.HEADERS, peer.END_HEADERS, 1, block) * (module.MAX_USELESS_FRAMES + 1)
-        )
-
-
-def test_a_flood_of_empty_continuations_ends_the_connection():
-    client = Connection()
-    client.begin(call_of())
-    client.receive(SETTINGS + peer.frame(peer.HEADERS, 0, 1))
-    with pytest.raises(PeerError):
-        client.receive(peer.frame(peer.CONTINUATION, 0, 1) * (module.MAX_USELESS_FRAMES + 10))
 
 
 def test_headers_for_a_call_that_was_given_up_are_ignored():

@@ -5,16 +5,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import trustme
 
 from ratelimitd_client import Tls
 from ratelimitd_client.transport.tls import open_context
-
-AUTHORITY = trustme.CA()
-CALLER = AUTHORITY.issue_cert("caller.internal")
-CA_PEM = AUTHORITY.cert_pem.bytes()
-CERT_PEM = CALLER.cert_chain_pems[0].bytes()
-KEY_PEM = CALLER.private_key_pem.bytes()
+from tests.client.transport.certificates import MUTUAL, TRUSTING
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +19,12 @@ def directory(tmp_path, monkeypatch):
 
 
 def test_the_server_has_to_prove_its_name_to_the_given_authority():
-    context = open_context(Tls(ca=CA_PEM))
+    context = open_context(TRUSTING)
     assert context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     [root] = context.get_ca_certs(binary_form=True)
-    assert ssl.DER_cert_to_PEM_cert(root).split() == CA_PEM.decode().split()
+    assert ssl.DER_cert_to_PEM_cert(root).split() == TRUSTING.ca.decode().split()
 
 
 def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(
@@ -44,14 +38,14 @@ def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(
         load(self, path, **arguments)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", loaded)
-    open_context(Tls(ca=CA_PEM, cert=CERT_PEM, key=KEY_PEM))
+    open_context(MUTUAL)
     assert seen == [0o600]
     assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "tls",
-    [Tls(ca=b"no PEM"), Tls(ca="Grüße".encode()), Tls(ca=CA_PEM, cert=b"no", key=b"PEM")],
+    [Tls(ca=b"no PEM"), Tls(ca="Grüße".encode()), Tls(ca=TRUSTING.ca, cert=b"no", key=b"PEM")],
     ids=["authority", "not ASCII", "certificate"],
 )
 def test_what_is_no_pem_is_an_error_that_the_channel_expects(tls, directory):

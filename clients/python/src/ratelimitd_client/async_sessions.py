@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Literal, get_args
 
@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from ratelimitd_client.async_hold import AsyncHold
-from ratelimitd_client.batching import Answer, Batcher
+from ratelimitd_client.batching import Answer, Batcher, Send
 from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason, unchecked
@@ -163,13 +163,16 @@ class AsyncSession:
         linger_s: float,
     ) -> None:
         self._open_grpc = open_grpc
-        self._native = native
         self._grpc_channel = open_grpc() if native is None else None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        send = self._send_grpc if native is None else partial(self._send_native, native)
+        self._call: Callable[[str, bytes, float], Awaitable[bytes | None]] = self._call_grpc
+        send: Send = self._send_grpc
+        if native is not None:
+            self._call = partial(self._call_native, native)
+            send = partial(self._send_native, native)
         self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
         self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
@@ -218,22 +221,26 @@ class AsyncSession:
             CallError: it ended with another status.
         """
         try:
-            if self._native is not None:
-                return await self._call_native(self._native, path, message, timeout_s)
+            return await self._call(path, message, timeout_s)
+        except CallError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in _decisions
+            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+
+    async def _call_grpc(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """As :meth:`call`; errors that are no status are raised as they are."""
+        try:
             answer: bytes | None = await self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             raise CallError.of(error) from None
-        except CallError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as in _decisions
-            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
         return answer
 
     async def _call_native(
         self, channel: NativeChannel, path: str, message: bytes, timeout_s: float
     ) -> bytes:
+        """As :meth:`_call_grpc`, over the client's own channel."""
         future: asyncio.Future[NodeCall] = self.loop.create_future()
 
         def done(call: NodeCall) -> None:
@@ -295,18 +302,9 @@ class AsyncSession:
         path, message = call_of(requests)
         try:
             try:
-                answer: bytes | None
-                if self._native is not None:
-                    answer = await self._call_native(self._native, path, message, timeout_s)
-                else:
-                    # gRPC returns None for a call that ends with OK and without a message.
-                    answer = await self._methods[path](
-                        message, timeout=timeout_s, metadata=self._metadata
-                    )
+                answer = await self._call(path, message, timeout_s)
             except CallError as error:
                 return self.fail_open.failed(error.code, error.details, count)
-            except grpc.aio.AioRpcError as error:
-                return self.fail_open.failed(error.code(), error.details() or "", count)
             return self.fail_open.answered(answer, count)
         except Exception as error:  # noqa: BLE001 - callers need an answer, whatever gRPC raises
             return self.fail_open.broken(error, count)

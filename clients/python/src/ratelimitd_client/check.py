@@ -114,9 +114,8 @@ def request_of(
     """
     try:
         rest = _cached_rest_of(identifier_type, endpoint, cost, timestamp, peek)
-    except (
-        TypeError
-    ):  # possibly because an argument has no hash; this call raises the error that names it
+    except TypeError:
+        # An argument may have no hash; this call raises the error that names it.
         rest = _rest_of(identifier_type, endpoint, cost, timestamp, peek)
     data = _identifier_bytes(identifier, identifier_type)
     if also:

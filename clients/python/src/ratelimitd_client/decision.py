@@ -222,7 +222,7 @@ def _status_of(status: pb.LimitStatus) -> LimitStatus:
 
 def require_on_unavailable(value: object) -> None:
     """Raise ValueError for what is no :data:`OnUnavailable`."""
-    if not (isinstance(value, str) and value in get_args(OnUnavailable)):
+    if value not in get_args(OnUnavailable):
         message = 'on_unavailable must be "allow" or "deny"'
         raise ValueError(message)
 

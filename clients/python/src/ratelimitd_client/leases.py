@@ -78,7 +78,7 @@ class Leases:
         """Tokens asked for without a lease since the last timer; -1 of a bucket that is not leased until then."""
         self._is_counting = False
         self._is_closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     def take(self, bucket: Bucket, cost: int) -> Decision | None:
         """Decide a check; ``None`` if it is to be sent."""
@@ -129,7 +129,7 @@ class Leases:
         self._is_counting = False
         self._asked.clear()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -165,11 +165,7 @@ class Leases:
         is_hot = used >= HOT and not (lease.is_renewed or self._is_closed)
         if is_hot and size >= HOT:
             self._start(self._begin(bucket, size))
-        self._start(self._settle(lease, used))
-
-    @staticmethod
-    async def _settle(lease: _Lease, used: int) -> None:
-        await lease.hold.settle(used)
+        self._start(lease.hold.settle(used))
 
 
 def _size(asked: int, left: int) -> int:

@@ -109,11 +109,15 @@ class _Counts:
         self._require_usable(asked, timeout_s)
         return [self._decide(check)[0] for check in asked]
 
-    def _hold(self, check: Check, timeout_s: float | None) -> tuple[Decision, _Held]:
-        """Decide a check, and return what settles it, with the same errors as the real clients."""
+    def _hold(
+        self, check: Check, ttl_s: int, hold_id: str, timeout_s: float | None
+    ) -> tuple[Decision, int, _Held]:
+        """Decide a check, and return when its hold ends and what settles it; with the errors of the real clients."""
+        hold_of(check.message(), ttl_s, hold_id)
         self._require_usable([check], timeout_s)
         decision, charged = self._decide(check)
-        return decision, _Held(self._spent, charged, check.cost, now_s=self.clock.now_s)
+        held = _Held(self._spent, charged, check.cost, now_s=self.clock.now_s)
+        return decision, int(self.clock.now_s()) + ttl_s, held
 
     def _require_usable(self, checks: Sequence[Check], timeout_s: float | None) -> None:
         requests_of(checks)
@@ -293,9 +297,7 @@ class FakeRateLimiter(_Counts):
     ) -> Hold:
         """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
         check = Check(identifier, identifier_type, endpoint, cost, also=also)
-        hold_of(check.message(), ttl_s, hold_id)
-        decision, held = self._hold(check, timeout_s)
-        expire_time = int(self.clock.now_s()) + ttl_s
+        decision, expire_time, held = self._hold(check, ttl_s, hold_id, timeout_s)
         return Hold(decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_Calls(held))
 
 
@@ -354,9 +356,7 @@ class AsyncFakeRateLimiter(_Counts):
     ) -> AsyncHold:
         """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
         check = Check(identifier, identifier_type, endpoint, cost, also=also)
-        hold_of(check.message(), ttl_s, hold_id)
-        decision, held = self._hold(check, timeout_s)
-        expire_time = int(self.clock.now_s()) + ttl_s
+        decision, expire_time, held = self._hold(check, ttl_s, hold_id, timeout_s)
         return AsyncHold(
             decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_AsyncCalls(held)
         )

@@ -30,7 +30,6 @@ PROBE_AGAIN_US: Final = US_PER_S
 LEASE_US: Final = US_PER_S
 """How long a probe may stay without a result before another replaces it. Timeouts are milliseconds."""
 
-
 _MOST_DOUBLED: Final = 32
 
 
@@ -53,7 +52,6 @@ class Breaker:
     __slots__ = (
         "_failures",
         "_jitter_us",
-        "_lease_us",
         "_lock",
         "_now_us",
         "_probes",
@@ -69,13 +67,11 @@ class Breaker:
         *,
         failure_threshold: int = FAILURE_THRESHOLD,
         recovery_us: int = RECOVERY_US,
-        lease_us: int = LEASE_US,
         jitter_us: Callable[[], int] = lambda: 0,
     ) -> None:
         self._now_us = now_us
         self._threshold = failure_threshold
         self._recovery_us = recovery_us
-        self._lease_us = lease_us
         self._jitter_us = jitter_us
         self._lock = threading.Lock()
         self._failures = self._probes = 0
@@ -93,7 +89,7 @@ class Breaker:
             if self.retry_at_us is None or self._now_us() < self.retry_at_us:
                 return False
             self.state = State.HALF_OPEN
-            self.retry_at_us = self._now_us() + self._lease_us
+            self.retry_at_us = self._now_us() + LEASE_US
             return True
 
     def succeeded(self) -> None:

@@ -142,7 +142,7 @@ _ROWS: Final[dict[str, Row]] = {
 _START: Final = _ROWS[""]
 
 
-# Integers with a prefix (RFC 7541 §5.1): the rest of those that overflow it, and their encoding. Pure.
+# Integers with a prefix (RFC 7541 §5.1): the rest of those that overflow it, and their encoding; and strings. Pure.
 
 MAX_CONTINUATION_OCTETS: Final = 5
 """35 bits hold every value with a meaning (a SETTINGS value has 32). More octets are zeros sent to waste our time; §5.1
@@ -170,6 +170,24 @@ def decode_continuation(block: bytes, at: int, prefix_max: int) -> tuple[int, in
         if octet < 0x80:
             return value, at + count + 1
     raise HpackError(INTEGER_TOO_LONG if len(octets) == MAX_CONTINUATION_OCTETS else TRUNCATED)
+
+
+def decode_string(block: bytes, at: int) -> tuple[bytes, int]:
+    """Read a string literal (RFC 7541 §5.2); return it and the position behind it.
+
+    Raises:
+        HpackError: the block ends, or the length or the code is malformed.
+    """
+    octet = block[at] if at < len(block) else 0x7F  # which is continued by nothing
+    at += 1
+    length = octet & 0x7F
+    if length == 0x7F:
+        length, at = decode_continuation(block, at, length)
+    end = at + length
+    if end > len(block):
+        raise HpackError(TRUNCATED)
+    string = block[at:end]
+    return (decode(string) if octet & 0x80 else string), end
 
 
 def encode_integer(value: int, prefix_bits: int, pattern: int) -> bytes:

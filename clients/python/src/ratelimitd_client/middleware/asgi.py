@@ -152,9 +152,7 @@ def _user_of(scope: Scope) -> str | None:
     for name in ("identity", "pk", "display_name"):
         try:
             found = getattr(user, name, None)
-        except (
-            NotImplementedError
-        ):  # raised by Starlette's base class for an attribute without a value
+        except NotImplementedError:  # of Starlette's base class: the attribute has no value
             continue
         if found is not None and found != "":
             return str(found)

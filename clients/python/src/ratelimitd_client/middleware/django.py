@@ -99,10 +99,7 @@ class _Middleware:
         return self._check(request, view)
 
     def _check(self, request: HttpRequest, view: object) -> HttpResponse | None:
-        def user() -> str | None:
-            return _id_of(getattr(request, "user", None))
-
-        info = _info_of(request, view, user)
+        info = _info_of(request, view, lambda: _id_of(getattr(request, "user", None)))
         decision = self._policy.decide(self._limiter, request, info)
         return _denial(self._policy, request, decision)
 
@@ -140,9 +137,8 @@ class _AsyncMiddleware:
 def _info_of(request: HttpRequest, view: object, user: Callable[[], str | None]) -> RequestInfo:
     match = request.resolver_match
     route = None if match is None else django_route(_route_of(request, match.route))
-    return info_of(
-        request.META, route=route, view=marked_part(view, request.method or "")
-    )._replace(user=user)
+    part = marked_part(view, request.method or "")
+    return info_of(request.META, route=route, view=part)._replace(user=user)
 
 
 def _route_of(request: HttpRequest, route: str) -> str:
@@ -166,16 +162,12 @@ def _id_of(user: Any) -> str | None:
 async def _load_user_of(request: HttpRequest) -> str | None:
     """Return the user's id; most backends load the user on first access, which blocks."""
     user: Any = getattr(request, "user", None)
-    if not isinstance(user, SimpleLazyObject) or not _is_waiting(user):
+    is_loaded = not isinstance(user, SimpleLazyObject) or vars(user).get("_wrapped") is not empty
+    if is_loaded:
         return _id_of(user)
     if vars(user)["_setupfunc"].__module__ == AUTHENTICATION:
         return _id_of(await request.auser())
     return await sync_to_async(_id_of)(user)
-
-
-def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
-    """Return whether the user was not loaded yet."""
-    return vars(user).get("_wrapped") is empty
 
 
 def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, Protocol
+from typing import Final, Generic, NamedTuple
 
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.hold import Hold
@@ -25,18 +25,14 @@ class Held(NamedTuple):
     settle: Callable[[object], object] | None
 
 
-class Actual(Protocol[R]):
-    """Returns what a request has cost; never raises."""
-
-    def __call__(self, held: Held, request: R, /) -> int:
-        """Call the function of the view, if it has one."""
-        ...
-
-
 class HeldRequests(Generic[R]):
-    """The requests in progress of one application, on one event loop at a time."""
+    """The requests in progress of one application, on one event loop at a time.
 
-    def __init__(self, actual: Actual[R]) -> None:
+    Args:
+        actual: returns what a request has cost; never raises.
+    """
+
+    def __init__(self, actual: Callable[[Held, R], int]) -> None:
         self._actual = actual
         self._tasks: set[asyncio.Task[None]] = set()
 

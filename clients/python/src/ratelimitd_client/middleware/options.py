@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar, get_args
 
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason
 from ratelimitd_client.middleware.identity import Identities, Identity
@@ -138,12 +138,9 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
         lambda value: value is None or (isinstance(value, Identity) and not value.is_empty),
         "an Identity that is not empty",
     ),
-    "on_error": (
-        lambda value: isinstance(value, str) and value in {"allow", "raise"},
-        '"allow" or "raise"',
-    ),
+    "on_error": (lambda value: value in get_args(OnError), '"allow" or "raise"'),
     "on_unavailable": (
-        lambda value: value is None or (isinstance(value, str) and value in {"allow", "deny"}),
+        lambda value: value is None or value in get_args(OnUnavailable),
         '"allow", "deny" or None',
     ),
     "observer": (

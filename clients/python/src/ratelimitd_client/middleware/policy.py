@@ -64,14 +64,11 @@ class Charge(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What the limiter is asked for a request: its arguments, whether to hold, and what settles it."""
+    """What the limiter is asked for a request: the charge, and the identities that it is for."""
 
+    charge: Charge
     who: tuple[str, str, str]
-    cost: int
     also: Mapping[str, str]
-    holds: bool
-    settle: Callable[[Any], object] | None
-    on_unavailable: OnUnavailable | None
 
 
 Admission: TypeAlias = tuple[Decision | None, Held | None]
@@ -130,14 +127,15 @@ class Policy(Generic[R]):
         asked = self._asked(request, info)
         if asked is None:
             return NOT_CHECKED
+        charge, who, also = asked
         try:
-            if not (asked.holds and may_hold):
-                decision = limiter.check(*asked.who, cost=asked.cost, also=asked.also)
-                return self._decided(asked, decision), None
-            hold = limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
+            if not (charge.holds and may_hold):
+                decision = limiter.check(*who, cost=charge.cost, also=also)
+                return self._decided(charge, decision), None
+            hold = limiter.hold(*who, cost=charge.cost, also=also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
-            return self._limiter_failed(limiter, asked, error)
-        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
+            return self._limiter_failed(limiter, charge, error)
+        return self._decided(charge, hold.decision), Held(hold, charge.cost, charge.settle)
 
     def _asked(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -167,14 +165,15 @@ class Policy(Generic[R]):
         asked = await self._asked_async(request, info)
         if asked is None:
             return NOT_CHECKED
+        charge, who, also = asked
         try:
-            if not (asked.holds and may_hold):
-                decision = await limiter.check(*asked.who, cost=asked.cost, also=asked.also)
-                return self._decided(asked, decision), None
-            hold = await limiter.hold(*asked.who, cost=asked.cost, also=asked.also)
+            if not (charge.holds and may_hold):
+                decision = await limiter.check(*who, cost=charge.cost, also=also)
+                return self._decided(charge, decision), None
+            hold = await limiter.hold(*who, cost=charge.cost, also=also)
         except Exception as error:  # noqa: BLE001 - as above
-            return self._limiter_failed(limiter, asked, error)
-        return self._decided(asked, hold.decision), Held(hold, asked.cost, asked.settle)
+            return self._limiter_failed(limiter, charge, error)
+        return self._decided(charge, hold.decision), Held(hold, charge.cost, charge.settle)
 
     async def _asked_async(self, request: R, info: RequestInfo) -> _Asked | None:
         try:
@@ -204,22 +203,22 @@ class Policy(Generic[R]):
             self.warn(NO_IDENTITY)
             return None
         who = identity.identifier, identity.identifier_type, charge.endpoint
-        return _Asked(who, charge.cost, also, charge.holds, charge.settle, charge.on_unavailable)
+        return _Asked(charge, who, also)
 
-    def _decided(self, asked: _Asked, decision: Decision) -> Decision:
+    def _decided(self, charge: Charge, decision: Decision) -> Decision:
         """Return the limiter's decision, or if no node made it what the options say, and report it."""
-        if asked.on_unavailable is not None:
-            decision = decision.if_unavailable(asked.on_unavailable)
+        if charge.on_unavailable is not None:
+            decision = decision.if_unavailable(charge.on_unavailable)
         if self._report is not None:
-            self._report(decision, asked.who[2])
+            self._report(decision, charge.endpoint)
         return decision
 
     def _limiter_failed(
-        self, limiter: RateLimiter | AsyncRateLimiter, asked: _Asked, error: Exception
+        self, limiter: RateLimiter | AsyncRateLimiter, charge: Charge, error: Exception
     ) -> Admission:
         # A limiter of the application's own may have no such attribute.
         how: OnUnavailable = getattr(limiter, "on_unavailable", "allow")
-        decision = self._decided(asked, last_resort(error, 1, how)[0])
+        decision = self._decided(charge, last_resort(error, 1, how)[0])
         if decision.allowed:
             self.warn(LIMITER_FAILED, error)
             return NOT_CHECKED

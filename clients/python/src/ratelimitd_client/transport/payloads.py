@@ -12,7 +12,7 @@ from typing import Final
 
 from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.frames import PADDED, STREAM_ID_MASK, FrameType
-from ratelimitd_wire.huffman import HpackError, decode, decode_continuation, encode_integer
+from ratelimitd_wire.huffman import HpackError, decode_continuation, decode_string, encode_integer
 from ratelimitd_wire.static_table import (
     ENTRY_OVERHEAD_BYTES,
     STATIC_INDEX,
@@ -37,8 +37,6 @@ NO_TABLE: Final = b"\x20"
 _INDEXED: Final = 0x80
 _INCREMENTAL: Final = 0x40
 _TABLE_SIZE: Final = 0x20
-
-_HUFFMAN: Final = 0x80
 
 _SECRET_NAMES: Final = frozenset({"authorization"})
 
@@ -154,18 +152,9 @@ def _literal(block: bytes, at: int, octet: int) -> tuple[Field, int]:
     if index:
         name = _static(index)[0]
     else:
-        name, at = _string(block, at)
-    value, at = _string(block, at)
+        name, at = decode_string(block, at)
+    value, at = decode_string(block, at)
     return (name, value), at
-
-
-def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    octet = block[at]
-    size, at = _integer(block, at + 1, octet, 0x7F)
-    string = block[at : at + size]
-    if len(string) < size:
-        raise _malformed()
-    return (decode(string) if octet & _HUFFMAN else string), at + size
 
 
 def _static(index: int) -> Field:

@@ -126,14 +126,14 @@ def _named(rest: str) -> Target | None:
 
 
 def _listed(rest: str, version: int) -> Target | None:
+    parts = rest.removeprefix("///").split(",")
     addresses = []
-    for part in rest.removeprefix("///").split(","):
+    for part in parts:
         found = _host_and_port(part)
         if found is None or _version(found[0]) != version:
             return None
         addresses.append(Address(*found))
-    first = rest.removeprefix("///").split(",")[0]
-    return Target(first, addresses[0].host, tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES])
+    return Target(parts[0], addresses[0].host, tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES])
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:

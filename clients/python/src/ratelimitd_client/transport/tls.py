@@ -39,9 +39,8 @@ def open_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
-    if (
-        tls.ca is not None
-    ):  # without roots no certificate is accepted; gRPC's own are used over its channel
+    # Without roots no certificate is accepted; gRPC's own are used over its channel.
+    if tls.ca is not None:
         context.load_verify_locations(cadata=tls.ca.decode("ascii"))
     if tls.cert is not None and tls.key is not None:
         _load_own(context, tls.cert, tls.key)
