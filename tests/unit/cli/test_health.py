@@ -142,7 +142,9 @@ def test_json_metrics_are_the_message(ask, node):
     assert (metrics[0]["name"], metrics[0]["value"]) == ("a_total", 3.0)
 
 
-@pytest.mark.parametrize(("options", "out"), [([], "reset ip 192.0.2.7 /login\n"), (["--json"], "{}\n")])
+@pytest.mark.parametrize(
+    ("options", "out"), [([], "reset ip 192.0.2.7 /login\n"), (["--json"], "{}\n")]
+)
 def test_a_reset_names_the_bucket(ask, node, options, out):
     assert ask("reset", "ip", "192.0.2.7", "/login", *options) == (0, out, "")
     assert node.seen[0].request == pb.ResetRequest(
