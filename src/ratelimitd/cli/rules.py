@@ -32,9 +32,9 @@ from ratelimitd.cli.output import Output, as_dict, counted, printable
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
-from ratelimitd.rules.rules_file import dump_rules
+from ratelimitd.rules.rules_file import dump_rules, window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
-from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb

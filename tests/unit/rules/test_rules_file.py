@@ -8,17 +8,9 @@ from hypothesis import strategies as st
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
 from ratelimitd.rules import rules_file
-from ratelimitd.rules.rules_file import (
-    MAX_DEPTH,
-    Node,
-    YamlError,
-    dump_rules,
-    dump_rules_json,
-    parse_rules,
-    read_yaml,
-    read_yaml_file,
-)
+from ratelimitd.rules.rules_file import dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.rules.yaml_reader import MAX_DEPTH, Node, YamlError, read_yaml, read_yaml_file
 
 ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
 
