@@ -53,12 +53,12 @@ class RuleBook:
         self.revision: Final = revision
 
     @classmethod
-    def empty(cls, revision: int = 0) -> Self:
+    def empty(cls) -> Self:
         """Return a book without rules."""
         # All shards share one empty dict: an editor copies a shard before it writes.
         no_pairs: dict[_Pair, Rule] = {}
         no_ids: dict[str, Rule] = {}
-        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), Counter(), revision)
+        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), Counter(), 0)
 
     @classmethod
     def of(cls, rules: Iterable[Rule], revision: int) -> RuleBook:

@@ -1,6 +1,7 @@
 import pytest
 
 from ratelimitd.http2.errors import (
+    Cause,
     ConnectionFailureError,
     demand_connection,
     demand_size,
@@ -103,3 +104,28 @@ def test_a_fixed_size_is_exact():
         with pytest.raises(ConnectionFailureError) as caught:
             demand_size(payload, 4)
         assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_codes_are_those_of_the_wire():
+    assert [code.name for code in sorted(ErrorCode)] == [
+        "NO_ERROR",
+        "PROTOCOL_ERROR",
+        "INTERNAL_ERROR",
+        "FLOW_CONTROL_ERROR",
+        "SETTINGS_TIMEOUT",
+        "STREAM_CLOSED",
+        "FRAME_SIZE_ERROR",
+        "REFUSED_STREAM",
+        "CANCEL",
+        "COMPRESSION_ERROR",
+        "CONNECT_ERROR",
+        "ENHANCE_YOUR_CALM",
+        "INADEQUATE_SECURITY",
+        "HTTP_1_1_REQUIRED",
+    ]
+    assert [code.value for code in sorted(ErrorCode)] == list(range(14))
+
+
+def test_causes_can_be_labels():
+    assert all(cause.value.replace("_", "").isalnum() for cause in Cause)
+    assert len({cause.value for cause in Cause}) == len(Cause)

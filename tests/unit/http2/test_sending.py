@@ -456,3 +456,25 @@ def test_nothing_is_sent_after_that():
     half.sender.send_data(3, b"x")
     half.sender.send_trailers(3, TRAILER_BLOCK)
     assert half.sender.take() == b""
+
+
+PLAIN = UnaryAnswer(b"head", b"trailers")
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 1_023, 1_024, 16_384])
+def test_an_answer_is_three_frames_whatever_the_size_of_its_message(size):
+    message = bytes(range(256)) * 64
+    assert frames_of(PLAIN.octets(7, message[:size])) == [
+        Frame(HEADERS, END_HEADERS, 7, b"head"),
+        Frame(DATA, 0, 7, message[:size]),
+        Frame(HEADERS, END_HEADERS | END_STREAM, 7, b"trailers"),
+    ]
+
+
+def test_the_stream_is_written_in_full():
+    assert {sent.stream_id for sent in frames_of(PLAIN.octets(2**31 - 1, b"x"))} == {2**31 - 1}
+
+
+def test_a_message_over_one_frame_is_not_for_this():
+    with pytest.raises(ValueError):
+        PLAIN.octets(1, bytes(16_385))

@@ -409,7 +409,6 @@ async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, t
     node = await start()
     await node.close()
     book = (await LastGoodBook(tmp_path).load()).book
-    assert book is not None
     assert set(book.rules()) == set(node.feed.book.rules())
     await node.feed.close()
 
