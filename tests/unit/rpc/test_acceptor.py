@@ -107,15 +107,15 @@ def server_context(ca, *, mutual=False):
     return context
 
 
-def run(loop_factory, scenario):
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(scenario())
-
-
 @pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
 def running(request):
     """Runs a scenario in each event loop in turn."""
-    return lambda scenario: run(request.param, scenario)
+
+    def run(scenario):
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(scenario())
+
+    return run
 
 
 def test_a_connection_has_its_place_until_it_is_lost(running):

@@ -128,7 +128,7 @@ def test_when_all_leave_nothing_is_counted_any_more(table, shared):
 
 @pytest.fixture
 def open_call():
-    return OpenCall(Route(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
+    return OpenCall(Route(), call(), 100)
 
 
 def test_a_call_is_whole_when_its_one_message_is(open_call):
@@ -191,8 +191,12 @@ async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
     assert acknowledged == [6]
 
 
-def test_what_nobody_reads_is_bounded_in_number():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+@pytest.fixture
+def questions():
+    return Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+
+
+def test_what_nobody_reads_is_bounded_in_number(questions):
     for _ in range(MAX_UNREAD_QUESTIONS):
         questions.put(Part(False, b""), 5)
     with pytest.raises(RpcError, match="unread") as caught:
@@ -200,8 +204,7 @@ def test_what_nobody_reads_is_bounded_in_number():
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_who_reads_faster_than_is_asked_waits():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+async def test_who_reads_faster_than_is_asked_waits(questions):
     reading = asyncio.ensure_future(anext(questions))
     await asyncio.sleep(0)
     assert not reading.done()
@@ -209,8 +212,7 @@ async def test_who_reads_faster_than_is_asked_waits():
     assert await reading == b"late"
 
 
-async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages(questions):
     questions.put(Part(False, b"good"), 9)
     questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
     assert await anext(questions) == b"good"

@@ -11,6 +11,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
 from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, RevivedServer
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportLimits
+from tests.http2_peer import END_HEADERS, END_STREAM, GREETING, POST, Peer
 
 
 class Context:
@@ -130,31 +131,6 @@ async def test_what_is_in_progress_is_told_until_it_has_ended():
     await server.stop(0)
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS, HEADERS, END_HEADERS_AND_STREAM = 4, 1, 5
-
-
-def frame(kind, flags, stream_id, payload=b""):
-    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream_id.to_bytes(4) + payload
-
-
-def literal(name, value):
-    return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
-
-
-def call_of(path):
-    head = {
-        b":method": b"POST",
-        b":scheme": b"http",
-        b":path": path,
-        b":authority": b"node",
-        b"content-type": b"application/grpc",
-        b"te": b"trailers",
-    }
-    block = b"".join(literal(name, value) for name, value in head.items())
-    return PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS_AND_STREAM, 1, block)
-
-
 class AttackedStats(CheckStats):
     def __init__(self):
         super().__init__()
@@ -174,9 +150,11 @@ async def test_a_path_that_is_no_utf8_costs_connections_but_not_the_server():
     )
     address = await server.start()
     host, port = address.split(":")
+    fields = [(name, b"/\xff" if name == ":path" else value) for name, value in POST]
+    attack = GREETING + Peer(greeting=b"").head(1, fields, END_HEADERS | END_STREAM)
     for _ in range(3):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(call_of(b"/\xff"))
+        writer.write(attack)
         async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
             await stats.ended.wait()
             stats.ended.clear()

@@ -26,7 +26,7 @@ def test_a_call_that_is_late_on_arrival_is_not_begun(caller, path):
     assert caller.errors == {"deadline_exceeded": 1}
 
 
-async def test_waiting_calls_are_bounded(caller):
+async def test_waiting_calls_are_bounded():
     caller = Caller(max_concurrent_rpcs=1)
     caller.feed(caller.call(1, "/s/wait"), caller.call(3, "/s/wait"), caller.call(5))
     assert caller.outcome(3)[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -60,7 +60,7 @@ def test_where_all_places_are_taken_each_connection_may_have_its_share_twice_the
     assert others[3].take_place()
 
 
-async def test_streams_are_bounded(caller):
+async def test_streams_are_bounded():
     caller = Caller(max_streams=1)
     caller.feed(caller.call_head(1, "/s/upper"), caller.call_head(3, "/s/upper"))
     assert caller.outcome(3)[0] is StatusCode.RESOURCE_EXHAUSTED
