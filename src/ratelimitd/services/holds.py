@@ -166,9 +166,10 @@ class HoldsService:
 
     async def _hold(self, message: WireHold, principal: str) -> bytes:
         check, hold_id = self._asked(message)
-        number = secrets.token_bytes(NUMBER_BYTES)
         if hold_id:
             number = self._digest(NUMBER_BYTES, _NUMBER_PERSON, principal, hold_id)
+        else:
+            number = secrets.token_bytes(NUMBER_BYTES)
         ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
         try:
             held = await self._holder.hold(

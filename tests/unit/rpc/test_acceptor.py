@@ -14,6 +14,7 @@ import uvloop
 from ratelimitd.rpc import acceptor as accepting
 from ratelimitd.rpc.acceptor import HANDSHAKE_TIMEOUT_S, Acceptor, answer_to, listening_sockets
 from tests.http2_peer import GOAWAY, PREFACE, frames_of
+from tests.native_caller import until
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -80,12 +81,6 @@ class Bench:
     @property
     def places(self):
         return len(self.acceptor.places)
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
-            await asyncio.sleep(0.001)
 
 
 async def read_all(peer):
