@@ -9,14 +9,11 @@ import struct
 
 import pytest
 import trustme
-import uvloop
 
 from ratelimitd.rpc import acceptor as accepting
 from ratelimitd.rpc.acceptor import HANDSHAKE_TIMEOUT_S, Acceptor, answer_to, listening_sockets
 from tests.http2_peer import GOAWAY, PREFACE, frames_of
 from tests.native_caller import until
-
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +97,6 @@ def server_context(ca, *, mutual=False):
         ca.configure_trust(context)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
-def running(request):
-    """Runs a scenario in each event loop in turn."""
-
-    def run(scenario):
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(scenario())
-
-    return run
 
 
 def test_a_connection_has_its_place_until_it_is_lost(running):

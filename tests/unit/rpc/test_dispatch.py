@@ -13,11 +13,6 @@ from tests.http2_peer import data, last_data, rst_stream
 from tests.native_caller import Caller, echo, refuse, wait
 
 
-@pytest.fixture
-def caller():
-    return Caller()
-
-
 async def test_a_call_is_answered_at_once_and_nothing_is_kept(caller):
     caller.feed(caller.call(1), caller.call(3, message=b""))
     assert caller.outcome(1) == (StatusCode.OK, framed(b"hi"))

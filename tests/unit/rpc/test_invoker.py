@@ -14,11 +14,6 @@ from tests.http2_peer import data, last_data
 from tests.native_caller import Caller
 
 
-@pytest.fixture
-def caller():
-    return Caller()
-
-
 @pytest.mark.parametrize("path", ["/s/m", "/s/count", "/s/upper"])
 def test_a_call_that_is_late_on_arrival_is_not_begun(caller, path):
     caller.feed(caller.call(1, path, grpc_timeout="0S"))

@@ -3,22 +3,8 @@
 import asyncio
 
 import pytest
-import uvloop
 
 from ratelimitd.rpc.state import EVERY_S, LATE_S, MOST_AT_ONCE, TURN_S, TickGate, TimeBudget
-
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-
-
-@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
-def running(request):
-    """Runs a scenario in each event loop in turn."""
-
-    def run(scenario):
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(scenario())
-
-    return run
 
 
 class Line:

@@ -20,7 +20,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
-from ratelimitd.rules.assignments import Assignment, assigned_of
+from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql import assignments as sql_assignments
 from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
@@ -29,7 +29,6 @@ from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
 from ratelimitd.rules.store import AssignmentQuery, RuleChanges, RuleDraft, SkippedRow
-from ratelimitd.rules.validation import rule_from_row
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
 from tests.rule_stores import sqlite_store, store_at
@@ -265,9 +264,9 @@ async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, be
     assert entry.at.utcoffset() == timedelta(0)
 
 
-async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monkeypatch):
-    many(behind, 3 * ROWS_PER_STEP)
-    rows_of, iteration = Counter(), itertools.count()
+async def loaded(store, monkeypatch, module, reader):
+    """Load everything; return it, and how many rows were read in each iteration of the loop."""
+    rows_of, iteration, read = Counter(), itertools.count(), getattr(module, reader)
     now = next(iteration)
 
     async def iterate():
@@ -278,12 +277,18 @@ async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monk
 
     def counted(row):
         rows_of[now] += 1
-        return rule_from_row(row)
+        return read(row)
 
-    monkeypatch.setattr(sql_store, "rule_from_row", counted)
+    monkeypatch.setattr(module, reader, counted)
     iterating = asyncio.create_task(iterate())
-    await store.changes_since(None)
+    changes = await store.changes_since(None)
     iterating.cancel()
+    return changes, rows_of
+
+
+async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monkeypatch):
+    many(behind, 3 * ROWS_PER_STEP)
+    _, rows_of = await loaded(store, monkeypatch, sql_store, "rule_from_row")
     assert rows_of.total() == 3 * ROWS_PER_STEP
     assert max(rows_of.values()) <= ROWS_PER_STEP
 
@@ -455,23 +460,7 @@ async def test_a_long_load_of_assignments_lets_the_loop_run_between_steps(
         " INSERT INTO assignments SELECT 'user', CAST(i AS BLOB), 'pro', 0, '', 1 FROM n",
         many_assigned,
     )
-    rows_of, iteration = Counter(), itertools.count()
-    now = next(iteration)
-
-    async def iterate():
-        nonlocal now
-        while True:
-            now = next(iteration)
-            await asyncio.sleep(0)
-
-    def counted(row):
-        rows_of[now] += 1
-        return assigned_of(row)
-
-    monkeypatch.setattr(sql_assignments, "assigned_of", counted)
-    iterating = asyncio.create_task(iterate())
-    changes = await store.changes_since(None)
-    iterating.cancel()
+    changes, rows_of = await loaded(store, monkeypatch, sql_assignments, "assigned_of")
     assert changes.assignments is not None
     assert len(changes.assignments) == rows_of.total() == many_assigned
     assert max(rows_of.values()) <= ROWS_OF_ASSIGNMENTS
