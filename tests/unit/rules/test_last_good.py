@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 from hashlib import blake2b
 
 import pytest
-import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType
@@ -24,7 +23,7 @@ from ratelimitd.rules.last_good import (
 )
 from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
-from tests.rule_stores import sqlite_store, store_at
+from tests.rule_stores import store_at
 
 ENDPOINTS = ("/orders", "*", "/é😀", '/"quoted"')
 
@@ -200,12 +199,6 @@ async def test_a_book_that_cannot_be_written_is_reported_and_the_next_one_tried(
     last_good.offer(book_of("/orders", revision=2), Assignments())
     await last_good.close()
     assert [entry.name for entry in directory.iterdir()] == [BOOK_FILE]
-
-
-@pytest_asyncio.fixture
-async def store(tmp_path):
-    async with sqlite_store(tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture
