@@ -1,12 +1,14 @@
 """The frame around a page that shows who looks at it."""
 
+from functools import partial
+
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ratelimitd.services.auth import Credentials
+from ratelimitd.services.auth import Credentials, Role
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.page_base import (
     FORM_COOKIE,
@@ -34,7 +36,7 @@ class Node:
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
         self.frame = Frame(
             node_id="n1",
-            may_read=access_of(Credentials(**credentials)).may_read,
+            may_read=partial(access_of(Credentials(**credentials)).demand, Role.READ),
             sessions=self.sessions,
             count=self.refused.append,
             templates=look()[1],

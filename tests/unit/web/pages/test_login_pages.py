@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 from starlette.applications import Starlette
 
-from ratelimitd.services.auth import Credentials
+from ratelimitd.services.auth import Credentials, Role
 from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.login import LoginPages
@@ -24,7 +26,7 @@ class Node:
         access = access_of(Credentials(admin_token=admin_token, loopback_admin=True))
         frame = Frame(
             node_id="n1",
-            may_read=access.may_read,
+            may_read=partial(access.demand, Role.READ),
             sessions=sessions,
             count=self.refused.append,
             templates=look()[1],
