@@ -11,14 +11,13 @@ import base64
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError, RuleNotFoundError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.assignments import is_utf8
-from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert_rules import (
@@ -119,6 +118,13 @@ PAGE_KEY_NAME: Final = "page-token"
 """The store's secret that seals page tokens; kept there, so that every node takes every node's tokens."""
 
 
+class Feed(Protocol):
+    """A :class:`ratelimitd.rules.feed.RuleFeed`, or what tells other nodes as well."""
+
+    async def notify(self) -> None:
+        """Take over what changed in the store; never raises because of the store: polling will catch up."""
+
+
 class ConfigService:
     """Handlers of the rules.
 
@@ -129,7 +135,7 @@ class ConfigService:
     def __init__(
         self,
         store: RuleStore,
-        feed: RuleFeed,
+        feed: Feed,
         actor: Callable[[Call], str],
         *,
         types: Collection[str] = tuple(IdentifierType),

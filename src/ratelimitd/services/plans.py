@@ -12,12 +12,12 @@ from typing import Final
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES, Assignment, violations
-from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.store import AssignmentQuery, AssignmentStore
 from ratelimitd.rules.validation import NAME, choice_of
 from ratelimitd.services.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
+    Feed,
     Position,
     page_token,
     position_of,
@@ -52,7 +52,7 @@ class PlansService:
     def __init__(
         self,
         store: AssignmentStore,
-        feed: RuleFeed,
+        feed: Feed,
         actor: Callable[[Call], str],
         *,
         identities: Identities,
