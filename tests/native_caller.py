@@ -12,6 +12,12 @@ from ratelimitd.rpc.state import ServerState
 from tests.http2_peer import DATA, END_HEADERS, HEADERS, POST, Peer, last_data
 
 
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
+            await asyncio.sleep(0.001)
+
+
 def echo(message, _call):
     return message
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import random as random_source
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Final
@@ -38,7 +37,7 @@ class Backoff:
         return pause_s * (1 - self._random() / 2)
 
     def reset(self) -> None:
-        """It worked: begin with the first pause again."""
+        """Reset the pause to ``first_s`` after a success."""
         self._pause_s = self._first_s
 
 
@@ -68,7 +67,7 @@ class Background:
         *,
         sleep: Sleep = asyncio.sleep,
         time_s: Callable[[], float] | None = None,
-        random_share: Callable[[], float] = random.random,
+        random_share: Callable[[], float] = random_source.random,
     ) -> None:
         self._restarts = restarts
         self._sleep = sleep

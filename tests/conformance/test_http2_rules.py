@@ -16,6 +16,7 @@ from ratelimitd.http2.events import (
     RequestReceived,
     TrailersReceived,
 )
+from ratelimitd.http2.headers import static_block
 from tests.http2_peer import (
     ACK,
     CANCEL,
@@ -55,6 +56,7 @@ from tests.http2_peer import (
 )
 
 BODY = b"hello"
+HEAD_BLOCK = static_block([(b":status", b"200")])
 PING_OCTETS = b"h2spec\0\0"
 
 
@@ -78,7 +80,7 @@ class Server(Peer):
         return events
 
     def _answer(self, stream_id: int) -> None:
-        self.connection.send_headers(stream_id, ((b":status", b"200"),))
+        self.connection.send_headers(stream_id, HEAD_BLOCK)
         self.connection.send_data(stream_id, BODY, ended=True)
 
     def answered(self, stream_id: int) -> bool:

@@ -36,6 +36,8 @@ ANSWER = UnaryAnswer(
     static_block([(b":status", b"200"), (b"content-type", b"application/grpc")]),
     static_block([(b"grpc-status", b"0")]),
 )
+HEAD_BLOCK = static_block([(b":status", b"200"), (b"x", b"y")])
+TRAILER_BLOCK = static_block([(b"grpc-status", b"12")])
 SMALL = Limits(
     max_streams=4,
     stream_window_bytes=200,
@@ -59,9 +61,9 @@ def answer(connection: Connection, event) -> None:
         connection.acknowledge(event.stream_id, event.flow_bytes)
         connection.send_data(event.stream_id, event.data, ended=event.ended)
     elif isinstance(event, (RequestReceived, HeadTooLarge)):
-        connection.send_headers(event.stream_id, ((b":status", b"200"), (b"x", b"y")))
+        connection.send_headers(event.stream_id, HEAD_BLOCK)
         if event.ended:
-            connection.send_trailers(event.stream_id, ((b"grpc-status", b"12"),))
+            connection.send_trailers(event.stream_id, TRAILER_BLOCK)
     elif isinstance(event, TrailersReceived):
         connection.send_unary(event.stream_id, ANSWER, b"trailers")
 

@@ -1,7 +1,13 @@
 import pytest
 
 from ratelimitd import counters
-from ratelimitd.counters import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, CheckStats
+from ratelimitd.counters import (
+    LATENCY_BOUNDS_S,
+    MAX_RULE_LABELS,
+    OTHER_RULES,
+    CheckStats,
+    RollingMax,
+)
 
 
 def test_everything_starts_at_zero():
@@ -105,3 +111,19 @@ def test_requests_that_pages_refused_are_counted_by_cause():
     for cause in ("cross_site", "too_large", "cross_site"):
         stats.web_refusal(cause)
     assert stats.refused_by_web == {"cross_site": 2, "too_large": 1}
+
+
+def test_a_peak_is_shown_for_one_to_two_stretches():
+    worst = RollingMax(10)
+    assert worst.note(0, 5.0) == 5.0
+    assert worst.note(9, 1.0) == 5.0
+    assert worst.note(10, 2.0) == 5.0
+    assert worst.note(19, 0.0) == 5.0
+    assert worst.note(20, 0.0) == 2.0
+    assert worst.note(30, 0.0) == 0.0
+
+
+def test_a_gap_without_measurements_forgets():
+    worst = RollingMax(10)
+    worst.note(0, 5.0)
+    assert worst.note(25, 1.0) == 1.0

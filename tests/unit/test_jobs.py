@@ -49,29 +49,19 @@ async def test_a_job_that_crashes_is_counted_logged_and_started_again(caplog):
     assert "background job snapshot crashed" in caplog.text
 
 
-async def test_the_pause_before_a_restart_doubles_up_to_a_bound():
+@pytest.mark.parametrize(("share", "part"), [(0.0, 1.0), (1.0, 0.5)])
+async def test_the_pause_before_a_restart_doubles_up_to_a_bound_less_a_random_part(share, part):
     async def job():
         raise ValueError
 
     time = Time(naps=12)
-    jobs = background({}, time)
+    jobs = background({}, time, share)
     jobs.start("x", job)
     await settled()
     await jobs.stop()
-    assert time.slept[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
-    assert time.slept[-1] == LONGEST_PAUSE_S
-
-
-async def test_the_pause_is_shortened_at_random_so_that_nodes_do_not_move_in_step():
-    async def job():
-        raise ValueError
-
-    time = Time(naps=1)
-    jobs = background({}, time, share=1.0)
-    jobs.start("x", job)
-    await settled()
-    await jobs.stop()
-    assert time.slept == [FIRST_PAUSE_S / 2]
+    first_s = FIRST_PAUSE_S * part
+    assert time.slept[:3] == [first_s, 2 * first_s, 4 * first_s]
+    assert time.slept[-1] == LONGEST_PAUSE_S * part
 
 
 async def test_a_long_run_forgives_earlier_crashes():

@@ -74,9 +74,8 @@ class Slots:
         reset_time = -(-reset_us // US_PER_S)
         if free > 0:
             return ALLOWED, free, reset_time, 0, WITHIN_LIMIT
-        free_us, _ = by_end[
-            first - free
-        ]  # when this one has ended, too, less than `limit` are in use
+        # When this one has ended, too, less than `limit` are in use.
+        free_us, _ = by_end[first - free]
         retry_after = min(-(-(free_us - now_us) // US_PER_S), INT32_MAX)
         return DENIED, 0, reset_time, retry_after, LIMIT_EXCEEDED
 

@@ -28,8 +28,7 @@ from zlib import crc32
 
 from ratelimitd.errors import TraceInvalidError
 from ratelimitd.model import MAX_TIME_US, MAX_WAIT_MS, TYPE_NAME
-from ratelimitd.rules.assignments import PLAN_NAME
-from ratelimitd.rules.validation import CONTROL_CHARACTER, MAX_ENDPOINT_CHARS
+from ratelimitd.rules.validation import CONTROL_CHARACTER, MAX_ENDPOINT_CHARS, NAME
 
 MAGIC: Final = b"ratelimitd trace 1\n"
 _MAGIC_OF_ANY: Final = re.compile(rb"ratelimitd trace ([0-9]{1,9})\n")
@@ -282,7 +281,7 @@ def _kind(  # noqa: PLR0917 -- the fields of a kind
         and 0 <= max_wait_ms <= MAX_WAIT_MS
         and isinstance(plans, list)
         and len(plans) in {0, len(types)}
-        and all(one == "" or PLAN_NAME.fullmatch(one) for one in plans)
+        and all(one == "" or NAME.fullmatch(one) for one in plans)
     )
     if not is_kind:
         raise ValueError

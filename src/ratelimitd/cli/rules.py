@@ -29,8 +29,9 @@ from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import as_dict, printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
+from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
-from ratelimitd.rules.validation import MAX_ANCHOR_DAY, window_of
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:

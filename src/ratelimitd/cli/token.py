@@ -29,7 +29,7 @@ def token(
     """
     # It brings the services: the other commands start without.
     from ratelimitd.node.tokens_file import TOKENS_KEY, parse_tokens  # noqa: PLC0415
-    from ratelimitd.rules.rules_file import YamlError  # noqa: PLC0415
+    from ratelimitd.rules.yaml_reader import YamlError  # noqa: PLC0415
 
     made = secrets.token_urlsafe(TOKEN_BYTES)
     entry = {"name": name, "role": role, "sha256": sha256(made.encode()).hexdigest()}

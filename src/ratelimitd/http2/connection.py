@@ -155,7 +155,7 @@ class Connection:
         self._receiver.acknowledge(stream_id, flow_bytes)
 
     def ping(self, payload: bytes) -> None:
-        """Ask for a sign of life, by 8 octets of the owner's choice; PingAcknowledged is the answer."""
+        """Ask for a sign of life, by 8 octets of the owner's choice."""
         self._sender.frame(frames.ping(payload))
 
     def tick(self) -> None:

@@ -65,30 +65,6 @@ class WindowOpened(NamedTuple):
     stream_id: int
 
 
-class SettingsChanged(NamedTuple):
-    """The peer's settings were applied and are being acknowledged."""
-
-    initial_window_bytes: int
-    max_frame_bytes: int
-
-
-class SettingsAcknowledged(NamedTuple):
-    """The peer has applied ours."""
-
-
-class PingAcknowledged(NamedTuple):
-    """The answer to a PING of ours."""
-
-    payload: bytes
-
-
-class GoAwayReceived(NamedTuple):
-    """The peer begins no more requests. Those under way are to be answered."""
-
-    last_stream_id: int
-    code: int
-
-
 class ConnectionEnded(NamedTuple):
     """Nothing more comes and nothing more can be sent but what ``data_to_send`` still has. All streams are gone."""
 
@@ -105,9 +81,5 @@ Event: TypeAlias = (
     | TrailersReceived
     | StreamReset
     | WindowOpened
-    | SettingsChanged
-    | SettingsAcknowledged
-    | PingAcknowledged
-    | GoAwayReceived
     | ConnectionEnded
 )

@@ -20,12 +20,8 @@ from ratelimitd.http2.errors import (
 from ratelimitd.http2.events import (
     DataReceived,
     Event,
-    GoAwayReceived,
     HeadTooLarge,
-    PingAcknowledged,
     RequestReceived,
-    SettingsAcknowledged,
-    SettingsChanged,
     StreamReset,
     TrailersReceived,
     WindowOpened,
@@ -358,14 +354,10 @@ class Receiver:
             if self.settings_acknowledged:
                 _protocol_error("SETTINGS were acknowledged that were never sent")
             self.settings_acknowledged = True
-            self.events.append(SettingsAcknowledged())
             return
         self._charge(Cause.SETTINGS_FLOOD)
         self.settings_received = True
-        through = self._sender.settings_changed(payload)
-        peer = self._sender.peer
-        self.events.append(SettingsChanged(peer.initial_window_bytes, peer.max_frame_bytes))
-        self._opened(through)
+        self._opened(self._sender.settings_changed(payload))
 
     def _push_promise(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
         _protocol_error("a client cannot push")  # §8.4
@@ -376,18 +368,15 @@ class Receiver:
         self._charge(Cause.PING_FLOOD)
         if not flags & frames.ACK:
             self._sender.frame(frames.ping(payload, ack=True))
-        else:
-            self.events.append(PingAcknowledged(payload))
-            if payload == DRAIN_PING and self.draining:
-                self.refuse_streams()
+        elif payload == DRAIN_PING and self.draining:
+            self.refuse_streams()
 
     def _go_away(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        """Check GOAWAY (§6.8). A client sends no requests after it, and those under way are answered."""
         demand_connection(stream_id)
         if len(payload) < 8:  # equivalent: demand_size lets 8 pass
             demand_size(payload, 8)
         self._charge(Cause.UNKNOWN_FRAME_FLOOD)
-        last_stream_id = frames.u32(payload) & frames.STREAM_ID_MASK
-        self.events.append(GoAwayReceived(last_stream_id, frames.u32(payload, 4)))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
         demand_size(payload, 4)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
-from ratelimitd.http2.headers import TABLE_UPDATE, static_block
+from ratelimitd.http2.headers import TABLE_UPDATE
 from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.settings import PeerSettings
@@ -19,7 +19,6 @@ from ratelimitd.http2.streams import (
     DEFAULT_WINDOW_BYTES,
     MAX_WINDOW_BYTES,
     UNTOUCHED,
-    Block,
     ReceiveWindow,
     State,
     Stream,
@@ -190,7 +189,7 @@ class Sender:
             self.send_data(stream_id, answer.prefix_of(len(message)) + message)
             self.send_trailers(stream_id, answer.trailer_block)
 
-    def send_headers(self, stream_id: int, block: Block, *, ended: bool = False) -> None:
+    def send_headers(self, stream_id: int, block: bytes, *, ended: bool = False) -> None:
         """Begin an answer; ``ended`` if it has no body."""
         if stream_id in self._streams.live:
             self._headers(stream_id, block, ended=ended)
@@ -217,14 +216,13 @@ class Sender:
         self._keep(stream_id, stream, data)
         return False
 
-    def send_trailers(self, stream_id: int, block: Block) -> None:
+    def send_trailers(self, stream_id: int, block: bytes) -> None:
         """End an answer with trailers, after everything before them."""
         if stream_id not in self._streams.live:
             return
         stream = self._streams.own(stream_id)
         stream.ended = True
         if stream.pending:
-            # Fields are encoded when sent: blocks must be sent in the order in which they changed the table.
             stream.trailers = block
         else:
             self._headers(stream_id, block, ended=True)
@@ -315,15 +313,14 @@ class Sender:
     def _longest_unary(self) -> int:
         return min(frames.DEFAULT_MAX_FRAME_BYTES, self.peer.initial_window_bytes)
 
-    def _headers(self, stream_id: int, block: Block, *, ended: bool) -> None:
+    def _headers(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """Send a header block, the first one with a table size update if one is due."""
-        octets = block if isinstance(block, bytes) else static_block(block)
         if self._table_update_is_due:
             self._table_update_is_due = False
             self._unary_bytes = self._longest_unary()
-            octets = TABLE_UPDATE + octets
+            block = TABLE_UPDATE + block
         max_bytes = self.peer.max_frame_bytes
-        self.frame(frames.headers(stream_id, octets, ended=ended, max_bytes=max_bytes))
+        self.frame(frames.headers(stream_id, block, ended=ended, max_bytes=max_bytes))
 
     def _data(self, stream_id: int, stream: Stream, data: bytes, *, ended: bool) -> int:
         """Send as many octets as the windows allow, with END_STREAM on the last frame; return their number."""

@@ -9,12 +9,12 @@ import struct
 from typing import Final
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError
+from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES
 from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
 from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.frames import DEFAULT_MAX_FRAME_BYTES, Setting
 
 _MAX_MAX_FRAME_BYTES: Final = 2**24 - 1
-_DEFAULT_TABLE_BYTES: Final = 4_096
 
 _pairs = struct.Struct(">HI").iter_unpack
 
@@ -29,7 +29,7 @@ class PeerSettings:
     __slots__ = ("header_table_bytes", "initial_window_bytes", "max_frame_bytes")
 
     def __init__(self) -> None:
-        self.header_table_bytes = _DEFAULT_TABLE_BYTES
+        self.header_table_bytes = DEFAULT_MAX_BYTES
         self.initial_window_bytes = DEFAULT_WINDOW_BYTES
         self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
 from ratelimitd.http2.headers import RequestHead
 from ratelimitd_wire.codes import ErrorCode
-from ratelimitd_wire.static_table import Field
 
 DEFAULT_WINDOW_BYTES: Final = 65_535
 """Initial window of connection and streams (§6.9.2)."""
@@ -182,10 +181,6 @@ def transition(state: State, given: Input) -> State:
     raise StreamFailureError(after.code, cause)
 
 
-Block: TypeAlias = bytes | tuple[Field, ...]
-"""A header block: made in advance, or fields for the connection's encoder."""
-
-
 class Stream:
     """A live stream.
 
@@ -224,7 +219,7 @@ class Stream:
         self.send_credit = 0
         self.held_bytes = 0
         self.pending = bytearray()
-        self.trailers: Block | None = None
+        self.trailers: bytes | None = None
         self.ended = False  # equivalent: each part of a body sets it before it is read
 
 

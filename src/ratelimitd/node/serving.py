@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 from ratelimitd.buckets.keys import BucketKeys
@@ -27,7 +27,7 @@ from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
-from ratelimitd.services.auth import Access, Credentials, NamedTokens
+from ratelimitd.services.auth import Access, Credentials, NamedTokens, Role
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
 from ratelimitd.services.convert_rules import rate_limit_of
@@ -269,8 +269,8 @@ class Serving:
             methods=self._methods,
             live=self.live,
             rule_traffic=self.rule_traffic,
-            may_read=access.may_read,
-            may_administer=access.may_administer,
+            may_read=partial(access.demand, Role.READ),
+            may_administer=partial(access.demand, Role.ADMIN),
             login=access.login,
             session_of=no_session if named is None else named.session_of,
             users=ProxyUsers()

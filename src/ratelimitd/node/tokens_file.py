@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.tls import stamp_of
-from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
+from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 from ratelimitd.services.auth import NamedTokens, Role, Token, digest_of
 
 MAX_FILE_BYTES: Final = 1024 * 1024

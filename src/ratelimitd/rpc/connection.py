@@ -235,9 +235,8 @@ class NativeConnection(asyncio.Protocol):
             return
         try:
             self._transport.write_eof()
-        except (
-            OSError
-        ):  # the peer has reset the connection, and the transport has not heard of it yet
+        except OSError:
+            # The peer has reset the connection, and the transport has not heard of it yet.
             self._transport.abort()
             return
         if self._reading_paused:

@@ -14,13 +14,12 @@ from typing import Final
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.events import CompleteRequest, Event
 from ratelimitd.rpc.interface import LARGE_BYTES, BulkHandler, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.keepalive import MS_PER_S
 from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, UNARY_ANSWER, only_message
 from ratelimitd.rpc.requests import Invoker, RequestAssembler
 from ratelimitd.rpc.responses import ResponseWriter
 from ratelimitd.rpc.routing import Peer, Route, Router
 from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
-
-MS_PER_S: Final = 1_000.0
 
 _EXCEEDED: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _TOO_SLOW: Final = RpcError(

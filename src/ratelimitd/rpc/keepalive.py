@@ -1,6 +1,6 @@
 """Maps time and the state of a connection to an action: ping, shutdown or end of slow, silent, stalled or old peers.
 
-Pure: maps time and connection state to an action.
+Pure.
 """
 
 from __future__ import annotations

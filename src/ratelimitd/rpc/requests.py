@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.events import (
@@ -28,32 +28,8 @@ from ratelimitd.rpc.state import CallTable, OpenCall, Questions, ServerState, Ti
 CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 
 
-class Calls(Protocol):
-    """The calls of a connection, as a running handler uses them."""
-
-    shared: ServerState
-
-    def leave_place(self) -> None:
-        """Give back the place of a unary call."""
-
-    def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
-        """Return whether the call is unanswered."""
-
-    def answer(self, stream_id: int, message: bytes) -> None:
-        """Answer a unary call."""
-
-    def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
-        """Send one message of a stream; if false, wait for ``open_call.room`` before the next."""
-
-    def finish(self, stream_id: int) -> None:
-        """End a stream with status OK."""
-
-    def fail(self, stream_id: int, error: RpcError) -> None:
-        """End a call with a status."""
-
-
 async def run_unary(
-    calls: Calls, stream_id: int, open_call: OpenCall, answer: Awaitable[bytes]
+    writer: ResponseWriter, stream_id: int, open_call: OpenCall, answer: Awaitable[bytes]
 ) -> None:
     """Await a unary handler and send its answer."""
     error: RpcError | None = None
@@ -63,41 +39,41 @@ async def run_unary(
     except asyncio.CancelledError:
         error = CANCELLED
     except Exception as raised:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
-        error = calls.shared.status_of(raised)
+        error = writer.shared.status_of(raised)
     finally:
-        calls.leave_place()
-    if not calls.is_open(stream_id, open_call):
+        writer.leave_place()
+    if not writer.is_open(stream_id, open_call):
         return
     if error is None:
-        calls.answer(stream_id, message)
+        writer.answer(stream_id, message)
     else:
-        calls.fail(stream_id, error)
+        writer.fail(stream_id, error)
 
 
 async def run_stream(
-    calls: Calls, stream_id: int, open_call: OpenCall, answers: AsyncIterator[bytes]
+    writer: ResponseWriter, stream_id: int, open_call: OpenCall, answers: AsyncIterator[bytes]
 ) -> None:
     """Send the messages of a streaming handler as fast as the peer reads."""
     error: RpcError | None = None
     try:
         async for message in answers:
-            if not calls.send(stream_id, open_call, message):
+            if not writer.send(stream_id, open_call, message):
                 await open_call.room.wait()
             # Whether the peer reads shows when the answers are written, in a later event-loop iteration.
-            await calls.shared.stream_gate.passed()
+            await writer.shared.stream_gate.passed()
     except asyncio.CancelledError:
         error = CANCELLED
     except Exception as raised:  # noqa: BLE001 -- as above
-        error = calls.shared.status_of(raised)
+        error = writer.shared.status_of(raised)
     finally:
-        calls.shared.streams_in_progress -= 1
+        writer.shared.streams_in_progress -= 1
         await _close(answers)
-    if not calls.is_open(stream_id, open_call):
+    if not writer.is_open(stream_id, open_call):
         return
     if error is None:
-        calls.finish(stream_id)
+        writer.finish(stream_id)
     else:
-        calls.fail(stream_id, error)
+        writer.fail(stream_id, error)
 
 
 async def _close(answers: AsyncIterator[bytes]) -> None:

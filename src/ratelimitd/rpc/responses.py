@@ -23,7 +23,7 @@ from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 
 
 class ResponseWriter:
-    """The answers of one connection; for running handlers it is their :class:`ratelimitd.rpc.requests.Calls`.
+    """The answers of one connection.
 
     ``wake`` is called when there may be something to send; within an iteration it does nothing.
 

@@ -176,9 +176,8 @@ class TlsContexts:
         source.load()
         self._current = _context(files, protocol)
         self.listening = _context(files, protocol)
-        self.listening.sni_callback = (
-            self._choose
-        )  # called with every ClientHello, also without a name
+        # Called with every ClientHello, also without a name.
+        self.listening.sni_callback = self._choose
 
     def _choose(
         self, handshake: ssl.SSLObject, _name: str | None, _listening: ssl.SSLContext

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
 
 from ratelimitd.model import TYPE_NAME, US_PER_S
-from ratelimitd.rules.validation import CONTROL_CHARACTER
+from ratelimitd.rules.validation import CONTROL_CHARACTER, NAME, SURROGATE
 
 MAX_ASSIGNMENTS: Final = 2_000_000
 """Assignments in a store. A node holds all of them, about 60 bytes each, and loads a million in less than 15 s."""
@@ -34,10 +34,6 @@ MAX_IDENTIFIER_BYTES: Final = 256
 """Longest identifier, in bytes of UTF-8."""
 
 MAX_NOTE_CHARS: Final = 255
-
-PLAN_NAME: Final = re.compile(r"[a-z0-9_-]{1,32}")
-
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 _UNITS_S: Final = {"m": 60, "h": 3_600, "d": 86_400}
 
@@ -77,7 +73,7 @@ class Assignment(NamedTuple):
 
 def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator[tuple[str, str]]:
     """Yield each field of a requested assignment that is wrong, with a description. The identity is not looked at."""
-    if PLAN_NAME.fullmatch(plan) is None:
+    if NAME.fullmatch(plan) is None:
         yield "plan", "the plan must be 1 to 32 characters of a-z, 0-9, _ and -"
     if expire_time and not now_s < expire_time <= MAX_EXPIRE_TIME:
         yield "expire_time", f"must be 0, or later than now and at most {MAX_EXPIRE_TIME}"
@@ -85,7 +81,7 @@ def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator
         yield "note", f"must be at most {MAX_NOTE_CHARS} characters"
     if CONTROL_CHARACTER.search(note):
         yield "note", "must not contain control characters"
-    if _SURROGATE.search(note):
+    if SURROGATE.search(note):
         yield "note", "must be valid Unicode"
 
 
@@ -132,15 +128,16 @@ def assigned_of(row: Sequence[Any]) -> Assigned | None:
         and isinstance(expire_time, int)
         and TYPE_NAME.fullmatch(identifier_type)
         and 0 < len(identifier) <= MAX_IDENTIFIER_BYTES
-        and PLAN_NAME.fullmatch(plan)
+        and NAME.fullmatch(plan)
         and 0 <= expire_time <= MAX_EXPIRE_TIME
-        and (identifier.isascii() or _is_utf8(identifier))
+        and (identifier.isascii() or is_utf8(identifier))
     ):
         return Assigned(identifier_type, identifier, plan, expire_time)
     return None
 
 
-def _is_utf8(octets: bytes) -> bool:
+def is_utf8(octets: bytes) -> bool:
+    """Return whether octets are valid UTF-8."""
     try:
         octets.decode()
     except UnicodeDecodeError:
@@ -252,8 +249,12 @@ class Assignments:
         place = hash(identifier) % _SHARDS
         shard = shards[place]
         shards[place] = rest = self._without(shard, identifier)
-        if len(rest) < len(shard):
-            self._removed(identifier_type, 1)
+        if len(rest) == len(shard):
+            return
+        self._entries[identifier_type] -= 1
+        if not self._entries[identifier_type]:
+            del self._types[identifier_type], self._entries[identifier_type]
+            self.on_types_changed()
 
     def items(self) -> Iterator[Assigned]:
         """Yield each assignment as of the first step; they may be changed meanwhile."""
@@ -301,12 +302,6 @@ class Assignments:
         self._release(int(shard[at:end], 16) & _PLAN_MASK)
         rest = shard[:start] + shard[end:]
         return rest if len(rest) > 1 else b""
-
-    def _removed(self, identifier_type: str, number: int) -> None:
-        self._entries[identifier_type] -= number
-        if not self._entries[identifier_type]:
-            del self._types[identifier_type], self._entries[identifier_type]
-            self.on_types_changed()
 
     def _hold(self, plan: str) -> int:
         """Return the number of a plan, which has a holder more."""

@@ -53,12 +53,12 @@ class RuleBook:
         self.revision: Final = revision
 
     @classmethod
-    def empty(cls, revision: int = 0) -> Self:
+    def empty(cls) -> Self:
         """Return a book without rules."""
         # All shards share one empty dict: an editor copies a shard before it writes.
         no_pairs: dict[_Pair, Rule] = {}
         no_ids: dict[str, Rule] = {}
-        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), Counter(), revision)
+        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), Counter(), 0)
 
     @classmethod
     def of(cls, rules: Iterable[Rule], revision: int) -> RuleBook:
@@ -80,8 +80,7 @@ class RuleBook:
         For every type, product or ``all`` that the identities make: the rule that :meth:`match` returns, and the
         enabled ``**`` rule. First those of one type, in the order of ``types``, then products, then ``all``.
         """
-        made = [one for one in self._types if set(types_within(one)).issubset(types)]
-        for one in sorted(made, key=lambda one: _place(one, types)):
+        for one in self._made_of(types):
             rule = self.match(endpoint, one)
             if rule is not None:
                 yield rule, endpoint
@@ -91,8 +90,7 @@ class RuleBook:
 
     def looked_at(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
         """Yield every rule of this endpoint, ``*`` and ``**``, and whether it judges a check, as :meth:`judging`."""
-        named = [one for one in self._types if set(types_within(one)).issubset(types)]
-        named.sort(key=lambda one: _place(one, types))
+        named = self._made_of(types)
         for one in (*named, *sorted(self._types.keys() - named)):
             own = self._enabled(endpoint, one)
             for place in (endpoint, GLOBAL_ENDPOINT, EVERY_ENDPOINT):
@@ -107,6 +105,10 @@ class RuleBook:
                 elif place == GLOBAL_ENDPOINT and own is not None:
                     match = Match.OVERRIDDEN
                 yield rule, match
+
+    def _made_of(self, types: Sequence[str]) -> list[str]:
+        made = [one for one in self._types if set(types_within(one)).issubset(types)]
+        return sorted(made, key=lambda one: _place(one, types))
 
     def _enabled(self, endpoint: str, identifier_type: str) -> Rule | None:
         rule = self._by_pair[hash(endpoint) & _MASK].get((endpoint, identifier_type))

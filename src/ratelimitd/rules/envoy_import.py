@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, Algorithm, Enforcement, IdentifierType
-from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
 from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
+from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 """Many times the size of such files."""

@@ -89,6 +89,7 @@ class Nearest:
     def _near(self, rule: Rule) -> _Near | None:
         asked, own = self._asked, _form(rule.endpoint)
         shared = _shared(asked.segments, own.segments)
+        longest = max(len(asked.segments), len(own.segments))
         whys = _other_parts(asked, own)
         if asked.segments == own.segments:
             if whys and self._only_spelling:
@@ -100,8 +101,9 @@ class Nearest:
             kind, whys = _Kind.TEMPLATE, [*_templates(asked, own), *whys]
         elif _is_misspelled("/".join(asked.segments), "/".join(own.segments)):
             kind, whys = _Kind.SPELLING, ["is spelled nearly the same", *whys]
-        elif shared and (shared == len(own.segments) or _are_most(shared, asked, own)):
-            kind, whys = _Kind.BEGINNING, [f"begins with the same {_parts(shared)}"]
+        elif shared and (shared == len(own.segments) or 2 * shared > longest):
+            parts = f"{shared} parts" if shared > 1 else "part"
+            kind, whys = _Kind.BEGINNING, [f"begins with the same {parts}"]
         else:
             return None
         is_other = not set(types_within(rule.identifier_type)).issubset(self._types)
@@ -130,10 +132,6 @@ def _shared(asked: tuple[str, ...], own: tuple[str, ...]) -> int:
     """Return how many segments two paths have in common at their beginning."""
     pairs = zip(asked, own, strict=False)
     return sum(1 for _ in takewhile(_agree, pairs))
-
-
-def _are_most(shared: int, asked: _Form, own: _Form) -> bool:
-    return 2 * shared > max(len(asked.segments), len(own.segments))
 
 
 def _agree(pair: tuple[str, str]) -> bool:
@@ -193,7 +191,3 @@ def _common(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _parts(number: int) -> str:
-    return f"{number} parts" if number > 1 else "part"

@@ -1,11 +1,6 @@
 """The rules file: YAML text to rule drafts and back, for ``rules apply``, ``rules export`` and RULES_FILE.
 
 Reports all errors of a file at once, each with its place. Opens no file and asks no node.
-
-The reader takes the part of YAML that a rules file needs: mappings, sequences and scalars, each with its line. It uses
-the events of PyYAML, not its loader, which composes recursively in C and crashes on deep nesting, lets a repeated key
-overwrite the first, reads ``1:30`` as 90 and ``no`` as false, and multiplies aliases. Here nesting is bounded, keys are
-unique, scalars follow the core schema of YAML 1.2, and anchors, aliases and tags are refused.
 """
 
 from __future__ import annotations
@@ -15,12 +10,12 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import yaml
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import DEFAULT_LIMIT, Enforcement
+from ratelimitd.model import DEFAULT_LIMIT
 from ratelimitd.rules.store import (
     DEFAULT_ALGORITHM,
     FIRST_LIMIT,
@@ -31,14 +26,8 @@ from ratelimitd.rules.store import (
     RuleDraft,
     in_order,
 )
-from ratelimitd.rules.validation import (
-    CALENDAR_FIELDS,
-    DURATION,
-    MAX_QUOTED_CHARS,
-    duration_of,
-    validated,
-    window_of,
-)
+from ratelimitd.rules.validation import MAX_QUOTED_CHARS, stored_limit, validated
+from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
@@ -61,6 +50,10 @@ FIELDS: Final[Mapping[str, str]] = {
 WINDOW: Final = "window"
 """Field in the place of ``window_seconds``: a duration such as ``1m``."""
 
+WINDOW_PATTERN: Final = re.compile("[1-9][0-9]{0,9}[smhd]")
+DURATION: Final = "a duration such as 30s, 1m, 12h or 1d"
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
 RULE_TYPES: Final = {**FIELDS, WINDOW: DURATION}
 
 LIMIT_TYPES: Final = {
@@ -80,7 +73,7 @@ _PLACEHOLDERS: Final[Mapping[str, Any]] = {
 
 _REQUIRED: Final = tuple(name for name in _PLACEHOLDERS if name != "algorithm")
 
-_NUMBERS: Final = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
+_NUMBERS: Final[Mapping[str, Any]] = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
 """Substitutes for the numbers of a limit."""
 
 _TYPES: Final = {
@@ -98,24 +91,6 @@ _ADDED: Final = (("id", ""), ("enabled", True))
 _NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-MAX_DEPTH: Final = 16
-"""Deepest nesting; a rules file needs three levels."""
-
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C parser if PyYAML has it: 100,000 rules take seconds instead of minutes."""
-
-_INTEGER: Final = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
-"""At most 18 digits: more than any field holds, and cheap to parse."""
-
-_CONSTANTS: Final[dict[str, bool | None]] = {
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-    **dict.fromkeys(("null", "Null", "NULL", "~", ""), None),
-}
-
-Scalar = str | int | bool | None
 
 
 def parse_rules(data: bytes, types: Collection[str] | None = None) -> tuple[RuleDraft, ...]:
@@ -186,17 +161,10 @@ def _shortened(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limit_item(limit: LimitDraft) -> dict[str, Any]:
-    fields = dataclasses.asdict(limit)
-    if limit.enforcement == Enforcement.ENFORCE:
-        del fields["enforcement"]
-    else:
+    fields = stored_limit(limit)
+    if "enforcement" in fields:
         fields["enforcement"] = str(limit.enforcement)
-    if not limit.burst:
-        del fields["burst"]
-    for field in CALENDAR_FIELDS:
-        if fields[field] is None:
-            del fields[field]
-    if limit.period is not None:
+    if "period" in fields:
         fields["period"] = str(limit.period)
         del fields["window_seconds"]  # which only says its nominal length
     return fields
@@ -264,7 +232,7 @@ def _limits(
 
 def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]) -> LimitDraft:
     """Return an item of a list of limits, with substitutes for what is missing or mistyped."""
-    substitutes: dict[str, Any] = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
+    substitutes = {**_NUMBERS}
     if not isinstance(item.value, dict):
         text = "must be a mapping of a limit's fields"
         violations.append(_violation(place, "", text, item.line))
@@ -342,6 +310,24 @@ def _read_window(
             violations.append(_violation(place, WINDOW, str(error), line))
 
 
+def window_of(text: str) -> int:
+    """Return the seconds of a window such as ``30s``, ``1m``, ``12h`` or ``1d``.
+
+    Raises:
+        ValueError: it is none; the text says what would be.
+    """
+    if WINDOW_PATTERN.fullmatch(text) is None:
+        message = f"must be {DURATION}"
+        raise ValueError(message)
+    return int(text[:-1]) * _UNITS_S[text[-1]]
+
+
+def duration_of(seconds: int) -> str:
+    """Return a window as :func:`window_of` reads it, in its largest unit."""
+    unit = next(unit for unit in ("d", "h", "m", "s") if seconds % _UNITS_S[unit] == 0)
+    return f"{seconds // _UNITS_S[unit]}{unit}"
+
+
 def _value_violations(
     place: str, draft: RuleDraft, item: Node, types: Collection[str] | None
 ) -> list[FieldViolation]:
@@ -409,121 +395,3 @@ def _violation(place: str, name: str, description: str, line: int) -> FieldViola
 
 def _refuse(description: str) -> NoReturn:
     raise RuleInvalidError(FieldViolation(RULES_KEY, description)) from None
-
-
-class YamlError(ValueError):
-    """The text is not YAML, or outside the supported part; the message names the line and quotes no text."""
-
-
-class Node(NamedTuple):
-    """A value and the line it starts on, counted from 1. Keys of a mapping are text."""
-
-    value: Scalar | list[Node] | dict[str, Node]
-    line: int
-
-
-def read_yaml_file(data: bytes, max_bytes: int) -> Node:
-    """Return the one document of a file in UTF-8, with or without a byte order mark.
-
-    Raises:
-        YamlError: see there; also when the file is longer or not in UTF-8.
-    """
-    if len(data) > max_bytes:
-        message = f"larger than {max_bytes} bytes"
-        raise YamlError(message)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        message = "not a UTF-8 text"
-        raise YamlError(message) from None
-    return read_yaml(text)
-
-
-def read_yaml(text: str) -> Node:
-    """Return the one document of ``text``; an empty text is the scalar ``None``.
-
-    Raises:
-        YamlError: see there.
-    """
-    try:
-        events = _events(text)
-        first = next(events)
-        if isinstance(first, yaml.StreamEndEvent):
-            return Node(None, 1)
-        document = _node(next(events), events, 0)
-        next(events)  # the end of the document
-        if not isinstance(following := next(events), yaml.StreamEndEvent):
-            _refuse_node("a second document is not supported", following)
-    except yaml.MarkedYAMLError as error:
-        raise YamlError(_located(error)) from None
-    except (yaml.YAMLError, UnicodeError):
-        message = "not a YAML text: it holds a character that YAML does not allow"
-        raise YamlError(message) from None
-    return document
-
-
-def _events(text: str) -> Iterator[Any]:
-    events = yaml.parse(text, Loader=_LOADER)
-    next(events)  # the start of the stream
-    return events
-
-
-def _node(event: Any, events: Iterator[Any], depth: int) -> Node:
-    """Return the node that ``event`` begins, and consume its events."""
-    if depth > MAX_DEPTH:
-        _refuse_node(f"nested deeper than {MAX_DEPTH} levels", event)
-    if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-        _refuse_node(
-            'anchors and aliases are not supported; a text that begins with * or & needs quotes: "*"',
-            event,
-        )
-    if event.tag is not None:
-        _refuse_node("tags (!…) are not supported", event)
-    line = event.start_mark.line + 1
-    if isinstance(event, yaml.SequenceStartEvent):
-        return Node(_sequence(events, depth), line)
-    if isinstance(event, yaml.MappingStartEvent):
-        return Node(_entries(events, depth), line)
-    return Node(_scalar(event.value) if event.implicit[0] else event.value, line)
-
-
-def _sequence(events: Iterator[Any], depth: int) -> list[Node]:
-    items = []
-    while not isinstance(event := next(events), yaml.SequenceEndEvent):
-        items.append(_node(event, events, depth + 1))
-    return items
-
-
-def _entries(events: Iterator[Any], depth: int) -> dict[str, Node]:
-    entries: dict[str, Node] = {}
-    while not isinstance(event := next(events), yaml.MappingEndEvent):
-        key = _node(event, events, depth + 1).value
-        if not isinstance(key, str):
-            _refuse_node("a key must be text", event)
-        if key in entries:
-            # Not the key: in a file of tokens it may be one, in the wrong place.
-            _refuse_node("a key appears twice in one mapping", event)
-        entries[key] = _node(next(events), events, depth + 1)
-    return entries
-
-
-def _scalar(text: str) -> Scalar:
-    """Return the value of a plain scalar."""
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    return int(text) if _INTEGER.fullmatch(text) else text
-
-
-def _refuse_node(problem: str, event: Any) -> NoReturn:
-    message = f"line {event.start_mark.line + 1}: {problem}"
-    raise YamlError(message)
-
-
-def _located(error: yaml.MarkedYAMLError) -> str:
-    """Return the parser's problem and its line, in one line."""
-    mark = error.problem_mark or error.context_mark
-    where = "" if mark is None else f"line {mark.line + 1}: "
-    hint = (
-        '; a text that begins with * needs quotes: "*"' if "alias" in (error.context or "") else ""
-    )
-    return f"{where}not a YAML text: {error.problem or error.context}{hint}"

@@ -17,19 +17,24 @@ from ratelimitd.model import (
     Enforcement,
     Period,
 )
-from ratelimitd.rules.assignments import PLAN_NAME
-from ratelimitd.rules.rules_file import LIMIT_TYPES, RULE_TYPES, RULES_KEY, WINDOW
+from ratelimitd.rules.rules_file import (
+    DURATION,
+    LIMIT_TYPES,
+    RULE_TYPES,
+    RULES_KEY,
+    WINDOW,
+    WINDOW_PATTERN,
+)
 from ratelimitd.rules.store import DEFAULT_ALGORITHM, MAX_RULES
 from ratelimitd.rules.validation import (
-    DURATION,
     MAX_ANCHOR_DAY,
     MAX_ENDPOINT_CHARS,
     MAX_IDENTIFIER_TYPE_CHARS,
     MAX_LIMITS,
     MAX_PLANS,
+    NAME,
     RULE_ID,
 )
-from ratelimitd.rules.validation import WINDOW as WINDOW_PATTERN
 
 Json = dict[str, Any]
 
@@ -37,7 +42,7 @@ SCHEMA_ID: Final = "https://json-schema.org/draft-07/schema#"
 """The version that editors know best."""
 
 _ID: Final = RULE_ID.pattern.replace("a-f", "a-fA-F")
-_NAME: Final = PLAN_NAME.pattern
+_NAME: Final = NAME.pattern
 _NUMBER: Final = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
 
 _FIELDS: Final[Mapping[str, Json]] = {
@@ -55,7 +60,7 @@ _FIELDS: Final[Mapping[str, Json]] = {
     "limit": {**_NUMBER, "description": "Tokens per window."},
     "window_seconds": {**_NUMBER, "description": "Length of the window in seconds."},
     WINDOW: {
-        "pattern": f"^{WINDOW_PATTERN}$",
+        "pattern": f"^{WINDOW_PATTERN.pattern}$",
         "examples": ["1s", "1m", "1h", "1d"],
         "description": f"Length of the window, in the place of window_seconds: {DURATION}.",
     },

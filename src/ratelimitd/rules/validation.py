@@ -67,17 +67,12 @@ CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
 RULE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
-_NAME = re.compile(r"[a-z0-9_-]{1,32}")
-_UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-WINDOW: Final = "[1-9][0-9]{0,9}[smhd]"
-"""Pattern of a window in a file or on a command line."""
-DURATION: Final = "a duration such as 30s, 1m, 12h or 1d"
-_WINDOW = re.compile(WINDOW)
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+NAME = re.compile(r"[a-z0-9_-]{1,32}")
+"""Of a limit or a plan."""
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
-
 
 _PERIODS: Final = {member.value: member for member in Period}
 
@@ -112,11 +107,7 @@ class RuleRow(NamedTuple):
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
         """Return the row of a rule."""
-        return cls(
-            rule.id, rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds,
-            rule.algorithm, rule.enabled, rule.revision, _stored_limits(rule.limits),
-            _stored_plans(rule.plans),
-        )  # fmt: skip
+        return _row(rule, rule.id, rule.revision)
 
     def draft(self) -> RuleDraft:
         """Return the row as a draft, without its id, which no edit changes."""
@@ -162,12 +153,7 @@ def validated(
         violations.insert(0, FieldViolation("rate_limit.id", "the id must be a UUID"))
     if violations:
         raise RuleInvalidError(*violations)
-    row = RuleRow(
-        rule_id, draft.endpoint, draft.identifier_type, draft.limit, draft.window_seconds,
-        draft.algorithm, draft.enabled, revision, _stored_limits(draft.limits),
-        _stored_plans(draft.plans),
-    )  # fmt: skip
-    return _rule(draft, row)
+    return _rule(draft, _row(draft, rule_id, revision))
 
 
 def canonical_id(rule_id: str, field: str) -> str:
@@ -217,6 +203,14 @@ def etag_of(row: RuleRow) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
 
 
+def _row(rule: Rule | RuleDraft, rule_id: str, revision: int) -> RuleRow:
+    return RuleRow(
+        rule_id, rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds,
+        rule.algorithm, rule.enabled, revision, _stored_limits(rule.limits),
+        _stored_plans(rule.plans),
+    )  # fmt: skip
+
+
 def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
     """Return the rule of a valid draft and its row."""
     first = draft.limits[0] if draft.limits else _ONLY
@@ -262,7 +256,7 @@ def _calendar(draft: LimitDraft) -> Calendar | None:
 
 
 def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
-    stored = [*map(_stored_limit, limits)]
+    stored = [*map(stored_limit, limits)]
     for field in FIRST_LIMIT if stored else ():
         del stored[0][field]
     if stored in ([], [{"name": DEFAULT_LIMIT}]):
@@ -271,11 +265,12 @@ def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
 
 
 def _stored_plans(plans: Sequence[Plan | PlanDraft]) -> str | None:
-    stored = {plan.name: [*map(_stored_limit, plan.limits)] for plan in plans}
+    stored = {plan.name: [*map(stored_limit, plan.limits)] for plan in plans}
     return json.dumps(stored, separators=(",", ":")) if stored else None
 
 
-def _stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
+def stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
+    """Return the fields of a limit that say more than their default."""
     fields = _fields(limit)
     fields["name"] = limit.name or DEFAULT_LIMIT
     if not limit.burst:
@@ -343,7 +338,7 @@ def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
         yield "plans", f"a rule has at most {MAX_PLANS} plans"
         return
     for name, limits in plans:
-        if _NAME.fullmatch(name) is None:
+        if NAME.fullmatch(name) is None:
             shown = ascii(name[:MAX_QUOTED_CHARS])
             yield "plans", f"the name {shown} must be 1 to 32 characters of a-z, 0-9, _ and -"
             continue
@@ -364,7 +359,7 @@ def _list_violations(
         name = limit.name if index or limit.name else DEFAULT_LIMIT
         if index and name == "":
             yield f"{at}name", "is missing: only the first limit may have no name"
-        elif not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        elif not isinstance(name, str) or NAME.fullmatch(name) is None:
             yield f"{at}name", "the name must be 1 to 32 characters of a-z, 0-9, _ and -"
         elif name in names:
             owner = "rule" if place == "limits" else "plan"
@@ -445,27 +440,9 @@ def _endpoint_problem(endpoint: Any) -> str:
         return f"the endpoint must be at most {MAX_ENDPOINT_CHARS} characters"
     if CONTROL_CHARACTER.search(endpoint):
         return "the endpoint must not contain control characters"
-    if _SURROGATE.search(endpoint):
+    if SURROGATE.search(endpoint):
         return "the endpoint must be valid Unicode"
     return ""
-
-
-def window_of(text: str) -> int:
-    """Return the seconds of a window such as ``30s``, ``1m``, ``12h`` or ``1d``.
-
-    Raises:
-        ValueError: it is none; the text says what would be.
-    """
-    if _WINDOW.fullmatch(text) is None:
-        message = f"must be {DURATION}"
-        raise ValueError(message)
-    return int(text[:-1]) * _UNITS_S[text[-1]]
-
-
-def duration_of(seconds: int) -> str:
-    """Return a window as :func:`window_of` reads it, in its largest unit."""
-    unit = next(unit for unit in ("d", "h", "m", "s") if seconds % _UNITS_S[unit] == 0)
-    return f"{seconds // _UNITS_S[unit]}{unit}"
 
 
 def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:

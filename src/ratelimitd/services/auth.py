@@ -184,24 +184,14 @@ class Access:
         guarded = Role.CHECK in self._set or self._check_sans
         return not (guarded or (self._named is not None and self._named.guard_checks))
 
-    def may_read(self, call: Call) -> None:
-        """Refuse calls without the read role, for data that no method of the services returns.
+    def demand(self, role: Role, call: Call) -> None:
+        """Refuse calls without the read or the admin role, for data that no method of the services returns.
 
         Raises:
-            RpcError: it does not.
+            RpcError: the call is refused.
         """
-        required = self.requirement(Role.READ)
-        assert required is not None  # noqa: S101 -- the read role always needs a credential
-        required(call)
-
-    def may_administer(self, call: Call) -> None:
-        """Refuse calls without the admin role, likewise.
-
-        Raises:
-            RpcError: it does not.
-        """
-        required = self.requirement(Role.ADMIN)
-        assert required is not None  # noqa: S101 -- no more is administering
+        required = self.requirement(role)
+        assert required is not None  # noqa: S101 -- these roles always need a credential
         required(call)
 
     def actor(self, call: Call) -> str:

@@ -10,22 +10,21 @@ varints), so that other encodings do not get buckets of their own; the general p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 from zlib import crc32
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter.interfaces import Recorder
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.limiter.scopes import (
     MAX_BY_PLANS,
     MAX_OF_PLANS,
     PlanScopes,
     Scope,
-    Scopes,
     Unjudged,
     limits_in,
 )
-from ratelimitd.model import INT32_MAX, Check, Decision, IdentifierType, Outcome, Reason
+from ratelimitd.model import INT32_MAX, Check, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
@@ -97,42 +96,6 @@ _STATUS_OBSERVE: Final = b"\x58\x01"
 _STATUS_PLAN: Final = b"\x62"
 
 
-class BulkChecker(Protocol):
-    """The part of :class:`ratelimitd.limiter.limiter.Limiter` that bulk checks use."""
-
-    @property
-    def scopes(self) -> Scopes:
-        """Finds what judges a check."""
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Notes checks, if they are recorded."""
-
-    def now_us(self) -> int:
-        """Return the node's time, in µs since the Unix epoch."""
-
-    def check(
-        self, check: Check, now_us: int | None = None, *, is_noted: bool = True
-    ) -> Decision | None:
-        """Answer one check; ``None``: it waits for the shared state. Not ``is_noted``: the caller records it.
-
-        Raises:
-            CheckInvalidError: the timestamp is refused.
-        """
-
-    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
-        """Decide one check, and charge it if it is allowed. If this returns ``None`` or raises, nothing was charged."""
-
-    def judge(
-        self, identifiers: Sequence[bytes], scope: Scope, now_us: int, cost: int
-    ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
-        """Decide one check of a scope with several, and charge it if it is allowed.
-
-        Returns which of ``scope.several`` decides, the outcome, and those of all. If this returns ``None`` or raises,
-        nothing was charged.
-        """
-
-
 _Known: TypeAlias = tuple[Check, "Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
 """(a check of which the identifier is any, scope, cost, whether identifiers are addresses, end of the answer after the
 reason, the same with the reason of an allowed check, parts of the answer if the scope has several) for requests with
@@ -172,7 +135,7 @@ class BulkChecks:
 
     def __init__(
         self,
-        limiter: BulkChecker,
+        limiter: Limiter,
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
         identities: Identities = CONTRACT_IDENTITIES,

@@ -17,6 +17,7 @@ from ratelimitd.errors import FieldViolation, RuleInvalidError, RuleNotFoundErro
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
+from ratelimitd.rules.assignments import is_utf8
 from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert_rules import (
@@ -27,6 +28,7 @@ from ratelimitd.services.convert_rules import (
     update_of,
 )
 from ratelimitd.services.wire import (
+    EMPTY,
     WireApply,
     WireGet,
     WireList,
@@ -115,12 +117,9 @@ BYTES_PER_STEP: Final = 4_096
 PAGE_KEY_NAME: Final = "page-token"
 """The store's secret that seals page tokens; kept there, so that every node takes every node's tokens."""
 
-_EMPTY: Final = b""
-"""``google.protobuf.Empty`` on the wire."""
-
 
 class Feed(Protocol):
-    """What this service needs of a :class:`ratelimitd.rules.feed.RuleFeed`."""
+    """A :class:`ratelimitd.rules.feed.RuleFeed`, or what tells other nodes as well."""
 
     async def notify(self) -> None:
         """Take over what changed in the store; never raises because of the store: polling will catch up."""
@@ -185,7 +184,7 @@ class ConfigService:
         rule_id = deleted_id_of(message)
         await self._store.delete(rule_id, text_of(message.etag), self._actor(call))
         await self._feed.notify()
-        return _EMPTY
+        return EMPTY
 
     async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
         """One page of the rules, by the bytes of endpoint, then identifier type."""
@@ -208,7 +207,9 @@ class ConfigService:
         """One rule, by its id or by its endpoint and identifier type."""
         message = parse_get(data)
         if message.id:
-            _refuse_both(message)
+            if message.endpoint or message.identifier_type:
+                text = "is in the place of endpoint and identifier_type: send it without them"
+                raise RuleInvalidError(FieldViolation("id", text))
             rule = await self._store.rule(text_of(message.id))
         else:
             place = _place_of(message, self._types)
@@ -295,12 +296,6 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     return answer.SerializeToString()
 
 
-def _refuse_both(message: WireGet) -> None:
-    if message.endpoint or message.identifier_type:
-        text = "is in the place of endpoint and identifier_type: send it without them"
-        raise RuleInvalidError(FieldViolation("id", text))
-
-
 def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
     """The endpoint and the identifier type of the one rule that is asked for."""
     violations = []
@@ -308,7 +303,7 @@ def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
     if not message.endpoint:
         text = "must be the rule's, with its identifier_type, unless id is sent"
         violations.append(FieldViolation("endpoint", text))
-    elif not _is_utf8(message.endpoint):
+    elif not is_utf8(message.endpoint):
         violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
     if problem := type_problem(place.identifier_type, types):
         violations.append(FieldViolation("identifier_type", problem))
@@ -321,7 +316,7 @@ def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int
     """The filters and the page size, 0 meaning the default and more than the most meaning the most."""
     violations = []
     query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
-    if not _is_utf8(message.endpoint):
+    if not is_utf8(message.endpoint):
         violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
     if query.identifier_type and (problem := type_problem(query.identifier_type, types)):
         violations.append(FieldViolation("identifier_type", problem))
@@ -330,11 +325,3 @@ def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int
     if violations:
         raise RuleInvalidError(*violations)
     return query, min(message.page_size, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

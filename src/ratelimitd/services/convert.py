@@ -36,16 +36,8 @@ from ratelimitd.model import (
     types_within,
 )
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
-from ratelimitd.rules.validation import (
-    CONTROL_CHARACTER,
-    MAX_ENDPOINT_CHARS,
-    choice_of,
-)
-from ratelimitd.services.wire import (
-    WireCheck,
-    WireIdentity,
-    WireReset,
-)
+from ratelimitd.rules.validation import CONTROL_CHARACTER, MAX_ENDPOINT_CHARS, choice_of
+from ratelimitd.services.wire import WireCheck, WireIdentity, WireReset
 from ratelimiter.v1 import ratelimiter_pb2
 
 REMEMBERED_ENDPOINTS: Final = 4_096
@@ -314,16 +306,15 @@ def _further(message: WireCheck | WireReset, identities: Identities) -> tuple[Id
     violations: list[FieldViolation] = []
     seen = {message.identifier_type}
     for index, one in enumerate(message.also):
-        wrong = [*_identity_violations(one, identities, f"also[{index}].")]
-        if not wrong and one.identifier_type in seen:
-            text = "must differ from those of the other identities"
-            wrong = [FieldViolation(f"also[{index}].identifier_type", text)]
-        seen.add(one.identifier_type)
-        if wrong:
-            violations += wrong
+        try:
+            further.append(identity_of(one, identities, f"also[{index}]."))
+        except CheckInvalidError as error:
+            violations += error.violations
         else:
-            kind = identities.types[one.identifier_type]
-            further.append((kind, _identifier(one.identifier, kind)))
+            if one.identifier_type in seen:
+                text = "must differ from those of the other identities"
+                violations.append(FieldViolation(f"also[{index}].identifier_type", text))
+        seen.add(one.identifier_type)
     if violations:
         raise CheckInvalidError(*violations)
     return tuple(further)

@@ -26,11 +26,11 @@ from ratelimitd.model import (
     US_PER_S,
     Check,
     Decision,
-    IdentifierType,
     Limit,
     Period,
     Reason,
 )
+from ratelimitd.rules.envoy_import import UNNAMED_TYPE
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
 from ratelimitd.services.wire import WireIdentity
 from ratelimitd.services.wire_format import WHOLE_MESSAGE, no_message, widened_pool
@@ -47,9 +47,6 @@ MAX_DESCRIPTORS: Final = 32
 
 MAX_ENTRIES: Final = 16
 """Limit of entries per descriptor."""
-
-UNNAMED_TYPE: Final = IdentifierType.API_KEY
-"""Identifier of a descriptor without an identifying entry."""
 
 Identifiers = Mapping[bytes, str]
 """Key of an entry → the type of identifier that its value is."""
@@ -299,7 +296,7 @@ def _check(
     check = _AsCheck(
         identifier=first.identifier,
         identifier_type=first.identifier_type,
-        endpoint=_endpoint(request.domain, rest),
+        endpoint=b"/".join([request.domain, *(one.key + b"=" + one.value for one in rest)]),
         tokens_requested=hits,
         timestamp=0,
         peek=own_hits and not hits,
@@ -333,10 +330,6 @@ def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolatio
     if descriptor.is_negative_hits:
         text = "hits are not given back in a request that has checks as well"
         yield FieldViolation(f"{path}.is_negative_hits", text)
-
-
-def _endpoint(domain: bytes, entries: Sequence[WireEntry]) -> bytes:
-    return b"/".join([domain, *(entry.key + b"=" + entry.value for entry in entries)])
 
 
 _NOTHING_HELD: Final = Decision(ALLOWED, INT32_MAX, 0, 0, Reason.NO_RULE)

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import (
-    Enforcement,
-    Limit,
-    Period,
-    Rule,
-)
+from ratelimitd.model import Enforcement, Limit, Period, Rule
 from ratelimitd.rules.applying import Change
 from ratelimitd.rules.store import (
     EDITABLE,
@@ -31,13 +26,7 @@ from ratelimitd.rules.validation import (
     validated,
 )
 from ratelimitd.services.convert import enforcement_of
-from ratelimitd.services.wire import (
-    WireDelete,
-    WireLimit,
-    WireRule,
-    WireUpdate,
-    text_of,
-)
+from ratelimitd.services.wire import WireDelete, WireLimit, WireRule, WireUpdate, text_of
 from ratelimiter.v1 import ratelimiter_pb2
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {

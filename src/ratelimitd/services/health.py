@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import Check, Explained, Rule
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.observe.denials import DeniedEndpoint
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
@@ -28,6 +28,7 @@ from ratelimitd.services.convert import (
 )
 from ratelimitd.services.errors import rich_error
 from ratelimitd.services.wire import (
+    EMPTY,
     parse_check,
     parse_empty,
     parse_list_unmatched,
@@ -47,20 +48,7 @@ PIECE_SAMPLES: Final = 100
 MAX_RESETS: Final = 100
 """Resets in progress. They are written to disk one after the other; more are refused, not kept waiting."""
 
-_EMPTY: Final = b""
-"""``google.protobuf.Empty`` on the wire."""
-
 _log = logging.getLogger(__name__)
-
-
-class Resetter(Protocol):
-    """What this service needs of a :class:`ratelimitd.limiter.limiter.Limiter`."""
-
-    async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
-        """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""
-
-    async def explain(self, check: Check) -> Explained:
-        """Return what a check would be answered, the rules that were looked at, and the plans of its identities."""
 
 
 class HealthService:
@@ -75,7 +63,7 @@ class HealthService:
 
     def __init__(
         self,
-        limiter: Resetter,
+        limiter: Limiter,
         *,
         report: Callable[[], HealthReport],
         samples: Callable[[Sequence[str]], Iterable[MetricSample]],
@@ -138,7 +126,7 @@ class HealthService:
         self._resets.add(reset)
         reset.add_done_callback(self._resets.discard)
         await asyncio.shield(reset)
-        return _EMPTY
+        return EMPTY
 
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Tell what a check would be answered, and why; nothing is charged."""

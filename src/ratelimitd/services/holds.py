@@ -112,13 +112,9 @@ class HoldsService:
         """Charge what a hold has cost, once."""
         message = parse_settle(data)
         violations = []
-        ticket = self.opened(message.hold, call)
-        if ticket is None:
-            violations.append(NO_HOLD)
         if not 0 <= message.actual <= INT32_MAX:
             violations.append(FieldViolation("actual", f"must be 0 to {INT32_MAX}"))
-        if ticket is None or violations:
-            raise InvalidInputError(*violations)
+        ticket = self._ticket_of(message.hold, call, violations)
         known, limits = await self.settled(ticket, message.actual)
         return ratelimiter_pb2.SettleResponse(
             known=known, charged=message.actual if known else 0, limits=map(status_of, limits)
@@ -139,13 +135,7 @@ class HoldsService:
     async def extend(self, data: bytes, call: Call) -> bytes:
         """Let a hold end later."""
         message = parse_extend(data)
-        violations = []
-        ticket = self.opened(message.hold, call)
-        if ticket is None:
-            violations.append(NO_HOLD)
-        violations += _ttl_violations(message.ttl_seconds)
-        if ticket is None or violations:
-            raise InvalidInputError(*violations)
+        ticket = self._ticket_of(message.hold, call, _ttl_violations(message.ttl_seconds))
         expire_us = None
         if ticket.limits:
             ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
@@ -176,7 +166,10 @@ class HoldsService:
 
     async def _hold(self, message: WireHold, principal: str) -> bytes:
         check, hold_id = self._asked(message)
-        number = self._number(hold_id, principal) if hold_id else secrets.token_bytes(NUMBER_BYTES)
+        if hold_id:
+            number = self._digest(NUMBER_BYTES, _NUMBER_PERSON, principal, hold_id)
+        else:
+            number = secrets.token_bytes(NUMBER_BYTES)
         ttl_us = (message.ttl_seconds or DEFAULT_TTL_S) * US_PER_S
         try:
             held = await self._holder.hold(
@@ -215,12 +208,22 @@ class HoldsService:
             raise InvalidInputError(*violations)
         return check, hold_id
 
+    def _ticket_of(self, hold: bytes, call: Call, others: Sequence[FieldViolation]) -> Ticket:
+        """Return what a hold says.
+
+        Raises:
+            InvalidInputError: this is none that was made for this caller, or there are other violations.
+        """
+        ticket = self.opened(hold, call)
+        if ticket is None:
+            raise InvalidInputError(NO_HOLD, *others)
+        if others:
+            raise InvalidInputError(*others)
+        return ticket
+
     def _refuse_ended(self, ticket: Ticket) -> None:
         if self._now_s() >= ticket.expire_time:
             raise HoldEndedError
-
-    def _number(self, hold_id: str, principal: str) -> bytes:
-        return self._digest(NUMBER_BYTES, _NUMBER_PERSON, principal, hold_id)
 
     def _digest_of(self, check: Check) -> bytes:
         """Return a digest of what a hold charges: of the identities in any order, the endpoint and the cost."""

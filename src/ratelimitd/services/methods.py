@@ -216,8 +216,6 @@ _OTHERS: Final = frozenset(
     }
 )
 
-_PACKAGE: Final = "ratelimiter.v1."
-
 
 def traced(methods: Methods, tracer: Tracer) -> Methods:
     """``methods``, where calls of ours are traced; they are to be guarded already, so that errors have their status."""
@@ -226,7 +224,7 @@ def traced(methods: Methods, tracer: Tracer) -> Methods:
 
 
 def _traced(path: str, handler: UnaryHandler, tracer: Tracer) -> UnaryHandler:
-    name = path[1:] if path.startswith(f"/{_PACKAGE}") else _PACKAGE + path[1:]
+    name = path[1:] if path.startswith(f"/{PACKAGE}") else PACKAGE + path[1:]
     if name not in _CHECKS | _OTHERS:
         return handler
     only_sampled = name in _CHECKS

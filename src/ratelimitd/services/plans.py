@@ -11,9 +11,9 @@ from typing import Final
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES, PLAN_NAME, Assignment, violations
+from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES, Assignment, violations
 from ratelimitd.rules.store import AssignmentQuery, AssignmentStore
-from ratelimitd.rules.validation import choice_of
+from ratelimitd.rules.validation import NAME, choice_of
 from ratelimitd.services.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
@@ -24,6 +24,7 @@ from ratelimitd.services.config import (
 )
 from ratelimitd.services.convert import Identities, identity_of
 from ratelimitd.services.wire import (
+    EMPTY,
     WireAssignment,
     WireAssignments,
     parse_assign,
@@ -39,9 +40,6 @@ SERVICE: Final = "ratelimiter.v1.RateLimiterPlans"
 
 MAX_BATCH: Final = 1_000
 """Assignments of one batch: at most 1.4 MB, and one transaction of some 100 ms, during which no other may write."""
-
-_EMPTY: Final = b""
-"""``google.protobuf.Empty`` on the wire."""
 
 
 class PlansService:
@@ -93,7 +91,7 @@ class PlansService:
         identity = identity_of(message.identity, self._identities, "identity.")
         await self._store.unassign(identity, text_of(message.etag), self._actor(call))
         await self._feed.notify()
-        return _EMPTY
+        return EMPTY
 
     async def get_assignment(self, data: bytes, _call: Call) -> bytes:
         """Return the assignment of an identity."""
@@ -176,7 +174,7 @@ class PlansService:
         """Return the filters and the page size, as of a listing of rules."""
         kind, plan = message.identifier_type, text_of(message.plan)
         wrong = []
-        if plan and PLAN_NAME.fullmatch(plan) is None:
+        if plan and NAME.fullmatch(plan) is None:
             wrong.append(FieldViolation("plan", "must be the name of a plan, or empty"))
         if kind and kind not in self._identities.types:
             named = choice_of(self._identities.types.values())

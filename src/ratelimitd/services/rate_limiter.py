@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, cast
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.fair_queue import FairQueue, FairSlots
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.bulk_checks import (
-    MAX_ANSWER_BYTES,
-    BulkChecker,
-    BulkChecks,
-    Question,
-)
+from ratelimitd.services.bulk_checks import MAX_ANSWER_BYTES, BulkChecks, Question
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
@@ -33,7 +29,6 @@ from ratelimitd.services.convert import (
 )
 from ratelimitd.services.wire import (
     ITEM_TAG,
-    WireBatch,
     WireCheck,
     count_items,
     parse_batch,
@@ -88,16 +83,6 @@ AnswerItems = Callable[[int, int], Parts]
 """(start, stop) → the answers to these items of a batch."""
 
 
-class Checker(BulkChecker, Protocol):
-    """The part of :class:`ratelimitd.limiter.limiter.Limiter` that this service uses."""
-
-    def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
-        """Answer checks in order, each as :meth:`check` would."""
-
-    async def wait(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
-        """Answer checks for which the others returned ``None``."""
-
-
 class RateLimiterService:
     """Handlers of the check path.
 
@@ -106,7 +91,7 @@ class RateLimiterService:
 
     def __init__(
         self,
-        limiter: Checker,
+        limiter: Limiter,
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
         queue: FairQueue,
@@ -189,10 +174,14 @@ class RateLimiterService:
             InvalidInputError: the bytes are no batch, or there are too many items.
         """
         try:
-            return _parse_bounded(data).requests
+            if len(data) > COUNT_ABOVE_BYTES:
+                _refuse_above_bound(count_items(data, MAX_BATCH_ITEMS))
+            requests = parse_batch(data).requests
+            _refuse_above_bound(len(requests))
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
+        return requests
 
     async def _answer_long(self, peer: str, data: bytes, started_s: float) -> bytes:
         """Read all items, then answer all: nothing is charged if one is malformed."""
@@ -321,14 +310,6 @@ class RateLimiterService:
 def _waiting(parts: Parts) -> list[Check]:
     """Return the checks of items that wait for the shared state."""
     return [part.check for part in parts if isinstance(part, Waiting)]
-
-
-def _parse_bounded(data: bytes) -> WireBatch:
-    if len(data) > COUNT_ABOVE_BYTES:
-        _refuse_above_bound(count_items(data, MAX_BATCH_ITEMS))
-    batch = parse_batch(data)
-    _refuse_above_bound(len(batch.requests))
-    return batch
 
 
 def _refuse_above_bound(items: int) -> None:

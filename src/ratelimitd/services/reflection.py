@@ -143,9 +143,8 @@ def _reflection_v1() -> descriptor_pb2.FileDescriptorProto:
     v1.package = v1.package.replace("v1alpha", "v1")
     for message in v1.message_type:
         for field in message.field:
-            if (
-                field.type_name
-            ):  # set for fields that are messages only, and must stay unset for others
+            # Set for fields that are messages only, and must stay unset for others.
+            if field.type_name:
                 field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
     for service in v1.service:
         for method in service.method:

@@ -355,5 +355,7 @@ parse_list_unmatched: Final[Callable[[bytes], object]] = _parser(
     ratelimiter_pb2.ListUnmatchedRequest
 )
 parse_list_holds: Final[Callable[[bytes], object]] = _parser(ratelimiter_pb2.ListHoldsRequest)
+EMPTY: Final = b""
+"""``google.protobuf.Empty`` as an answer."""
 parse_empty: Final[Callable[[bytes], object]] = _parser(empty_pb2.Empty)
 """Whatever it carries is unknown to us and ignored."""

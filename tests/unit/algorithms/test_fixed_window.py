@@ -69,14 +69,8 @@ def test_twice_the_limit_may_pass_around_a_boundary_and_no_more():
 @pytest.mark.parametrize("state", [None, (8, T)])
 def test_a_cost_above_the_limit_is_told_the_window_and_never_passes(state):
     outcome = decide(state, rule(10, 60), T, 11)
-    assert outcome == (
-        False,
-        10 if state is None else 2,
-        T_S + 60,
-        60,
-        Reason.COST_EXCEEDS_LIMIT,
-        state,
-    )
+    left = 10 if state is None else 2
+    assert outcome == (False, left, T_S + 60, 60, Reason.COST_EXCEEDS_LIMIT, state)
 
 
 def test_a_time_before_the_latest_counts_into_the_window_of_the_latest():

@@ -136,31 +136,11 @@ def test_a_denied_check_is_told_when_the_last_token_leaves_whatever_was_given_ba
 
 
 def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
-    assert decide(None, rule(10, 60), T + 1, 11) == (
-        False,
-        10,
-        T_S + 1,
-        60,
-        Reason.COST_EXCEEDS_LIMIT,
-        None,
-    )
-    state = log((T, 8))
-    assert decide(state, rule(10, 60), T, 11) == (
-        False,
-        2,
-        T_S + 60,
-        60,
-        Reason.COST_EXCEEDS_LIMIT,
-        state,
-    )
-    assert decide(state, rule(10, 60), T + 70 * SECOND, 11) == (
-        False,
-        10,
-        T_S + 70,
-        60,
-        Reason.COST_EXCEEDS_LIMIT,
-        state,
-    )
+    above, state = Reason.COST_EXCEEDS_LIMIT, log((T, 8))
+    assert decide(None, rule(10, 60), T + 1, 11) == (False, 10, T_S + 1, 60, above, None)
+    assert decide(state, rule(10, 60), T, 11) == (False, 2, T_S + 60, 60, above, state)
+    later_us = T + 70 * SECOND
+    assert decide(state, rule(10, 60), later_us, 11) == (False, 10, T_S + 70, 60, above, state)
 
 
 def test_a_time_before_the_latest_is_filed_at_the_latest():

@@ -3,13 +3,17 @@
 import pytest
 
 from ratelimitd.backtest.recorder import TraceRecorder
+from ratelimitd.backtest.replay import Trace
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.model import Check
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+
+CHECK = Check(b"alice@example.org", "user", "/orders")
 
 
 class Recording:
@@ -42,6 +46,15 @@ class Recording:
 
     def put(self, *rules):
         self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    def ask(self, times=1):
+        for _ in range(times):
+            self.limiter.check(CHECK)
+
+    async def trace(self):
+        """All that was recorded until now."""
+        await self.recorder.drain()
+        return Trace(self.directory)
 
     @property
     def files(self):

@@ -12,7 +12,6 @@ from ratelimitd.backtest.recorder import (
     CHECKS_PER_TURN,
     FILE_S,
     MAX_KINDS,
-    TraceRecorder,
 )
 from ratelimitd.backtest.replay import Trace
 from ratelimitd.backtest.trace import Kind, TraceReader
@@ -21,21 +20,20 @@ from ratelimitd.errors import StartupError
 from ratelimitd.model import Algorithm, Check, Rule
 from ratelimitd.services.bulk_checks import BulkChecks
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.backtest.conftest import CHECK
 
 ORDERS = Rule("a", "/orders", "user", limit=2, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-CHECK = Check(b"alice@example.org", "user", "/orders")
 
 
 async def test_checks_are_recorded_with_their_time_cost_and_verdict(record):
     at = record(ORDERS)
     now_us = at.clock.now_us()
-    at.limiter.check(CHECK)
+    at.ask()
     at.clock.advance(seconds=1)
     at.limiter.check(CHECK._replace(cost=2))
     at.limiter.check(CHECK._replace(peek=True, max_wait_ms=5, timestamp=1_700_000_000))
     at.limiter.check(CHECK._replace(endpoint="/unruled"))
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    trace = await at.trace()
     assert trace.kinds == [
         Kind(("user",), "/orders"),
         Kind(("user",), "/orders", peek=True, max_wait_ms=5),
@@ -57,8 +55,7 @@ async def test_further_identities_and_plans_are_recorded(record):
     at.limiter.check(CHECK._replace(also=(("tenant", b"acme"), ("ip", b"10.0.0.1"))))
     at.limiter.check(CHECK._replace(also=(("ip", b"10.0.0.1"),)))
     at.limiter.check(Check(b"acme", "tenant", "/orders"))
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    trace = await at.trace()
     assert trace.kinds == [
         Kind(("user", "tenant", "ip"), "/orders", plans=("", "gold", "")),
         Kind(("user", "ip"), "/orders"),
@@ -85,16 +82,11 @@ async def test_no_identifier_is_in_a_trace(record):
 
 
 async def test_digests_are_of_one_trace_and_one_secret(tmp_path, record):
-    def identity_of(recording):
-        [check] = Trace(recording.directory)
-        return check[1]
-
     found = []
     for directory, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("b", b"l" * 32)):
         at = type(record())(tmp_path / directory, ORDERS, secret=secret)
-        at.limiter.check(CHECK)
-        await at.recorder.drain()
-        found.append({check[1] for check in Trace(at.directory)})
+        at.ask()
+        found.append({check[1] for check in await at.trace()})
     assert len(found[0] | found[1] | found[2]) == 3
     assert len(found[2]) == 2
 
@@ -104,8 +96,7 @@ async def test_a_share_of_the_identities_is_recorded_and_of_those_every_check(re
     users = [b"user-%d" % number for number in range(400)]
     for user in users * 2:
         at.limiter.check(Check(user, "user", "/orders"))
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    trace = await at.trace()
     assert 60 < trace.identities < 140
     assert trace.checks == 2 * trace.identities
     assert trace.share == 0.25
@@ -126,8 +117,7 @@ async def test_bulk_checks_are_recorded_once_each(record):
     )
     allowed = [one and pb.RateLimitResponse.FromString(one).allowed for one in answers]
     assert allowed == [True, True, False, True, True]
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    trace = await at.trace()
     assert [check[4] for check in trace] == [1, 1, 0, 1, 1]
     assert [trace.kinds[check[3]].plans for check in trace] == [(), (), (), ("unlimited",), ()]
 
@@ -149,7 +139,7 @@ async def test_bulk_checks_without_an_answer_are_left_to_the_general_path(record
 async def test_a_recorder_without_a_share_is_asked_for_nothing(record):
     at = record(ORDERS, share=0.0)
     at.recorder.note = pytest.fail
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.drain()
     assert at.files == []
 
@@ -179,7 +169,7 @@ async def test_a_file_is_whole_when_its_time_is_over(record):
     await at.recorder.step()
     assert [name[-5:] for name in at.files] == [".part"]
     at.clock.advance(seconds=FILE_S - 1)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.step()
     assert [name[-5:] for name in at.files] == [".part"]
     at.clock.advance(seconds=1)
@@ -190,22 +180,20 @@ async def test_a_file_is_whole_when_its_time_is_over(record):
 
 async def test_a_quiet_node_writes_its_file_when_its_time_is_over(record):
     at = record(ORDERS)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.step()
     at.clock.advance(seconds=FILE_S)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.step()
     assert [name[-6:] for name in at.files] == [".trace"]
 
 
 async def test_holds_are_counted(record):
     at = record(ORDERS)
-    for _ in range(BLOCK_CHECKS):
-        at.limiter.check(CHECK)
+    at.ask(BLOCK_CHECKS)
     await at.recorder.step()
     at.stats.holds["made"] += 3
-    await at.recorder.drain()
-    assert Trace(at.directory).holds == 3
+    assert (await at.trace()).holds == 3
 
 
 async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatch):
@@ -234,18 +222,15 @@ async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatc
 async def test_what_is_noted_is_bounded_and_what_is_lost_is_told(record, monkeypatch):
     monkeypatch.setattr(module, "MAX_NOTED", 10)
     at = record(ORDERS)
-    for _ in range(25):
-        at.limiter.check(CHECK)
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    at.ask(25)
+    trace = await at.trace()
     assert (trace.checks, trace.lost) == (10, 15)
     assert at.stats.recorded == {"written": 10, "lost": 15}
 
 
 async def test_other_work_is_done_between_many_checks(record):
     at = record(ORDERS)
-    for _ in range(2 * CHECKS_PER_TURN):
-        at.limiter.check(CHECK)
+    at.ask(2 * CHECKS_PER_TURN)
     turns = []
     task = asyncio.create_task(at.recorder.step())
     while not task.done():
@@ -256,47 +241,51 @@ async def test_other_work_is_done_between_many_checks(record):
 
 async def test_a_step_that_is_cancelled_loses_nothing(record):
     at = record(ORDERS)
-    for _ in range(3 * CHECKS_PER_TURN):
-        at.limiter.check(CHECK)
+    at.ask(3 * CHECKS_PER_TURN)
     task = asyncio.create_task(at.recorder.step())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await at.recorder.drain()
-    assert Trace(at.directory).checks == 3 * CHECKS_PER_TURN
+    assert (await at.trace()).checks == 3 * CHECKS_PER_TURN
+
+
+class Disk:
+    """A disk that takes no block of checks while it is full."""
+
+    def __init__(self, monkeypatch):
+        self.full = False
+        append = Appender.append
+
+        def appended(appender, data, *, durable=False):
+            if self.full and len(data) > 1_000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            append(appender, data, durable=durable)
+
+        monkeypatch.setattr(Appender, "append", appended)
+
+
+async def fill(at, further=0):
+    at.ask(BLOCK_CHECKS + further)
+    await at.recorder.step()
 
 
 async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypatch, caplog):
     at = record(ORDERS)
-    broken = True
-    append = Appender.append
-
-    def appended(self, data, *, durable=False):
-        if broken and len(data) > 1_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, data, durable=durable)
-
-    monkeypatch.setattr(Appender, "append", appended)
-
-    async def fill():
-        for _ in range(BLOCK_CHECKS):
-            at.limiter.check(CHECK)
-        await at.recorder.step()
-
-    await fill()
-    await fill()  # is not tried
+    disk = Disk(monkeypatch)
+    disk.full = True
+    await fill(at)
+    await fill(at)  # is not tried
     assert at.files == []
     at.clock.advance(seconds=60)
-    await fill()
+    await fill(at)
     assert at.stats.recorded == {"written": 0, "lost": 3 * BLOCK_CHECKS}
     assert [one.getMessage() for one in caplog.records] == [
         "checks cannot be recorded: No space left on device"
     ]
-    broken = False
+    disk.full = False
     at.clock.advance(seconds=60)
-    await fill()
-    await at.recorder.drain()
-    trace = Trace(at.directory)
+    await fill(at)
+    trace = await at.trace()
     assert (trace.checks, trace.lost) == (BLOCK_CHECKS, 3 * BLOCK_CHECKS)
 
 
@@ -304,34 +293,20 @@ async def test_a_file_that_the_disk_fails_is_lost_with_its_checks_and_what_it_sa
     record, monkeypatch
 ):
     at = record(ORDERS)
-    append = Appender.append
-    broken = False
-
-    def appended(self, data, *, durable=False):
-        if broken:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, data, durable=durable)
-
-    monkeypatch.setattr(Appender, "append", appended)
+    disk = Disk(monkeypatch)
     monkeypatch.setattr(module, "MAX_NOTED", BLOCK_CHECKS)
-
-    async def fill(further=0):
-        for _ in range(BLOCK_CHECKS + further):
-            at.limiter.check(CHECK)
-        await at.recorder.step()
-
-    await fill()
-    await fill(further=10)
-    await fill()
+    await fill(at)
+    await fill(at, further=10)
+    await fill(at)
     assert at.stats.recorded == {"written": 0, "lost": 10}
-    broken = True
-    await fill()
+    disk.full = True
+    await fill(at)
     assert at.files == []
     lost = 4 * BLOCK_CHECKS + 10
     assert at.stats.recorded == {"written": 0, "lost": lost}
-    broken = False
+    disk.full = False
     at.clock.advance(seconds=60)
-    await fill()
+    await fill(at)
     await at.recorder.drain()
     assert at.stats.recorded == {"written": BLOCK_CHECKS, "lost": lost}
     trace = Trace(at.directory)
@@ -340,18 +315,17 @@ async def test_a_file_that_the_disk_fails_is_lost_with_its_checks_and_what_it_sa
 
 async def test_a_directory_that_goes_while_it_records_costs_the_checks_of_the_file(record):
     at = record(ORDERS)
-    for _ in range(BLOCK_CHECKS):
-        at.limiter.check(CHECK)
+    at.ask(BLOCK_CHECKS)
     await at.recorder.step()
     shutil.rmtree(at.directory)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.drain()
     assert at.stats.recorded == {"written": 0, "lost": BLOCK_CHECKS + 1}
 
 
 async def test_a_file_that_is_ended_while_the_step_is_cancelled_is_counted(record, monkeypatch):
     at = record(ORDERS)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.step()
     at.clock.advance(seconds=FILE_S)
     begun, may_end = threading.Event(), threading.Event()
@@ -368,14 +342,13 @@ async def test_a_file_that_is_ended_while_the_step_is_cancelled_is_counted(recor
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     may_end.set()
-    await at.recorder.drain()
-    assert Trace(at.directory).checks == 1
+    assert (await at.trace()).checks == 1
     assert at.stats.recorded == {"written": 1, "lost": 0}
 
 
 async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
     at = record(ORDERS)
-    at.limiter.check(CHECK)
+    at.ask()
 
     def publish(_self, _name):
         raise OSError(errno.EIO, "Input/output error")
@@ -389,7 +362,7 @@ async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
 async def test_a_directory_that_is_gone_costs_checks(record):
     at = record(ORDERS)
     shutil.rmtree(at.directory)
-    at.limiter.check(CHECK)
+    at.ask()
     await at.recorder.drain()
     assert at.stats.recorded == {"written": 0, "lost": 1}
 
@@ -398,14 +371,13 @@ async def test_it_records_until_it_is_cancelled(record, monkeypatch):
     monkeypatch.setattr(module, "STEP_S", 0)
     at = record(ORDERS)
     task = asyncio.create_task(at.recorder.run())
-    at.limiter.check(CHECK)
+    at.ask()
     for _ in range(5):
         await asyncio.sleep(0)
     assert not at.recorder._noted
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await at.recorder.drain()
-    assert Trace(at.directory).checks == 1
+    assert (await at.trace()).checks == 1
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, record):
@@ -429,7 +401,6 @@ def test_processes_that_begin_at_once_have_one_trace(record, tmp_path):
     module._make_trace(path)
     assert path.read_bytes() == number
     assert [one.name for one in directory.iterdir()] == ["trace-id"]
-    assert isinstance(first.recorder, TraceRecorder)
     assert first.recorder.seed == crc32(number)
     assert path.stat().st_mode & 0o077 == 0
     assert directory.stat().st_mode & 0o077 == 0

@@ -147,8 +147,7 @@ async def traced(record, *checks, limit=2):
     for identifier, after_s in checks:
         at.clock.advance(seconds=after_s)
         at.limiter.check(Check(identifier, "user", "/orders"))
-    await at.recorder.drain()
-    return Trace(at.directory)
+    return await at.trace()
 
 
 async def test_a_report_says_who_would_be_denied_beside_who_was(record):
@@ -193,8 +192,7 @@ async def test_a_plan_that_blocks_is_no_limits_denial(record):
     at = record(rule(5))
     at.assignments.put("user", b"a", "blocked", 0)
     at.limiter.check(Check(b"a", "user", "/orders"))
-    await at.recorder.drain()
-    report = backtest(Trace(at.directory), [rule(5)])
+    report = backtest(await at.trace(), [rule(5)])
     assert (report.denied, report.limits) == (1, [])
 
 
@@ -202,8 +200,7 @@ async def test_peeks_are_judged_and_not_counted(record):
     at = record(rule(1))
     for peek in (False, True, True):
         at.limiter.check(Check(b"a", "user", "/orders", peek=peek))
-    await at.recorder.drain()
-    report = backtest(Trace(at.directory), [rule(1)])
+    report = backtest(await at.trace(), [rule(1)])
     assert (report.checks, report.denied, report.endpoints[0].checks) == (1, 0, 1)
 
 
@@ -240,10 +237,7 @@ async def test_sparing_limits_of_several_identities_are_of_their_combination(rec
     at = record(rule(100))
     for tenant in (b"t", b"t", b"u"):
         at.limiter.check(Check(b"a", "user", "/orders", also=(("tenant", tenant),)))
-    await at.recorder.drain()
-    limits = backtest(
-        Trace(at.directory), [rule(1, kind="tenant+user"), rule(1, "**", "all")]
-    ).limits
+    limits = backtest(await at.trace(), [rule(1, kind="tenant+user"), rule(1, "**", "all")]).limits
     assert [(one.identities, one.sparing) for one in limits] == [(2, 2), (1, 3)]
 
 

@@ -25,7 +25,8 @@ from tests.http2_peer import (
 
 HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 TRAILERS = ((b"grpc-status", b"0"), (b"x", b"value"))
-ANSWER = UnaryAnswer(static_block(HEAD), static_block(TRAILERS))
+HEAD_BLOCK, TRAILER_BLOCK = static_block(HEAD), static_block(TRAILERS)
+ANSWER = UnaryAnswer(HEAD_BLOCK, TRAILER_BLOCK)
 LAST = END_HEADERS | END_STREAM
 
 
@@ -94,8 +95,8 @@ def test_a_stream_that_is_gone_is_not_answered():
     half.sender.send_unary(1, ANSWER, b"message")
     half.sender.take()
     half.sender.send_unary(1, ANSWER, b"message")
-    half.sender.send_headers(1, HEAD)
-    half.sender.send_trailers(1, TRAILERS)
+    half.sender.send_headers(1, HEAD_BLOCK)
+    half.sender.send_trailers(1, TRAILER_BLOCK)
     assert half.sender.send_data(1, b"message")
     assert half.sender.take() == b""
 
@@ -185,7 +186,7 @@ def test_a_small_initial_window_holds_each_stream_by_itself():
 
 def test_an_answer_can_be_its_head_alone():
     half = Half(1)
-    half.sender.send_headers(1, HEAD, ended=True)
+    half.sender.send_headers(1, HEAD_BLOCK, ended=True)
     (head,) = half.sent()
     assert head.flags == LAST
     assert not half.streams.live
@@ -193,10 +194,10 @@ def test_an_answer_can_be_its_head_alone():
 
 def test_an_answer_in_parts():
     half = Half(1)
-    half.sender.send_headers(1, HEAD)
+    half.sender.send_headers(1, HEAD_BLOCK)
     assert half.sender.send_data(1, b"one")
     assert half.sender.send_data(1, b"two")
-    half.sender.send_trailers(1, TRAILERS)
+    half.sender.send_trailers(1, TRAILER_BLOCK)
     head, one, two, trailers = half.sent()
     assert half.fields(head) == list(HEAD)
     assert (one.payload, two.payload) == (b"one", b"two")
@@ -206,7 +207,7 @@ def test_an_answer_in_parts():
 
 def test_data_can_end_an_answer():
     half = Half(1)
-    half.sender.send_headers(1, HEAD)
+    half.sender.send_headers(1, HEAD_BLOCK)
     assert half.sender.send_data(1, b"all", ended=True)
     assert half.sent()[-1] == Frame(DATA, END_STREAM, 1, b"all")
     assert not half.streams.live
@@ -256,18 +257,6 @@ def test_an_end_may_come_while_data_waits():
     half.sent()
     half.sender.stream_window_grown(1, 1)
     assert half.sent() == [Frame(DATA, END_STREAM, 1, b"c")]
-
-
-def test_trailers_of_fields_are_encoded_when_they_go():
-    half = Half(1, 3)
-    half.peer_settings(s4=1)
-    half.sender.send_data(1, b"ab")
-    half.sender.send_trailers(1, ((b"a", b"first in the queue"),))
-    half.sender.send_headers(3, ((b"b", b"first on the line"),))
-    early = half.sent()[-1]
-    assert half.fields(early) == [(b"b", b"first on the line")]
-    half.sender.stream_window_grown(1, 1)
-    assert half.fields(half.sent()[-1]) == [(b"a", b"first in the queue")]
 
 
 def test_waiting_streams_take_turns_of_a_frame():
@@ -365,21 +354,21 @@ def test_a_table_that_was_smaller_in_between_is_said_once():
     half = Half(1, 3)
     half.peer_settings(s1=0)
     half.peer_settings(s1=4_096)
-    half.sender.send_headers(1, HEAD)
-    assert half.sent()[0].payload == b"\x20" + static_block(HEAD)
+    half.sender.send_headers(1, HEAD_BLOCK)
+    assert half.sent()[0].payload == b"\x20" + HEAD_BLOCK
     half.peer_settings(s1=100)
-    half.sender.send_headers(3, HEAD)
-    assert half.sent()[-1].payload == static_block(HEAD)
+    half.sender.send_headers(3, HEAD_BLOCK)
+    assert half.sent()[-1].payload == HEAD_BLOCK
 
 
 def test_a_long_block_goes_in_the_frames_that_the_peer_takes():
     half = Half(1, 3)
-    fields = ((b"x", bytes(range(256)) * 80),)
-    half.sender.send_headers(1, fields)
+    block = static_block([(b"x", bytes(range(256)) * 80)])
+    half.sender.send_headers(1, block)
     first, second = half.sent()
     assert (first.type, second.type, second.flags) == (HEADERS, CONTINUATION, END_HEADERS)
     half.peer_settings(s5=1 << 20)
-    half.sender.send_headers(3, ((b"y", bytes(range(256)) * 80),))
+    half.sender.send_headers(3, block)
     assert len(half.sent()) == 1
 
 
@@ -392,9 +381,9 @@ def test_an_answer_that_ends_before_the_request_asks_for_no_more_of_it(ending):
     half.open(1)
     sender = half.sender
     {
-        "headers": lambda: sender.send_headers(1, HEAD, ended=True),
+        "headers": lambda: sender.send_headers(1, HEAD_BLOCK, ended=True),
         "data": lambda: sender.send_data(1, b"x", ended=True),
-        "trailers": lambda: sender.send_trailers(1, TRAILERS),
+        "trailers": lambda: sender.send_trailers(1, TRAILER_BLOCK),
         "unary": lambda: sender.send_unary(1, ANSWER, b"x"),
     }[ending]()
     *_, last, reset = half.sent()
@@ -432,7 +421,7 @@ def test_a_reset_stream_loses_its_turn():
 def test_an_answered_stream_gives_back_what_its_owner_held():
     half = Half(receive_bytes=20)
     half.open(1, held_bytes=10).state = State.REMOTE_CLOSED
-    half.sender.send_trailers(1, TRAILERS)
+    half.sender.send_trailers(1, TRAILER_BLOCK)
     assert half.sent()[-1] == Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))
 
 
@@ -465,5 +454,27 @@ def test_nothing_is_sent_after_that():
     half.sender.take()
     half.sender.send_unary(3, ANSWER, b"x")
     half.sender.send_data(3, b"x")
-    half.sender.send_trailers(3, TRAILERS)
+    half.sender.send_trailers(3, TRAILER_BLOCK)
     assert half.sender.take() == b""
+
+
+PLAIN = UnaryAnswer(b"head", b"trailers")
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 1_023, 1_024, 16_384])
+def test_an_answer_is_three_frames_whatever_the_size_of_its_message(size):
+    message = bytes(range(256)) * 64
+    assert frames_of(PLAIN.octets(7, message[:size])) == [
+        Frame(HEADERS, END_HEADERS, 7, b"head"),
+        Frame(DATA, 0, 7, message[:size]),
+        Frame(HEADERS, END_HEADERS | END_STREAM, 7, b"trailers"),
+    ]
+
+
+def test_the_stream_is_written_in_full():
+    assert {sent.stream_id for sent in frames_of(PLAIN.octets(2**31 - 1, b"x"))} == {2**31 - 1}
+
+
+def test_a_message_over_one_frame_is_not_for_this():
+    with pytest.raises(ValueError):
+        PLAIN.octets(1, bytes(16_385))

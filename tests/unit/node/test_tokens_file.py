@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.errors import StartupError
 from ratelimitd.node.tokens_file import TokensFile, parse_tokens, read_tokens
-from ratelimitd.rules.rules_file import YamlError
+from ratelimitd.rules.yaml_reader import YamlError
 from ratelimitd.services.auth import Role
 from tests.named_tokens import digest_of, entry, token_of, write
 

@@ -9,12 +9,11 @@ import struct
 
 import pytest
 import trustme
-import uvloop
 
 from ratelimitd.rpc import acceptor as accepting
-from ratelimitd.rpc.acceptor import HANDSHAKE_TIMEOUT_S, Acceptor, listening_sockets
-
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+from ratelimitd.rpc.acceptor import HANDSHAKE_TIMEOUT_S, Acceptor, answer_to, listening_sockets
+from tests.http2_peer import GOAWAY, PREFACE, frames_of
+from tests.native_caller import until
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +80,6 @@ class Bench:
         return len(self.acceptor.places)
 
 
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
-            await asyncio.sleep(0.001)
-
-
 async def read_all(peer):
     """What a peer reads until its connection is closed or, because something that it sent was not read, reset."""
     octets = b""
@@ -104,17 +97,6 @@ def server_context(ca, *, mutual=False):
         ca.configure_trust(context)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def run(loop_factory, scenario):
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(scenario())
-
-
-@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
-def running(request):
-    """Runs a scenario in each event loop in turn."""
-    return lambda scenario: run(request.param, scenario)
 
 
 def test_a_connection_has_its_place_until_it_is_lost(running):
@@ -366,3 +348,24 @@ def test_a_connection_accepted_in_the_turn_in_which_it_closes_is_given_up(runnin
             assert await read_all(peer) == b""
 
     running(scenario)
+
+
+def test_http2_in_plaintext_gets_a_goaway_alone_for_settings_would_make_grpc_try_again_at_once():
+    [sent] = frames_of(answer_to(PREFACE + b"\x00\x00\x00\x04"))
+    assert (sent.type, sent.code) == (GOAWAY, 12)
+    assert sent.payload.endswith(b"this port speaks TLS")
+
+
+def test_http1_gets_an_answer_of_http1():
+    answer = answer_to(b"GET / HTTP/1.1\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"\r\n\r\nThis port speaks TLS only.\n")
+
+
+@pytest.mark.parametrize("octets", [b"", b"P", b"PRI * HTTP/2.0\r\n", b"GE", b"DELETE"])
+def test_while_it_is_not_clear_what_a_peer_speaks_nothing_is_said(octets):
+    assert answer_to(octets) is None
+
+
+def test_nothing_is_said_in_an_unknown_language():
+    assert answer_to(b"SSH-2.0-") == b""

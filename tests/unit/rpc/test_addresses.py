@@ -1,10 +1,20 @@
+"""Addresses to listen on, and how many connections there is room for."""
+
 import asyncio
+import resource
 import socket
 
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.acceptor import bound_address, demand_free, listening_sockets, split
+from ratelimitd.rpc.acceptor import (
+    RESERVED,
+    bound_address,
+    demand_free,
+    listening_sockets,
+    room_for,
+    split,
+)
 
 
 @pytest.mark.parametrize(
@@ -121,3 +131,33 @@ async def test_any_other_file_is_left_alone(tmp_path):
     with pytest.raises(StartupError, match="LISTEN: cannot listen on unix:"):
         await listening_sockets(f"unix:{path}")
     assert path.read_text() == "kept"
+
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "room", "raised"),
+    [
+        ((UNLIMITED, UNLIMITED), 1_000, None),
+        ((1_000 + RESERVED, 1_000_000), 1_000, None),
+        ((999 + RESERVED, 1_000_000), 1_000, 1_000 + RESERVED),
+        ((10, UNLIMITED), 1_000, 1_000 + RESERVED),
+        ((400, 600), 600 - RESERVED, 600),
+        ((400, 400), 400 - RESERVED, None),
+        ((64, 64), 1, None),
+    ],
+)
+def test_connections_leave_room_for_the_files_of_the_process(monkeypatch, limits, room, raised):
+    told = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, now: told.append(now))
+    assert room_for(1_000) == room
+    assert told == ([] if raised is None else [(raised, limits[1])])
+
+
+def test_a_lack_of_room_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (400, 400))
+    room_for(1_000)
+    [line] = caplog.messages
+    assert line == "room for 144 connections only: the limit of open files is 400"

@@ -1,13 +1,22 @@
-"""Open requests: entered, left, found by what is to become of them, and counted over one connection and over all."""
+"""Open calls: entered, left, found by what is to become of them, counted over one connection and over all."""
 
 import asyncio
+import gzip
 
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods, TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError, TransportLimits
+from ratelimitd.rpc.messages import Encoding, Part, framed
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Peer, Route
-from ratelimitd.rpc.state import CallTable, ServerState
+from ratelimitd.rpc.state import (
+    MAX_UNREAD_QUESTIONS,
+    CallTable,
+    OpenCall,
+    Questions,
+    ServerState,
+    TickGate,
+)
 
 PLAIN = HttpFallback(b"head", b"body")
 BOUNDS = {"max_open_requests": 3, "max_request_bytes_per_connection": 20, "max_request_bytes": 30}
@@ -115,3 +124,123 @@ def test_when_all_leave_nothing_is_counted_any_more(table, shared):
     assert table.leave_all() == [entered]
     assert (table.open, table.plain, table.request_bytes) == ({}, {}, 0)
     assert (shared.open_requests, shared.request_bytes) == (0, 0)
+
+
+@pytest.fixture
+def open_call():
+    return OpenCall(Route(), call(), 100)
+
+
+def test_a_call_is_whole_when_its_one_message_is(open_call):
+    open_call.take(framed(b"hello")[:7])
+    assert open_call.waiting_bytes == 7
+    with pytest.raises(RpcError, match="ended before its message"):
+        open_call.whole()
+    open_call.take(framed(b"hello")[7:])
+    assert open_call.whole() == Part(False, b"hello")
+    assert open_call.waiting_bytes == 5
+
+
+@pytest.mark.parametrize("octets", [b"", b"\x00", framed(b"hello") + b"\x00"])
+def test_a_request_that_ends_too_early_has_no_message(open_call, octets):
+    open_call.take(octets)
+    with pytest.raises(RpcError) as caught:
+        open_call.whole()
+    assert caught.value.code is StatusCode.INTERNAL
+
+
+def test_a_second_message_is_one_too_many(open_call):
+    with pytest.raises(RpcError, match="more than one message"):
+        open_call.take(framed(b"a") + framed(b"b"))
+
+
+def test_only_an_end_within_a_message_is_a_cut(open_call):
+    assert open_call.cut_off() is None
+    open_call.take(b"\x00\x00")
+    assert open_call.cut_off().code is StatusCode.INTERNAL
+
+
+async def test_what_runs_for_a_call_is_cancelled_with_it_but_not_before_it_has_begun(open_call):
+    seen = []
+
+    async def handler():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("ended")
+
+    open_call.cancel()
+    open_call.task = asyncio.ensure_future(handler())
+    open_call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await open_call.task
+    assert seen == ["ended"]
+
+
+async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
+    acknowledged = []
+    questions = Questions(Encoding.GZIP, 100, acknowledged.append, TickGate().passed)
+    questions.put(Part(False, b"a"), 6)
+    questions.put(Part(True, gzip.compress(b"b")), 0)
+    questions.end()
+    questions.end(RpcError(StatusCode.INTERNAL, "too late to matter"))
+    assert acknowledged == []
+    assert await anext(questions) == b"a"
+    assert acknowledged == [6]
+    assert [question async for question in questions] == [b"b"]
+    assert acknowledged == [6]
+
+
+@pytest.fixture
+def questions():
+    return Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+
+
+def test_what_nobody_reads_is_bounded_in_number(questions):
+    for _ in range(MAX_UNREAD_QUESTIONS):
+        questions.put(Part(False, b""), 5)
+    with pytest.raises(RpcError, match="unread") as caught:
+        questions.put(Part(False, b""), 5)
+    assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_who_reads_faster_than_is_asked_waits(questions):
+    reading = asyncio.ensure_future(anext(questions))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    questions.put(Part(False, b"late"), 9)
+    assert await reading == b"late"
+
+
+async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages(questions):
+    questions.put(Part(False, b"good"), 9)
+    questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
+    assert await anext(questions) == b"good"
+    with pytest.raises(RpcError, match="too large"):
+        await anext(questions)
+
+
+def test_an_rpc_error_is_its_own_status(shared):
+    error = RpcError(StatusCode.NOT_FOUND, "gone")
+    assert shared.status_of(error) is error
+    assert shared.stats.errors_by_transport == {}
+
+
+def test_any_other_error_is_internal_tells_nothing_and_is_counted(shared):
+    error = shared.status_of(KeyError("secret"))
+    assert (error.code, error.message) == (StatusCode.INTERNAL, "unexpected error")
+    assert shared.stats.errors_by_transport == {TransportError.UNEXPECTED: 1}
+
+
+async def test_everything_that_was_started_is_waited_for(shared):
+    done = []
+
+    async def work(number):
+        await asyncio.sleep(0)
+        done.append(number)
+        if number:
+            shared.start(work(number - 1))
+
+    shared.start(work(2))
+    await shared.all_ended()
+    assert done == [2, 1, 0]

@@ -13,11 +13,6 @@ from tests.http2_peer import data, last_data, rst_stream
 from tests.native_caller import Caller, echo, refuse, wait
 
 
-@pytest.fixture
-def caller():
-    return Caller()
-
-
 async def test_a_call_is_answered_at_once_and_nothing_is_kept(caller):
     caller.feed(caller.call(1), caller.call(3, message=b""))
     assert caller.outcome(1) == (StatusCode.OK, framed(b"hi"))
@@ -286,13 +281,19 @@ def test_a_call_that_was_reset_in_the_same_read_is_not_answered(bulk, bulk_calle
     assert bulk_caller.calls.open == {}
 
 
-def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk, bulk_caller):
-    """Each of them may be dear, and there may be a slice full of them."""
-    caller = bulk_caller
-    parts = [caller.call(n, "/b/one", message) for n, message in ((1, b"?"), (3, b"a"), (5, b"?"))]
+def cut_short(caller, *parts):
+    """Feed what is more than one turn has time for; return the events that are left over."""
     events = iter(caller.connection.receive(b"".join(parts)))
     started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
     assert not caller.calls.handle(events, started_s)
+    return events
+
+
+def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk_caller):
+    """Each of them may be dear, and there may be a slice full of them."""
+    caller = bulk_caller
+    parts = [caller.call(n, "/b/one", message) for n, message in ((1, b"?"), (3, b"a"), (5, b"?"))]
+    events = cut_short(caller, *parts)
     assert [sent.stream_id for sent in caller.collect()] == [3, 3, 3, 1]
     assert caller.calls.handle(events, caller.now_s)
     assert [sent.stream_id for sent in caller.collect()] == [5]
@@ -300,14 +301,8 @@ def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk, bulk_caller)
 
 def test_a_turn_that_is_over_answers_the_calls_that_came_together_until_then(bulk, bulk_caller):
     caller = bulk_caller
-    parts = [
-        caller.call(1, "/b/one", b"a"),
-        caller.call(3, "/nope"),
-        caller.call(5, "/b/one", b"b"),
-    ]
-    events = iter(caller.connection.receive(b"".join(parts)))
-    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
-    assert not caller.calls.handle(events, started_s)
+    asked = ((1, "/b/one", b"a"), (3, "/nope", b""), (5, "/b/one", b"b"))
+    events = cut_short(caller, *(caller.call(*one) for one in asked))
     assert bulk.asked == [(1, [b"a"])]
     assert caller.calls.handle(events, caller.now_s)
     assert bulk.asked == [(1, [b"a"]), (1, [b"b"])]
@@ -315,11 +310,7 @@ def test_a_turn_that_is_over_answers_the_calls_that_came_together_until_then(bul
 
 def test_of_a_lost_connection_no_call_is_left_over(bulk, bulk_caller):
     caller = bulk_caller
-    events = iter(
-        caller.connection.receive(b"".join(caller.call(n, "/b/one", b"?") for n in (1, 3)))
-    )
-    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
-    assert not caller.calls.handle(events, started_s)
+    events = cut_short(caller, *(caller.call(n, "/b/one", b"?") for n in (1, 3)))
     caller.calls.lose_all()
     assert caller.calls.handle(events, caller.now_s)
     assert bulk.own == [b"?"]

@@ -1,13 +1,15 @@
-"""Messages out of bytes, however these are cut, and never more of them than may be."""
+"""Messages, statuses and deadlines as they are on the line."""
 
 import gzip
 import zlib
 from itertools import pairwise
 
+import hpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratelimitd.rpc import messages
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.messages import (
     PREFIXES,
@@ -16,8 +18,13 @@ from ratelimitd.rpc.messages import (
     Part,
     framed,
     inflated,
+    is_positive_timeout,
     message_of,
     only_message,
+    parse_timeout_s,
+    status_fields,
+    trailers,
+    trailers_only,
 )
 
 LIMIT = 5_000
@@ -106,3 +113,78 @@ def test_a_broken_or_huge_compressed_message_is_refused(content, code, text):
 
 def test_a_compressed_message_may_be_as_large_as_any():
     assert inflated(gzip.compress(bytes(LIMIT)), Encoding.GZIP, LIMIT) == bytes(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"1H", 3600.0),
+        (b"2M", 120.0),
+        (b"3S", 3.0),
+        (b"250m", 0.25),
+        (b"5u", 5e-6),
+        (b"7n", 7e-9),
+        (b"0S", 0.0),
+        (b"00000001S", 1.0),
+        (b"99999999H", 99_999_999 * 3600.0),
+    ],
+)
+def test_a_timeout_is_up_to_eight_digits_and_a_unit(value, seconds):
+    assert parse_timeout_s(value) == pytest.approx(seconds)
+    assert is_positive_timeout(value) is not value.startswith(b"0")
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"S", b"1", b"-1S", b"+1S", b" 1S", b"1 S", b"1s", b"1.5S", b"123456789S", b"1\xb2S"]
+)  # fmt: skip
+def test_anything_else_is_none(value):
+    with pytest.raises(ValueError, match="no timeout"):
+        parse_timeout_s(value)
+    assert not is_positive_timeout(value)
+
+
+def decoded(block):
+    """What a peer reads that has seen no block before, and none after."""
+    decoder = hpack.Decoder()
+    found = decoder.decode(block, raw=True)
+    assert not decoder.header_table.dynamic_entries
+    return dict(found)
+
+
+def test_a_message_is_percent_encoded_but_for_printable_ascii():
+    error = RpcError(StatusCode.ABORTED, "caf\u00e9 100% \n~\x7f")
+    assert status_fields(error) == (
+        (b"grpc-status", b"10"),
+        (b"grpc-message", b"caf%C3%A9 100%25 %0A~%7F"),
+    )
+
+
+def test_a_lone_surrogate_breaks_no_answer():
+    assert status_fields(RpcError(StatusCode.ABORTED, "\ud800"))[1] == (b"grpc-message", b"?")
+
+
+def test_details_are_base64_without_padding():
+    fields = dict(status_fields(RpcError(StatusCode.NOT_FOUND, "", b"\x00det")))
+    assert fields == {b"grpc-status": b"5", b"grpc-status-details-bin": b"AGRldA"}
+
+
+def test_a_long_message_is_cut():
+    fields = dict(status_fields(RpcError(StatusCode.INTERNAL, "x" * 2_000)))
+    assert len(fields[b"grpc-message"]) == messages.MAX_MESSAGE_CHARS
+
+
+def test_blocks_need_no_dynamic_table():
+    error = RpcError(StatusCode.INTERNAL, "no")
+    assert decoded(trailers(error)) == {b"grpc-status": b"13", b"grpc-message": b"no"}
+    assert decoded(trailers_only(error, ((b"a", b"b"),))) == {
+        b":status": b"200",
+        b"content-type": b"application/grpc",
+        b"a": b"b",
+        b"grpc-status": b"13",
+        b"grpc-message": b"no",
+    }
+    assert decoded(messages.HEADERS) == {
+        b":status": b"200",
+        b"content-type": b"application/grpc",
+    }
+    assert decoded(messages.OK_TRAILERS) == {b"grpc-status": b"0"}

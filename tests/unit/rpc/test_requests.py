@@ -25,11 +25,6 @@ from tests.http2_peer import (
 from tests.native_caller import Caller
 
 
-@pytest.fixture
-def caller():
-    return Caller()
-
-
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_a_message_may_come_in_any_number_of_frames(caller, cut):
     body = framed(b"hi")

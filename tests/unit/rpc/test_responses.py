@@ -8,11 +8,6 @@ from tests.http2_peer import DATA, END_STREAM, POST, data, window_update
 from tests.native_caller import Caller
 
 
-@pytest.fixture
-def caller():
-    return Caller()
-
-
 @pytest.mark.parametrize(
     ("path", "status"),
     [

@@ -1,5 +1,6 @@
 """What heads mean to gRPC, and that they are judged once."""
 
+import socket
 from dataclasses import replace
 
 import hpack
@@ -8,7 +9,16 @@ import pytest
 from ratelimitd.http2.headers import HeadReader, RequestHead
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportError
 from ratelimitd.rpc.messages import Encoding
-from ratelimitd.rpc.routing import NativeCall, Peer, Router, routes_of
+from ratelimitd.rpc.routing import (
+    NativeCall,
+    Peer,
+    Router,
+    address_of,
+    http_fallback,
+    peer_of,
+    routes_of,
+    sans_of,
+)
 
 PEER = Peer("ipv4:10.0.0.1:5000", ("a.example",))
 
@@ -277,3 +287,72 @@ def test_the_time_left_is_the_deadlines_and_never_negative():
     assert call_with().time_remaining_s() is None
     assert call_with(deadline_s=3.0, now_s=1.0).time_remaining_s() == 2.0
     assert call_with(deadline_s=3.0, now_s=4.0).time_remaining_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("method", "is_grpc", "status"),
+    [(b"GET", False, "405"), (b"GET", True, "405"), (b"", True, "405"), (b"POST", False, "415")],
+)
+def test_a_request_that_is_not_of_grpc_gets_an_answer_with_a_body(method, is_grpc, status):
+    block, body = http_fallback(method, is_grpc=is_grpc)
+    fields = dict(hpack.Decoder().decode(block))
+    assert fields[":status"] == status
+    assert fields["content-length"] == str(len(body))
+    assert b"gRPC" in body
+    assert ("allow" in fields) == (status == "405")
+
+
+def test_an_answer_to_head_is_headers_alone():
+    block, body = http_fallback(b"HEAD", is_grpc=False)
+    assert (block, body) == (http_fallback(b"GET", is_grpc=False).head_block, b"")
+
+
+def test_a_request_of_grpc_is_none_of_its_business():
+    assert http_fallback(b"POST", is_grpc=True) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "address"),
+    [
+        (socket.AF_INET, ("127.0.0.1", 5000), "ipv4:127.0.0.1:5000"),
+        (socket.AF_INET6, ("::1", 5000, 0, 0), "ipv6:[::1]:5000"),
+        (socket.AF_INET6, ("fe80::1%eth0", 5000, 0, 2), "ipv6:[fe80::1%eth0]:5000"),
+        (socket.AF_INET6, ("::ffff:10.0.0.1", 5000, 0, 0), "ipv4:10.0.0.1:5000"),
+        (socket.AF_UNIX, "", "unix:"),
+        (None, None, "unknown:"),
+    ],
+)
+def test_an_address_is_spelt_as_grpc_spells_it(family, name, address):
+    assert address_of(family, name) == address
+
+
+def test_names_of_every_kind_are_names():
+    names = (("DNS", "a.example"), ("URI", "spiffe://b"), ("DirName", (("x", "y"),)))
+    assert sans_of({"subjectAltName": names}) == ("a.example", "spiffe://b")
+    assert sans_of({}) == ()
+
+
+class Transport:
+    """What asyncio tells about a connection."""
+
+    def __init__(self, **info):
+        self.get_extra_info = info.get
+
+
+class Certified:
+    def getpeercert(self):
+        return {"subjectAltName": (("DNS", "a.example"),)}
+
+
+def test_a_peer_is_the_address_of_its_socket_and_the_names_of_its_certificate():
+    with socket.socket() as sock:
+        plain = peer_of(Transport(socket=sock, peername=("10.0.0.1", 1)))
+        certified = peer_of(
+            Transport(socket=sock, peername=("10.0.0.1", 1), ssl_object=Certified())
+        )
+    assert plain == ("ipv4:10.0.0.1:1", ())
+    assert certified == ("ipv4:10.0.0.1:1", ("a.example",))
+
+
+def test_a_connection_that_is_lost_already_is_nobody_local():
+    assert peer_of(Transport()).address == "unknown:"

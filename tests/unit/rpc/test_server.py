@@ -28,13 +28,7 @@ from tests.http2_peer import (
     settings,
     window_update,
 )
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
-            await asyncio.sleep(0.001)
-
+from tests.native_caller import until
 
 LARGE = 3_000_000
 

@@ -3,22 +3,8 @@
 import asyncio
 
 import pytest
-import uvloop
 
-from ratelimitd.rpc.state import EVERY_S, MOST_AT_ONCE, TickGate
-
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-
-
-@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
-def running(request):
-    """Runs a scenario in each event loop in turn."""
-
-    def run(scenario):
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(scenario())
-
-    return run
+from ratelimitd.rpc.state import EVERY_S, LATE_S, MOST_AT_ONCE, TURN_S, TickGate, TimeBudget
 
 
 class Line:
@@ -105,3 +91,29 @@ def test_with_a_clock_as_many_go_through_together_as_a_turn_was_long(running, tu
         assert await line.turns(6, on_turn) == [0, 1, together, together, together, 0]
 
     running(scenario)
+
+
+@pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])
+def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
+    now_s = 0.0
+    turn = TimeBudget(lambda: now_s)
+    assert not turn.expensive
+    turn.expensive = True
+    now_s += passed_s
+    assert turn.is_over() is over
+    assert not turn.expensive
+
+
+def test_the_next_turn_has_all_its_time():
+    turn = TimeBudget(lambda: 5.0)
+    assert turn.is_over()
+    turn.begin(5.0, 4.0)
+    assert not turn.is_over()
+
+
+@pytest.mark.parametrize(("waited_s", "late"), [(0.0, False), (LATE_S, False), (0.2, True)])
+def test_what_has_waited_long_for_its_turn_is_late(waited_s, late):
+    turn = TimeBudget(lambda: 0.0)
+    turn.begin(waited_s, 0.0)
+    assert turn.is_late is late
+    assert (turn.began_s, turn.came_s) == (waited_s, 0.0)

@@ -1,7 +1,6 @@
 import asyncio
-import sqlite3
 import uuid
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 import pytest_asyncio
@@ -83,12 +82,6 @@ class Node:
 
 
 @pytest_asyncio.fixture
-async def store(tmp_path):
-    async with sqlite_store(tmp_path) as opened:
-        yield opened
-
-
-@pytest_asyncio.fixture
 async def start(store, tmp_path, reports):
     """Starts nodes, one after another in one state directory, and closes them."""
     started = []
@@ -115,27 +108,6 @@ def lose(tmp_path):
         return lambda: away.rename(path)
 
     return lose
-
-
-@pytest.fixture
-def behind(tmp_path):
-    """Runs a statement on the file as somebody who does not ask the service."""
-
-    def run(statement, *parameters):
-        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
-            connection.execute("PRAGMA ignore_check_constraints = 1")
-            connection.execute(statement, parameters)
-
-    return run
-
-
-def insert_many(behind, count, algorithm="fixed_window"):
-    for n in range(count):
-        row = (str(uuid.UUID(int=n)), f"/{n}", algorithm)
-        behind(
-            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)",
-            *row,
-        )
 
 
 async def test_the_first_book_is_there_when_the_start_returns(start, store):
@@ -191,8 +163,8 @@ async def test_two_rules_that_swapped_their_endpoints_arrive_together(start, sto
     assert set(node.feed.book.rules()) == {orders, carts}
 
 
-async def test_a_book_of_many_turns_is_swapped_whole(start, behind):
-    insert_many(behind, RULES_PER_STEP + 1)
+async def test_a_book_of_many_turns_is_swapped_whole(start, insert_many):
+    insert_many(RULES_PER_STEP + 1)
     node = await start()
     assert [len(book) for book in node.books] == [RULES_PER_STEP + 1]
 
@@ -309,11 +281,11 @@ async def test_a_feed_that_never_started_can_be_closed(store):
     await RuleFeed(store, on_book=lambda _book: None).close()
 
 
-async def test_bad_rows_are_skipped_counted_and_named(start, behind):
-    insert_many(behind, 2)
-    behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/1'")
+async def test_bad_rows_are_skipped_counted_and_named(start, behind, insert_many):
+    insert_many(2)
+    behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/0001'")
     node = await start()
-    assert [rule.endpoint for rule in node.feed.book.rules()] == ["/0"]
+    assert [rule.endpoint for rule in node.feed.book.rules()] == ["/0000"]
     assert (node.feed.skipped_total, node.feed.left_out) == (1, 1)
     (line,) = node.reports
     assert line.startswith(f"rule {uuid.UUID(int=1)} is not served: algorithm: unsupported")
@@ -355,9 +327,9 @@ async def test_a_replaced_database_brings_its_own_bad_rows(start, store, behind)
     assert (len(node.feed.book), node.feed.left_out) == (0, 0)
 
 
-async def test_of_very_many_bad_rows_only_some_are_named(start, behind):
-    insert_many(behind, MAX_REPORTED_ROWS + 5, algorithm="leaky")
-    behind("UPDATE rules SET id = 'none' WHERE endpoint = '/0'")
+async def test_of_very_many_bad_rows_only_some_are_named(start, behind, insert_many):
+    insert_many(MAX_REPORTED_ROWS + 5, algorithm="leaky")
+    behind("UPDATE rules SET id = 'none' WHERE endpoint = '/0000'")
     node = await start()
     assert len(node.reports) == MAX_REPORTED_ROWS + 1
     assert any(line.startswith("rule without id is not served: id: ") for line in node.reports)
@@ -409,7 +381,6 @@ async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, t
     node = await start()
     await node.close()
     book = (await LastGoodBook(tmp_path).load()).book
-    assert book is not None
     assert set(book.rules()) == set(node.feed.book.rules())
     await node.feed.close()
 

@@ -210,16 +210,10 @@ def test_credentials_do_not_show_themselves():
     assert repr(Credentials(admin_token="secret")) == "Credentials(…)"
 
 
-def test_names_are_for_those_who_may_administer():
-    LOOPBACK.may_administer(FakeCall())
-    TOKENS.may_administer(bearer("admin-secret", peer=ELSEWHERE))
-    with pytest.raises(RpcError):
-        TOKENS.may_administer(bearer("check-secret"))
-
-
-def test_what_no_method_shows_is_for_those_who_may_read():
-    LOOPBACK.may_read(FakeCall())
-    TOKENS.may_read(bearer("admin-secret", peer=ELSEWHERE))
+@pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
+def test_what_no_method_shows_is_for_those_who_hold_its_role(role):
+    LOOPBACK.demand(role, FakeCall())
+    TOKENS.demand(role, bearer("admin-secret", peer=ELSEWHERE))
     with pytest.raises(RpcError) as raised:
-        TOKENS.may_read(bearer("check-secret"))
+        TOKENS.demand(role, bearer("check-secret"))
     assert raised.value.code is StatusCode.PERMISSION_DENIED

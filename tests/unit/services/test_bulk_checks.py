@@ -323,14 +323,6 @@ def test_what_is_known_by_plans_is_bounded_over_all_endings(monkeypatch):
     bench = Bench(replace(EVERYWHERE, limit=1_000, plans=(Plan("gold", (EVERYWHERE,)),)))
     bench.assignments.put(USER, b"bob", "gold", 0)
     for cost in range(1, 20):
-        messages = [
-            pb.RateLimitRequest(
-                identifier=name, identifier_type="user", endpoint="/a", tokens_requested=cost
-            ).SerializeToString()
-            for name in ("ada", "bob")
-        ]
-        found = [
-            pb.RateLimitResponse.FromString(one) for one in bench.checks.answer_calls(messages)
-        ]
-        assert [one.plan for one in found] == ["", "gold"]
+        answers = bench.answers(*[check(name, tokens_requested=cost) for name in ("ada", "bob")])
+        assert [answer.plan for answer in answers] == ["", "gold"]
         assert len(bench.checks._known) <= 4

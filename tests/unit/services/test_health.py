@@ -1,5 +1,6 @@
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -89,17 +90,8 @@ def test_health_is_answered_with_the_measurements_behind_it():
 
 
 def test_a_node_that_is_not_healthy_is_degraded():
-    report = HealthReport(
-        healthy=False,
-        shared_state_connected=False,
-        local_cache_hit_ratio=0.0,
-        average_latency_ms=9.0,
-        error_rate=1.0,
-        node_id="n",
-        breaker_state="open",
-        rules_revision=0,
-    )
-    answer = pb.HealthResponse.FromString(service_of(report).get_health_status(b"", CALL))
+    service = service_of(replace(REPORT, healthy=False))
+    answer = pb.HealthResponse.FromString(service.get_health_status(b"", CALL))
     assert answer.status == pb.DEGRADED
 
 

@@ -4,8 +4,9 @@ from hypothesis import strategies as st
 
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.services import wire
-from ratelimitd.services.wire_format import COUNT_ABOVE_BYTES
+from ratelimitd.services.wire_format import COUNT_ABOVE_BYTES, KEPT, read_varint, varint
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rpc.wire import varint as written_by_hand
 
 PARSERS = {
     wire.parse_check: pb.RateLimitRequest,
@@ -45,7 +46,7 @@ def test_nothing_is_read_from_an_empty_message_but_that_it_is_one():
 
 @pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 1, 2**63 - 1])
 def test_a_number_too_wide_for_its_field_is_seen_as_sent(value):
-    data = b"\x20" + varint(value)
+    data = b"\x20" + written_by_hand(value)
     assert wire.parse_check(data).tokens_requested == value
 
 
@@ -65,8 +66,10 @@ def test_whether_enabled_was_sent_can_be_told():
 
 
 FIELDS = st.one_of(
-    st.builds(lambda content: b"\x0a" + varint(len(content)) + content, st.binary(max_size=200)),
-    st.builds(lambda value: b"\x10" + varint(value), st.integers(0, 2**64 - 1)),
+    st.builds(
+        lambda content: b"\x0a" + written_by_hand(len(content)) + content, st.binary(max_size=200)
+    ),
+    st.builds(lambda value: b"\x10" + written_by_hand(value), st.integers(0, 2**64 - 1)),
     st.builds(lambda content: b"\x19" + content, st.binary(min_size=8, max_size=8)),
     st.builds(lambda content: b"\x25" + content, st.binary(min_size=4, max_size=4)),
     st.just(b"\x2b\x2c"),  # an empty group
@@ -91,8 +94,10 @@ items = st.builds(
     st.sampled_from([b"", b"\x20\x01", b"\x78\x01"]),
 )
 near_items = st.one_of(
-    items.map(lambda item: b"\x0a" + varint(len(item)) + item),
-    items.map(lambda item: b"\x0a" + varint(len(item) | 128)[:1] + b"\x80\x00" + item[:127]),
+    items.map(lambda item: b"\x0a" + written_by_hand(len(item)) + item),
+    items.map(
+        lambda item: b"\x0a" + written_by_hand(len(item) | 128)[:1] + b"\x80\x00" + item[:127]
+    ),
     FIELDS,
     st.binary(max_size=4),
 )
@@ -100,7 +105,7 @@ near_items = st.one_of(
 
 @given(st.lists(items, max_size=8))
 def test_a_batch_is_split_into_its_items(messages):
-    data = b"".join(b"\x0a" + varint(len(item)) + item for item in messages)
+    data = b"".join(b"\x0a" + written_by_hand(len(item)) + item for item in messages)
     assert wire.split_batch(data, 8) == messages
 
 
@@ -206,14 +211,6 @@ def test_the_largest_batch_and_rule_are_parsed():
     assert len(wire.parse_create(create).rate_limit.plans) == 32
 
 
-def varint(value):
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
 def test_a_batch_that_ends_within_a_length_is_not_split():
     assert wire.split_batch(b"\x0a\x80", 10) is None
     assert wire.split_batch(b"\x0a\x00\x0a\xff", 10) is None
@@ -225,10 +222,45 @@ others = st.lists(st.sampled_from([b"\x10\x01", b"\x20\x07", b"\x7a\x02\x0a\x00"
 
 @given(st.lists(rule_bytes, max_size=5), others, st.randoms())
 def test_the_rules_of_a_set_are_cut_out_wherever_they_are(rules, other_fields, random):
-    parts = [b"\x0a" + varint(len(rule)) + rule for rule in rules] + other_fields
+    parts = [b"\x0a" + written_by_hand(len(rule)) + rule for rule in rules] + other_fields
     order = list(range(len(parts)))
     random.shuffle(order)
     left = bytearray()
     found = [*wire.rules_within(b"".join(parts[place] for place in order), left)]
     assert found == [rules[place] for place in order if place < len(rules)]
     assert left == b"".join(parts[place] for place in order if place >= len(rules))
+
+
+EDGES = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28 - 1, 2**28, 2**31 - 1, 2**42, 2**64 - 1]
+
+numbers = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1))
+
+
+@given(numbers)
+def test_a_number_is_written_as_short_as_can_be(number):
+    assert varint(number) == written_by_hand(number)
+
+
+def test_the_kept_encodings_are_those_of_their_places():
+    assert list(KEPT) == [*map(written_by_hand, range(len(KEPT)))]
+
+
+@given(numbers, st.binary(max_size=5), st.binary(max_size=12))
+def test_what_was_written_is_read_wherever_it_stands(number, before, behind):
+    encoded = varint(number)
+    place = len(before)
+    assert read_varint(before + encoded + behind, place) == (number, place + len(encoded))
+
+
+@pytest.mark.parametrize("data", [b"\x85\x00", b"\x85\x80\x00", b"\x85" + b"\x80" * 8 + b"\x00"])
+def test_a_varint_that_is_longer_than_it_has_to_be_is_read(data):
+    assert read_varint(data + b"more", 0) == (5, len(data))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 9])
+def test_a_varint_that_is_cut_off_ends_the_data(data):
+    assert read_varint(data, 0)[1] == len(data)
+
+
+def test_a_varint_of_more_than_ten_octets_ends_the_data():
+    assert read_varint(b"\x80" * 10 + b"\x01rest", 0)[1] == 15

@@ -60,7 +60,6 @@ _write_header = struct.Struct(">BHBBI").pack
 _write_u32 = struct.Struct(">I").pack
 _write_two_u32 = struct.Struct(">II").pack
 _write_setting = struct.Struct(">HI").pack
-_read_u32 = struct.Struct(">I").unpack_from
 
 
 def frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
@@ -111,7 +110,6 @@ def headers(
     return b"".join(parts)
 
 
-def u32(payload: bytes, at: int = 0) -> int:
-    """Return 32 bits of a payload."""
-    number: int = _read_u32(payload, at)[0]
-    return number
+def u32(payload: bytes) -> int:
+    """Return the first 32 bits of a payload."""
+    return int.from_bytes(payload[:4], "big")

@@ -20,7 +20,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
-from ratelimitd.rules.assignments import Assignment, assigned_of
+from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql import assignments as sql_assignments
 from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
@@ -29,7 +29,6 @@ from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
 from ratelimitd.rules.store import AssignmentQuery, RuleChanges, RuleDraft, SkippedRow
-from ratelimitd.rules.validation import rule_from_row
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
 from tests.rule_stores import sqlite_store, store_at
@@ -50,27 +49,6 @@ async def store(tmp_path, clock):
         tmp_path, clock=clock, new_id=lambda: uuid.UUID(ID), busy_timeout_s=0.01
     ) as opened:
         yield opened
-
-
-@pytest.fixture
-def behind(tmp_path):
-    """Runs a statement on the file as somebody who does not ask the service; returns the rows."""
-
-    def run(statement, *parameters):
-        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
-            connection.execute("PRAGMA ignore_check_constraints = 1")
-            return connection.execute(statement, parameters).fetchall()
-
-    return run
-
-
-def many(behind, count):
-    for n in range(count):
-        behind(
-            "INSERT INTO rules VALUES"
-            " (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)",
-            str(uuid.UUID(int=n)), f"/{n:04}",
-        )  # fmt: skip
 
 
 async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, behind, clock):
@@ -146,8 +124,8 @@ async def test_no_more_rules_go_back_than_a_set_may_have(store, behind, monkeypa
         await store.revert(1, "me", dry_run=False, since=0)
 
 
-async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
-    many(behind, 1)
+async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, insert_many):
+    insert_many(1)
     assert await store.create_all([ORDERS], "me") == 0
 
 
@@ -217,8 +195,8 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
     assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
-async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
-    many(behind, ROWS_PER_STEP + 3)
+async def test_a_bad_row_takes_no_place_on_a_page(store, behind, insert_many):
+    insert_many(ROWS_PER_STEP + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
     page = await store.page("", "", None, 3)
     assert [rule.endpoint for rule in page] == ["/0000", "/0002", "/0004"]
@@ -226,12 +204,6 @@ async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
     assert await store.page("", "", ("/0129", "user"), 1000) == [
         rule for rule in await store.page("/0130", "", None, 10) if isinstance(rule, Rule)
     ]
-
-
-async def test_a_load_of_more_than_one_tick_is_whole(store, behind):
-    many(behind, 2 * ROWS_PER_STEP + 1)
-    changes = await store.changes_since(None)
-    assert len(changes.changed) == 2 * ROWS_PER_STEP + 1
 
 
 async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_revision(tmp_path):
@@ -265,9 +237,9 @@ async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, be
     assert entry.at.utcoffset() == timedelta(0)
 
 
-async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monkeypatch):
-    many(behind, 3 * ROWS_PER_STEP)
-    rows_of, iteration = Counter(), itertools.count()
+async def loaded(store, monkeypatch, module, reader):
+    """Load everything; return it, and how many rows were read in each iteration of the loop."""
+    rows_of, iteration, read = Counter(), itertools.count(), getattr(module, reader)
     now = next(iteration)
 
     async def iterate():
@@ -278,13 +250,21 @@ async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monk
 
     def counted(row):
         rows_of[now] += 1
-        return rule_from_row(row)
+        return read(row)
 
-    monkeypatch.setattr(sql_store, "rule_from_row", counted)
+    monkeypatch.setattr(module, reader, counted)
     iterating = asyncio.create_task(iterate())
-    await store.changes_since(None)
+    changes = await store.changes_since(None)
     iterating.cancel()
-    assert rows_of.total() == 3 * ROWS_PER_STEP
+    return changes, rows_of
+
+
+async def test_a_long_load_is_whole_and_lets_the_loop_run_between_batches(
+    store, insert_many, monkeypatch
+):
+    insert_many(2 * ROWS_PER_STEP + 1)
+    changes, rows_of = await loaded(store, monkeypatch, sql_store, "rule_from_row")
+    assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
 
 
@@ -455,23 +435,7 @@ async def test_a_long_load_of_assignments_lets_the_loop_run_between_steps(
         " INSERT INTO assignments SELECT 'user', CAST(i AS BLOB), 'pro', 0, '', 1 FROM n",
         many_assigned,
     )
-    rows_of, iteration = Counter(), itertools.count()
-    now = next(iteration)
-
-    async def iterate():
-        nonlocal now
-        while True:
-            now = next(iteration)
-            await asyncio.sleep(0)
-
-    def counted(row):
-        rows_of[now] += 1
-        return assigned_of(row)
-
-    monkeypatch.setattr(sql_assignments, "assigned_of", counted)
-    iterating = asyncio.create_task(iterate())
-    changes = await store.changes_since(None)
-    iterating.cancel()
+    changes, rows_of = await loaded(store, monkeypatch, sql_assignments, "assigned_of")
     assert changes.assignments is not None
     assert len(changes.assignments) == rows_of.total() == many_assigned
     assert max(rows_of.values()) <= ROWS_OF_ASSIGNMENTS

@@ -1,12 +1,14 @@
 """The frame around a page that shows who looks at it."""
 
+from functools import partial
+
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ratelimitd.services.auth import Credentials
+from ratelimitd.services.auth import Credentials, Role
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Refused, plain
 from ratelimitd.web.pages.page_base import (
     FORM_COOKIE,
@@ -30,7 +32,7 @@ class Node:
         self.refused = []
         self.now_s = 1_700_006_400.0
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
-        may_read = access_of(Credentials(**credentials)).may_read
+        may_read = partial(access_of(Credentials(**credentials)).demand, Role.READ)
         self.frame = frame_of(self.sessions, may_read=may_read, count=self.refused.append)
         self.app = Starlette(
             routes=[

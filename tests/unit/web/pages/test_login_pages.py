@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 from starlette.applications import Starlette
 
-from ratelimitd.services.auth import Credentials
+from ratelimitd.services.auth import Credentials, Role
 from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.login import LoginPages
@@ -20,7 +22,8 @@ class Node:
         self.now_s = 1_700_006_400.0
         sessions = Sessions(admin_token, lambda: self.now_s)
         access = access_of(Credentials(admin_token=admin_token, loopback_admin=True))
-        frame = frame_of(sessions, may_read=access.may_read, count=self.refused.append)
+        may_read = partial(access.demand, Role.READ)
+        frame = frame_of(sessions, may_read=may_read, count=self.refused.append)
         self.app = Starlette(
             routes=LoginPages(frame, sessions, self.refused.append, access.login).routes(),
             exception_handlers={Refused: frame.refuse},

@@ -1,0 +1,39 @@
+"""A store in a file of its own, and what somebody does to that file who does not ask the service."""
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+import pytest_asyncio
+
+from tests.rule_stores import sqlite_store
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path):
+    async with sqlite_store(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def behind(tmp_path):
+    """Runs a statement on the file; returns the rows."""
+
+    def run(statement, *parameters):
+        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = 1")
+            return connection.execute(statement, parameters).fetchall()
+
+    return run
+
+
+@pytest.fixture
+def insert_many(behind):
+    """Inserts rules for ``/0000``, ``/0001`` and so on, whose ids have these numbers."""
+    return lambda count, algorithm="fixed_window": behind(
+        "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ? - 1)"
+        " INSERT INTO rules SELECT printf('00000000-0000-0000-0000-%012x', i), printf('/%04d', i),"
+        " 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01', NULL, NULL FROM n",
+        count,
+        algorithm,
+    )
