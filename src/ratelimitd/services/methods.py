@@ -196,7 +196,10 @@ def _guarded_stream(
 
 _CHECK: Final = f"{rate_limiter.SERVICE}/CheckRateLimit"
 _BATCH: Final = f"{rate_limiter.SERVICE}/CheckRateLimitBatch"
-_CHECKS: Final = frozenset({_CHECK, _BATCH})
+_HOLD: Final = f"{holds.SERVICE}/Hold"
+_CHECKS: Final = frozenset(
+    {_CHECK, _BATCH, _HOLD, f"{holds.SERVICE}/Settle", f"{holds.SERVICE}/Extend"}
+)
 
 _OTHERS: Final = frozenset(
     {
@@ -260,8 +263,12 @@ async def _awaited(span: Span, name: str, answer: Awaitable[bytes]) -> bytes:
 
 
 def _answered(span: Span, name: str, answer: bytes) -> bytes:
-    if name == _CHECK:
-        decision = ratelimiter_pb2.RateLimitResponse.FromString(answer)
+    if name in {_CHECK, _HOLD}:
+        decision = (
+            ratelimiter_pb2.RateLimitResponse.FromString(answer)
+            if name == _CHECK
+            else ratelimiter_pb2.HoldResponse.FromString(answer).answer
+        )
         span.note("ratelimitd.allowed", decision.allowed)
         span.note("ratelimitd.reason", ratelimiter_pb2.Reason.Name(decision.reason))
         span.note("ratelimitd.rule_id", decision.rule_id)

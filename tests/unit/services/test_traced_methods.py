@@ -12,6 +12,7 @@ SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 UNSAMPLED = f"00-{'a' * 32}-{'b' * 16}-00"
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 BATCH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+HOLD = "/ratelimiter.v1.RateLimiterHolds/Hold"
 CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
 ALLOWED = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, rule_id="r")
 
@@ -58,13 +59,16 @@ def handlers(tracer, path, answer):
     return traced(Methods(unary={path: handle}), tracer).unary[path]
 
 
-def test_a_check_is_traced_only_below_a_recorded_trace(tracer):
-    handle = handlers(tracer, CHECK, ALLOWED.SerializeToString())
+@pytest.mark.parametrize(
+    ("path", "answer"), [(CHECK, ALLOWED), (HOLD, pb.HoldResponse(answer=ALLOWED, hold="h"))]
+)
+def test_a_check_is_traced_only_below_a_recorded_trace(tracer, path, answer):
+    handle = handlers(tracer, path, answer.SerializeToString())
     for parent in (None, UNSAMPLED):
-        assert handle(b"", Call(parent)) == ALLOWED.SerializeToString()
+        assert handle(b"", Call(parent)) == answer.SerializeToString()
     assert not tracer.begun
-    assert handle(b"", Call(SAMPLED)) == ALLOWED.SerializeToString()
-    assert tracer.begun == [(CHECK[1:], SAMPLED)]
+    assert handle(b"", Call(SAMPLED)) == answer.SerializeToString()
+    assert tracer.begun == [(path[1:], SAMPLED)]
     assert tracer.notes == {
         "ratelimitd.allowed": True,
         "ratelimitd.reason": "WITHIN_LIMIT",
