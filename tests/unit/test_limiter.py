@@ -679,10 +679,9 @@ class FakeSharedBuckets:
             raise self.at_once
         return self.at_once
 
-    def peek(self, *args, is_counted=True):
-        return self.apply(*args)
+    peek = apply
 
-    def wait(self, key, rule, now_us, cost, *, peek, is_counted=True):
+    def wait(self, key, rule, now_us, cost, *, peek):
         self.asked.append((key[:-9], rule, now_us, cost, peek))
         answer = asyncio.get_running_loop().create_future()
         if self.answers:
@@ -698,8 +697,7 @@ class FakeSharedBuckets:
             raise self.at_once
         return self.at_once and [self.at_once] * len(charges)
 
-    def peek_all(self, *args, is_counted=True):
-        return self.apply_all(*args)
+    peek_all = apply_all
 
     def wait_all(self, charges, now_us, cost, *, peek, is_counted=True):
         answers = [self.wait(key, rule, now_us, cost, peek=peek) for key, rule, _ in charges]

@@ -336,16 +336,15 @@ class Shared:
     def apply(self, _key, limit, _decide, _now_us, _cost):
         self.asked.append(limit)
 
-    def peek(self, _key, limit, _decide, _now_us, _cost, *, is_counted=True):
-        self.asked.append(limit)
+    peek = apply
 
-    def peek_all(self, charges, _now_us, _cost, *, is_counted=True):
+    def peek_all(self, charges, _now_us, _cost):
         self.asked += [limit for _, limit, _ in charges]
 
     async def reset(self, keys, limits):
         """Forget nothing."""
 
-    async def wait(self, _key, limit, _now_us, _cost, *, peek, is_counted=True):
+    async def wait(self, _key, limit, _now_us, _cost, *, peek):
         self.asked.append(limit)
         return (True, 4, 60, 0, Reason.WITHIN_LIMIT, None)
 

@@ -60,16 +60,9 @@ class RemoteBuckets(Buckets, Protocol):
     """Buckets that nodes share."""
 
     def wait(
-        self,
-        key: bytes,
-        rule: Limit,
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,
+        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
     ) -> Awaitable[Outcome | RateLimitdError]:
-        """Ask the shared state to decide a check, at once. ``is_counted``: an absent bucket is a miss.
+        """Ask the shared state to decide a check, at once.
 
         ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
         nothing was charged.
@@ -85,6 +78,8 @@ class RemoteBuckets(Buckets, Protocol):
         is_counted: bool = True,
     ) -> Awaitable[Sequence[Outcome | Exception]]:
         """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
+
+        ``is_counted``: an absent bucket is a miss.
 
         In the place of an outcome is the error of a bucket that cannot be decided. It denies nothing, unless the
         breaker is open and denies.
