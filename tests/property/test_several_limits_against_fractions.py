@@ -15,6 +15,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     INT32_MAX,
@@ -333,7 +334,7 @@ def check_policy(rng, met):
         judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check, now_us) if limit]
         before = held(table)
         clock.step(now_us - clock.now_us())
-        explained, looked_at, *_ = at_once(limiter.explain(check))
+        explained, looked_at, *_ = at_once(DryRun(limiter).explain(check))
         assert held(table) == before
         decision = limiter.check(check, now_us)
         assert explained == decision

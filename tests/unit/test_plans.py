@@ -9,6 +9,7 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError
 from ratelimitd.limiter import scopes as scopes_module
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     INT32_MAX,
@@ -75,6 +76,7 @@ class Node:
             on_denied=self.denied.append,
             assignments=self.assignments,
         )
+        self.dry_run = DryRun(self.limiter)
         if has_book:
             self.put(*rules)
 
@@ -323,8 +325,8 @@ class TestBlocked:
         node.assign("blocked")
         node.assign("unlimited", b"bob")
         now_us = node.limiter.now_us()
-        assert not node.limiter.all_pass([Check(b"ada", USER, "/orders")], now_us)
-        assert node.limiter.all_pass([Check(b"bob", USER, "/orders", 1_000)], now_us)
+        assert not node.dry_run.all_pass([Check(b"ada", USER, "/orders")], now_us)
+        assert node.dry_run.all_pass([Check(b"bob", USER, "/orders", 1_000)], now_us)
 
 
 class Shared:
@@ -360,7 +362,7 @@ class TestSharedState:
         assert node.limiter.check(check) is None
         [answer] = await node.limiter.wait([check])
         assert (answer.limit.limit, answer.plan) == (50, "gold")
-        explained = await node.limiter.explain(check)
+        explained = await node.dry_run.explain(check)
         assert (explained.decision.plan, explained.plans) == (
             "gold",
             (AssignedPlan(USER, "gold", 0),),
@@ -385,7 +387,7 @@ class TestExplaining:
         node.assign("pro", expire_time=NOW_S + 9)
         node.assign("silver", b"acme", "tenant")
         check = Check(b"ada", USER, "/orders", also=ACME)
-        decision, looked_at, plans, _ = await node.limiter.explain(check)
+        decision, looked_at, plans, _ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check._replace(peek=True))
         assert [(one.rule.id, one.plan) for one in looked_at] == [("orders", "pro"), ("tenant", "")]
         assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
@@ -395,7 +397,7 @@ class TestExplaining:
         node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
         node.assign(plan)
         check = Check(b"ada", USER, "/orders")
-        decision, looked_at, *_ = await node.limiter.explain(check)
+        decision, looked_at, *_ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check)
         assert [(one.match, one.plan, one.limits) for one in looked_at] == [
             (Match.PASSED_OVER, plan, ()),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.algorithms.several import Bucket, Charge
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.model import Check, Limit, Outcome
 
@@ -41,19 +41,6 @@ class Buckets(Protocol):
         self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
-
-
-class LocalBuckets(Buckets, Protocol):
-    """Buckets in this node's memory, which it also resets."""
-
-    def states(self, charges: Sequence[Charge]) -> Sequence[Bucket]:
-        """Return what the buckets hold."""
-
-    def remove(self, key: bytes) -> Any | None:
-        """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
-
-    def put_back(self, key: bytes, value: Any) -> None:
-        """Undo a :meth:`remove`."""
 
 
 class RemoteBuckets(Buckets, Protocol):

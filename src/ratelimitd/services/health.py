@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import Check, Explained, Rule
+from ratelimitd.limiter.dry_run import DryRun
+from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.observe.denials import DeniedEndpoint
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
@@ -53,16 +54,6 @@ _EMPTY: Final = b""
 _log = logging.getLogger(__name__)
 
 
-class Resetter(Protocol):
-    """What this service needs of a :class:`ratelimitd.limiter.limiter.Limiter`."""
-
-    async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
-        """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""
-
-    async def explain(self, check: Check) -> Explained:
-        """Return what a check would be answered, the rules that were looked at, and the plans of its identities."""
-
-
 class HealthService:
     """Handlers of health, metrics and reset.
 
@@ -75,8 +66,9 @@ class HealthService:
 
     def __init__(
         self,
-        limiter: Resetter,
+        limiter: Limiter,
         *,
+        dry_run: DryRun,
         report: Callable[[], HealthReport],
         samples: Callable[[Sequence[str]], Iterable[MetricSample]],
         unmatched: Callable[[], Awaitable[Sequence[DeniedEndpoint]]],
@@ -85,6 +77,7 @@ class HealthService:
     ) -> None:
         self._identities = identities
         self._limiter = limiter
+        self._dry_run = dry_run
         self._report = report
         self._samples = samples
         self._unmatched = unmatched
@@ -143,7 +136,7 @@ class HealthService:
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Tell what a check would be answered, and why; nothing is charged."""
         check = check_of(parse_check(data), self._identities)
-        return explanation_of(check, await self._limiter.explain(check)).SerializeToString()
+        return explanation_of(check, await self._dry_run.explain(check)).SerializeToString()
 
     async def list_unmatched(self, data: bytes, _call: Call) -> bytes:
         """The endpoints of checks without a rule; those with the most first."""
