@@ -118,13 +118,6 @@ class TestPacked:
         scene.run(3 * IDLE_US + TTL_US // 2)
         assert scene.cache.take_packed(name_of(b"a")) == state(1, 5)
 
-    def test_one_that_is_another_now_is_forgotten(self, scene):
-        scene.add()
-        scene.run(3 * IDLE_US)
-        scene.cache.forget_packed(name_of(b"a"))
-        assert len(scene.cache) == 0
-        assert scene.packed() is None
-
     def test_a_bucket_is_never_packed_and_in_use_at_once(self, scene):
         scene.add()
         scene.run(3 * IDLE_US)
