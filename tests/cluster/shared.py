@@ -87,9 +87,9 @@ class Shared:
         )
         return endpoint
 
-    def load(self, endpoint: str, seconds: float, *events: Event, rate_per_s: float = 300.0) -> Log:
+    def load(self, endpoint: str, seconds: float, *events: Event) -> Log:
         """Checks by three users on all nodes, and what happens meanwhile."""
-        schedule = steady(rate_per_s, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
+        schedule = steady(300.0, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
         return self.offer(endpoint, schedule, *events)
 
     def offer(self, endpoint: str, schedule: list[Due], *events: Event) -> Log:

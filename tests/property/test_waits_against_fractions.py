@@ -23,7 +23,7 @@ CHECKS = 60
 USER = IdentifierType.USER
 
 
-def random_rule(rng, *, own_clock=False):
+def random_rule(rng):
     limits = [
         Limit(
             limit=rng.choice([1, 3, 10, 100, 1_000, rng.randint(1, 10**6)]),

@@ -30,10 +30,6 @@ def used(shared, of, now_us=NOW):
     return ACCOUNTS[of.algorithm].used(shared.state, of, now_us)
 
 
-def content(state):
-    return runs_of(state) if isinstance(state, bytes) else state
-
-
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
 def test_a_charge_that_is_given_back_at_once_is_as_if_it_had_not_been_made(of):
     before = charged(of, (NOW - S, 3))
