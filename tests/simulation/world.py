@@ -215,9 +215,8 @@ class World:
             self.deliver(self._answer, node, key, back)
 
     def _answer(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
-        if self.store_up:
-            if not node.is_deaf:
-                self.deliver(node.run, back, self.ledger.buckets.get(key))
+        if self.store_up and not node.is_deaf:
+            self.deliver(node.run, back, self.ledger.buckets.get(key))
 
     def start(self, name: str) -> None:
         """A sender is known to be alive."""

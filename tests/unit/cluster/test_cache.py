@@ -11,6 +11,9 @@ from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 
+UNSETTLED = [{"spends": True}, {"is_dirty": True}]
+"""Of a bucket with something to settle; one that has spent nothing may be in the next batch all the same."""
+
 STEP_US = 6_250
 TTL_US = 300 * SECOND
 
@@ -20,10 +23,11 @@ class Scene:
         self.tag, self.now_us = SimpleNamespace(buckets={}, make_view=LocalView), 0
         self.cache = BucketCache(max_entries=max_entries, ttl_us=ttl_us, now_us=0)
 
-    def add(self, key=b"a", spent=1, *, is_dirty=False):
+    def add(self, key=b"a", spent=1, *, spends=False, is_dirty=False):
         base = None if spent is None else state(spent, 5)
         bucket = Bucket(key, name_of(key), self.tag, RULE, base)
-        if is_dirty:
+        bucket.is_dirty = is_dirty
+        if spends:
             bucket.view.check_alone(10, 1)
         self.cache.add(bucket)
         return bucket
@@ -75,14 +79,9 @@ class TestInUse:
         assert scene.tag.buckets == {}
         assert len(scene.cache) == 1
 
-    def test_one_with_something_to_settle_is_not_packed(self, scene):
-        bucket = scene.add(is_dirty=True)
-        scene.run(10 * IDLE_US)
-        assert scene.cache.get(b"a") is bucket
-
-    def test_nor_is_one_that_the_next_batch_contains_though_it_has_spent_nothing(self, scene):
-        bucket = scene.add()
-        bucket.is_dirty = True
+    @pytest.mark.parametrize("unsettled", UNSETTLED)
+    def test_one_with_something_to_settle_is_not_packed(self, scene, unsettled):
+        bucket = scene.add(**unsettled)
         scene.run(10 * IDLE_US)
         assert scene.cache.get(b"a") is bucket
 
@@ -254,7 +253,7 @@ class TestEviction:
 
     def test_an_idle_view_with_something_to_settle_does_not_pass_for_a_used_one(self):
         scene = Scene(max_entries=3)
-        scene.add(b"idle", is_dirty=True)
+        scene.add(b"idle", spends=True)
         scene.run(IDLE_US + 2 * STEP_US)
         scene.add(b"used")
         scene.run(IDLE_US + 2 * STEP_US, b"used")
@@ -264,9 +263,10 @@ class TestEviction:
         assert scene.cache.get(b"idle") is None
         assert scene.cache.get(b"used") is not None
 
-    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self):
+    @pytest.mark.parametrize("unsettled", UNSETTLED)
+    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self, unsettled):
         scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty", is_dirty=True)
+        dirty = scene.add(b"dirty", **unsettled)
         scene.run(IDLE_US)
         clean = scene.add(b"clean")
         scene.cache.step(scene.now_us)
@@ -274,19 +274,9 @@ class TestEviction:
         assert not dirty.is_cached
         assert scene.tag.buckets == {dirty.name: dirty, clean.name: clean}
 
-    def test_so_does_one_that_the_next_batch_contains_though_it_has_spent_nothing(self):
-        scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty")
-        dirty.is_dirty = True
-        scene.run(IDLE_US)
-        scene.add(b"clean")
-        scene.cache.step(scene.now_us)
-        assert not dirty.is_cached
-        assert scene.tag.buckets[dirty.name] is dirty
-
     def test_one_that_comes_back_is_in_use_again(self):
         scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty", is_dirty=True)
+        dirty = scene.add(b"dirty", spends=True)
         scene.run(IDLE_US)
         scene.add(b"clean")
         scene.cache.step(scene.now_us)

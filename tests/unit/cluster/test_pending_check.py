@@ -18,11 +18,6 @@ async def question():
     return PendingCheck(RULE, NOW_US, 3, peek=True, answer=answer)
 
 
-async def test_a_question_is_a_check_that_nobody_has_charged(question):
-    assert (question.rule, question.now_us, question.cost, question.peek) == (RULE, NOW_US, 3, True)
-    assert not question.charged
-
-
 async def test_it_is_answered_once(question):
     error = StoreUnavailableError("no answer")
     question.resolve(error)
@@ -43,19 +38,15 @@ async def test_an_error_that_nobody_expected_is_the_callers(question):
         await question.answer
 
 
-def test_a_grant_tells_what_is_left_with_it():
-    view = LocalView(limited(10), state(4, NOW_US, limit=10))
-    assert granted(view, NOW_US)[:5] == (True, 6, END_S, 0, WITHIN_LIMIT)
-
-
-def test_a_grant_is_told_what_was_left_before_those_behind_it():
-    view = LocalView(limited(10), state(10, NOW_US, limit=10))
-    assert granted(view, NOW_US, 3)[:5] == (True, 3, END_S, 0, WITHIN_LIMIT)
-
-
-def test_a_grant_of_the_last_token_tells_when_there_is_another():
-    view = LocalView(limited(10), state(10, NOW_US, limit=10))
-    assert granted(view, NOW_US)[:5] == (True, 0, END_S, 3_600, WITHIN_LIMIT)
+@pytest.mark.parametrize(
+    ("spent", "later", "left", "retry_after"),
+    [(4, 0, 6, 0), (10, 3, 3, 0), (10, 0, 0, 3_600)],
+    ids=["alone", "before others", "of the last token"],
+)
+def test_a_grant_tells_what_is_left_with_it(spent, later, left, retry_after):
+    view = LocalView(limited(10), state(spent, NOW_US, limit=10))
+    expected = True, left, END_S, retry_after, WITHIN_LIMIT
+    assert granted(view, NOW_US, later)[:5] == expected
 
 
 def test_a_grant_of_the_largest_limit_is_one():
@@ -63,12 +54,8 @@ def test_a_grant_of_the_largest_limit_is_one():
     assert granted(view, NOW_US)[:2] == (True, 2**31 - 1)
 
 
-def test_a_refusal_is_what_the_view_says_now_that_it_knows():
+def test_a_refusal_is_what_the_view_says_now_and_stays_one_when_there_is_enough():
     view = LocalView(limited(10), state(8, NOW_US, limit=10))
     assert refused(view, NOW_US, 3)[:5] == (False, 2, END_S, 3_600, LIMIT_EXCEEDED)
     assert refused(view, NOW_US, 11)[4] is COST_EXCEEDS_LIMIT
-
-
-def test_a_refusal_stays_one_when_there_is_enough_by_now():
-    view = LocalView(limited(10), state(8, NOW_US, limit=10))
     assert refused(view, NOW_US, 2)[:5] == (False, 2, END_S, 1, LIMIT_EXCEEDED)

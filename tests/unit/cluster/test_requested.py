@@ -27,13 +27,9 @@ async def question():
     return make
 
 
-def test_at_first_nobody_waits():
-    asked = Requested()
-    assert (asked.are_waiting, asked.are_taken) == (False, False)
-
-
 async def test_a_check_waits_until_a_batch_takes_it_and_is_told_what_it_brings(bucket, question):
     asked, first, second, third = Requested(), question(2), question(4), question(1)
+    assert (asked.are_waiting, asked.are_taken) == (False, False)
     for one in (first, second, third):
         asked.wait(bucket, one)
     assert (asked.are_waiting, asked.are_taken, bucket.view.asked_tokens) == (True, False, 7)
