@@ -1,14 +1,16 @@
 """Which buckets are in use, which are packed, and which leave; a tag stands for what else is known of them."""
 
+import gc
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
-from ratelimitd.cluster.packed import unpack
+from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
+from ratelimitd.ledger.shared_state import SharedState
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 
 UNSETTLED = [{"spends": True}, {"is_dirty": True}]
@@ -283,3 +285,28 @@ class TestEviction:
         scene.cache.add(dirty)
         assert dirty.is_cached
         assert scene.cache.get(b"dirty") is dirty
+
+
+# How they are packed
+
+STATES = [
+    SharedState(0, 7, 100),
+    SharedState(1, 2**53, 2**31 - 1, (2**81, 2**53 - 1)),
+    SharedState(2, 3, 4, b"a log"),
+    SharedState(1, 2**53, 2**31 - 1, (2**81, 2**53 - 1), 2**31 - 1),
+    SharedState(0, 7, 100, None, 5),
+]
+
+
+@pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
+def test_a_packed_state_comes_out_as_it_went_in(shared):
+    unpacked = unpack(pack(shared))
+    assert unpacked == shared
+    assert type(unpacked) is SharedState
+
+
+@pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
+def test_the_garbage_collector_does_not_look_at_what_is_packed(shared):
+    packed = pack(shared)
+    gc.collect()
+    assert not gc.is_tracked(packed)
