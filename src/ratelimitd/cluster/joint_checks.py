@@ -73,7 +73,9 @@ class PartCheck(PendingCheck):
             part.is_charged = isinstance(outcome, tuple) and outcome[0] and not self.peek
         self._joint.decided()
 
-    fail = resolve
+    def fail(self, error: Exception) -> None:
+        """Note an unexpected error, unless there is an outcome."""
+        self.resolve(error)
 
 
 class PartDecider(Protocol):
