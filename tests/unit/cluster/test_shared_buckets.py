@@ -45,6 +45,14 @@ class TestMisses:
         assert world.at_once()[:2] == (True, RULE.limit - 2)
         assert len(world.store.requests) == 1
 
+    async def test_all_that_wait_for_one_bucket_wait_for_the_first_and_are_charged_in_order(
+        self, world
+    ):
+        answers = [world.wait(cost=cost) for cost in (1, 2, 3)]
+        world.run(MS)
+        assert [answer.result()[1] for answer in answers] == [999, 997, 994]
+        assert len(world.store.asked("first_check")) == world.stats.bucket_missed_total == 1
+
     async def test_five_that_fail_open_the_breaker(self, world):
         world.store.mode = "down"
         for _ in range(5):
