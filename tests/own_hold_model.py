@@ -17,7 +17,6 @@ from ratelimitd.errors import (
 from ratelimitd.model import INT32_MAX, Algorithm, Enforcement, Limit
 
 GRACE = 60
-US = 10**6
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ PARTS: Final = {
     ),
     "limiter": Part(
         (f"{SERVER}/limiter", f"{SERVER}/clock.py"),
-        ("tests/unit/test_limiter.py", "tests/unit/test_holder.py", "tests/unit/test_plans.py",
-         "tests/unit/test_timestamps.py", "tests/unit/test_clock.py"),
+        ("tests/unit/limiter", "tests/unit/test_timestamps.py", "tests/unit/test_clock.py"),
         ("tests/property/test_limiter_model.py", "tests/unit/cluster", "tests/unit/services"),
     ),
     "scripts": Part((f"{REDIS}/scripts",), SCRIPTS, ("tests/unit/cluster",)),

@@ -116,6 +116,11 @@ class Nodes:
         count = float(len(self._running))
         until(lambda: set(self.metric(NODES)) == {count}, "nodes know of each other")
 
+    def settled(self) -> None:
+        """Wait until the shared state knows of all spends."""
+        name = "rate_limiter_unsettled_buckets"
+        until(lambda: self.metric_sum(name) == 0, "everything is settled")
+
     def metric(self, name: str) -> list[float]:
         """A number of each node that runs."""
         return [node.metric(name) for node in self._running]

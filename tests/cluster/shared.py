@@ -48,6 +48,7 @@ class Shared:
         self.proxies = [ChaosProxy(self.valkey.port) for _ in range(count)]
         urls = [proxy.url for proxy in self.proxies]
         self.nodes = Nodes(directory / "nodes", urls, *OPTIONS, *arguments)
+        self.settled = self.nodes.settled
         self.rules: dict[str, Rule] = {}
         """By their endpoints."""
         self._stack = contextlib.ExitStack()
@@ -87,9 +88,9 @@ class Shared:
         )
         return endpoint
 
-    def load(self, endpoint: str, seconds: float, *events: Event, rate_per_s: float = 300.0) -> Log:
+    def load(self, endpoint: str, seconds: float, *events: Event) -> Log:
         """Checks by three users on all nodes, and what happens meanwhile."""
-        schedule = steady(rate_per_s, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
+        schedule = steady(300.0, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
         return self.offer(endpoint, schedule, *events)
 
     def offer(self, endpoint: str, schedule: list[Due], *events: Event) -> Log:
@@ -97,13 +98,6 @@ class Shared:
         offered = offer(self.nodes.addresses, schedule, endpoint=endpoint, events=events)
         assert offered.log.entries
         return offered.log
-
-    def settled(self) -> None:
-        """Wait until the shared state knows of all spends."""
-        until(
-            lambda: self.nodes.metric_sum("rate_limiter_unsettled_buckets") == 0,
-            "everything is settled",
-        )
 
     def stored(self, endpoint: str, identifier: str) -> int:
         """What the shared state has of a user's spends, once everything is settled."""
@@ -150,6 +144,11 @@ def spent(ask: Callable[[str, bytes], Any], rule: Rule, identifier: str) -> int:
     if shared is None:
         return 0
     return ACCOUNTS[rule.algorithm].used(shared.state, rule, int(time.time() * 1_000_000))
+
+
+def use_up(node: Served, endpoint: str) -> None:
+    """Ask until a user's limit is used up."""
+    until(lambda: not node.check(endpoint).allowed, "the limit is used up")
 
 
 def down(node: Served) -> bool:

@@ -7,7 +7,8 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.model import Algorithm, IdentifierType, Reason, Rule
+from ratelimitd.model import Algorithm, Reason
+from tests import outcomes
 from tests.cluster.admissions import Asked, Log, entitled, excess, tokens
 
 WALL_S = 1_700_000_000.0
@@ -15,10 +16,8 @@ ALGORITHMS = [*ACCOUNTS]
 BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW
 
 
-def rule_of(algorithm, limit=10, window=1):
-    return Rule(
-        "r", "/a", IdentifierType.USER, limit=limit, window_seconds=window, algorithm=algorithm
-    )
+def rule_of(algorithm, limit=10):
+    return outcomes.rule_of(algorithm, limit, window_seconds=1)
 
 
 def admitted(*times_s, key="k", cost=1, late_s=0.0):

@@ -7,7 +7,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.chaos_proxy import ChaosProxy
 from tests.cluster.load import Event, offer, steady
 from tests.cluster.nodes import Nodes
-from tests.cluster.shared import OPTIONS
+from tests.cluster.shared import OPTIONS, use_up
 from tests.servers import Valkey, until
 from tests.wall_clock import WallClock
 
@@ -20,10 +20,6 @@ BOUND = "rate_limiter_over_admission_bound_ratio"
 LIMIT = {"limit": 20, "window_seconds": HOUR_S}
 """Of a token bucket: one every three minutes, so that a test lasts for less than one."""
 REFILL_S = 180
-
-
-def use_up(node):
-    until(lambda: not node.check("/a", "u").allowed, "the limit is used up")
 
 
 def is_near(figure, expected, within=1.0):
@@ -45,7 +41,7 @@ def test_a_node_by_itself_follows_a_clock_that_was_set_slowly_and_lets_nobody_ha
         Nodes(tmp_path / "nodes", "", count=1, environments=[clock.environment]) as nodes,
     ):
         nodes.rule(**LIMIT)
-        use_up(nodes[0])
+        use_up(nodes[0], "/a")
         for step_s in (HOUR_S, -2):
             clock.set(step_s)
             until(lambda step_s=step_s: is_near(nodes[0].metric(ERROR), step_s), "it is noticed")
@@ -70,7 +66,7 @@ def test_nodes_of_a_cluster_go_by_the_shared_states_clock_whatever_is_done_to_th
         nodes.meet()
         nodes.rule(**LIMIT)
         for node in nodes.served:
-            use_up(node)
+            use_up(node, "/a")
             true_times(node)
         # Each clock for as long as it takes to be measured again.
         events = [
@@ -102,5 +98,5 @@ def test_a_node_that_met_the_shared_state_late_says_how_far_its_clock_is_off(tmp
         until(lambda: is_near(nodes[0].metric(ERROR), -30), "it has compared its clock")
         assert nodes[0].metric(BOUND) > before + 2 * 25  # of a window of a second, 30 s apart
         until(lambda: nodes[0].metric("rate_limiter_shared_state_up") == 1.0, "it is connected")
-        use_up(nodes[0])
+        use_up(nodes[0], "/a")
         assert nodes[0].check("/a").reason == pb.LIMIT_EXCEEDED

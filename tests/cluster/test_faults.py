@@ -8,7 +8,15 @@ import pytest
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event, bursts, steady
-from tests.cluster.shared import TIMEOUT_MS, Shared, down, health, is_ready, open_breaker
+from tests.cluster.shared import (
+    TIMEOUT_MS,
+    Shared,
+    down,
+    health,
+    is_ready,
+    open_breaker,
+    use_up,
+)
 from tests.servers import until
 
 PAUSE_MS = 4_000
@@ -269,7 +277,7 @@ def test_replies_in_pieces_are_replies(cluster):
 def test_a_reset_is_heard_although_messages_are_lost(cluster):
     endpoint = cluster.new_rule(limit=20)
     for node in cluster.nodes.served:
-        until(lambda node=node: not node.check(endpoint).allowed, "the limit is used up")
+        use_up(node, endpoint)
     clients_killed(cluster, "pubsub")
     cluster[0].reset(endpoint)
     until(lambda: cluster[2].check(endpoint).allowed, "the other node has heard of the reset")
@@ -314,7 +322,7 @@ FILL = "for i = 1, 5000 do redis.call('SET', 'filler:' .. i, i) end"
 def test_a_server_that_is_still_loading_is_an_outage(cluster):
     valkey, endpoint = cluster.valkey, cluster.new_rule(limit=5)
     node = cluster[0]
-    until(lambda: not node.check(endpoint, "u").allowed, "the limit is used up")
+    use_up(node, endpoint)
     cluster.settled()
     valkey.ask("EVAL", FILL, 0)
     valkey.ask("SAVE")

@@ -4,8 +4,7 @@ import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.load import keys, offer, steady
-from tests.cluster.shared import Shared
-from tests.servers import until
+from tests.cluster.shared import Shared, use_up
 
 ENTRIES = 500
 
@@ -20,7 +19,7 @@ def cluster(tmp_path_factory):
 def test_a_bucket_that_had_to_go_is_not_full_when_it_comes_back(cluster):
     endpoint = cluster.new_rule(limit=5)
     for node in cluster.nodes.served:
-        until(lambda node=node: not node.check(endpoint, "u").allowed, "the limit is used up")
+        use_up(node, endpoint)
     schedule = steady(500, 3.0, nodes=2, keys=keys(3_000))
     log = offer(cluster.nodes.addresses, schedule, endpoint=endpoint).log
     assert not log.unknown

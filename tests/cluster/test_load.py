@@ -2,22 +2,16 @@
 
 import pytest
 
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
 from tests.chaos_proxy import ChaosProxy
 from tests.cluster.admissions import entitled, excess, tokens
 from tests.cluster.load import Due, Event, bursts, offer, steady, together
 from tests.cluster.nodes import Nodes
+from tests.outcomes import rule_of
 from tests.servers import until
 
 LIMIT, WINDOW_S = 50, 1
-RULE = Rule(
-    "r",
-    "/a",
-    IdentifierType.USER,
-    limit=LIMIT,
-    window_seconds=WINDOW_S,
-    algorithm=Algorithm.TOKEN_BUCKET,
-)
+RULE = rule_of(Algorithm.TOKEN_BUCKET, LIMIT, WINDOW_S)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_a_node_that_hears_too_slowly_is_cut_off_by_the_server_and_looks_up_what
         valkey.ask("CONFIG", "SET", "client-output-buffer-limit", "pubsub 1mb 0 0")
         rule = nodes.rule(limit=1_000, window_seconds=3_600, algorithm="fixed_window")
         spend(nodes[1], "/a", 60)
-        until(lambda: nodes.metric_sum("rate_limiter_unsettled_buckets") == 0, "all is settled")
+        nodes.settled()
         gaps, memory = nodes[1].metric(GAPS), nodes[1].metric(MEMORY)
         nodes.pause(1)
         nodes[0].reset("/a")

@@ -6,7 +6,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event
 from tests.cluster.nodes import Nodes
-from tests.cluster.shared import health
+from tests.cluster.shared import health, use_up
 from tests.servers import until
 
 UNSETTLED_S = 0.5
@@ -30,7 +30,7 @@ def test_a_node_that_is_killed_takes_its_last_spends_along_and_nothing_else(clus
 def test_a_node_that_comes_back_asks_before_it_allows(cluster):
     endpoint = cluster.new_rule(limit=5)
     node = cluster[0]
-    until(lambda: not node.check(endpoint).allowed, "the limit is used up")
+    use_up(node, endpoint)
     cluster.settled()
     cluster.nodes.kill(0)
     again = cluster.nodes.start(0)

@@ -39,7 +39,7 @@ def live(nodes):
     until(lambda: not any(node.check("/a").allowed for node in nodes.served), "it is used up")
     nodes[0].reset("/a")
     until(lambda: nodes[1].check("/a").allowed, "the other node has heard of the reset")
-    until(lambda: nodes.metric_sum("rate_limiter_unsettled_buckets") == 0, "all is settled")
+    nodes.settled()
     assert nodes.metric_sum("rate_limiter_shared_state_corrupt_total") == 0
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.cluster.shared import change_rule
+from tests.cluster.shared import change_rule, use_up
 from tests.servers import until
 from tests.system.process import START_S
 
@@ -86,7 +86,7 @@ def test_a_rule_that_is_gone_is_gone_everywhere(cluster):
     endpoint = cluster.new_rule(limit=1)
     rule_id = rule_id_of(cluster, endpoint)
     for node in cluster.nodes.served:
-        until(lambda node=node: not node.check(endpoint).allowed, "the limit is used up")
+        use_up(node, endpoint)
     change_rule(cluster[0], rule_id, enabled=False)
     for node in cluster.nodes.served:
         until(lambda node=node: node.check(endpoint).reason == pb.NO_RULE, "no rule applies")

@@ -26,7 +26,7 @@ class Served:
     """Nodes on a shared state of several servers; each test has a rule of its own."""
 
     def __init__(self, nodes, servers):
-        self.nodes = nodes
+        self.nodes, self.settled = nodes, nodes.settled
         self.servers = servers
         self._numbers = itertools.count(1)
 
@@ -49,10 +49,6 @@ class Served:
 
     def whole(self):
         until(lambda: not any(map(down, self.nodes.served)), "the nodes are whole again")
-
-    def settled(self):
-        name = "rate_limiter_unsettled_buckets"
-        until(lambda: self.nodes.metric_sum(name) == 0, "everything is settled")
 
 
 def bucket_name(rule, identifier):

@@ -4,12 +4,14 @@ Any octets lead to a documented outcome: never an exception out of the protocol,
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.http2.connection import Connection
+from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.limits import ALLOWANCES, Limits
-from ratelimitd.http2.streams import UNTOUCHED
+from ratelimitd.http2.streams import UNTOUCHED, State
 from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.routing import Peer
@@ -74,6 +76,40 @@ async def deaf(_questions, _call):
     await asyncio.Event().wait()
 
 
+def demand_bounds(connection: Connection, limits: Limits) -> None:
+    """See that nothing which a peer can make a connection keep is over its bound."""
+    streams, sender, receiver = connection._streams, connection._sender, connection._receiver
+    assert not streams.opening
+    assert len(streams.live) <= limits.max_streams
+    assert len(streams._discarded) <= 256
+    assert len(streams._gaps) <= 64
+    pending = sum(len(stream.pending) for stream in streams.live.values())
+    assert sender.buffered_bytes == pending <= limits.max_unread_bytes
+    assert len(sender._waiting) <= len(streams.live)
+    held = sum(stream.held_bytes for stream in streams.live.values())
+    assert held <= limits.connection_window_bytes
+    assert receiver.window.left <= limits.connection_window_bytes
+    if receiver._block is not None:
+        fragments = receiver._block.fragments
+        if connection.ended is not None and connection.ended.cause is Cause.HEADER_BLOCK:
+            fragments = fragments[:-1]  # that one was too much
+        assert len(fragments) <= 1 + limits.max_continuations
+        assert sum(map(len, fragments)) <= limits.max_header_block_bytes
+    assert receiver.reader._decoder._table.used_bytes <= 4_096
+    assert len(receiver.reader.kept) <= 64
+    assert connection._meter._levels.keys() == ALLOWANCES.keys()
+    assert UNTOUCHED.state is State.REMOTE_CLOSED
+    assert (UNTOUCHED.send_credit, UNTOUCHED.held_bytes, bytes(UNTOUCHED.pending)) == (0, 0, b"")
+    if not connection.has_more:
+        assert len(connection._buffer) - connection._at < 16_384 + 9
+
+
+def cut(octets: bytes, at: Sequence[int]) -> list[bytes]:
+    """Octets in parts."""
+    edges = [0, *sorted({min(edge, len(octets)) for edge in at}), len(octets)]
+    return [octets[low:high] for low, high in pairwise(edges)]
+
+
 class Fuzzed:
     """One connection and its calls, in a world that is otherwise empty."""
 
@@ -128,7 +164,7 @@ class Fuzzed:
 
     def demand(self) -> None:
         """See that nothing is over its bound, and that what is counted is what is there."""
-        self._demand_http2()
+        demand_bounds(self.connection, HTTP2_LIMITS)
         calls, shared = self.calls, self.shared
         assert shared.stats.errors_by_transport.get("unexpected", 0) == self.broken
         assert shared.open_requests == len(calls.open) + len(calls._table.plain)
@@ -142,33 +178,6 @@ class Fuzzed:
                 assert len(open_call.questions._parts) <= MAX_UNREAD_QUESTIONS
             else:
                 assert open_call.waiting_bytes == open_call.held_bytes
-
-    def _demand_http2(self) -> None:
-        connection, limits = self.connection, HTTP2_LIMITS
-        streams, sender, receiver = connection._streams, connection._sender, connection._receiver
-        assert not streams.opening
-        assert len(streams.live) <= limits.max_streams
-        assert len(streams._discarded) <= 256
-        assert len(streams._gaps) <= 64
-        pending = sum(len(stream.pending) for stream in streams.live.values())
-        assert sender.buffered_bytes == pending <= limits.max_unread_bytes
-        assert len(sender._waiting) <= len(streams.live)
-        held = sum(stream.held_bytes for stream in streams.live.values())
-        assert held <= limits.connection_window_bytes
-        assert receiver.window.left <= limits.connection_window_bytes
-        most = 1 + limits.max_continuations + bool(connection.ended)  # the one that ended it
-        assert receiver._block is None or len(receiver._block.fragments) <= most
-        table = receiver.reader._decoder._table
-        assert table.used_bytes <= 4_096
-        assert len(receiver.reader.kept) <= 64
-        assert connection._meter._levels.keys() == ALLOWANCES.keys()
-        assert (UNTOUCHED.send_credit, UNTOUCHED.held_bytes, bytes(UNTOUCHED.pending)) == (
-            0,
-            0,
-            b"",
-        )
-        if not connection.has_more:
-            assert len(connection._buffer) - connection._at < 16_384 + 9
 
     async def end(self) -> None:
         """Lose the connection: nothing may be left of it."""

@@ -9,7 +9,6 @@ from random import Random
 from struct import unpack_from
 
 import pytest
-import redis
 
 from ratelimitd.cluster.redis import codec, hold_codec
 from ratelimitd.cluster.redis.codec import FORMAT_OF_HELD, JOINED, Script, bucket_key, holds_key
@@ -17,7 +16,6 @@ from ratelimitd.ledger.protocol import Batch
 from ratelimitd.ledger.shared_holds import HoldCall, Step, StepCall
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, US_PER_S, Algorithm
-from tests.servers import Valkey
 from tests.shared_hold_model import PEEK, HoldStore
 from tests.store_scripts import TAG, key_of, plain, rule_of, run
 
@@ -25,14 +23,6 @@ NAMES = [key_of(number) for number in range(4)]
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "40"))
 STEPS = 120
 TIME = b"call('TIME')"
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
-        client = redis.Redis(unix_socket_path=str(server.unix_path))
-        yield client
-        client.close()
 
 
 class Trace:
@@ -208,9 +198,9 @@ def _eval(script, request):
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slice), *range(1, SEEDS)])
-def test_a_trace_of_holds_ends_as_in_the_model(client, seed):
-    client.flushall()
-    trace = Trace(client, seed)
+def test_a_trace_of_holds_ends_as_in_the_model(store, seed):
+    store.flushall()
+    trace = Trace(store, seed)
     happen = [
         *[trace.hold] * 6,
         *[trace.step] * 5,

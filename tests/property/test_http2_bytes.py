@@ -1,7 +1,5 @@
 """Any octets, and valid conversations cut anywhere: only what is documented comes out, and memory stays bounded."""
 
-from itertools import pairwise
-
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +16,6 @@ from ratelimitd.http2.events import (
 from ratelimitd.http2.headers import RequestHead, static_block
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.sending import UnaryAnswer
-from ratelimitd.http2.streams import UNTOUCHED, State
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
     GREETING,
@@ -31,6 +28,7 @@ from tests.http2_peer import (
     window_update,
 )
 from tests.http2_peer import settings as settings_frame
+from tests.property.native_fuzz import cut, demand_bounds
 
 ANSWER = UnaryAnswer(
     static_block([(b":status", b"200"), (b"content-type", b"application/grpc")]),
@@ -66,31 +64,6 @@ def answer(connection: Connection, event) -> None:
             connection.send_trailers(event.stream_id, TRAILER_BLOCK)
     elif isinstance(event, TrailersReceived):
         connection.send_unary(event.stream_id, ANSWER, b"trailers")
-
-
-def demand_bounds(connection: Connection, limits: Limits) -> None:
-    """See that nothing which a peer can make us keep is over its bound."""
-    streams, sender = connection._streams, connection._sender
-    assert not streams.opening
-    assert len(streams.live) <= limits.max_streams
-    assert len(streams._discarded) <= 256
-    assert len(streams._gaps) <= 64
-    assert sender.buffered_bytes == sum(len(stream.pending) for stream in streams.live.values())
-    assert sender.buffered_bytes <= limits.max_unread_bytes
-    held = sum(stream.held_bytes for stream in streams.live.values())
-    assert held <= limits.connection_window_bytes
-    assert connection._receiver.window.left <= limits.connection_window_bytes
-    block = connection._receiver._block
-    assert block is None or sum(map(len, block.fragments)) <= limits.max_header_block_bytes
-    assert len(connection._receiver.reader.kept) <= 64
-    assert (UNTOUCHED.state, UNTOUCHED.send_credit, bytes(UNTOUCHED.pending)) == (
-        State.REMOTE_CLOSED,
-        0,
-        b"",
-    )
-    if not connection.has_more:
-        left = len(connection._buffer) - connection._at
-        assert left < 16_384 + 9
 
 
 def talk(parts, limits) -> list:
@@ -149,11 +122,6 @@ FRAMES = st.one_of(
     st.builds(frame, st.integers(0, 12), FLAGS, STREAM_IDS, st.binary(max_size=20)),
 )
 CUTS = st.lists(st.integers(0, 2_000), max_size=20)
-
-
-def cut(octets: bytes, at: list[int]) -> list[bytes]:
-    edges = [0, *sorted({min(edge, len(octets)) for edge in at}), len(octets)]
-    return [octets[low:high] for low, high in pairwise(edges)]
 
 
 @given(st.binary(max_size=400), CUTS)

@@ -6,16 +6,15 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import latest_us, unpack
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
 from tests.conflict_rule import StoredState, merge
+from tests.unit.limiter.nodes import limiter_of
 
 pytestmark = pytest.mark.slice
 
@@ -30,13 +29,7 @@ class Node:
     def __init__(self, *rules, timestamps="server", max_entries=10_000):
         self.clock, self.stats = ManualClock(START_US), CheckStats()
         self.table = BucketTable(max_entries)
-        self.limiter = Limiter(
-            buckets=self.table,
-            clock=self.clock,
-            stats=self.stats,
-            timestamps=timestamps,
-            keys=BucketKeys(b"k" * 32),
-        )
+        self.limiter = limiter_of(self.clock, self.stats, timestamps, buckets=self.table)
         self.put(*rules)
 
     def put(self, *rules):

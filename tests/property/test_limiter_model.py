@@ -18,14 +18,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import NO_RULE_REMAINING, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+from tests.unit.limiter.nodes import limiter_of
 
 from .fraction_model import Model
 
@@ -49,13 +48,7 @@ class LimiterMachine(RuleBasedStateMachine):
     def start(self, own, everywhere):
         self.clock, self.stats, self.decisions = ManualClock(), CheckStats(), Counter[bool]()
         self.table = BucketTable(1_000)
-        self.limiter = Limiter(
-            buckets=self.table,
-            clock=self.clock,
-            stats=self.stats,
-            timestamps="server",
-            keys=BucketKeys(b"k" * 32),
-        )
+        self.limiter = limiter_of(self.clock, self.stats, "server", buckets=self.table)
         self.models: dict[tuple, Model] = {}
         self.rules = {
             "/a": Rule("1", "/a", USER, limit=3, window_seconds=3, algorithm=own),

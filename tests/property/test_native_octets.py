@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.http2_peer import (
     window_update,
 )
 from tests.http2_peer import settings as settings_frame
-from tests.property.native_fuzz import drive
+from tests.property.native_fuzz import cut, drive
 
 SEEDS = sorted((Path(__file__).parent / "octets").glob("*.bin"))
 
@@ -35,6 +34,7 @@ def literal(name: str, value: str) -> bytes:
 
 
 BASE = b"".join(literal(*field) for field in POST if field[0] != ":path")
+BASES = st.sampled_from([BASE, BASE, BASE.replace(b"application/grpc", b"application/json")])
 PATHS = st.sampled_from(["/u", "/l", "/n", "/x", "/c", "/e", "/b", "/d", "/?", ""])
 EXTRAS = st.sampled_from(
     [
@@ -43,7 +43,9 @@ EXTRAS = st.sampled_from(
         literal("grpc-timeout", "0n"),
         literal("grpc-timeout", "soon"),
         literal("grpc-encoding", "gzip"),
+        literal("grpc-encoding", "snappy"),
         literal("content-length", "9"),
+        literal("x-bin", "!"),
         literal("x", "y" * 120) * 4,
         literal("Upper", "case"),
         literal("connection", "close"),
@@ -52,7 +54,9 @@ EXTRAS = st.sampled_from(
         b"\x20",  # a change of size where none may be
     ]
 )
-BLOCKS = st.builds(lambda path, extra: literal(":path", path) + BASE + extra, PATHS, EXTRAS)
+BLOCKS = st.builds(
+    lambda path, base, extra: literal(":path", path) + base + extra, PATHS, BASES, EXTRAS
+)
 IDS = st.sampled_from([1, 1, 3, 3, 5, 7, 9, 11, 13, 0, 2, 2**31 - 1])
 MESSAGES = st.one_of(
     st.binary(max_size=40).map(framed),
@@ -88,11 +92,6 @@ STEPS = st.one_of(
 CONVERSATIONS = st.lists(STEPS, max_size=40)
 
 
-def resliced(octets: bytes, at: list[int]) -> list[bytes]:
-    edges = [0, *sorted({min(edge, len(octets)) for edge in at}), len(octets)]
-    return [octets[low:high] for low, high in pairwise(edges)]
-
-
 @pytest.mark.parametrize("size", [1, 7, 1_000_000])
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
 async def test_known_octets_keep_every_table_within_its_bound_however_they_are_cut(path, size):
@@ -104,7 +103,7 @@ def test_there_are_known_octets():
     assert len(SEEDS) >= 20
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(CONVERSATIONS)
 async def test_any_conversation_keeps_every_table_within_its_bound(steps):
     await drive([GREETING + SETTINGS_ACK, *steps])
@@ -118,7 +117,7 @@ def test_for_minutes_nothing_is_found(kind):
         CONVERSATIONS.map(lambda steps: [GREETING + SETTINGS_ACK, *steps])
         if kind == "conversations"
         else st.builds(
-            resliced,
+            cut,
             st.one_of(
                 st.binary(max_size=2_000),
                 st.binary(max_size=2_000).map(lambda octets: GREETING + octets),

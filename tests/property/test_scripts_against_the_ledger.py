@@ -9,7 +9,6 @@ from math import gcd
 from random import Random
 
 import pytest
-import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,19 +27,10 @@ from ratelimitd.ledger.shared_state import (
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from tests import ledger_model
 from tests.ledger_model import Ledger
-from tests.servers import Valkey
 from tests.store_scripts import TAG, decide, key_of, plain, rule_of, run, settle, value_of
 
 KEYS = tuple(key_of(number) for number in range(3))
 REVISIONS = 3
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
-        client = redis.Redis(unix_socket_path=str(server.unix_path))
-        yield client
-        client.close()
 
 
 # The ledger, told what a store does differently: it forgets a full bucket, and repeats grants beside present states.

@@ -11,11 +11,9 @@ from itertools import combinations
 
 import pytest
 
-from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.model import (
     INT32_MAX,
     NOMINAL_SECONDS,
@@ -31,6 +29,7 @@ from ratelimitd.model import (
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+from tests.unit.limiter.nodes import limiter_of
 
 from .fraction_model import Model
 
@@ -301,16 +300,8 @@ def at_once(coroutine):
 
 
 def check_policy(rng, met):
-    stats, clock = CheckStats(), ManualClock()
-    table = BucketTable(1_000)
-    limiter = Limiter(
-        buckets=table,
-        clock=clock,
-        stats=stats,
-        timestamps="server",
-        keys=BucketKeys(b"k" * 32),
-        assignments=(assignments := Assignments()),
-    )
+    clock, table, assignments = ManualClock(), BucketTable(1_000), Assignments()
+    limiter = limiter_of(clock, timestamps="server", buckets=table, assignments=assignments)
     assigns = rng.random() < 0.5
     policies = Policies(random_rules(rng))
     limiter.replace_book(RuleBook.of(policies.rules.values(), 1))
@@ -333,7 +324,7 @@ def check_policy(rng, met):
         judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check, now_us) if limit]
         before = held(table)
         clock.step(now_us - clock.now_us())
-        explained, looked_at, *_ = at_once(limiter.explain(check))
+        explained, looked_at, *_ = at_once(DryRun(limiter).explain(check))
         assert held(table) == before
         decision = limiter.check(check, now_us)
         assert explained == decision

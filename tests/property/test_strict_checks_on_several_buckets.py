@@ -4,7 +4,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-import redis
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.several import decide_all
@@ -12,18 +11,9 @@ from ratelimitd.cluster.redis.codec import JOINED, bucket_key
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import OBSERVES, StoreCheck
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
-from tests.servers import Valkey
 from tests.store_scripts import decide, key_of, rule_of
 
 NOW = 1_700_000_000 * US_PER_S
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
-        client = redis.Redis(unix_socket_path=str(server.unix_path))
-        yield client
-        client.close()
 
 
 def joined(rules, keys, now_us, cost, *, peek):

@@ -8,13 +8,10 @@ from itertools import chain
 
 import pytest
 
-from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
-from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, Enforcement, IdentifierType, Limit, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.testing import ManualClock
+from tests.unit.limiter.nodes import limiter_of
 
 pytestmark = pytest.mark.slice
 
@@ -23,7 +20,7 @@ CHECKS = 60
 USER = IdentifierType.USER
 
 
-def random_rule(rng, *, own_clock=False):
+def random_rule(rng):
     limits = [
         Limit(
             limit=rng.choice([1, 3, 10, 100, 1_000, rng.randint(1, 10**6)]),
@@ -45,14 +42,7 @@ class Node:
     """The decisions of one node, and when what it allowed proceeds."""
 
     def __init__(self, rule):
-        self.table = BucketTable(1_000)
-        self.limiter = Limiter(
-            buckets=self.table,
-            clock=ManualClock(),
-            stats=CheckStats(),
-            timestamps="server",
-            keys=BucketKeys(b"k" * 32),
-        )
+        self.limiter = limiter_of(timestamps="server", buckets=BucketTable(1_000))
         self.limiter.replace_book(RuleBook.of([rule], 1))
         self.proceeds = []
 

@@ -14,6 +14,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.fair_queue import FairQueue
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
@@ -177,6 +178,7 @@ async def running_node(
                 perf_counter_s,
                 EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS),
                 holds=holds,
+                dry_run=(dry_run := DryRun(limiter)),
             ),
             config,
             PlansService(
@@ -190,6 +192,7 @@ async def running_node(
             holds,
             HealthService(
                 limiter,
+                dry_run=dry_run,
                 report=health.report,
                 samples=lambda _names: [MetricSample("rate_limiter_active_buckets", "gauge", 1.0)],
                 unmatched=_nothing,

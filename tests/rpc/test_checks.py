@@ -48,7 +48,7 @@ async def test_an_unexpected_error_inside_a_check_is_the_specifications_fail_ope
     def broken(*_args):
         raise RuntimeError
 
-    node.limiter._buckets.apply = broken
+    node.limiter.buckets.apply = broken
     answer = await node.checks.CheckRateLimit(check())
     expected = pb.RateLimitResponse(
         allowed=True, remaining_tokens=1, reset_time=0, reason=pb.FAIL_OPEN_ERROR

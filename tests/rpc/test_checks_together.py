@@ -161,7 +161,7 @@ async def test_together_checks_get_no_more_than_there_is(node, pieces):
 
 @pytest.mark.parametrize("broken", ["all", "some"])
 async def test_checks_that_fail_are_answered_fail_open_and_counted_once(node, broken, monkeypatch):
-    table, errors = node.limiter._buckets, []
+    table, errors = node.limiter.buckets, []
     apply = table.apply
 
     def fail(key, *arguments):

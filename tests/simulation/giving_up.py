@@ -13,30 +13,13 @@ RECOVERY_US = SECOND
 PROBED = b"probed"
 
 
-class WorldClock:
-    """The time of the world, for what takes a clock."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def now_us(self) -> int:
-        return self._world.now_us
-
-    def monotonic_us(self) -> int:
-        return self._world.now_us
-
-    @staticmethod
-    def remeasure() -> int:
-        return 0
-
-
 class GivingUp:
     """What one life of a node has come to think of the store."""
 
     def __init__(self, world: World, node: Any) -> None:
         self._world = world
         self._node = node
-        self._breaker = Breaker(WorldClock(world).monotonic_us, recovery_us=RECOVERY_US)
+        self._breaker = Breaker(lambda: world.now_us, recovery_us=RECOVERY_US)
         self.times = 0
         """How often it was given up."""
 

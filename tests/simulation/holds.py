@@ -234,8 +234,6 @@ class World:
         """Limits that were edited."""
         self.nodes = [node(self) for _ in range(told.nodes)]
         self.told_holds: list[Told] = []
-        self.checked = 0
-        """Tokens of plain checks that were allowed."""
 
     def name_of(self, place: int) -> bytes:
         """The name of a bucket; its first byte is its hash tag."""

@@ -70,11 +70,6 @@ class Node:
     evicted_unsettled: int = 0
     packs: bool = False
     """Idle buckets are packed at once, as they are soon where there are many."""
-    cold_spends: int = 0
-    cold_adds: int = 0
-    """Checks that were added to such a spend."""
-    warmed: int = 0
-    """Of those, made views before they were settled."""
 
     def __post_init__(self) -> None:
         self.world.nodes.append(self)
@@ -194,7 +189,6 @@ class Node:
             return False
         at_us = waiting.at_us if base.state is None else max(waiting.at_us, base.state[1])
         self.cold[key] = ColdSpend(rule, self.packed.pop(key), at_us, waiting.cost)
-        self.cold_spends += 1
         self._answer(waiting, outcome[0])
         return True
 
@@ -226,7 +220,6 @@ class Node:
         if added is None:
             return False
         outcome, self.cold[waiting.key] = added
-        self.cold_adds += 1
         self._answer(waiting, outcome[0])
         return True
 
@@ -236,7 +229,6 @@ class Node:
         spent = self.sent_cold.pop(key, None) if in_flight else self.cold.pop(key)
         if spent is None:
             return None
-        self.warmed += 1
         view = self._view_of(spent, in_flight=in_flight)
         if not in_flight:
             self.dirty[key] = view

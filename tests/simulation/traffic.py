@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ratelimitd.cluster.redis.codec import Request, checks_request, settle_request
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
 from tests.ledger_model import Ledger
+from tests.outcomes import rule_of
 from tests.simulation.node import Node
 from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 
@@ -108,14 +109,7 @@ def on_wire(command: Iterable[bytes]) -> int:
 def measure(cell: Cell, nodes: int) -> dict[str, float]:
     """What happens in a second, of all nodes together."""
     world = CountingWorld(nodes)
-    rule = Rule(
-        "r",
-        "/a",
-        IdentifierType.USER,
-        limit=cell.limit,
-        window_seconds=1,
-        algorithm=Algorithm.TOKEN_BUCKET,
-    )
+    rule = rule_of(Algorithm.TOKEN_BUCKET, cell.limit, 1)
     for number in range(nodes):
         world.start(f"n{number}/0")
         Node(world, f"n{number}", rule, members=nodes, max_views=10**9)

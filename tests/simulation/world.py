@@ -105,8 +105,6 @@ class World:
         self.now_us = START_US
         self.answer_us = max(ANSWER_US, 4 * network.most_us)
         self.store_up = True
-        self.store_calls = 0
-        self.bytes_sent = 0
         self.books = Books()
         self.nodes: list[Any] = []
         self.applied: dict[tuple[str, int], int] = {}
@@ -166,7 +164,6 @@ class World:
     def _apply(self, node: Any, batch: Batch, back: Callable[[Reply], None]) -> None:
         if not self.store_up:
             return
-        self.store_calls += 1
         reply = self.ledger.apply(batch)
         if reply is None:
             return
@@ -202,7 +199,6 @@ class World:
     def _meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
         if not self.store_up:
             return
-        self.store_calls += 1
         check, books = meeting.check, self.books
         outcome, shared = self.ledger.first_check(check)
         if outcome[0]:
@@ -219,10 +215,8 @@ class World:
             self.deliver(self._answer, node, key, back)
 
     def _answer(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
-        if self.store_up:
-            self.store_calls += 1
-            if not node.is_deaf:
-                self.deliver(node.run, back, self.ledger.buckets.get(key))
+        if self.store_up and not node.is_deaf:
+            self.deliver(node.run, back, self.ledger.buckets.get(key))
 
     def start(self, name: str) -> None:
         """A sender is known to be alive."""
@@ -236,7 +230,6 @@ class World:
     def _beaten(self, node: Any, name: str, back: Callable[[int], None]) -> None:
         if not self.store_up:
             return
-        self.store_calls += 1
         self._beats[name] = self.now_us
         alive = sum(self.now_us - at_us < MEMBER_TTL_US for at_us in self._beats.values())
         if not node.is_deaf:

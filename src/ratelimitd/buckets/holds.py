@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
@@ -62,6 +63,7 @@ _ENDED: Final = -1
 _HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
 
 
+@dataclass(eq=False, slots=True)
 class _Record:
     """What is remembered of a hold.
 
@@ -69,25 +71,14 @@ class _Record:
     ``None`` in flight. ``told`` and ``settled`` are the answers.
     """
 
-    __slots__ = ("actual", "cost", "digest", "end_us", "last_us", "settled", "tick", "told")
-
-    def __init__(  # noqa: PLR0917 -- the fields in the order of the file
-        self,
-        digest: bytes,
-        end_us: int,
-        last_us: int,
-        cost: int,
-        told: Told,
-        actual: int | None = None,
-    ) -> None:
-        self.digest = digest
-        self.end_us = end_us
-        self.last_us = last_us
-        self.cost = cost
-        self.told = told
-        self.actual = actual
-        self.settled: Told = ()
-        self.tick = 0
+    digest: bytes
+    end_us: int
+    last_us: int
+    cost: int
+    told: Told
+    actual: int | None = None
+    settled: Told = ()
+    tick: int = 0
 
     @property
     def more(self) -> int:

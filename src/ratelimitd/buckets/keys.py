@@ -88,10 +88,7 @@ class BucketKeys:
 
     def fingerprint(self) -> str:
         """Return a digest that is equal on nodes with the same secret, and does not reveal it."""
-        digest = blake2b(
-            digest_size=FINGERPRINT_BYTES, key=self._secret, person=_FINGERPRINT_PERSON
-        )
-        return digest.hexdigest()
+        return self._digest(_FINGERPRINT_PERSON, b"", FINGERPRINT_BYTES).hex()
 
     def admin_token_digest(self, token: str) -> str:
         """Return a digest that is equal on nodes with the same admin token; empty for none.
@@ -100,13 +97,7 @@ class BucketKeys:
         """
         if not token:
             return ""
-        digest = blake2b(
-            token.encode(),
-            digest_size=ADMIN_TOKEN_DIGEST_BYTES,
-            key=self._secret,
-            person=_ADMIN_TOKEN_PERSON,
-        )
-        return digest.hexdigest()
+        return self._digest(_ADMIN_TOKEN_PERSON, token.encode(), ADMIN_TOKEN_DIGEST_BYTES).hex()
 
     def seal(self, text: bytes) -> bytes:
         """Encrypt a text for nodes with the same secret; the result is :data:`SEAL_BYTES` longer."""
@@ -125,15 +116,13 @@ class BucketKeys:
         """XOR a text with a key stream: keyed digests of the nonce and a counter."""
         blocks = range(-(-len(text) // blake2b.MAX_DIGEST_SIZE))
         stream = b"".join(
-            blake2b(
-                nonce + number.to_bytes(4, "big"), key=self._secret, person=_STREAM_PERSON
-            ).digest()
+            self._digest(_STREAM_PERSON, nonce + number.to_bytes(4, "big"), blake2b.MAX_DIGEST_SIZE)
             for number in blocks
         )
         return bytes(map(operator.xor, text, stream))
 
     def _tag(self, body: bytes) -> bytes:
-        return blake2b(body, digest_size=TAG_BYTES, key=self._secret, person=_TAG_PERSON).digest()
+        return self._digest(_TAG_PERSON, body, TAG_BYTES)
 
     def scope(
         self, rule: Rule, endpoint: str, limit: Limit | None = None, start_s: int = 0
@@ -141,9 +130,8 @@ class BucketKeys:
         """Return the common part of the keys on ``endpoint`` of a limit of ``rule``, its first unless given.
 
         The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint; ``**`` for the rule over
-        all endpoints. No part contains the
-        separator, so no two scopes share a text. A limit that is not named has the keys of before there were names.
-        ``start_s`` is when the window of a calendar begins, in Unix seconds.
+        all endpoints. No part contains the separator, so no two scopes share a text. A limit that is not named has the
+        keys of before there were names. ``start_s`` is when the window of a calendar begins, in Unix seconds.
         """
         limit = limit or rule
         window = str(limit.window_seconds)
@@ -153,9 +141,7 @@ class BucketKeys:
         text = f"{rule.identifier_type}\0{limit.algorithm}\0{window}\0{endpoint}"
         if limit.name != DEFAULT_LIMIT:
             text += f"\0{limit.name}"
-        return blake2b(
-            text.encode(), digest_size=SCOPE_BYTES, key=self._secret, person=_SCOPE_PERSON
-        ).digest()
+        return self._digest(_SCOPE_PERSON, text.encode(), SCOPE_BYTES)
 
     def stored(self, key: bytes) -> bytes:
         """Return the name of ``key`` (identifier + scope) in files and in the shared state."""
@@ -165,13 +151,12 @@ class BucketKeys:
 
     def trace_key(self, trace: bytes) -> bytes:
         """Return the key of the digests of one trace: who has that alone cannot make or link them."""
-        return blake2b(
-            trace, digest_size=TRACE_KEY_BYTES, key=self._secret, person=_TRACE_PERSON
-        ).digest()
+        return self._digest(_TRACE_PERSON, trace, TRACE_KEY_BYTES)
 
     def identifier_digest(self, identifier: bytes, identifier_type: str) -> str:
         """Return a digest that is equal on all nodes and reveals nothing without the secret."""
         text = f"{identifier_type}\0".encode() + identifier
-        return blake2b(
-            text, digest_size=IDENTIFIER_DIGEST_BYTES, key=self._secret, person=_IDENTIFIER_PERSON
-        ).hexdigest()
+        return self._digest(_IDENTIFIER_PERSON, text, IDENTIFIER_DIGEST_BYTES).hex()
+
+    def _digest(self, person: bytes, text: bytes, size: int) -> bytes:
+        return blake2b(text, digest_size=size, key=self._secret, person=person).digest()

@@ -57,10 +57,6 @@ class Accuracy:
             self._stats.false_positives_total += view.false_positives
             view.false_positives = 0
 
-    def lost(self, tokens: int) -> None:
-        """Count tokens that were allowed and will not be charged."""
-        self.forgiven_total += tokens
-
     def worst_excess(self, now_us: int) -> float:
         """Largest overdraft in the last one to two minutes, as a fraction of its limit, or of a larger burst."""
         return self._worst.note(now_us, 0.0)

@@ -92,10 +92,6 @@ class BucketCache:
             self._packed_count -= 1
         return packed
 
-    def forget_packed(self, name: bytes) -> None:
-        """Drop a packed bucket that another node changed: its next check reads it again."""
-        self.pop_packed(name)
-
     def forget_all_packed(self) -> None:
         """Drop all packed buckets: any of them may be stale."""
         # Freeing a million at once would take 0.1 s.
@@ -137,14 +133,11 @@ class BucketCache:
             self._retire(self._old.popitem()[1])
         if not self._old and now_us - self._turned_us >= IDLE_US:
             self._turned_us = now_us
-            self._turn()
+            self._old, self.young, self._unsettled = self.young, self._unsettled, {}
         self._expire(now_us)
         # Cold ones stay until they are settled; partitions bound their number.
         while len(self) > max(self._max_entries, self.cold):
             self._evict_some()
-
-    def _turn(self) -> None:
-        self._old, self.young, self._unsettled = self.young, self._unsettled, {}
 
     def _retire(self, bucket: Bucket) -> None:
         if not bucket.is_settled:
@@ -172,11 +165,7 @@ class BucketCache:
 
     def _turn_next_tag(self) -> int:
         """Drop the old packed buckets of the next tag; return their number."""
-        dropped = self._drop_old(self._next_tag)
-        self._next_tag = (self._next_tag + 1) % HASH_TAGS
-        return dropped
-
-    def _drop_old(self, number: int) -> int:
+        number, self._next_tag = self._next_tag, (self._next_tag + 1) % HASH_TAGS
         dropped = len(self._packed_old[number])
         self._packed_old[number], self._packed_young[number] = self._packed_young[number], {}
         self._packed_count -= dropped

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ratelimitd.algorithms.several import ENFORCE
 from ratelimitd.clock import Clock
@@ -48,13 +48,6 @@ WITHDRAW_PAUSE_S: Final = 0.1
 
 MAX_WITHDRAWALS: Final = 1_000
 """Under way; beyond it what was charged for a hold that is not made stays charged."""
-
-
-class _Part(NamedTuple):
-    """The buckets of a hold that are in one call: where its record is kept, and which of the buckets they are."""
-
-    tag: int
-    places: Sequence[int]
 
 
 _Done: TypeAlias = Callable[[Any], None]
@@ -116,18 +109,17 @@ class SharedHolds:
                 hold.number,
                 hold.check_digest,
                 attempt,
-                [checks[place] for place in part.places],
+                [checks[place] for place in places],
                 hold.ttl_us,
                 self._max_per_bucket,
             )
-            for part in parts
+            for places in parts
         ]
         asks = [
-            partial(self._store.hold, part.tag, call)
-            for part, call in zip(parts, calls, strict=True)
+            partial(self._store.hold, self._tag(hold.number, call.names[0]), call) for call in calls
         ]
         answered = self._ask_all(parts, names, asks)
-        withdraw = partial(self._withdraw_all, hold.number, attempt, parts, names)
+        withdraw = partial(self._withdraw_all, hold.number, attempt, names)
         try:
             # What is charged must not be forgotten when the caller leaves.
             answers = await asyncio.shield(answered)
@@ -175,13 +167,10 @@ class SharedHolds:
 
     async def _step(self, call: StepCall, field: str) -> StepReply:
         parts = self._parts(call.number, call.names)
+        calls = [call._replace(names=[call.names[place] for place in places]) for places in parts]
         asks = [
-            partial(
-                self._store.step_hold,
-                part.tag,
-                call._replace(names=[call.names[place] for place in part.places]),
-            )
-            for part in parts
+            partial(self._store.step_hold, self._tag(one.number, one.names[0]), one)
+            for one in calls
         ]
         answers = await self._ask_all(parts, call.names, asks)
         return conclude_step(len(call.names), answers, field=field)
@@ -201,10 +190,15 @@ class SharedHolds:
         """Return the time at which a bucket is charged; the node has chosen a calendar window by its own."""
         return STORE_TIME if self._store_time and limit.calendar is None else now_us
 
-    def _parts(self, number: bytes, names: Sequence[bytes]) -> Sequence[_Part]:
-        """Return the calls that a hold takes.
+    def _tag(self, number: bytes, name: bytes) -> int:
+        """Return where the record of a hold on a bucket is kept.
 
-        With one server the record lies by the number: settles may name fewer buckets than the hold did, and any first.
+        With one server it lies by the number: settles may name fewer buckets than the hold did, and any first.
+        """
+        return number[0] if self._store.decides_together else name[0]
+
+    def _parts(self, number: bytes, names: Sequence[bytes]) -> Sequence[Sequence[int]]:
+        """Return which of the buckets are in each of the calls that a hold takes.
 
         Raises:
             BreakerOpenError: a server is not asked now.
@@ -214,16 +208,15 @@ class SharedHolds:
             server = self._server_of(name)
             if server.is_open:
                 raise server.open_error()
-            tag = number[0] if self._store.decides_together else name[0]
-            by_tag.setdefault(tag, []).append(place)
-        return [_Part(tag, places) for tag, places in by_tag.items()]
+            by_tag.setdefault(self._tag(number, name), []).append(place)
+        return [*by_tag.values()]
 
     def _server_of(self, name: bytes) -> StoreServer:
         return self._tags[name[0]].server
 
     def _ask_all(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Sequence[int]],
         names: Sequence[bytes],
         asks: Sequence[Callable[[_Done], None]],
     ) -> asyncio.Future[_Answers]:
@@ -238,9 +231,9 @@ class SharedHolds:
 
         if not parts:
             all_there.set_result(answers)
-        for part, ask in zip(parts, asks, strict=True):
-            server = self._server_of(names[part.places[0]])
-            self._ask(server, ask, partial(answered, part.places), RETRIES)
+        for places, ask in zip(parts, asks, strict=True):
+            server = self._server_of(names[places[0]])
+            self._ask(server, ask, partial(answered, places), RETRIES)
         return all_there
 
     def _ask(
@@ -259,23 +252,17 @@ class SharedHolds:
 
         ask(answered)
 
-    def _withdraw_all(  # noqa: PLR0917 -- bound by position
-        self,
-        number: bytes,
-        attempt: bytes,
-        parts: Sequence[_Part],
-        names: Sequence[bytes],
-        answers: _Answers,
+    def _withdraw_all(
+        self, number: bytes, attempt: bytes, names: Sequence[bytes], answers: _Answers
     ) -> None:
         """Give back what was charged for an attempt that has not made its hold, as far as servers are reached."""
-        tags = {tuple(part.places): part.tag for part in parts}
         for places, reply in answers:
             of_part = [names[place] for place in places]
             is_reached = not self._server_of(of_part[0]).is_open
             if has_part(reply) and is_reached and self._withdrawals < MAX_WITHDRAWALS:
                 call = StepCall(Step.WITHDRAW, number, of_part, attempt=attempt)
                 self._withdrawals += 1
-                self._withdraw(tags[tuple(places)], call, WITHDRAW_TRIES - 1)
+                self._withdraw(self._tag(number, of_part[0]), call, WITHDRAW_TRIES - 1)
 
     def _withdraw(self, tag: int, call: StepCall, tries: int) -> None:
         def answered(reply: StepReply | RateLimitdError) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.cluster.pending import Bucket, PendingCheck
-from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.errors import BreakerOpenError
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.several import Part, conclude, denies
 from ratelimitd.ledger.shared_state import SharedState, refund_of
@@ -62,15 +62,8 @@ class PartCheck(PendingCheck):
             at_us = self.ask.at_us if later else None
             self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
 
-    def resolve(self, outcome: Outcome | RateLimitdError) -> None:
-        """Note the outcome, unless there is one; the last part concludes the check."""
-        self._resolve(outcome)
-
-    def fail(self, error: Exception) -> None:
-        """Note an unexpected error, unless there is an outcome."""
-        self._resolve(error)
-
-    def _resolve(self, outcome: Outcome | Exception) -> None:
+    def resolve(self, outcome: Outcome | Exception) -> None:
+        """Note the outcome or error, unless there is one; the last part concludes the check."""
         if self._is_resolved:
             return
         self._is_resolved = True
@@ -79,6 +72,10 @@ class PartCheck(PendingCheck):
             part.outcome, part.view = outcome, None
             part.is_charged = isinstance(outcome, tuple) and outcome[0] and not self.peek
         self._joint.decided()
+
+    def fail(self, error: Exception) -> None:
+        """Note an unexpected error, unless there is an outcome."""
+        self.resolve(error)
 
 
 class PartDecider(Protocol):

@@ -7,6 +7,7 @@ time, and shows whether all nodes name the buckets by the same secret. See ADR 0
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -184,13 +185,7 @@ class Membership:
         Raises:
             StartupError: the other nodes use another secret, so they count the same callers in other buckets.
         """
-        answered = asyncio.Event()
-        self._beat(BEAT_TTL_US, answered.set)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await answered.wait()
-        except TimeoutError:
-            return
+        await self._beat_and_wait(BEAT_TTL_US, timeout_s)
         if self._has_other_secret:
             message = (
                 "KEY_SECRET is not that of the other nodes in this shared state, so that each would count callers in"
@@ -204,13 +199,14 @@ class Membership:
 
     async def leave(self) -> None:
         """Report that this node ends."""
+        await self._beat_and_wait(0, LEAVE_S)
+
+    async def _beat_and_wait(self, ttl_us: int, timeout_s: float) -> None:
         answered = asyncio.Event()
-        self._beat(0, answered.set)
-        try:
-            async with asyncio.timeout(LEAVE_S):
+        self._beat(ttl_us, answered.set)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
                 await answered.wait()
-        except TimeoutError:
-            return
 
     def _beat(self, ttl_us: int, then: Callable[[], None]) -> None:
         sent_us = self._clock.monotonic_us()

@@ -268,7 +268,7 @@ class Cluster:
 
     def lost(self, tokens: int) -> None:
         """Account for tokens that were allowed and will not be charged."""
-        self.accuracy.lost(tokens)
+        self.accuracy.forgiven_total += tokens
 
     def defect(self, error: Exception) -> None:
         """Log that a batch cannot be sent, or that its answer is malformed."""

@@ -117,7 +117,7 @@ class Refresh:
         """Adopt a state of the store."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.forget_packed(name)
+            self._cache.pop_packed(name)  # its next check reads it
         else:
             self.adopt(bucket, shared)
 
@@ -136,7 +136,7 @@ class Refresh:
         """Read a bucket again, if this node knows it: another node changed it."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.forget_packed(name)
+            self._cache.pop_packed(name)
         else:
             self._store.read(name, bucket.view.rule, partial(self._cleared_up, bucket))
 

@@ -143,14 +143,7 @@ class SharedBuckets:
         return bucket.view.peek(now_us, cost)
 
     def wait(
-        self,
-        key: bytes,
-        rule: Limit,
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,
+        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Let the store decide a check."""
         check = PendingCheck(rule, now_us, cost, peek=peek, answer=self._new_future())
@@ -162,7 +155,7 @@ class SharedBuckets:
                 self._decide(bucket, check)
                 return check.answer
             name = self._missed.pop(key)
-        self._ask_first(key, name, check, is_counted=is_counted)
+        self._ask_first(key, name, check, is_counted=True)
         return check.answer
 
     def apply_all(

@@ -71,14 +71,7 @@ class StrictBuckets:
     peek = apply_all = peek_all = apply
 
     def wait(
-        self,
-        key: bytes,
-        rule: Limit,
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,  # noqa: ARG002 - a node that knows no bucket has no misses
+        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Ask the shared state to decide a check."""
         answer: asyncio.Future[Outcome | RateLimitdError] = self._new_future()
@@ -104,7 +97,7 @@ class StrictBuckets:
         cost: int,
         *,
         peek: bool,
-        is_counted: bool = True,  # noqa: ARG002 - as in wait
+        is_counted: bool = True,  # noqa: ARG002 - a node that knows no bucket has no misses
     ) -> Awaitable[Outcomes]:
         """Ask the shared state to decide a check on several buckets."""
         answer: asyncio.Future[Outcomes] = self._new_future()

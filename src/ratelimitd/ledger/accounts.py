@@ -76,8 +76,21 @@ class Account(Protocol):
         """
 
 
+def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
+    """Return (latest, how much) of a state that is (how much, latest_us)."""
+    return (-1, 0) if state is None else (state[1], state[0])
+
+
+def _refilled_tokens(rule: Limit, from_us: int, until_us: int) -> int:
+    """Return what is refilled evenly between two times."""
+    return -(-max(0, until_us - from_us) * rule.limit // rule.window_us)
+
+
 class TokenBucketAccount:
     """Of :mod:`ratelimitd.algorithms.token_bucket`: (spent, latest_us), one token being ``window_us`` units."""
+
+    standing = staticmethod(_standing)
+    freed = staticmethod(_refilled_tokens)
 
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
@@ -118,16 +131,6 @@ class TokenBucketAccount:
         return None if state is None else (min(state[0], rule.capacity * rule.window_us), state[1])
 
     @staticmethod
-    def standing(state: Any) -> tuple[int, int]:
-        """Return (latest, spent)."""
-        return _standing(state)
-
-    @staticmethod
-    def freed(rule: Limit, from_us: int, until_us: int) -> int:
-        """Return the refill."""
-        return _refilled_tokens(rule, from_us, until_us)
-
-    @staticmethod
     def spent(state: Any, rule: Limit) -> int:
         """Return the tokens spent, rounded down."""
         return 0 if state is None else int(state[0] // rule.window_us)
@@ -148,15 +151,6 @@ class TokenBucketAccount:
         return (state[0] - units, latest_us), -(-units // rule.window_us)
 
 
-def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
-    """Of a state that is (how much, latest_us)."""
-    return (-1, 0) if state is None else (state[1], state[0])
-
-
-def _refilled_tokens(rule: Limit, from_us: int, until_us: int) -> int:
-    return -(-max(0, until_us - from_us) * rule.limit // rule.window_us)
-
-
 def _refilled(state: tuple[int, int], rule: Limit, now_us: int) -> tuple[int, int]:
     spent, latest_us = state
     if now_us <= latest_us:
@@ -169,6 +163,8 @@ class FixedWindowAccount:
 
     What a window was overdrawn by counts in the next one, so that the excess does not grow from window to window.
     """
+
+    standing = staticmethod(_standing)
 
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
@@ -215,11 +211,6 @@ class FixedWindowAccount:
         )
 
     @staticmethod
-    def standing(state: Any) -> tuple[int, int]:
-        """Return (latest, count)."""
-        return _standing(state)
-
-    @staticmethod
     def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return all tokens if the window changes."""
         return rule.limit if until_us // rule.window_us > from_us // rule.window_us else 0
@@ -259,6 +250,8 @@ class SlidingWindowAccount:
     """Of :mod:`ratelimitd.algorithms.sliding_window`: a log."""
 
     judge = staticmethod(sliding_window.decide)
+    freed = staticmethod(_refilled_tokens)
+    """As if the entries were spread evenly."""
 
     @staticmethod
     def judge_of(_state: Any, _rule: Limit) -> Decide:
@@ -284,11 +277,6 @@ class SlidingWindowAccount:
     def standing(state: Any) -> tuple[int, int]:
         """Return (time of the last entry, tokens)."""
         return (-1, 0) if state is None else sliding_window.latest(state)
-
-    @staticmethod
-    def freed(rule: Limit, from_us: int, until_us: int) -> int:
-        """Return the tokens that leave if the entries are spread evenly."""
-        return _refilled_tokens(rule, from_us, until_us)
 
     @staticmethod
     def spent(state: Any, _rule: Limit) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.algorithms.several import Bucket, Charge
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.model import Check, Limit, Outcome
 
@@ -43,33 +43,13 @@ class Buckets(Protocol):
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
 
 
-class LocalBuckets(Buckets, Protocol):
-    """Buckets in this node's memory, which it also resets."""
-
-    def states(self, charges: Sequence[Charge]) -> Sequence[Bucket]:
-        """Return what the buckets hold."""
-
-    def remove(self, key: bytes) -> Any | None:
-        """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
-
-    def put_back(self, key: bytes, value: Any) -> None:
-        """Undo a :meth:`remove`."""
-
-
 class RemoteBuckets(Buckets, Protocol):
     """Buckets that nodes share."""
 
     def wait(
-        self,
-        key: bytes,
-        rule: Limit,
-        now_us: int,
-        cost: int,
-        *,
-        peek: bool,
-        is_counted: bool = True,
+        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
     ) -> Awaitable[Outcome | RateLimitdError]:
-        """Ask the shared state to decide a check, at once. ``is_counted``: an absent bucket is a miss.
+        """Ask the shared state to decide a check, at once.
 
         ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
         nothing was charged.
@@ -85,6 +65,8 @@ class RemoteBuckets(Buckets, Protocol):
         is_counted: bool = True,
     ) -> Awaitable[Sequence[Outcome | Exception]]:
         """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
+
+        ``is_counted``: an absent bucket is a miss.
 
         In the place of an outcome is the error of a bucket that cannot be decided. It denies nothing, unless the
         breaker is open and denies.

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Final, NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, cast
 from zlib import crc32
 
 from ratelimitd.algorithms import token_bucket
 from ratelimitd.algorithms.several import Charge, deciding, passes, wait_ms
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -26,19 +26,8 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter.answers import (
-    decision_of,
-    explained_by,
-    passed,
-    statuses_of,
-)
-from ratelimitd.limiter.interfaces import (
-    Buckets,
-    Journal,
-    LocalBuckets,
-    Recorder,
-    RemoteBuckets,
-)
+from ratelimitd.limiter.answers import decision_of, passed
+from ratelimitd.limiter.interfaces import Buckets, Journal, Recorder, RemoteBuckets
 from ratelimitd.limiter.scopes import (
     Blocked,
     Scope,
@@ -51,23 +40,16 @@ from ratelimitd.model import (
     ALLOWED,
     DENIED,
     EVERYBODY,
-    INT32_MAX,
     US_PER_MS,
     US_PER_S,
     Check,
     Decision,
-    Enforcement,
-    Explained,
-    Limit,
-    LimitStatus,
-    NearRule,
     Outcome,
     Reason,
     Rule,
 )
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.nearest import MAX_LOOKED_AT, RULES_PER_STEP, Nearest
 
 FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60
@@ -96,12 +78,6 @@ class _Asked(NamedTuple):
     outcome: Awaitable[Outcome | RateLimitdError | Sequence[Outcome | Exception]]
 
 
-_Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
-
-_Together: TypeAlias = dict[bytes, tuple[Charge, list[int]]]
-"""What several checks charge to each bucket, by its key."""
-
-
 class Limiter:
     """Decides checks by the rules of a book on buckets: a node's own, or ``shared`` ones; exactly one is given.
 
@@ -120,7 +96,7 @@ class Limiter:
         stats: CheckStats,
         timestamps: str,
         keys: BucketKeys,
-        buckets: LocalBuckets | None = None,
+        buckets: BucketTable | None = None,
         shared: RemoteBuckets | None = None,
         journal: Journal | None = None,
         breaker_denies: bool = False,
@@ -131,18 +107,17 @@ class Limiter:
         recorder: Recorder | None = None,
     ) -> None:
         self.recorder: Final = recorder
-        self._buckets: Buckets
-        self._reset_buckets: Callable[[Sequence[bytes], Sequence[Limit]], Awaitable[None]]
+        self.buckets: Buckets
         if buckets is not None and shared is None:
-            self._buckets, self._reset_buckets = buckets, partial(self._reset_own, buckets)
+            self.buckets = buckets
         elif shared is not None and buckets is None:
-            self._buckets, self._reset_buckets = shared, shared.reset
+            self.buckets = shared
         else:
             message = "a limiter decides on its own buckets or on shared ones"
             raise ValueError(message)
         self._own = buckets
-        self._shared = shared
-        self._breaker_denies = breaker_denies
+        self.shared: Final = shared
+        self.breaker_denies: Final = breaker_denies
         self._clock = clock
         self._stats = stats
         self._timestamps = TimestampPolicy(timestamps)
@@ -234,23 +209,6 @@ class Limiter:
         if recorder is not None and crc32(check.identifier, recorder.seed) < recorder.below:
             recorder.note(check.identifier, check, at_us, allowed=decision.allowed)
 
-    def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
-        """Whether checks would all pass at ``now_us``, one after the other; charges and counts nothing.
-
-        Knows no timestamps. Checks may share a bucket: of a rule over all endpoints, for everybody or for one of their
-        identities. An awaitable only where buckets are shared. An undetermined outcome counts as passing: the later
-        charge meets the same failure and answers it.
-        """
-        together: _Together = {}
-        foreseen = [self._foresee(check, now_us, together) for check in checks]
-        for charge, costs in together.values():
-            if len(costs) > 1:
-                cost = min(sum(costs), INT32_MAX)
-                foreseen.append(self._foresee_charges([charge], [charge[1]], now_us, cost))
-        asked = [one for one in foreseen if not isinstance(one, bool)]
-        pass_here = False not in foreseen
-        return self._all_pass_there(asked) if asked and pass_here else pass_here
-
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the buckets of one identifier on one endpoint start afresh; one that does not exist is as good as reset.
 
@@ -280,12 +238,14 @@ class Limiter:
             rules = book.candidates(endpoint, identifier_type)
             buckets = self.scopes.buckets_of(book, rules, endpoint, self._clock.now_us())
             keys = [identifier + suffix for suffix, _ in buckets]
-            await self._reset_buckets(keys, [limit for _, limit in buckets])
+            if self._own is not None:
+                await self._reset_own(self._own, keys)
+            else:
+                shared = cast("RemoteBuckets", self.shared)
+                await shared.reset(keys, [limit for _, limit in buckets])
             return rules
 
-    async def _reset_own(
-        self, buckets: LocalBuckets, keys: Sequence[bytes], _limits: Sequence[Limit]
-    ) -> None:
+    async def _reset_own(self, buckets: BucketTable, keys: Sequence[bytes]) -> None:
         removed = [(key, buckets.remove(key)) for key in keys]
         if self._journal is None or not keys:
             return
@@ -297,72 +257,6 @@ class Limiter:
                     buckets.put_back(key, value)
             raise
 
-    async def explain(self, check: Check) -> Explained:
-        """Return the answer that a check would get as a peek, and every rule that was looked at for it.
-
-        Counts nothing.
-
-        Raises:
-            CheckInvalidError: as :meth:`check`.
-            StoreUnavailableError: no rules are loaded yet, or the shared state did not answer.
-            StoreOverloadedError, BreakerOpenError: the shared state was not asked.
-        """
-        if self.scopes.book is None:
-            message = "no rules are loaded yet"
-            raise StoreUnavailableError(message)
-        types = (check.identifier_type, *(kind for kind, _ in check.also))
-        now_us = self._clock.now_us()
-        scopes = self.scopes.apart()
-        plans, judging = scopes.plans_of(check, now_us), scopes.judging_of(check, now_us)
-        if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, judging, is_counted=False)
-        book = self.scopes.book
-        looked_at = [*book.looked_at(check.endpoint, types)]
-        if isinstance(judging, Unjudged):
-            decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
-        else:
-            decision, statuses = await self._foreseen(check, judging, now_us)
-        is_blocked = decision.reason is Reason.BLOCKED
-        assigned = {one.identifier_type: one.plan for one in plans}
-        has_none = decision.reason is Reason.NO_RULE
-        # A rule for * judges what was meant for another, too.
-        is_other = all(rule.endpoint != check.endpoint for rule, _ in looked_at)
-        return Explained(
-            decision,
-            tuple(
-                [explained_by(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
-            ),
-            plans,
-            await _nearest(book, Nearest(check.endpoint, types, only_spelling=not has_none))
-            if has_none or is_other
-            else (),
-        )
-
-    async def _foreseen(
-        self, check: Check, scope: Scope, now_us: int
-    ) -> tuple[Decision, Sequence[LimitStatus]]:
-        scope = scope.at(now_us)
-        scopes = scope.several or (scope,)
-        charges = charges_of(identifiers_of(check), scope)
-        ahead_ms = self._ahead_ms(check, charges, now_us)
-        charges = _ahead(charges, ahead_ms) if ahead_ms else charges
-        outcomes = self._buckets.peek_all(charges, now_us, check.cost)
-        if outcomes is None:
-            # Only shared buckets leave it undecided.
-            shared: RemoteBuckets = self._shared  # type: ignore[assignment]
-            found = await shared.wait_all(charges, now_us, check.cost, peek=True, is_counted=False)
-            outcomes = []
-            for one in found:
-                if isinstance(one, Exception):
-                    raise one
-                outcomes.append(one)
-        first = deciding([one.limit for one in scopes], outcomes)
-        judged, decides = outcomes[first], scopes[first]
-        allowed = judged[0] or decides.would_deny is not None
-        judged = passed(judged) if allowed else judged
-        decision = decision_of(scope, first, judged, outcomes, ahead_ms)
-        return decision, statuses_of(scopes, outcomes)
-
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
         return self._clock.now_us()
@@ -373,7 +267,7 @@ class Limiter:
         For bulk checks, and of a plain scope. If this returns ``None`` or raises, nothing was charged, and
         the caller uses :meth:`check`.
         """
-        outcome = self._buckets.apply(
+        outcome = self.buckets.apply(
             identifier + scope.key_suffix, scope.limit, scope.decide, now_us, cost
         )
         if outcome is None:
@@ -400,7 +294,7 @@ class Limiter:
         else:
             judging = self.scopes.judging_by(scope, check, now_us)
         if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, judging)
+            now_us = self.check_time_us(check.timestamp, now_us, judging)
         if isinstance(judging, Scope):
             decision = self._decide_by(check, judging, now_us)
         else:
@@ -420,7 +314,7 @@ class Limiter:
                 return None
             return Decision(*outcome[:5], scope.rule, scope.told, (), 0, scope.plan)
         key = check.identifier + scope.key_suffix
-        outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
+        outcome = self.buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
 
     def _decide_unjudged(self, check: Check, unjudged: Unjudged) -> Decision:
@@ -462,8 +356,8 @@ class Limiter:
             scope = scope.windows.at(now_us)
         charges = charges_of(identifiers, scope)
         if ahead_ms:
-            charges = _ahead(charges, ahead_ms)
-        judge_all = self._buckets.peek_all if peek else self._buckets.apply_all
+            charges = proceeding_later(charges, ahead_ms)
+        judge_all = self.buckets.peek_all if peek else self.buckets.apply_all
         outcomes = judge_all(charges, now_us, cost)
         return None if outcomes is None else self._judged(identifiers, scope, outcomes)
 
@@ -485,63 +379,18 @@ class Limiter:
         if not scope.several:
             scope = replace(scope, several=(scope,))
         identifiers = identifiers_of(check)
-        ahead_ms = self._ahead_ms(check, charges_of(identifiers, scope), now_us)
+        ahead_ms = self.ahead_ms(check, charges_of(identifiers, scope), now_us)
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
         return None if judged is None else decision_of(scope, *judged, ahead_ms)
 
-    def _ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
+    def ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
         """Return how much later, in ms, a check may proceed; 0: it passes now, or not even then."""
         if not check.max_wait_ms or self._own is None:
             return 0
         buckets = self._own.states(charges)
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
-
-    def _foresee(self, check: Check, now_us: int, together: _Together) -> bool | _Foreseen:
-        try:
-            scope = self.scopes.judging_of(check, now_us)
-            if isinstance(scope, Unjudged):
-                return scope.decision.allowed
-            scope = scope.at(now_us)
-            charges = charges_of(identifiers_of(check), scope)
-            for charge in () if check.peek else charges:
-                together.setdefault(charge[0], (charge, []))[1].append(check.cost)
-        except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
-            return self._passes_without_answer(error)
-        return self._foresee_charges(charges, scope.limits or (scope.limit,), now_us, check.cost)
-
-    def _foresee_charges(
-        self, charges: Sequence[Charge], limits: Sequence[Limit], now_us: int, cost: int
-    ) -> bool | _Foreseen:
-        try:
-            # Each bucket is looked up again when it is charged, and counts then.
-            outcomes = self._buckets.peek_all(charges, now_us, cost)
-            if outcomes is not None or self._shared is None:
-                return outcomes is None or passes(limits, outcomes)
-            return limits, self._shared.wait_all(charges, now_us, cost, peek=True, is_counted=False)
-        except Exception as error:  # noqa: BLE001 - as above
-            return self._passes_without_answer(error)
-
-    async def _all_pass_there(self, asked: Sequence[_Foreseen]) -> bool:
-        all_pass = True
-        for limits, foreseen in asked:
-            try:
-                outcomes = await foreseen
-            except Exception as error:  # noqa: BLE001 - as above
-                all_pass &= self._passes_without_answer(error)
-                continue
-            for limit, outcome in zip(limits, outcomes, strict=True):
-                if limit.enforcement is not Enforcement.ENFORCE:
-                    continue
-                if isinstance(outcome, Exception):
-                    all_pass &= self._passes_without_answer(outcome)
-                else:
-                    all_pass &= outcome[0]
-        return all_pass
-
-    def _passes_without_answer(self, error: Exception) -> bool:
-        return not (isinstance(error, BreakerOpenError) and self._breaker_denies)
 
     def judging(self, check: Check) -> Judging | Decision:
         """Return what judges a check now, or the answer to one that no limit judges, which is counted.
@@ -554,7 +403,7 @@ class Limiter:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         scope = self.scopes.judging_of(check, now_us)
         if check.timestamp:
-            now_us = self._check_time_us(check.timestamp, now_us, scope)
+            now_us = self.check_time_us(check.timestamp, now_us, scope)
         if isinstance(scope, Unjudged):
             return self._decide_unjudged(check, scope)
         return Judging(identifiers_of(check), scope.at(now_us), now_us)
@@ -567,7 +416,7 @@ class Limiter:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return judging
             identifiers, scope, now_us = judging
-            shared = cast("RemoteBuckets", self._shared)
+            shared = cast("RemoteBuckets", self.shared)
             if scope.several:
                 charges = charges_of(identifiers, scope)
                 outcomes = shared.wait_all(charges, now_us, check.cost, peek=check.peek)
@@ -625,9 +474,14 @@ class Limiter:
             scope.counters[1] += 1
             self._on_denied((scope.identifier(identifiers), scope))
 
-    def _check_time_us(
+    def check_time_us(
         self, timestamp: int, now_us: int, judging: Scope | Unjudged, *, is_counted: bool = True
     ) -> int:
+        """Return the time of a check that has a timestamp; ``is_counted``: one that is out of tolerance counts.
+
+        Raises:
+            CheckInvalidError: as :meth:`check`.
+        """
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
         if self._timestamps is TimestampPolicy.SERVER or isinstance(judging, Unjudged):
@@ -641,18 +495,15 @@ class Limiter:
 
     def failed(self, error: Exception) -> Decision:
         """Answer a check that an error kept from being decided: fail open, or deny while the breaker is open."""
-        if isinstance(error, BreakerOpenError):
-            return self._without_shared_state(error.retry_after_us)
-        if not isinstance(error, StoreUnavailableError | StoreOverloadedError):
-            self._on_error(error)
-        return self._fail_open(Reason.FAIL_OPEN_ERROR)
-
-    def _without_shared_state(self, retry_after_us: int) -> Decision:
-        if not self._breaker_denies:
+        if not isinstance(error, BreakerOpenError):
+            if not isinstance(error, StoreUnavailableError | StoreOverloadedError):
+                self._on_error(error)
+            return self._fail_open(Reason.FAIL_OPEN_ERROR)
+        if not self.breaker_denies:
             return self._fail_open(Reason.FAIL_OPEN_BREAKER)
         self._stats.blocked_total += 1
         self._stats.breaker_denied_total += 1
-        retry_after_s = max(1, -(-retry_after_us // US_PER_S))
+        retry_after_s = max(1, -(-error.retry_after_us // US_PER_S))
         reset_time = -(-self._clock.now_us() // US_PER_S) + retry_after_s
         return Decision(DENIED, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER)
 
@@ -668,16 +519,7 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
-async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
-    """Return the nearest rules of a book; other calls have their turn between two steps."""
-    rules = islice(book.rules(), MAX_LOOKED_AT)
-    while some := [*islice(rules, RULES_PER_STEP)]:
-        nearest.look_at(some)
-        await asyncio.sleep(0)
-    return nearest.found()
-
-
-def _ahead(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
+def proceeding_later(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
     """Return the charges of a check that proceeds so much later."""
     decide = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
     return [(key, limit, decide) for key, limit, _ in charges]

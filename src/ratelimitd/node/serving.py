@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.http2.errors import Cause
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S
@@ -197,6 +198,7 @@ class Serving:
             identities=identities,
             now_s=self._now_s,
         )
+        dry_run = DryRun(self.limiter)
         offers = [
             RateLimiterService(
                 self.limiter, stats, time.perf_counter, self._queue, identities=identities
@@ -212,6 +214,7 @@ class Serving:
                     identities,
                 ),
                 holds=holds,
+                dry_run=dry_run,
             ).methods(),
             config.methods(),
             PlansService(
@@ -225,6 +228,7 @@ class Serving:
             holds.methods(),
             HealthService(
                 self.limiter,
+                dry_run=dry_run,
                 report=self.parts.health.report,
                 samples=self.metrics.samples,
                 unmatched=self.live.unmatched,

@@ -14,6 +14,7 @@ from ratelimitd.errors import (
     HoldSettledError,
     InvalidInputError,
 )
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import INT32_MAX, Check, Decision, Identity
 from ratelimitd.rpc.interface import Call, Methods
@@ -81,8 +82,10 @@ class EnvoyService:
         options: EnvoyOptions,
         *,
         holds: HoldsService,
+        dry_run: DryRun,
     ) -> None:
         self._limiter = limiter
+        self._dry_run = dry_run
         self._holds = holds
         self._stats = stats
         self._perf_counter_s = perf_counter_s
@@ -113,7 +116,7 @@ class EnvoyService:
         # A single check charges nothing unless it passes, without being looked at before.
         # One time for judging and charging: a window that ends in between would allow what was not charged.
         now_us = self._limiter.now_us()
-        passes = len(checks) == 1 or self._limiter.all_pass([*checks.values()], now_us)
+        passes = len(checks) == 1 or self._dry_run.all_pass([*checks.values()], now_us)
         if not isinstance(passes, bool):
             return self._wait(asked, checks, passes, started_s)
         final = checks if passes else _looks(checks)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Final
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.observe.denials import DeniedEndpoint
 from ratelimitd.observe.health import HealthReport
@@ -65,6 +66,7 @@ class HealthService:
         self,
         limiter: Limiter,
         *,
+        dry_run: DryRun,
         report: Callable[[], HealthReport],
         samples: Callable[[Sequence[str]], Iterable[MetricSample]],
         unmatched: Callable[[], Awaitable[Sequence[DeniedEndpoint]]],
@@ -73,6 +75,7 @@ class HealthService:
     ) -> None:
         self._identities = identities
         self._limiter = limiter
+        self._dry_run = dry_run
         self._report = report
         self._samples = samples
         self._unmatched = unmatched
@@ -131,7 +134,7 @@ class HealthService:
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Tell what a check would be answered, and why; nothing is charged."""
         check = check_of(parse_check(data), self._identities)
-        return explanation_of(check, await self._limiter.explain(check)).SerializeToString()
+        return explanation_of(check, await self._dry_run.explain(check)).SerializeToString()
 
     async def list_unmatched(self, data: bytes, _call: Call) -> bytes:
         """The endpoints of checks without a rule; those with the most first."""

@@ -40,6 +40,14 @@ class Scene:
         names, now_us = [self.keys.stored(key)], self.clock.now_us()
         return await self.holds.settle(number.to_bytes(16, "big"), names, actual, now_us)
 
+    def written(self):
+        """What has changed since the last call, as a restart finds it."""
+        return {(kind, name): value for kind, name, value in self.holds.changes(100)}
+
+    def opened(self, directory):
+        """The snapshot log of its buckets."""
+        return SnapshotLog.open(directory, self.table, b"k" * 32, self.clock)
+
     def check(self, key=b"a", limit=TOKENS, cost=1, decide=None):
         decide = decide or DECIDE[limit.algorithm]
         return self.table.apply(key, limit, decide, self.clock.now_us(), cost)
@@ -134,7 +142,7 @@ async def test_large_buckets_are_written_in_steps():
 async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
     scene = Scene()
     await scene.hold(1, cost=4)
-    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    changes = scene.written()
     [bucket] = [json.loads(value) for (kind, _), value in changes.items() if kind == BUCKET]
     names = iter(bytes((number,)) * 16 for number in range(1, 100))
     bad = [b"", b"{", b"[]", b"5", json.dumps(bucket | {"state": "00"}).encode()]
@@ -155,14 +163,20 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
     assert (await other.settle(1, 0)).known
 
 
-async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_debt(tmp_path):
-    first = Scene()
-    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
-    await first.hold(1, cost=10, ttl_s=5)
+@pytest.fixture
+async def after_a_hold(tmp_path):
+    """The directory of a node that has ended with one hold in flight, of all tokens."""
+    scene = Scene()
+    log = scene.opened(tmp_path)
+    await scene.hold(1, cost=10)
     await log.drain()
+    return tmp_path
+
+
+async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_debt(after_a_hold):
     for is_written in (False, True):
         scene = Scene(max_holds=1)
-        log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+        log = scene.opened(after_a_hold)
         await scene.settle(1, 9)
         for number, key in ((2, b"b"), (3, b"c")):
             await scene.hold(number, key)
@@ -176,13 +190,9 @@ async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_
         await log.drain()
 
 
-async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(tmp_path, monkeypatch):
-    first = Scene()
-    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
-    await first.hold(1, cost=10)
-    await log.drain()
+async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(after_a_hold, monkeypatch):
     scene = Scene()
-    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    log = scene.opened(after_a_hold)
     await log.write_pass()
     await scene.settle(1, 4)
 
@@ -200,18 +210,14 @@ async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(tmp_pat
     await log.write_pass()
     await log.drain()
     again = Scene()
-    log = SnapshotLog.open(tmp_path, again.table, b"k" * 32, again.clock)
+    log = again.opened(after_a_hold)
     assert (len(again.holds), again.check()[1]) == (0, 5)
     await log.drain()
 
 
-async def test_a_full_table_evicts_for_a_bucket_without_a_key(tmp_path):
-    first = Scene()
-    log = SnapshotLog.open(tmp_path, first.table, b"k" * 32, first.clock)
-    await first.hold(1, cost=10)
-    await log.drain()
+async def test_a_full_table_evicts_for_a_bucket_without_a_key(after_a_hold):
     scene = Scene()
-    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    log = scene.opened(after_a_hold)
     for number in range(100):
         scene.check(b"%d" % number)
     await scene.settle(1, 4)
@@ -226,8 +232,7 @@ async def restarted(scene):
     scene.holds.change_all()
     other = Scene()
     other.clock.advance(us=scene.clock.now_us() - other.clock.now_us())
-    changes = scene.holds.changes(100)
-    other.holds.restore({(kind, name): value for kind, name, value in changes})
+    other.holds.restore(scene.written())
     return other
 
 
@@ -251,7 +256,7 @@ async def test_the_bucket_of_a_calendar_window_is_over_soon_after_it_also_after_
 async def test_a_bucket_of_an_earlier_release_says_not_when_it_is_full():
     scene = Scene()
     await scene.hold(1, cost=4)
-    changes = {(kind, name): json.loads(value) for kind, name, value in scene.holds.changes(100)}
+    changes = {which: json.loads(value) for which, value in scene.written().items()}
     for value in changes.values():
         if isinstance(value, dict):
             del value["full_after_s"]
@@ -263,7 +268,7 @@ async def test_a_bucket_of_an_earlier_release_says_not_when_it_is_full():
 async def test_what_ended_long_ago_is_not_restored():
     scene = Scene()
     await scene.hold(1, ttl_s=5)
-    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    changes = scene.written()
     other = Scene()
     other.clock.advance(seconds=1_000)
     other.holds.restore(changes)
@@ -273,10 +278,10 @@ async def test_what_ended_long_ago_is_not_restored():
 async def test_a_number_that_was_that_of_an_earlier_hold_owns_nothing_of_it():
     scene = Scene()
     await scene.hold(1, b"s", SLOTS, ttl_s=5)
-    changes = {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    changes = scene.written()
     scene.clock.advance(seconds=1_000)
     await scene.hold(1, b"a", ttl_s=600)
-    changes |= {(kind, name): value for kind, name, value in scene.holds.changes(100)}
+    changes |= scene.written()
     other = Scene()
     other.clock.advance(seconds=1_000)
     other.holds.restore(changes)
@@ -287,11 +292,9 @@ async def test_a_number_that_was_that_of_an_earlier_hold_owns_nothing_of_it():
 async def test_a_slot_that_no_hold_owns_any_more_is_over():
     scene = Scene()
     await scene.hold(1, b"s", SLOTS)
-    changes = {
-        (kind, name): value for kind, name, value in scene.holds.changes(100) if kind == BUCKET
-    }
+    written = scene.written()
     other = Scene()
-    other.holds.restore(changes)
+    other.holds.restore({which: written[which] for which in written if which[0] == BUCKET})
     assert other.check(b"s", SLOTS)[1] == 3
     assert len(other.holds) == 0
 
@@ -311,7 +314,7 @@ async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
 
 async def test_what_could_not_be_written_is_written_later(tmp_path):
     scene = Scene()
-    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    log = scene.opened(tmp_path)
     await log.write_pass()
     await scene.hold(1)
     for path in tmp_path.iterdir():
@@ -326,7 +329,7 @@ async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again
 ):
     monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 1_000)
     scene = Scene()
-    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    log = scene.opened(tmp_path)
     for number in range(1, 50):
         await scene.hold(number, str(number).encode())
     for _ in range(4):
@@ -340,7 +343,7 @@ async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again
 async def test_a_pass_ends_though_holds_are_made_while_it_writes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
     scene, numbers = Scene(), iter(range(1, 1_000))
-    log = SnapshotLog.open(tmp_path, scene.table, b"k" * 32, scene.clock)
+    log = scene.opened(tmp_path)
     append = log._append
 
     async def busy_append(data, *, durable=False):

@@ -27,10 +27,6 @@ RULE = Rule(
 KEYS = BucketKeys(b"k" * 32)
 
 
-def table_of(max_entries, **options):
-    return BucketTable(max_entries, **options)
-
-
 def use(table, key, *, cost=1, now_us=T, rule=RULE):
     return Outcome._make(table.apply(key, rule, DECIDE[rule.algorithm], now_us, cost))
 
@@ -57,7 +53,7 @@ def restored_of(*numbers, count=4):
 class TestChecks:
     def test_a_denied_check_copies_no_log(self):
         rule = replace(RULE, limit=100, algorithm=Algorithm.SLIDING_WINDOW)
-        table = table_of(10)
+        table = BucketTable(10)
         for number in range(100):
             use(table, b"ada", now_us=T + number, rule=rule)
         log = table.value(b"ada")
@@ -69,31 +65,31 @@ class TestChecks:
         assert unpack(table.value(b"ada")) == unpack(log)
 
     def test_a_check_goes_on_from_what_the_bucket_held(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert [use(table, b"ada", cost=4).remaining for _ in range(3)] == [6, 2, 2]
         assert unpack(table.value(b"ada")) == (8, T)
 
     @pytest.mark.parametrize("algorithm", ACCOUNTS)
     def test_after_eight_years_the_tick_stops_before_it_reaches_the_window(self, algorithm):
-        table, rule = table_of(10), replace(RULE, algorithm=algorithm)
+        table, rule = BucketTable(10), replace(RULE, algorithm=algorithm)
         table.tick = MAX_TICK + 1
         use(table, b"ada", rule=rule)
         value = table.value(b"ada")
         assert (tick_of(value), full_after_s(value)) == (table.tick, 60) == (MAX_TICK, 60)
 
     def test_buckets_do_not_share(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=10)
         assert use(table, b"bob").allowed
         assert len(table) == 2
 
     def test_a_check_that_is_never_allowed_leaves_no_bucket(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert not use(table, b"ada", cost=11).allowed
         assert (len(table), table.value(b"ada")) == (0, None)
 
     def test_a_denied_check_is_a_use_and_changes_nothing_else(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=10)
         table.tick = 9
         assert not use(table, b"ada").allowed
@@ -101,7 +97,7 @@ class TestChecks:
         assert tick_of(table.value(b"ada")) == 9
 
     def test_a_peek_keeps_nothing_and_is_no_use(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert look(table, b"ada", cost=4).remaining == 6
         assert len(table) == 0
         use(table, b"ada", cost=4)
@@ -113,7 +109,7 @@ class TestChecks:
     @pytest.mark.parametrize("algorithm", ACCOUNTS)
     @pytest.mark.parametrize("cost", [1, 4, 10, 11])
     def test_a_bucket_holds_the_algorithms_state_packed_with_window_and_tick(self, algorithm, cost):
-        table, rule = table_of(10), replace(RULE, algorithm=algorithm, window_seconds=77)
+        table, rule = BucketTable(10), replace(RULE, algorithm=algorithm, window_seconds=77)
         state = None
         for number in range(4):
             table.tick = 5 + number
@@ -124,7 +120,7 @@ class TestChecks:
             assert table.value(b"ada") == packed
 
     def test_another_window_of_the_rule_is_noted_with_the_bucket(self):
-        table, longer = table_of(10), replace(RULE, window_seconds=90)
+        table, longer = BucketTable(10), replace(RULE, window_seconds=90)
         use(table, b"ada", cost=4)
         use(table, b"ada", rule=longer)
         assert full_after_s(table.value(b"ada")) == 90
@@ -148,19 +144,19 @@ class TestChecks:
 
 class TestRemoving:
     def test_a_removed_bucket_starts_afresh(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=10)
         table.remove(b"ada")
         assert len(table) == 0
         assert use(table, b"ada").remaining == 9
 
     def test_removing_what_is_not_there_is_no_error(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert table.remove(b"ada") is None
         assert len(table) == 0
 
     def test_a_bucket_that_is_put_back_holds_what_it_held_and_counts_as_used(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=7)
         value = table.remove(b"ada")
         table.tick = 9
@@ -170,7 +166,7 @@ class TestRemoving:
         assert len(table) == 1
 
     def test_a_bucket_that_was_used_since_holds_again_what_it_held(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=7)
         value = table.remove(b"ada")
         use(table, b"ada", cost=1)
@@ -179,7 +175,7 @@ class TestRemoving:
         assert len(table) == 1
 
     def test_putting_back_keeps_the_bound(self):
-        table = table_of(1)
+        table = BucketTable(1)
         use(table, b"ada")
         value = table.remove(b"ada")
         use(table, b"bob")
@@ -190,7 +186,7 @@ class TestRemoving:
 class TestBound:
     @pytest.mark.parametrize("max_entries", [1, 2, 7, SHARD_ENTRIES, SHARD_ENTRIES + 1, 2_000])
     def test_a_flood_of_new_keys_never_gets_beyond_the_bound(self, max_entries):
-        table = table_of(max_entries)
+        table = BucketTable(max_entries)
         for number in range(3 * max_entries + 50):
             use(table, key(number))
             assert len(table) <= max_entries
@@ -203,7 +199,7 @@ class TestBound:
         monkeypatch.setattr(table_module, "RESTORED_SHARDS", 8)
         rng = random.Random(seed)
         max_entries = rng.choice([1, 5, 60, 700])
-        table, now_us, removed = table_of(max_entries), T, {}
+        table, now_us, removed = BucketTable(max_entries), T, {}
         table.adopt(restored_of(*range(rng.randint(0, 2 * max_entries))))
         for _ in range(4_000):
             name = key(rng.randint(0, 3 * max_entries))
@@ -226,7 +222,7 @@ class TestBound:
         assert len(table) == len(keys_of(table)) + adopted
 
     def test_the_least_recently_used_leave_first(self):
-        table = table_of(100)
+        table = BucketTable(100)
         for number in range(100):
             table.tick = number + 1
             use(table, key(number))
@@ -240,14 +236,14 @@ class TestBound:
         } | {b"new"}
 
     def test_the_newest_bucket_replaces_the_only_one_there_may_be(self):
-        table = table_of(1)
+        table = BucketTable(1)
         use(table, b"ada")
         table.tick += 1
         use(table, b"bob")
         assert keys_of(table) == {b"bob"}
 
     def test_shards_take_turns_so_that_what_leaves_is_about_the_oldest_of_all(self):
-        table = table_of(3_000)
+        table = BucketTable(3_000)
         for number in range(3_000):
             table.tick = number // 10 + 1
             use(table, key(number))
@@ -259,14 +255,14 @@ class TestBound:
         assert gone <= {key(number) for number in range(1_000)}
 
     def test_an_evicted_shard_gives_its_memory_back(self):
-        table = table_of(SHARD_ENTRIES)
+        table = BucketTable(SHARD_ENTRIES)
         for number in range(SHARD_ENTRIES * 20):
             use(table, key(number))
         (shard,) = table._shards
         assert sys.getsizeof(shard) <= sys.getsizeof(dict.fromkeys(range(682)))
 
     def test_a_shard_that_is_empty_is_passed_over(self):
-        table = table_of(SHARD_ENTRIES + 1)
+        table = BucketTable(SHARD_ENTRIES + 1)
         assert table.shard_count == 2
         crowd = [name for name in map(key, range(5_000)) if hash(name) % 2 == 1]
         for name in crowd[: SHARD_ENTRIES + 2]:
@@ -277,7 +273,7 @@ class TestBound:
 
 class TestExpiry:
     def test_a_bucket_is_dropped_when_it_has_been_over_for_as_long_as_a_caller_may_be_late(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada", cost=10)
         table.sweep(T + 60 * SECOND + LATE_US - 1, 1)
         assert len(table) == 1
@@ -287,7 +283,7 @@ class TestExpiry:
     @pytest.mark.parametrize(("burst", "full_after_s"), [(5, 30), (11, 66), (100, 600)])
     def test_a_bucket_with_a_burst_is_kept_until_that_is_refilled(self, burst, full_after_s):
         """I12."""
-        table = table_of(10)
+        table = BucketTable(10)
         rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=burst)
         assert use(table, b"ada", cost=burst, rule=rule).allowed
         table.sweep(T + full_after_s * SECOND + LATE_US - 1, 1)
@@ -300,7 +296,7 @@ class TestExpiry:
         assert len(table) == 0
 
     def test_so_is_one_of_several_that_a_check_is_charged_to(self):
-        table = table_of(10)
+        table = BucketTable(10)
         rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
         charges = [(name, rule, DECIDE[rule.algorithm]) for name in (b"a", b"b")]
         for _ in range(2):  # new ones, and those that are there
@@ -308,7 +304,7 @@ class TestExpiry:
             assert [full_after_s(table.value(name)) for name, _, _ in charges] == [600, 600]
 
     def test_a_sweep_goes_on_where_the_last_one_ended(self):
-        table = table_of(3 * SHARD_ENTRIES)
+        table = BucketTable(3 * SHARD_ENTRIES)
         for number in range(300):
             use(table, key(number))
         sizes = []
@@ -318,14 +314,14 @@ class TestExpiry:
         assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 0
 
     def test_a_sweep_over_more_shards_than_there_are_looks_at_each_once(self):
-        table = table_of(10)
+        table = BucketTable(10)
         use(table, b"ada")
         table.sweep(T + 3600 * SECOND, 1_000)
         assert (len(table), table.expired_total) == (0, 1)
 
     def test_a_sweep_reaches_the_buckets_of_before_the_restart(self, monkeypatch):
         monkeypatch.setattr(table_module, "RESTORED_SHARDS", 2)
-        table = table_of(50)
+        table = BucketTable(50)
         table.adopt(restored_of(*range(20)))
         table.sweep(T, 1)
         assert len(table) == 20
@@ -344,7 +340,7 @@ class TestExpiry:
     )
     def test_when_time_is_the_callers_only_disuse_expires(self, changes, kept_ticks):
         """I12: max(3600 s, twice the time in which it is full)."""
-        table = table_of(10, callers_time=True)
+        table = BucketTable(10, callers_time=True)
         table.tick = 5
         use(table, b"ada", rule=replace(RULE, **changes), now_us=1)
         table.tick = 5 + kept_ticks - 1
@@ -355,7 +351,7 @@ class TestExpiry:
         assert (len(table), table.expired_total) == (0, 1)
 
     def test_any_use_puts_disuse_off(self):
-        table = table_of(10, callers_time=True)
+        table = BucketTable(10, callers_time=True)
         use(table, b"ada", cost=10)
         table.tick = IDLE_TICKS
         assert not use(table, b"ada").allowed
@@ -366,7 +362,7 @@ class TestExpiry:
 
 class TestBeforeTheRestart:
     def test_a_bucket_goes_on_from_what_it_held(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.adopt(restored_of(1, 2))
         assert len(table) == 2
         assert use(table, key(1)).remaining == 5
@@ -374,20 +370,20 @@ class TestBeforeTheRestart:
         assert (len(table), keys_of(table)) == (2, {key(1)})
 
     def test_a_peek_leaves_it_where_it_is(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.adopt(restored_of(1))
         assert look(table, key(1)).remaining == 5
         assert look(table, key(2)).remaining == 9
         assert (len(table), keys_of(table)) == (1, set())
 
     def test_a_denied_check_moves_it_unchanged(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.adopt(restored_of(1, count=10))
         assert not use(table, key(1)).allowed
         assert unpack(table.value(key(1))) == (10, T)
 
     def test_it_can_be_removed_and_put_back(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.adopt(restored_of(1))
         value = table.remove(key(1))
         assert len(table) == 0
@@ -395,26 +391,26 @@ class TestBeforeTheRestart:
         assert use(table, key(1)).remaining == 5
 
     def test_removing_an_unknown_bucket_leaves_the_others(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.adopt(restored_of(1))
         assert table.remove(key(2)) is None
         assert len(table) == 1
 
     def test_the_bound_holds_for_both_together_from_the_start(self):
-        table = table_of(5)
+        table = BucketTable(5)
         use(table, b"ada")
         table.adopt(restored_of(*range(20)))
         assert len(table) == 5
         assert table.value(b"ada") is not None
 
     def test_more_live_buckets_than_the_bound_leave_nothing_of_before(self):
-        table = table_of(1)
+        table = BucketTable(1)
         use(table, b"ada")
         table.adopt(restored_of(1))
         assert (len(table), table.value(b"ada") is not None) == (1, True)
 
     def test_it_gives_way_before_any_bucket_in_use(self):
-        table = table_of(5)
+        table = BucketTable(5)
         table.adopt(restored_of(*range(5)))
         for number in range(100, 105):
             use(table, key(number))
@@ -425,7 +421,7 @@ class TestBeforeTheRestart:
 
 class TestLooking:
     def test_keys_are_those_used_at_a_tick_or_later(self):
-        table = table_of(10)
+        table = BucketTable(10)
         for tick in (1, 2, 3):
             table.tick = tick
             use(table, key(tick))
@@ -434,7 +430,7 @@ class TestLooking:
         assert table.keys(0, 4) == []
 
     def test_every_key_is_in_one_shard(self):
-        table = table_of(5 * SHARD_ENTRIES)
+        table = BucketTable(5 * SHARD_ENTRIES)
         for number in range(500):
             use(table, key(number))
         found = [name for index in range(table.shard_count) for name in table.keys(index)]
@@ -452,7 +448,7 @@ class TestSeveral:
         return [found[:2] for found in table.apply_all(charges, now_us, cost)]
 
     def test_all_buckets_are_charged_or_none(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert self.charge(table, cost=4) == [(True, 6), (True, 96)]
         assert self.charge(table, cost=5) == [(True, 1), (True, 91)]
         held = {name: table.value(name) for name in keys_of(table)}
@@ -461,12 +457,12 @@ class TestSeveral:
         assert len(table) == 2
 
     def test_a_denied_check_makes_no_bucket(self):
-        table = table_of(10)
+        table = BucketTable(10)
         assert self.charge(table, cost=11) == [(False, 10), (True, 100)]
         assert len(table) == 0
 
     def test_use_keeps_a_bucket_from_being_evicted_first(self):
-        table = table_of(10)
+        table = BucketTable(10)
         table.tick = 5
         self.charge(table)
         assert table.keys(0, since_tick=5) == [b"minute", b"hour"]
@@ -475,7 +471,7 @@ class TestSeveral:
         assert table.keys(0, since_tick=6) == [b"minute", b"hour"]
 
     def test_restored_buckets_go_on_and_move_to_the_table_when_they_are_charged(self):
-        table, restored = table_of(10), RestoredBuckets(KEYS)
+        table, restored = BucketTable(10), RestoredBuckets(KEYS)
         restored.put(KEYS.stored(b"minute"), pack((4, T), RULE, 0))
         table.adopt(restored)
         assert self.charge(table, cost=7) == [(False, 6), (True, 100)]
@@ -484,6 +480,6 @@ class TestSeveral:
         assert (len(restored), len(table)) == (0, 2)
 
     def test_a_full_table_evicts(self):
-        table = table_of(1)
+        table = BucketTable(1)
         self.charge(table)
         assert (len(table), table.evicted_total) == (1, 1)

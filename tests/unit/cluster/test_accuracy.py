@@ -82,11 +82,6 @@ def test_what_a_view_has_counted_is_taken_over_once(accuracy, stats):
     assert accuracy.forgiven_total == 2
 
 
-def test_lost_tokens_are_charged_nowhere(accuracy):
-    accuracy.lost(4)
-    assert accuracy.forgiven_total == 4
-
-
 def test_the_promise_grows_with_nodes_and_with_what_keeps_them_apart():
     assert promised_excess(0.51, 1, 0, 0) == pytest.approx(0.51)
     assert promised_excess(0.51, 4, 1_000, 2_000) == pytest.approx(0.51 + 4 * 0.005)

@@ -1,15 +1,20 @@
 """Which buckets are in use, which are packed, and which leave; a tag stands for what else is known of them."""
 
+import gc
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
-from ratelimitd.cluster.packed import unpack
+from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
+from ratelimitd.ledger.shared_state import SharedState
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
+
+UNSETTLED = [{"spends": True}, {"is_dirty": True}]
+"""Of a bucket with something to settle; one that has spent nothing may be in the next batch all the same."""
 
 STEP_US = 6_250
 TTL_US = 300 * SECOND
@@ -20,10 +25,11 @@ class Scene:
         self.tag, self.now_us = SimpleNamespace(buckets={}, make_view=LocalView), 0
         self.cache = BucketCache(max_entries=max_entries, ttl_us=ttl_us, now_us=0)
 
-    def add(self, key=b"a", spent=1, *, is_dirty=False):
+    def add(self, key=b"a", spent=1, *, spends=False, is_dirty=False):
         base = None if spent is None else state(spent, 5)
         bucket = Bucket(key, name_of(key), self.tag, RULE, base)
-        if is_dirty:
+        bucket.is_dirty = is_dirty
+        if spends:
             bucket.view.check_alone(10, 1)
         self.cache.add(bucket)
         return bucket
@@ -75,14 +81,9 @@ class TestInUse:
         assert scene.tag.buckets == {}
         assert len(scene.cache) == 1
 
-    def test_one_with_something_to_settle_is_not_packed(self, scene):
-        bucket = scene.add(is_dirty=True)
-        scene.run(10 * IDLE_US)
-        assert scene.cache.get(b"a") is bucket
-
-    def test_nor_is_one_that_the_next_batch_contains_though_it_has_spent_nothing(self, scene):
-        bucket = scene.add()
-        bucket.is_dirty = True
+    @pytest.mark.parametrize("unsettled", UNSETTLED)
+    def test_one_with_something_to_settle_is_not_packed(self, scene, unsettled):
+        bucket = scene.add(**unsettled)
         scene.run(10 * IDLE_US)
         assert scene.cache.get(b"a") is bucket
 
@@ -117,13 +118,6 @@ class TestPacked:
         scene.add()
         scene.run(3 * IDLE_US + TTL_US // 2)
         assert scene.cache.take_packed(name_of(b"a")) == state(1, 5)
-
-    def test_one_that_is_another_now_is_forgotten(self, scene):
-        scene.add()
-        scene.run(3 * IDLE_US)
-        scene.cache.forget_packed(name_of(b"a"))
-        assert len(scene.cache) == 0
-        assert scene.packed() is None
 
     def test_a_bucket_is_never_packed_and_in_use_at_once(self, scene):
         scene.add()
@@ -261,7 +255,7 @@ class TestEviction:
 
     def test_an_idle_view_with_something_to_settle_does_not_pass_for_a_used_one(self):
         scene = Scene(max_entries=3)
-        scene.add(b"idle", is_dirty=True)
+        scene.add(b"idle", spends=True)
         scene.run(IDLE_US + 2 * STEP_US)
         scene.add(b"used")
         scene.run(IDLE_US + 2 * STEP_US, b"used")
@@ -271,9 +265,10 @@ class TestEviction:
         assert scene.cache.get(b"idle") is None
         assert scene.cache.get(b"used") is not None
 
-    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self):
+    @pytest.mark.parametrize("unsettled", UNSETTLED)
+    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self, unsettled):
         scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty", is_dirty=True)
+        dirty = scene.add(b"dirty", **unsettled)
         scene.run(IDLE_US)
         clean = scene.add(b"clean")
         scene.cache.step(scene.now_us)
@@ -281,22 +276,37 @@ class TestEviction:
         assert not dirty.is_cached
         assert scene.tag.buckets == {dirty.name: dirty, clean.name: clean}
 
-    def test_so_does_one_that_the_next_batch_contains_though_it_has_spent_nothing(self):
-        scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty")
-        dirty.is_dirty = True
-        scene.run(IDLE_US)
-        scene.add(b"clean")
-        scene.cache.step(scene.now_us)
-        assert not dirty.is_cached
-        assert scene.tag.buckets[dirty.name] is dirty
-
     def test_one_that_comes_back_is_in_use_again(self):
         scene = Scene(max_entries=1)
-        dirty = scene.add(b"dirty", is_dirty=True)
+        dirty = scene.add(b"dirty", spends=True)
         scene.run(IDLE_US)
         scene.add(b"clean")
         scene.cache.step(scene.now_us)
         scene.cache.add(dirty)
         assert dirty.is_cached
         assert scene.cache.get(b"dirty") is dirty
+
+
+# How they are packed
+
+STATES = [
+    SharedState(0, 7, 100),
+    SharedState(1, 2**53, 2**31 - 1, (2**81, 2**53 - 1)),
+    SharedState(2, 3, 4, b"a log"),
+    SharedState(1, 2**53, 2**31 - 1, (2**81, 2**53 - 1), 2**31 - 1),
+    SharedState(0, 7, 100, None, 5),
+]
+
+
+@pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
+def test_a_packed_state_comes_out_as_it_went_in(shared):
+    unpacked = unpack(pack(shared))
+    assert unpacked == shared
+    assert type(unpacked) is SharedState
+
+
+@pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
+def test_the_garbage_collector_does_not_look_at_what_is_packed(shared):
+    packed = pack(shared)
+    gc.collect()
+    assert not gc.is_tracked(packed)

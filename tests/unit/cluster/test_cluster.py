@@ -267,8 +267,6 @@ class TestExactness:
     async def test_a_batch_that_cannot_be_settled_is_told_to_the_log(self, scene):
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        scene.spend(cost=5)
-        scene.interval()
         error = StoreCorruptError("no answer to this")
         scene.cluster.defect(error)
         assert [context["exception"] for context in told] == [error]

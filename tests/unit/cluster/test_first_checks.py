@@ -50,6 +50,7 @@ async def test_those_that_come_meanwhile_are_decided_by_what_is_known_then(scene
     assert [answer.result()[1] for answer in answers] == [8, 5, 1]
     assert scene.cache.get(b"a") is not None
     assert scene.store.asked("first_check") == [name_of(b"a")]
+    assert scene.stats.bucket_missed_total == 1
 
 
 async def test_a_defect_met_by_one_is_not_that_of_those_behind_it(scene, monkeypatch):
@@ -68,13 +69,15 @@ async def test_a_defect_met_by_one_is_not_that_of_those_behind_it(scene, monkeyp
         await answers[1]
 
 
-async def test_an_error_is_told_to_all_and_is_one_failure(scene):
+async def test_an_error_is_told_to_all_is_one_failure_and_the_next_check_asks_again(scene):
     scene.store.mode = "down"
     answers = [scene.ask(), scene.ask()]
     scene.run(20 * MS)
     assert {type(answer.result()) for answer in answers} == {StoreUnavailableError}
     assert scene.stats.shared_state_errors_total == 1
     assert len(scene.cache) == 0
+    scene.store.mode = "up"
+    assert scene.check()[:2] == (True, 9)
 
 
 @pytest.mark.parametrize("peek", [False, True])
@@ -123,19 +126,6 @@ async def test_others_are_told_of_one_that_crosses_into_its_last_half(scene, bef
     assert answer.result()[4] is WITHIN_LIMIT
     scene.gossip.publish()
     assert len(scene.bus.published) == told
-
-
-async def test_of_one_that_is_in_use_after_all_what_the_store_says_is_heard(scene):
-    scene.store.mode = "held"
-    answer = scene.ask(cost=4)
-    held = scene.store.held_one()
-    scene.open_breaker()
-    scene.at_once()
-    known = scene.cache.get(b"a")
-    held.answer()
-    assert answer.result()[:2] == (True, 6)
-    assert known.view.base.state[0] == 4
-    assert scene.cache.get(b"a") is known
 
 
 async def test_one_that_is_denied_and_watched_already_is_watched_once(scene):

@@ -273,12 +273,19 @@ async def test_a_limit_that_observes_is_given_back_when_the_check_is_denied(scen
 # Buckets that cannot be reached
 
 
-async def test_while_the_breaker_is_open_nothing_is_charged_and_the_errors_are_told(scene):
-    scene.know_all()
+@pytest.mark.parametrize("breaker_denies", [False, True])
+@pytest.mark.parametrize("known", [b"at", b""])
+async def test_while_the_breaker_is_open_nothing_is_charged_and_the_errors_are_told(
+    known, breaker_denies
+):
+    scene = Scene(breaker_denies=breaker_denies)
+    scene.know_all(known)
     scene.open_breaker()
+    requests = len(scene.store.requests)
     assert scene.all_at_once() is None
     outcomes = scene.met()
     assert [type(outcome) for outcome in outcomes] == [BreakerOpenError, BreakerOpenError]
+    assert len(scene.store.requests) == requests
 
 
 async def test_a_bucket_that_does_not_answer_does_not_deny_and_the_others_are_charged(scene):
@@ -411,12 +418,6 @@ async def test_one_after_the_other_is_spent_before_the_first_is_settled(scene):
     assert scene.spent() == [3, 3]
 
 
-async def test_an_unknown_bucket_whose_breaker_is_open_is_an_error(scene):
-    scene.open_breaker()
-    assert scene.all_at_once() is None
-    assert [type(outcome) for outcome in scene.met()] == [BreakerOpenError, BreakerOpenError]
-
-
 async def test_a_newer_rule_is_gone_by(scene):
     scene.know_all()
     scene.RULES = {**scene.RULES, b"t": replace(TENANT, limit=50, revision=2)}
@@ -439,11 +440,3 @@ async def test_a_defect_of_one_view_leaves_nothing_held_by_the_others(scene, mon
     with pytest.raises(TypeError):
         scene.all_at_once()
     assert scene.view(b"a").is_clean
-
-
-async def test_nothing_is_asked_where_an_open_breaker_denies():
-    scene = Scene(breaker_denies=True)
-    scene.open_breaker()
-    outcomes = scene.met()
-    assert [type(outcome) for outcome in outcomes] == [BreakerOpenError, BreakerOpenError]
-    assert scene.store.requests == []

@@ -107,8 +107,9 @@ class TestSettling:
         assert (scene.tag.is_settled, scene.tag.unsettled_buckets) == (True, 0)
         assert scene.settled_buckets == [(b"a", 3, None)]
 
-    def test_a_sync_without_spends_sends_nothing(self, scene):
+    def test_without_spends_nothing_is_sent(self, scene):
         scene.bucket()
+        scene.tag.flush()
         scene.tag.sync()
         scene.run(SECOND)
         assert scene.store.requests == []
@@ -175,10 +176,6 @@ class TestSettling:
             scene.tag.flush()
             scene.run(MS)
         assert len(scene.batches()) == 20
-
-    def test_a_flush_of_nothing_sends_nothing(self, scene):
-        scene.tag.flush()
-        assert scene.store.requests == []
 
     def test_an_evicted_bucket_is_let_go_when_it_is_settled_and_not_before(self, scene):
         bucket = scene.bucket(is_cached=False)
@@ -319,6 +316,8 @@ class TestFailures:
             scene.run(SECOND)
         assert (scene.defects, scene.server.told) == ([error], ["sync failed"] * 3)
         assert len({batch.number for batch in scene.batches()}) == 1
+        scene.store.held_one().answer()
+        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (5, True)
 
     def test_a_batch_that_the_store_refuses_as_old_is_given_up(self, scene):
         bucket = scene.bucket()
@@ -342,15 +341,6 @@ class TestFailures:
         batch.done(None)
         scene.run(MS)
         assert question.answer.result()[0]
-
-    def test_an_answer_that_is_none_is_no_acknowledgement(self, scene):
-        scene.spend(scene.bucket())
-        scene.store.mode = "held"
-        scene.tag.sync()
-        scene.store.held_one().fail(StoreCorruptError("not ours"))
-        scene.store.mode = "up"
-        scene.run(SECOND)
-        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (1, True)
 
 
 class TestChecksThatWait:

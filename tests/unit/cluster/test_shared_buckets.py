@@ -53,15 +53,6 @@ class TestMisses:
         assert [answer.result()[1] for answer in answers] == [999, 997, 994]
         assert len(world.store.asked("first_check")) == world.stats.bucket_missed_total == 1
 
-    async def test_one_that_fails_is_told_to_all_and_the_next_check_asks_again(self, world):
-        world.store.mode = "down"
-        answers = [world.wait() for _ in range(3)]
-        world.run(20 * MS)
-        assert {type(answer.result()) for answer in answers} == {StoreUnavailableError}
-        assert world.stats.shared_state_errors_total == 1
-        world.store.mode = "up"
-        assert world.check()[:2] == (True, 999)
-
     async def test_five_that_fail_open_the_breaker(self, world):
         world.store.mode = "down"
         for _ in range(5):
@@ -603,13 +594,6 @@ class TestResets:
         world.run(SECOND)
         await self.reset(world, b"a")
         assert world.at_once()[:2] == (True, 999)
-
-    async def test_one_that_is_not_answered_is_told_to_nobody(self, world):
-        world.check()
-        world.store.mode = "down"
-        with pytest.raises(StoreUnavailableError):
-            await self.reset(world, b"a")
-        assert world.bus.published == []
 
     async def test_of_several_others_are_told_of_those_that_were_answered(self, world):
         world.store.mode = "held"

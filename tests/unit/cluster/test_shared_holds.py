@@ -94,6 +94,18 @@ class Scene:
         steps = self.store.asked("step")
         return [[name[:1] for name in one.names] for one in steps if one.step is Step.WITHDRAW]
 
+    async def deny(self):
+        """A hold that the server of ``b`` denies; what was charged at that of ``a`` is on its way back."""
+        await self.hold(b"b", cost=600)
+        self.store.mode = "held"
+        asked = self.asked(b"a", b"b", cost=600, number=b"another number..")
+        task = asyncio.ensure_future(self.holds.hold(asked))
+        await asyncio.sleep(0)
+        held, self.store.held = self.store.held, []
+        for request in held:
+            request.answer()
+        assert not (await task).expire_us
+
     @property
     def now_us(self):
         return self.store.time_us + self.clock.monotonic_us()
@@ -330,17 +342,7 @@ async def test_in_a_cluster_what_was_charged_for_a_denied_hold_is_given_back(clu
 
 
 async def test_in_a_cluster_a_withdrawal_that_is_lost_is_repeated(cluster):
-    await cluster.hold(b"b", cost=600)
-    cluster.store.mode = "held"
-    task = asyncio.ensure_future(
-        cluster.holds.hold(cluster.asked(b"a", b"b", cost=600, number=b"another number.."))
-    )
-    await asyncio.sleep(0)
-    of_a, of_b = cluster.store.held
-    cluster.store.held = []
-    of_a.answer()
-    of_b.answer()
-    assert not (await task).expire_us
+    await cluster.deny()
     for _ in range(2):
         cluster.store.held_one().fail()
         cluster.timers.run(SECOND)
@@ -350,16 +352,7 @@ async def test_in_a_cluster_a_withdrawal_that_is_lost_is_repeated(cluster):
 
 
 async def test_in_a_cluster_a_withdrawal_is_given_up(cluster):
-    await cluster.hold(b"b", cost=600)
-    cluster.store.mode = "held"
-    task = asyncio.ensure_future(
-        cluster.holds.hold(cluster.asked(b"a", b"b", cost=600, number=b"another number.."))
-    )
-    await asyncio.sleep(0)
-    for one in cluster.store.held[:]:
-        cluster.store.held.remove(one)
-        one.answer()
-    await task
+    await cluster.deny()
     cluster.servers[ord("a")].is_open = True
     cluster.store.held_one().fail()
     cluster.timers.run(SECOND)

@@ -39,6 +39,7 @@ def test_it_is_closed_at_first(scene):
     assert (scene.server.name, scene.server.tag) == ("server:1", 7)
     assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
     assert not scene.server.begins_probe()
+    assert scene.server.open_error().retry_after_us == 0
 
 
 def test_failures_of_one_turn_are_one(scene):
@@ -162,10 +163,6 @@ def test_an_open_one_tells_until_when(scene):
     scene.clock.advance(seconds=10)
     assert scene.server.open_error().retry_after_us == 20 * SECOND
     scene.clock.advance(seconds=30)
-    assert scene.server.open_error().retry_after_us == 0
-
-
-def test_one_that_is_not_open_has_no_time_to_tell(scene):
     assert scene.server.open_error().retry_after_us == 0
 
 

@@ -280,7 +280,7 @@ class World:
         self.gossip.settled(bucket, before)
 
     def lost(self, tokens):
-        self.accuracy.lost(tokens)
+        self.accuracy.forgiven_total += tokens
 
     def defect(self, error):
         raise error

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 from ratelimitd.ledger.protocol import Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import SharedState, StoreCheck, Update
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
 from tests.ledger_model import Ledger
+from tests.outcomes import rule_of
 
 NOW = 1_700_000_000_000_000
-RULE = Rule(
-    "r", "/a", IdentifierType.USER, limit=10, window_seconds=10, algorithm=Algorithm.FIXED_WINDOW
-)
+RULE = rule_of(Algorithm.FIXED_WINDOW)
 
 
 def updates(tokens=1):

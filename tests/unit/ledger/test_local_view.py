@@ -7,20 +7,13 @@ import pytest
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView, TightView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
 from tests.ledger_model import settle
+from tests.outcomes import rule_of
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
-RULE = Rule(
-    "r",
-    "/a",
-    IdentifierType.USER,
-    limit=100,
-    window_seconds=10,
-    algorithm=Algorithm.FIXED_WINDOW,
-    revision=1,
-)
+RULE = replace(rule_of(Algorithm.FIXED_WINDOW, 100), revision=1)
 FIVE = (NOW, 5)
 
 

@@ -1,5 +1,6 @@
 """A charge of the store is given back: as much as possible, and never so that a bucket allows more than without it."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.several import Part
 from ratelimitd.ledger.shared_state import SharedState, Update, refund_of, refunded, standing
-from ratelimitd.model import Algorithm, IdentifierType, Reason, Rule
+from ratelimitd.model import Algorithm, Reason
 from tests.ledger_model import settle
 from tests.outcomes import rule_of, runs_of
 
@@ -28,10 +29,6 @@ def charged(of, *runs, generation=0, revision=0):
 
 def used(shared, of, now_us=NOW):
     return ACCOUNTS[of.algorithm].used(shared.state, of, now_us)
-
-
-def content(state):
-    return runs_of(state) if isinstance(state, bytes) else state
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
@@ -182,15 +179,7 @@ def test_a_refund_comes_before_what_is_asked():
 
 def test_an_edit_in_the_same_batch_comes_before_a_refund_and_makes_it_void():
     shared = charged(WINDOW, (NOW, 10))
-    edited = Rule(
-        "r",
-        "/a",
-        IdentifierType.USER,
-        limit=5,
-        window_seconds=10,
-        algorithm=WINDOW.algorithm,
-        revision=1,
-    )
+    edited = replace(WINDOW, limit=5, revision=1)
     update = Update(edited, 0, (), (), [refund_of(shared, WINDOW, 4)])
     assert settle(shared, update).shared == SharedState(0, 1, 5, (5, NOW))
 

@@ -18,19 +18,12 @@ from ratelimitd.ledger.shared_state import (
     overdrawn_by_edit,
     standing,
 )
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
 from tests.ledger_model import first_check, reset, settle
+from tests.outcomes import rule_of
 
 NOW = 1_700_000_000_000_000
-RULE = Rule(
-    "r",
-    "/a",
-    IdentifierType.USER,
-    limit=10,
-    window_seconds=10,
-    algorithm=Algorithm.FIXED_WINDOW,
-    revision=3,
-)
+RULE = replace(rule_of(Algorithm.FIXED_WINDOW), revision=3)
 LOWER = replace(RULE, limit=4, revision=4)
 
 
@@ -40,6 +33,11 @@ def stored(count=0, *, generation=0, rule=RULE):
 
 def after(before, *runs, generation=0, rule=RULE, asks=()):
     return settle(before, Update(rule, generation, runs, asks))
+
+
+def spent(rule, tokens, before=None, at_us=NOW):
+    """A bucket after a spend."""
+    return after(before, *[(at_us, tokens)] if tokens else [], rule=rule).shared
 
 
 def test_the_first_update_makes_the_bucket():
@@ -147,14 +145,7 @@ def test_a_reset_has_a_generation_that_a_loss_does_not_repeat():
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
     rule = replace(RULE, algorithm=algorithm)
-    assert [
-        overdrawn(settle(None, Update(rule, 0, ((NOW, n),) if n else ())).shared, rule)
-        for n in (0, 10, 13)
-    ] == [
-        0,
-        0,
-        3,
-    ]
+    assert [overdrawn(spent(rule, n), rule) for n in (0, 10, 13)] == [0, 0, 3]
 
 
 LOWER_BY_HALF = replace(RULE, limit=RULE.limit // 2, revision=RULE.revision + 1)
@@ -163,8 +154,8 @@ LOWER_BY_HALF = replace(RULE, limit=RULE.limit // 2, revision=RULE.revision + 1)
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
-    before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
-    after = settle(before, Update(lower, 0, ((NOW, 2),))).shared
+    before = spent(rule, 8)
+    after = spent(lower, 2, before)
     rightly = 3 if algorithm is Algorithm.SLIDING_WINDOW else 0
     assert overdrawn(after, lower) == 2 + rightly
     assert overdrawn_by_edit(before, after, lower) == rightly
@@ -174,10 +165,8 @@ def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_what_has_long_come_free_explains_nothing(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
-    before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
-    later_us = NOW + 10 * RULE.window_us
-    after = settle(before, Update(lower, 0, ((later_us, 5),))).shared
-    after = settle(after, Update(lower, 0, ((later_us, 2),))).shared
+    before, later_us = spent(rule, 8), NOW + 10 * RULE.window_us
+    after = spent(lower, 2, spent(lower, 5, before, later_us), later_us)
     assert overdrawn(after, lower) == 2
     assert overdrawn_by_edit(before, after, lower) == 0
 
@@ -201,10 +190,10 @@ def test_a_bucket_with_plenty_is_not_overdrawn_and_keeps_half_from_then_on(algor
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 def test_a_bucket_has_plenty_while_half_of_either_limit_is_left(algorithm):
     rule = replace(RULE, algorithm=algorithm)
-    spent = [settle(None, Update(rule, 0, ((NOW, n),) if n else ())).shared for n in (0, 5, 6)]
-    assert [has_plenty(shared, rule) for shared in spent] == [True, True, False]
-    assert not has_plenty(spent[1], replace(rule, limit=9))
-    assert not has_plenty(spent[1]._replace(limit=9), rule)
+    states = [spent(rule, n) for n in (0, 5, 6)]
+    assert [has_plenty(shared, rule) for shared in states] == [True, True, False]
+    assert not has_plenty(states[1], replace(rule, limit=9))
+    assert not has_plenty(states[1]._replace(limit=9), rule)
 
 
 def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():
@@ -222,13 +211,13 @@ def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():
 
 def test_a_bucket_is_overdrawn_beyond_its_burst_and_has_plenty_below_half_of_it():
     rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
-    spent = [settle(None, Update(rule, 0, ((NOW, n),))).shared for n in (50, 51, 103)]
-    assert [shared.burst for shared in spent] == [100] * 3
-    assert [has_plenty(shared, rule) for shared in spent] == [True, False, False]
-    assert [overdrawn(shared, rule) for shared in spent] == [0, 0, 3]
+    states = [spent(rule, n) for n in (50, 51, 103)]
+    assert [shared.burst for shared in states] == [100] * 3
+    assert [has_plenty(shared, rule) for shared in states] == [True, False, False]
+    assert [overdrawn(shared, rule) for shared in states] == [0, 0, 3]
     lower = replace(rule, burst=60, revision=rule.revision + 1)
-    after = settle(spent[1], Update(lower, 0, ((NOW, 20),))).shared
+    after = spent(lower, 20, states[1])
     assert (after.capacity, overdrawn(after, lower)) == (60, 11)
-    assert overdrawn_by_edit(spent[1], after, lower) == 0
-    assert overdrawn_by_edit(spent[2], after, lower) == 0
-    assert overdrawn_by_edit(after, spent[2], rule) == 0
+    assert overdrawn_by_edit(states[1], after, lower) == 0
+    assert overdrawn_by_edit(states[2], after, lower) == 0
+    assert overdrawn_by_edit(after, states[2], rule) == 0

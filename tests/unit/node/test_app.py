@@ -290,7 +290,7 @@ async def test_an_unexpected_error_in_a_check_is_logged_without_its_text(kept, c
             text = "user:alice"
             raise ValueError(text)
 
-        monkeypatch.setattr(node._limiter._buckets, "apply", crash)
+        monkeypatch.setattr(node._limiter.buckets, "apply", crash)
         assert await client.allowed(1) == 1
         (record,) = [each for each in caplog.records if "fail-open" in each.message]
         assert record.exc_info[0] is ValueError

@@ -6,6 +6,7 @@ from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
+from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
@@ -43,7 +44,12 @@ class Node:
         )
         ticks = count()
         self.service = EnvoyService(
-            self.limiter, self.stats, lambda: next(ticks), OPTIONS, holds=self.holds
+            self.limiter,
+            self.stats,
+            lambda: next(ticks),
+            OPTIONS,
+            holds=self.holds,
+            dry_run=DryRun(self.limiter),
         )
 
     def ask(self, *descriptors, **options):

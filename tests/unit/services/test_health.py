@@ -69,6 +69,7 @@ def service_of(report=REPORT, samples=(), asked=None, limiter=None):
 
     return HealthService(
         limiter or ResetProbe(),
+        dry_run=None,
         report=lambda: report,
         samples=read,
         unmatched=unmatched,

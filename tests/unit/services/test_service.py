@@ -133,7 +133,9 @@ class FakeChecker:
 
 
 async def ask(checker, *descriptors):
-    service = EnvoyService(checker, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds)
+    service = EnvoyService(
+        checker, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds, dry_run=checker
+    )
     data = request_of("edge", *descriptors).SerializeToString()
     return Response.FromString(await service.should_rate_limit(data, FakeCall()))
 

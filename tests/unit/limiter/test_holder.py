@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.buckets.holds import OwnHolds
-from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -18,7 +17,6 @@ from ratelimitd.errors import (
 )
 from ratelimitd.ledger.holds import MIN_ENDS, STEP, Held
 from ratelimitd.limiter.holder import Holder
-from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     US_PER_S,
     Algorithm,
@@ -32,9 +30,8 @@ from ratelimitd.model import (
 )
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+from tests.unit.limiter.nodes import KEYS, NOW_S, limiter_of
 
-NOW_S = 1_700_006_400
-KEYS = BucketKeys(b"k" * 32)
 RULE = Rule("r1", "/a", "user", limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 SEVERAL = Rule(
     "r2", "/b", "user", limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET,
@@ -57,9 +54,7 @@ class Scene:
         self.clock, self.stats = ManualClock(), CheckStats()
         keys = KEYS
         table = BucketTable(100)
-        self.limiter = Limiter(
-            buckets=table, clock=self.clock, stats=self.stats, timestamps="bounded", keys=keys
-        )
+        self.limiter = limiter_of(self.clock, self.stats, buckets=table)
         if rules is not None:
             self.limiter.replace_book(RuleBook.of(rules, 1))
         self.holds = holds or OwnHolds(table, keys, self.clock.now_us, **bounds)

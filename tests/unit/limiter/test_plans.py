@@ -4,31 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.table import BucketTable
-from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError
 from ratelimitd.limiter import scopes as scopes_module
-from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import (
     INT32_MAX,
     Algorithm,
     AssignedPlan,
     Check,
     Enforcement,
-    IdentifierType,
     Limit,
     Match,
     Plan,
     Reason,
-    Rule,
 )
 from ratelimitd.rules.assignments import Assignments
-from ratelimitd.rules.book import RuleBook
-from ratelimitd.testing import ManualClock
-
-USER, IP = IdentifierType.USER, IdentifierType.IP
-NOW_S = 1_700_006_400
+from tests.unit.limiter import nodes
+from tests.unit.limiter.nodes import GRANTED, IP, NOW_S, USER, Node, Sharing, check_of
 
 
 def limit_of(number, name="default", window_seconds=60):
@@ -42,50 +33,11 @@ def limit_of(number, name="default", window_seconds=60):
 
 PRO = Plan("pro", (limit_of(100), limit_of(1_000, "day", 86_400)))
 GOLD = Plan("gold", (limit_of(50),))
-ORDERS = Rule(
-    "orders",
-    "/orders",
-    USER,
-    limit=10,
-    window_seconds=60,
-    algorithm=Algorithm.FIXED_WINDOW,
-    plans=(GOLD, PRO),
-)
+ORDERS = replace(nodes.ORDERS, plans=(GOLD, PRO))
 TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=500, plans=(GOLD,))
 BOTH = replace(ORDERS, id="both", identifier_type="tenant+user", limit=2)
 EVERYBODY = replace(ORDERS, id="everybody", identifier_type="all", limit=400)
 ACME = (("tenant", b"acme"),)
-
-
-class Node:
-    """A limiter with assignments, on buckets of its own or on shared ones."""
-
-    def __init__(self, *rules, timestamps="bounded", shared=None, has_book=True):
-        self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
-        self.denied, self.errors = [], []
-        self.table = BucketTable(100)
-        self.limiter = Limiter(
-            buckets=None if shared else self.table,
-            shared=shared,
-            clock=self.clock,
-            stats=self.stats,
-            timestamps=timestamps,
-            keys=BucketKeys(b"k" * 32),
-            on_error=self.errors.append,
-            on_denied=self.denied.append,
-            assignments=self.assignments,
-        )
-        if has_book:
-            self.put(*rules)
-
-    def put(self, *rules):
-        self.limiter.replace_book(RuleBook.of(rules, 1))
-
-    def assign(self, plan, name=b"ada", kind=USER, expire_time=0):
-        self.assignments.put(kind, name, plan, expire_time)
-
-    def check(self, name=b"ada", endpoint="/orders", kind=USER, **fields):
-        return self.limiter.check(Check(name, kind, endpoint, **fields))
 
 
 @pytest.fixture
@@ -196,7 +148,7 @@ class TestPlan:
         assert 0 < sum(len(one.by_plans) for one in kept) <= 6
 
     def test_assignments_may_be_there_before_the_rules(self):
-        node = Node(has_book=False)
+        node = Node(book=False)
         node.assign("blocked")
         assert node.check().reason is Reason.FAIL_OPEN_ERROR
         node.put(ORDERS)
@@ -323,45 +275,19 @@ class TestBlocked:
         node.assign("blocked")
         node.assign("unlimited", b"bob")
         now_us = node.limiter.now_us()
-        assert not node.limiter.all_pass([Check(b"ada", USER, "/orders")], now_us)
-        assert node.limiter.all_pass([Check(b"bob", USER, "/orders", 1_000)], now_us)
-
-
-class Shared:
-    """Buckets that nodes share: what they are asked, and that they know nothing themselves."""
-
-    def __init__(self):
-        self.asked = []
-
-    def apply(self, _key, limit, _decide, _now_us, _cost):
-        self.asked.append(limit)
-
-    def peek(self, _key, limit, _decide, _now_us, _cost, *, is_counted=True):
-        self.asked.append(limit)
-
-    def peek_all(self, charges, _now_us, _cost, *, is_counted=True):
-        self.asked += [limit for _, limit, _ in charges]
-
-    async def reset(self, keys, limits):
-        """Forget nothing."""
-
-    async def wait(self, _key, limit, _now_us, _cost, *, peek, is_counted=True):
-        self.asked.append(limit)
-        return (True, 4, 60, 0, Reason.WITHIN_LIMIT, None)
-
-    async def wait_all(self, charges, now_us, cost, *, peek, is_counted=True):
-        return [await self.wait(key, limit, now_us, cost, peek=peek) for key, limit, _ in charges]
+        assert not node.dry_run.all_pass([check_of()], now_us)
+        assert node.dry_run.all_pass([check_of(b"bob", cost=1_000)], now_us)
 
 
 class TestSharedState:
     async def test_the_shared_state_is_asked_by_the_limit_of_the_plan(self):
-        node = Node(ORDERS, shared=Shared())
+        node = Sharing(ORDERS)
         node.assign("gold")
-        check = Check(b"ada", USER, "/orders")
-        assert node.limiter.check(check) is None
-        [answer] = await node.limiter.wait([check])
+        assert node.check() is None
+        answer = await node.wait(GRANTED)
         assert (answer.limit.limit, answer.plan) == (50, "gold")
-        explained = await node.limiter.explain(check)
+        node.shared.answers.append(GRANTED)
+        explained = await node.dry_run.explain(check_of())
         assert (explained.decision.plan, explained.plans) == (
             "gold",
             (AssignedPlan(USER, "gold", 0),),
@@ -371,13 +297,11 @@ class TestSharedState:
         ("plan", "reason"), [("blocked", Reason.BLOCKED), ("unlimited", Reason.UNLIMITED)]
     )
     async def test_reserved_plans_need_no_shared_state(self, plan, reason):
-        shared = Shared()
-        node = Node(ORDERS, shared=shared)
+        node = Sharing(ORDERS)
         node.assign(plan)
-        check = Check(b"ada", USER, "/orders")
-        assert node.limiter.check(check).reason is reason
-        [answer] = await node.limiter.wait([check])
-        assert (answer.reason, shared.asked) == (reason, [])
+        assert node.check().reason is reason
+        answer = await node.wait()
+        assert (answer.reason, node.shared.asked) == (reason, [])
 
 
 class TestExplaining:
@@ -386,7 +310,7 @@ class TestExplaining:
         node.assign("pro", expire_time=NOW_S + 9)
         node.assign("silver", b"acme", "tenant")
         check = Check(b"ada", USER, "/orders", also=ACME)
-        decision, looked_at, plans, _ = await node.limiter.explain(check)
+        decision, looked_at, plans, _ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check._replace(peek=True))
         assert [(one.rule.id, one.plan) for one in looked_at] == [("orders", "pro"), ("tenant", "")]
         assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
@@ -395,8 +319,8 @@ class TestExplaining:
     async def test_what_is_passed_over_is_told(self, node, plan):
         node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
         node.assign(plan)
-        check = Check(b"ada", USER, "/orders")
-        decision, looked_at, *_ = await node.limiter.explain(check)
+        check = check_of()
+        decision, looked_at, *_ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check)
         assert [(one.match, one.plan, one.limits) for one in looked_at] == [
             (Match.PASSED_OVER, plan, ()),
