@@ -303,8 +303,8 @@ def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
     if not message.endpoint:
         text = "must be the rule's, with its identifier_type, unless id is sent"
         violations.append(FieldViolation("endpoint", text))
-    elif not is_utf8(message.endpoint):
-        violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
+    elif problem := _text_problem(message.endpoint):
+        violations.append(FieldViolation("endpoint", problem))
     if problem := type_problem(place.identifier_type, types):
         violations.append(FieldViolation("identifier_type", problem))
     if violations:
@@ -316,8 +316,8 @@ def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int
     """The filters and the page size, 0 meaning the default and more than the most meaning the most."""
     violations = []
     query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
-    if not is_utf8(message.endpoint):
-        violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
+    if problem := _text_problem(message.endpoint):
+        violations.append(FieldViolation("endpoint", problem))
     if query.identifier_type and (problem := type_problem(query.identifier_type, types)):
         violations.append(FieldViolation("identifier_type", problem))
     if message.page_size < 0:
@@ -325,3 +325,10 @@ def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int
     if violations:
         raise RuleInvalidError(*violations)
     return query, min(message.page_size, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
+
+
+def _text_problem(octets: bytes) -> str:
+    """Return what is wrong with text that is looked for; PostgreSQL has none with a zero byte."""
+    if not is_utf8(octets):
+        return "must be valid UTF-8"
+    return "must not contain control characters" if b"\0" in octets else ""

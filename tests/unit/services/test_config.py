@@ -179,6 +179,13 @@ async def test_an_endpoint_that_is_no_text_is_named(service):
         await service.get_rate_limit(b"\x12\x01\xff\x1a\x04user", CALL)
 
 
+async def test_a_zero_byte_is_looked_for_in_no_database(service):
+    with pytest.raises(RuleInvalidError, match="endpoint: must not contain control characters"):
+        await got(service, endpoint="/a\0", identifier_type="user")
+    with pytest.raises(RuleInvalidError, match="endpoint: must not contain control characters"):
+        await listing(service, endpoint="/a\0")
+
+
 async def test_rules_without_a_check_are_listed_alone_and_pages_go_on_behind_the_others(store):
     used = set()
     service = ConfigService(store, FeedProbe(), str, is_unused=lambda rule: rule not in used)

@@ -137,7 +137,9 @@ class AuditQuery(NamedTuple):
     @classmethod
     def of_parameters(cls, given: Mapping[str, str]) -> Self:
         """From the parameters of an address."""
-        return cls(*(given.get(name, "").strip()[:MAX_FILTER] for name in cls._fields))
+        # PostgreSQL has no text with a zero byte, and nothing that is looked for has one.
+        texts = (given.get(name, "").replace("\0", "").strip() for name in cls._fields)
+        return cls(*(text[:MAX_FILTER] for text in texts))
 
     @property
     def is_filtered(self) -> bool:

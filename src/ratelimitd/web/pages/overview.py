@@ -215,6 +215,8 @@ class OverviewPage:
 
     async def _events(self, request: Request) -> Response:
         look = self._look(request)
+        if request.method == "HEAD":  # a stream would take a place
+            return Response(media_type="text/event-stream")
         if self._live.ended:
             headers = {"Retry-After": "10"}
             return Response("the node is draining\n", 503, headers, media_type="text/plain")

@@ -31,6 +31,9 @@ FORM_TOKEN_FIELD: Final = "form_token"  # noqa: S105 -- the name of a field
 
 MAX_FORM_BYTES: Final = 65_536
 MAX_FORM_FIELDS: Final = 50
+MAX_LOGIN_URL: Final = 2_048
+"""A longer one leads to the front page: a header of 100 KB is more than the other side reads."""
+
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 _NONCE: Final = re.compile(r"[0-9a-f]{32}")
@@ -269,7 +272,8 @@ def accepts_html(request: Request) -> bool:
 def login_url(request: Request) -> str:
     """Return the login page that leads back here."""
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return f"/login?next={quote(target, safe='/')}"
+    url = f"/login?next={quote(target, safe='/')}"
+    return url if len(url) <= MAX_LOGIN_URL else "/login"
 
 
 def local_path(target: str) -> str:

@@ -6,7 +6,8 @@ page are forms, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import nsmallest
 from typing import Any, Final, NamedTuple, Self
 
 from starlette.requests import Request
@@ -22,6 +23,8 @@ from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimiter.v1 import ratelimiter_pb2
 
 PAGE_ASSIGNMENTS: Final = 50
+MAX_OFFERED: Final = 200
+MAX_UNNAMED: Final = 10
 
 DONE: Final = {
     "assigned": "The plan was assigned. It holds from now on.",
@@ -164,7 +167,9 @@ class PlansPage:
             found = await self._services.assignments(request, search)
         except Rejected as error:
             search_errors = dict(error.fields)
-            problem = problem or ("" if search_errors else error.message)
+            # The token of a later page has no field on the page.
+            is_shown = search_errors and "page_token" not in search_errors
+            problem = problem or ("" if is_shown else error.message)
             status_code = max(status_code, error.status)
         given = {"errors": {}, "done": "", **context}
         return self._frame.page(
@@ -178,19 +183,20 @@ class PlansPage:
             form=form or AssignForm(),
             problem=problem,
             total=len(self._assignments),
-            plans=sorted({*RESERVED_PLANS, *self._named_plans()}),
-            unnamed=self._unnamed(),
+            plans=sorted({*RESERVED_PLANS, *nsmallest(MAX_OFFERED, self._named_plans())}),
+            **self._unnamed(),
             undeclared=sorted(self._assignments.types.keys() - set(self._types)),
             types=self._types,
             **given,
         )
 
-    def _named_plans(self) -> Sequence[str]:
+    def _named_plans(self) -> Collection[str]:
         book = self._book()
-        return [] if book is None else sorted(book.plans)
+        return () if book is None else book.plans
 
-    def _unnamed(self) -> dict[str, int]:
-        """The assigned plans that no rule names, with the number of their assignments."""
-        known = {*RESERVED_PLANS, *self._named_plans()}
+    def _unnamed(self) -> Mapping[str, Any]:
+        """The assigned plans that no rule names, and the first of them with the number of their assignments."""
         held = self._assignments.plans
-        return {plan: held[plan] for plan in sorted(held.keys() - known)}
+        unnamed = held.keys() - {*RESERVED_PLANS, *self._named_plans()}
+        first = [(plan, held[plan]) for plan in nsmallest(MAX_UNNAMED, unnamed)]
+        return {"unnamed": unnamed, "first_unnamed": first}

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 from ratelimitd.model import Rule
 from ratelimitd.observe.rule_traffic import Traffic
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.validation import MAX_ENDPOINT_CHARS
 
 PAGE_RULES: Final = 50
 RULES_PER_TURN: Final = 100
@@ -65,7 +66,7 @@ class RuleQuery(NamedTuple):
         sort, page = given.get("sort", ""), given.get("page", "")
         number = int(page) if _PAGE.fullmatch(page) else 1
         return cls(
-            given.get("q", "").strip(),
+            given.get("q", "").strip()[:MAX_ENDPOINT_CHARS],
             given.get("type", ""),
             given.get("algorithm", ""),
             given.get("state", ""),

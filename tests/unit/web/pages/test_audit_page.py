@@ -168,7 +168,7 @@ async def test_a_revert_is_refused_without_the_token_of_the_form(visitor):
 
 async def test_an_address_that_says_nothing_sensible_lists_the_newest(visitor):
     await create(visitor, "/orders")
-    for given in ("before=x", "before=-1", "before=" + "9" * 400, "before=", "rule="):
+    for given in ("before=x", "before=-1", "before=" + "9" * 400, "before=", "rule=", "who=%00"):
         assert "/orders" in (await visitor.get(f"/audit?{given}")).text
     page = await visitor.get("/audit?rule=<b>")
     assert "No changes are recorded." in page.text

@@ -134,6 +134,8 @@ async def test_with_a_token_set_a_visitor_is_sent_to_log_in_and_comes_back(guard
             303,
             "/login?next=/try%3Fa%3D1%26b%3D%252F",
         )
+        far = await visitor.get("/try?a=" + "%C3%84" * 300)
+        assert far.headers["location"] == "/login"
         program = await visitor.get("/try", accept="application/json")
         assert program.status_code == 401
     assert guarded.refused == [Cause.LOGIN_REQUIRED]

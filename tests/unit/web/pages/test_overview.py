@@ -86,10 +86,10 @@ class Site:
         if not self.admin:
             raise RpcError(StatusCode.PERMISSION_DENIED, "for administrators")
 
-    async def get(self, path, **headers):
+    async def get(self, path, method="GET", **headers):
         transport = httpx.ASGITransport(app=self.app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get(path, headers=headers)
+            return await client.request(method, path, headers=headers)
 
 
 @pytest.fixture
@@ -173,6 +173,12 @@ async def test_the_charts_are_a_table_for_who_has_no_scripts(site):
     assert "Until Allowed Blocked Fail-open 99 % within Hit ratio Buckets 00:00:00 0 0" in text
     site.live.history = lambda span: []
     assert "No sample was taken yet." in (await site.get("/", **HTML)).text
+
+
+async def test_who_asks_for_the_head_alone_takes_no_place(site):
+    site.live.lasts = True  # as a stream would
+    answer = await site.get("/events", method="HEAD")
+    assert answer.headers["content-type"].startswith("text/event-stream")
 
 
 async def test_a_node_that_ends_begins_no_stream(site):

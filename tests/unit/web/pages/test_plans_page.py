@@ -142,6 +142,17 @@ async def test_plans_that_no_rule_names_are_told(visitor):
         page
     )
     assert page.text.count("no rule names it") == 2
+    for number in range(10):
+        page = await assigned(visitor, identifier=f"u{number}", plan=f"a{number}")
+    assert "a0 (1 assigned), a1 (1 assigned)" in text_of(page)
+    assert "a9 (1 assigned) and 1 more." in text_of(page)
+
+
+async def test_a_wrong_page_is_a_problem_and_not_an_empty_list(visitor):
+    answer = await visitor.post("/plans", {"page_token": "x"})
+    assert answer.status_code == 422
+    assert "page_token" in text_of(answer)
+    assert "No identity is assigned" not in text_of(answer)
 
 
 async def test_changes_of_assignments_are_among_all_changes(visitor):

@@ -144,6 +144,7 @@ def test_an_address_says_what_is_looked_for_in_which_order_and_which_page():
     assert RuleQuery().address() == "/rules"
     assert RuleQuery(sort="limit", page=2).selects_all
     assert not query.selects_all
+    assert len(RuleQuery.of_parameters({"q": "x" * 60_000}).text) == 255
 
 
 @pytest.mark.parametrize("page", ["0", "-1", "x", "", "²", "9" * 400])
