@@ -9,6 +9,7 @@ import weakref
 from contextlib import AsyncExitStack
 
 import pytest
+import uvloop
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
@@ -595,3 +596,33 @@ async def test_waiting_for_a_node_ends_when_the_channel_was_closed_before(channe
     await channel.close()
     async with asyncio.timeout(PATIENT_S):
         await channel.channel_ready()
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+@pytest.mark.parametrize("tls", [None, TRUSTING], ids=["plain", "TLS"])
+def test_a_channel_closes_at_any_moment_of_its_connecting(new_loop, tls):
+    failures = []
+
+    async def close_after(iterations, address):
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: failures.append(context)
+        )
+        channel = open_native_channel(address, tls)
+        waiting = asyncio.ensure_future(channel.channel_ready())
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        links = list(channel._links)
+        async with asyncio.timeout(PATIENT_S):
+            await channel.close()
+        await waiting
+        for link in links:
+            assert link._timer is None or link._timer.cancelled()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            for iterations in range(16):
+                runner.run(close_after(iterations, address))
+    assert not failures

@@ -369,21 +369,15 @@ class NativeChannel:
                 # Shielded: a timeout would cancel it, and the connection would look ready.
                 await asyncio.shield(link.ready)
         except asyncio.CancelledError:
-            self._give_up(link)
+            link.abort()
             raise
         except Exception as error:  # noqa: BLE001 - the caller retries
             self._failure = str(error) or type(error).__name__
         # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link
-        self._give_up(link)
-        return None
-
-    def _give_up(self, link: Link) -> None:
-        """Close an unused connection."""
         link.abort()
-        if not link.is_made:
-            self._links.discard(link)
+        return None
 
     async def _open(self, address: Address, link: Link) -> None:
         if self._context is None and self._tls is not None:
