@@ -476,6 +476,31 @@ async def test_a_node_that_leaves_costs_nobody_an_answer(channels):
         await old.lost
 
 
+async def test_a_node_that_leaves_with_calls_in_flight_is_connected_to_at_once(
+    channels, monkeypatch
+):
+    pauses = []
+    monkeypatch.setattr(native_channel.random, "uniform", lambda *_: pauses.append(1) or 0)
+
+    def leave(took, stream_id):
+        took.h2.close_connection(last_stream_id=stream_id)
+        took.send()
+
+    async with h2_node(leave) as node:
+        channel = channels(node.address)
+        for number in range(3):
+            call = asyncio.ensure_future(ask(channel))
+            await until(lambda n=number: len(node.peers) == n + 2)  # it answers the call after that
+            node.peers[number].writer.write(answer_by_hand(1))
+            assert await call is True
+        assert not pauses
+        for number in (3, 4):  # two connections whose calls are not answered
+            unanswered = asyncio.ensure_future(ask(channel))
+            await until(lambda n=number: len(node.peers) == n + 2)
+            assert len(pauses) == number - 3
+            unanswered.cancel()
+
+
 def answer_by_hand(stream_id):
     """The octets of an answer."""
     message = pb.RateLimitResponse(allowed=True).SerializeToString()

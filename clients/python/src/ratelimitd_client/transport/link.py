@@ -84,6 +84,11 @@ class Link(asyncio.Protocol):
         """Whether a call was answered."""
         return self._connection.answers > 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in flight."""
+        return self._connection.is_idle
+
     def ask(self, call: NodeCall) -> None:
         """Send a call. It ends after this returns."""
         call.link = self
