@@ -9,6 +9,7 @@ import weakref
 from contextlib import AsyncExitStack
 
 import pytest
+import uvloop
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
@@ -475,6 +476,31 @@ async def test_a_node_that_leaves_costs_nobody_an_answer(channels):
         await old.lost
 
 
+async def test_a_node_that_leaves_with_calls_in_flight_is_connected_to_at_once(
+    channels, monkeypatch
+):
+    pauses = []
+    monkeypatch.setattr(native_channel.random, "uniform", lambda *_: pauses.append(1) or 0)
+
+    def leave(took, stream_id):
+        took.h2.close_connection(last_stream_id=stream_id)
+        took.send()
+
+    async with h2_node(leave) as node:
+        channel = channels(node.address)
+        for number in range(3):
+            call = asyncio.ensure_future(ask(channel))
+            await until(lambda n=number: len(node.peers) == n + 2)  # it answers the call after that
+            node.peers[number].writer.write(answer_by_hand(1))
+            assert await call is True
+        assert not pauses
+        for number in (3, 4):  # two connections whose calls are not answered
+            unanswered = asyncio.ensure_future(ask(channel))
+            await until(lambda n=number: len(node.peers) == n + 2)
+            assert len(pauses) == number - 3
+            unanswered.cancel()
+
+
 def answer_by_hand(stream_id):
     """The octets of an answer."""
     message = pb.RateLimitResponse(allowed=True).SerializeToString()
@@ -595,3 +621,33 @@ async def test_waiting_for_a_node_ends_when_the_channel_was_closed_before(channe
     await channel.close()
     async with asyncio.timeout(PATIENT_S):
         await channel.channel_ready()
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+@pytest.mark.parametrize("tls", [None, TRUSTING], ids=["plain", "TLS"])
+def test_a_channel_closes_at_any_moment_of_its_connecting(new_loop, tls):
+    failures = []
+
+    async def close_after(iterations, address):
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: failures.append(context)
+        )
+        channel = open_native_channel(address, tls)
+        waiting = asyncio.ensure_future(channel.channel_ready())
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        links = list(channel._links)
+        async with asyncio.timeout(PATIENT_S):
+            await channel.close()
+        await waiting
+        for link in links:
+            assert link._timer is None or link._timer.cancelled()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            for iterations in range(16):
+                runner.run(close_after(iterations, address))
+    assert not failures

@@ -123,8 +123,6 @@ async def test_a_link_that_is_paused_takes_no_calls(line):
 async def test_a_connection_that_breaks_before_it_was_ready_says_so(line):
     loop = asyncio.get_running_loop()
     link = Link(loop, lambda: None)
-    link.abort()
-    assert not link.is_made
     await loop.create_connection(lambda: link, *line.address)
     await line.until(peer.SETTINGS)
     line.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -141,3 +139,13 @@ async def test_a_call_that_is_asked_of_a_link_that_closes_ends(line):
     link.ask(asked)
     await asked.end
     assert asked.code.name == "UNAVAILABLE"
+
+
+async def test_a_connection_that_is_made_after_it_was_aborted_is_closed(line):
+    loop = asyncio.get_running_loop()
+    link = Link(loop, lambda: None)
+    link.abort()
+    assert link.lost.done()
+    transport, _ = await loop.create_connection(lambda: link, *line.address)
+    assert transport.is_closing()
+    assert link._timer is None

@@ -340,6 +340,7 @@ class NativeChannel:
     async def _keep(self, node: _Node) -> None:
         """Keep a connection to one node."""
         backoff_s = FIRST_BACKOFF_S
+        unfinished: Link | None = None  # the connection before, if it was over before its calls
         while True:
             link = await self._connect(node.address)
             node.is_failing = link is None
@@ -350,7 +351,10 @@ class NativeChannel:
                 node.link = None
                 self._changed()
                 self._lookup_due.set()
-                if link.has_answered:
+                # After its GOAWAY a node may still answer. Assume so, unless it left the last such calls unanswered.
+                ends_well = not link.is_idle and (unfinished is None or unfinished.has_answered)
+                unfinished = None if link.is_idle else link
+                if link.has_answered or ends_well:
                     backoff_s = FIRST_BACKOFF_S
                     continue
             self._lookup_due.set()
@@ -369,21 +373,15 @@ class NativeChannel:
                 # Shielded: a timeout would cancel it, and the connection would look ready.
                 await asyncio.shield(link.ready)
         except asyncio.CancelledError:
-            self._give_up(link)
+            link.abort()
             raise
         except Exception as error:  # noqa: BLE001 - the caller retries
             self._failure = str(error) or type(error).__name__
         # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link
-        self._give_up(link)
-        return None
-
-    def _give_up(self, link: Link) -> None:
-        """Close an unused connection."""
         link.abort()
-        if not link.is_made:
-            self._links.discard(link)
+        return None
 
     async def _open(self, address: Address, link: Link) -> None:
         if self._context is None and self._tls is not None:

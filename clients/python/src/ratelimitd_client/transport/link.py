@@ -80,14 +80,14 @@ class Link(asyncio.Protocol):
         return self.ready.done() and not self.over.done() and not self._is_paused
 
     @property
-    def is_made(self) -> bool:
-        """Whether the connection was established."""
-        return self._transport is not None
-
-    @property
     def has_answered(self) -> bool:
         """Whether a call was answered."""
         return self._connection.answers > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in flight."""
+        return self._connection.is_idle
 
     def ask(self, call: NodeCall) -> None:
         """Send a call. It ends after this returns."""
@@ -109,12 +109,19 @@ class Link(asyncio.Protocol):
         self._settle()
 
     def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
+        """Close at once, also a connection that is still being established."""
+        if self._transport is None:
+            self.connection_lost(None)
+        else:
             self._transport.abort()
+            # Where create_connection was cancelled, uvloop has closed the transport and does not report it.
+            self._loop.call_soon(self.connection_lost, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the preface and start the keepalive."""
+        if self.lost.done():
+            cast("asyncio.Transport", transport).abort()
+            return
         self._transport = cast("asyncio.Transport", transport)
         secured = transport.get_extra_info("ssl_object")
         if secured is not None and secured.selected_alpn_protocol() != "h2":
@@ -158,7 +165,10 @@ class Link(asyncio.Protocol):
         self._changed()
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """End the calls in flight."""
+        """End the calls in flight; may be called again."""
+        if self.lost.done():
+            return
+        self._transport = None
         if self._timer is not None:
             self._timer.cancel()
         ended = self._connection.lose()
