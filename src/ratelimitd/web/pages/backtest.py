@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.backtest.recorder import FILE_NAME, WHOLE
@@ -40,6 +41,16 @@ MAX_RULES: Final = 2_000
 
 REPLAY_S: Final = 60.0
 """Longest replay."""
+
+ANSWER_S: Final = 5.0
+"""How long the answer to the form waits for the result; a longer replay has a page of its own. Less than what a
+connection has left for an answer, and a worker for its own."""
+
+REFRESH_S: Final = 2
+"""Interval at which a browser asks for the result on that page."""
+
+LEFT_S: Final = 10.0
+"""A replay whose result was not asked for that long is ended: the visitor has left."""
 
 COMMAND: Final = (
     sys.executable, "-P", "-c",
@@ -74,7 +85,8 @@ class BacktestPage:
         self._may_administer = may_administer
         self._types = types
         self._now_s = now_s
-        self._one = asyncio.Lock()
+        self._replay: _Replay | None = None
+        """The one that runs, or the last one."""
 
     def routes(self) -> list[BaseRoute]:
         """Where they are."""
@@ -84,7 +96,9 @@ class BacktestPage:
         ]
 
     async def show(self, request: Request) -> Response:
-        """The form; the parameter ``rule`` is the id of the rule to edit."""
+        """The form, for the rule whose id is the parameter ``rule``; or the replay whose id is ``replay``."""
+        if (wanted := request.query_params.get("replay")) is not None:
+            return await self._show_replay(request, wanted)
         book = self._book()
         rule = book.get(request.query_params.get("rule", "")) if book else None
         text = EXAMPLE if rule is None else dump_rules([_draft_of(rule)])
@@ -94,12 +108,30 @@ class BacktestPage:
         """What the rules of the form would do, in the place of those of the same endpoint and type."""
         self._frame.demand(request, self._may_administer)
         window, text = fields.get("window", ""), fields.get("rules", "")
-        if self._one.locked():
+        if self._replay is not None and self._replay.is_running:
             problem = "Another replay is running. Try again in some seconds."
             return await self._page(request, window, text, status_code=409, problem=problem)
-        async with self._one:
-            result = await self._result(window, text)
+        replay = self._replay = _Replay(window, text, self._result(window, text))
+        result = await replay.result(ANSWER_S)
+        if result is None:
+            return RedirectResponse(f"/backtest?replay={replay.id}", 303)
         return await self._page(request, window, text, **result)
+
+    async def _show_replay(self, request: Request, wanted: str) -> Response:
+        """The result, or that it is not there yet."""
+        self._frame.demand(request, self._may_administer)
+        replay = self._replay
+        if replay is None or replay.id != wanted:
+            problem = "The result of this replay is not kept any more."
+            return await self._page(
+                request, next(iter(WINDOWS)), EXAMPLE, status_code=404, problem=problem
+            )
+        result = await replay.result(0)
+        if result is not None:
+            return await self._page(request, replay.window, replay.rules, **result)
+        page = await self._page(request, replay.window, replay.rules, is_running=True)
+        page.headers["Refresh"] = str(REFRESH_S)
+        return page
 
     async def _result(self, window: str, text: str) -> Mapping[str, Any]:
         """Replay; returns the status and what the page shows."""
@@ -125,7 +157,7 @@ class BacktestPage:
     async def _page(
         self, request: Request, window: str, text: str, *, status_code: int = 200, **context: Any
     ) -> Response:
-        given = {"wrong": "", "problem": "", "report": None, **context}
+        given = {"wrong": "", "problem": "", "report": None, "is_running": False, **context}
         windows = [*WINDOWS, *map(_begin, await self._files())]
         return self._frame.page(
             request,
@@ -135,8 +167,39 @@ class BacktestPage:
             window=window,
             windows=windows,
             rules=text,
+            longest_s=round(REPLAY_S),
             **given,
         )
+
+
+class _Replay:
+    """A replay with what its form had. It outlives the request, and ends when its visitor has left."""
+
+    def __init__(
+        self, window: str, rules: str, work: Coroutine[Any, Any, Mapping[str, Any]]
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.window = window
+        self.rules = rules
+        self._task = asyncio.create_task(work)
+        self._leaving: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether it has no result yet."""
+        return not self._task.done()
+
+    async def result(self, wait_s: float) -> Mapping[str, Any] | None:
+        """Return what the page shows; ``None`` if it is still running after ``wait_s``."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._leaving = asyncio.get_running_loop().call_later(LEFT_S, self._task.cancel)
+        await asyncio.wait([self._task], timeout=wait_s)
+        if self.is_running:
+            return None
+        if self._task.cancelled():
+            return {"status_code": 409, "problem": "The replay was ended: its page was left."}
+        return self._task.result()
 
 
 def _file_of(rules: Iterable[Rule], text: str, types: Collection[str]) -> bytes | None:

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from hashlib import sha256
 
 import pytest
 import pytest_asyncio
@@ -137,20 +138,83 @@ async def test_a_broken_trace_is_named(visitor, trace):
     assert ".trace is cut: the block at byte" in text
 
 
-async def test_one_replay_runs_at_a_time(visitor, monkeypatch):
-    begun, may_end = asyncio.Event(), asyncio.Event()
+@pytest_asyncio.fixture
+async def slow(monkeypatch):
+    """A replay that takes longer than the answer to its form; a future that is its end."""
+    end = asyncio.get_running_loop().create_future()
 
     async def replayed(_paths, _rules):
-        begun.set()
-        await may_end.wait()
-        return None, "It was slow."
+        return await end
 
     monkeypatch.setattr(module, "_replayed", replayed)
-    first = asyncio.create_task(replay(visitor))
-    await begun.wait()
-    assert "Another replay is running" in (await replay(visitor))[1]
-    may_end.set()
-    assert "It was slow." in (await first)[1]
+    monkeypatch.setattr(module, "ANSWER_S", 0.0)
+    return end
+
+
+async def begun(visitor):
+    """Begin a slow replay; returns the address of its page."""
+    answer = await visitor.post("/backtest", {"window": "the last hour", "rules": TIGHT})
+    assert answer.status_code == 303
+    return answer.headers["Location"]
+
+
+async def test_one_replay_runs_at_a_time(visitor, slow):
+    page = await begun(visitor)
+    status, text = await replay(visitor)
+    assert status == 409
+    assert "Another replay is running" in text
+    slow.set_result((None, "It was slow."))
+    assert "It was slow." in text_of(await visitor.get(page))
+    assert "Another replay is running" not in (await replay(visitor))[1]
+
+
+async def test_a_slow_replay_has_a_page_that_is_asked_for_until_the_result_is_there(visitor, slow):
+    page = await begun(visitor)
+    answer = await visitor.get(page)
+    assert answer.status_code == 200
+    assert answer.headers["Refresh"] == "2"
+    assert "The replay is running" in text_of(answer)
+    assert "<textarea" not in answer.text  # the next page would undo what is typed
+    slow.set_result((None, "It was slow."))
+    answer = await visitor.get(page)
+    assert answer.status_code == 500
+    assert "Refresh" not in answer.headers
+    assert "It was slow." in text_of(answer)
+    assert "limit: 1, window: 1m" in text_of(answer)
+    assert "It was slow." in text_of(await visitor.get(page))
+
+
+@pytest.mark.usefixtures("slow")
+async def test_a_replay_whose_page_is_left_ends(visitor, monkeypatch):
+    page = await begun(visitor)
+    monkeypatch.setattr(module, "LEFT_S", 0.0)
+    while "Refresh" in (answer := await visitor.get(page)).headers:
+        pass
+    assert answer.status_code == 409
+    assert "The replay was ended: its page was left." in text_of(answer)
+
+
+async def test_asking_for_its_result_puts_off_the_end_of_a_replay(visitor, slow, monkeypatch):
+    loop, ends = asyncio.get_running_loop(), []
+    real = loop.call_later
+
+    def call_later(delay_s, *arguments, **options):
+        timer = real(delay_s, *arguments, **options)
+        if delay_s == module.LEFT_S:
+            ends.append(timer)
+        return timer
+
+    monkeypatch.setattr(module, "LEFT_S", 12_345.0)
+    monkeypatch.setattr(loop, "call_later", call_later)
+    await visitor.get(await begun(visitor))
+    assert [timer.cancelled() for timer in ends] == [True, False]
+    slow.set_result((None, ""))
+
+
+async def test_the_result_of_a_former_replay_is_not_another_one(visitor):
+    answer = await visitor.get("/backtest?replay=former")
+    assert answer.status_code == 404
+    assert "not kept any more" in text_of(answer)
 
 
 async def test_a_replay_that_takes_too_long_ends(visitor, monkeypatch):
@@ -175,3 +239,14 @@ async def test_it_is_for_administrators(tmp_path):
     options = {"admin_token": "t" * 16, "record_dir": tmp_path / "x"}
     async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
         assert (await visitor.get("/backtest")).status_code == 303
+
+
+async def test_results_are_for_administrators(tmp_path):
+    tokens = tmp_path / "tokens.yaml"
+    digest = sha256(b"r" * 16).hexdigest()
+    tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")
+    options = {"admin_token": "t" * 16, "tokens_file": tokens}
+    async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
+        await visitor.log_in("r" * 16)
+        assert (await visitor.get("/backtest")).status_code == 200
+        assert (await visitor.get("/backtest?replay=x")).status_code == 403
