@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +45,9 @@ MAX_RULES: Final = 2_000
 REPLAY_S: Final = 60.0
 """Longest replay."""
 
+MAX_LOGGED: Final = 4_000
+"""Characters of the end of what a failed replay told."""
+
 ANSWER_S: Final = 5.0
 """How long the answer to the form waits for the result; a longer replay has a page of its own. Less than what a
 connection has left for an answer, and a worker for its own."""
@@ -52,10 +58,18 @@ REFRESH_S: Final = 2
 LEFT_S: Final = 10.0
 """A replay whose result was not asked for that long is ended: the visitor has left."""
 
-COMMAND: Final = (
-    sys.executable, "-P", "-c",
-    "import os; os.nice(10); from ratelimitd.cli import main; raise SystemExit(main())", "backtest",
-)  # fmt: skip
+PROGRAM: Final = """
+import os, sys
+from ratelimitd.node.process import ending_with
+ending_with(int(sys.argv.pop(1)))()
+os.nice(10)
+from ratelimitd.cli import main
+raise SystemExit(main())
+"""
+"""The command, in a process that ends with the one whose id is its first argument. It asks for that itself: to do so
+between fork and exec would copy the page tables of a node that answers checks."""
+
+COMMAND: Final = (sys.executable, "-P", "-c", PROGRAM)
 
 _REPLAYED: Final = {0, 4}
 """Statuses of a command that has replayed."""
@@ -64,6 +78,8 @@ WINDOWS: Final[Mapping[str, float]] = {"the last hour": 3_600, "the last day": 8
 """Names of windows that end now, and how long they are, in seconds."""
 
 EXAMPLE: Final = "rules: []\n"
+
+_log = logging.getLogger(__name__)
 
 
 class BacktestPage:
@@ -253,13 +269,16 @@ def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:
 
 async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, Any] | None, str]:
     """Run the command; returns its report, or what is wrong."""
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, *map(str, paths), "--rules", "-", "--json",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, str(os.getpid()), "backtest", *map(str, paths), "--rules", "-", "--json",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        return None, f"The replay cannot be started: {error.strerror or error}."
     try:
         async with asyncio.timeout(REPLAY_S):
-            out, problem = await process.communicate(rules)
+            out, told = await process.communicate(rules)
     except TimeoutError:
         return None, f"The replay took more than {REPLAY_S:.0f} s: use ratelimitd backtest."
     finally:
@@ -267,6 +286,20 @@ async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, A
             process.kill()
             await process.wait()
     if process.returncode in _REPLAYED:
-        report: Mapping[str, Any] = json.loads(out)
-        return report, ""
-    return None, problem.decode(errors="replace").removeprefix("Error: ").strip()
+        with suppress(ValueError):
+            report: Mapping[str, Any] = json.loads(out)
+            return report, ""
+    return None, _failure(process.returncode or 0, told.decode(errors="replace"))
+
+
+def _failure(status: int, told: str) -> str:
+    """Return why a command has not replayed. What it told that is no error of a command is for the log alone."""
+    if status == -signal.SIGKILL:
+        return "The replay was killed, as when memory runs out. Take a shorter window, or use ratelimitd backtest."
+    if status < 0:
+        return f"The replay was ended by signal {-status}: {signal.strsignal(-status)}."
+    _, _, error = f"\n{told}".partition("\nError: ")
+    if error:
+        return error.strip()
+    _log.error("a replay failed with status %d: %s", status, told[-MAX_LOGGED:])
+    return f"The replay failed with status {status}. The log of the node has what it told."

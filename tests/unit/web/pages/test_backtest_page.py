@@ -1,4 +1,8 @@
 import asyncio
+import os
+import select
+import subprocess
+import sys
 import threading
 from hashlib import sha256
 
@@ -13,6 +17,13 @@ from tests.page_visitor import PageVisitor, text_of
 
 TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 1, window: 1m, algorithm: fixed_window}]"
 NOW_US = ManualClock().now_us()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The machine may be slow."""
+    monkeypatch.setattr(module, "ANSWER_S", 60.0)
+    monkeypatch.setattr(module, "LEFT_S", 120.0)
 
 
 @pytest.fixture
@@ -220,6 +231,59 @@ async def test_the_result_of_a_former_replay_is_not_another_one(visitor):
 async def test_a_replay_that_takes_too_long_ends(visitor, monkeypatch):
     monkeypatch.setattr(module, "REPLAY_S", 0.0)
     assert "took more than 0 s: use ratelimitd backtest" in (await replay(visitor))[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "The replay was killed, as when memory runs out."),
+        ("import os; os.kill(os.getpid(), 15)", "The replay was ended by signal 15: Terminated."),
+        ("import os; os.kill(os.getpid(), 64)", "The replay was ended by signal 64: "),
+        ("raise KeyError", "The replay failed with status 1. The log"),
+        ("print('no report')", "The replay failed with status 0. The log"),
+        ("raise SystemExit('Warning: of no matter\\nError: one\\n  two')", "one two"),
+    ],
+)
+async def test_a_replay_that_fails_says_why(visitor, monkeypatch, program, told):
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", program))
+    status, text = await replay(visitor)
+    assert status == 500
+    assert f"recorded checks {told}" in text
+    assert "Traceback" not in text
+    assert "Warning" not in text
+
+
+async def test_what_a_failed_replay_told_is_logged(visitor, monkeypatch, caplog):
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", "raise KeyError"))
+    await replay(visitor)
+    assert "a replay failed with status 1: Traceback" in caplog.text
+
+
+async def test_a_replay_that_cannot_be_started_says_why(visitor, monkeypatch):
+    monkeypatch.setattr(module, "COMMAND", ("/there/is/none",))
+    status, text = await replay(visitor)
+    assert status == 500
+    assert "The replay cannot be started: No such file or directory." in text
+
+
+NODE = """
+import asyncio, pathlib, sys
+from ratelimitd.web.pages import backtest
+asyncio.run(backtest._replayed([pathlib.Path(sys.argv[1])], b"rules: []"))
+"""
+
+
+def test_a_replay_ends_with_a_node_that_is_killed(tmp_path):
+    trace = tmp_path / "trace"
+    os.mkfifo(trace)
+    node = subprocess.Popen([sys.executable, "-c", NODE, trace])
+    with trace.open("wb") as file:  # as soon as the replay reads it
+        node.kill()
+        node.wait()
+        readers = select.poll()
+        readers.register(file, 0)
+        [(_, event)] = readers.poll(30_000)
+        assert event & select.POLLERR
 
 
 async def test_without_recording_there_is_nothing_to_pick():
