@@ -17,9 +17,11 @@ from typing import Final, Self, cast
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
@@ -142,10 +144,12 @@ MAX_HEADER_BYTES: Final = 65_536
 """Limit of request line and headers together: above what nginx (32 KiB) and HAProxy (16 KiB) take of a client, so that
 no client of theirs can make the request for its check fail."""
 
-_END_OF_HEAD: Final = b"\r\n\r\n"
-
 MAX_HEADER_LINES: Final = 128
-"""Limit of lines before the body: h11 takes 2 µs for each, however short."""
+"""Limit of lines before the body, and of lines behind a chunked one: h11 takes 2 µs for each, however short."""
+
+EVENTS_PER_ITERATION: Final = 32
+"""Events of one connection that are handled per event-loop iteration, in about 0.3 ms, as long as a request takes. Each
+chunk of a body is one. Small chunks are not refused: clients that encode JSON piece by piece send them."""
 
 BACKLOG: Final = 1_024
 
@@ -172,7 +176,6 @@ class HttpServer:
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ),
             tls,
         )
@@ -344,49 +347,111 @@ class _Server(uvicorn.Server):
             await asyncio.wait(left, timeout=STOP_GRACE_S)
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with bounds on number and lifetime."""
+class _BoundedBuffer(ReceiveBuffer):
+    """h11's buffer of received bytes, with a bound on the lines of a head or a trailer."""
 
+    has_too_many_lines = False
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """Extract all lines before the first empty one.
+
+        Raises:
+            h11.LocalProtocolError: there are too many.
+        """
+        if self._data.startswith((b"\r\n", b"\n")):  # an empty trailer; the next head may follow
+            return super().maybe_extract_lines()
+        end = blank_line_regex.search(self._data, self._multiple_lines_search)
+        if end is not None and self._data.count(b"\n", 0, end.start()) > MAX_HEADER_LINES:
+            self.has_too_many_lines = True
+            message = "too many header lines"
+            raise h11.LocalProtocolError(message)
+        return super().maybe_extract_lines()
+
+
+class _BoundedConnection(h11.Connection):
+    """h11's connection, with a bound on the events that it returns until ``events_left`` is set again."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.received = self._receive_buffer = _BoundedBuffer()
+        self.events_left = EVENTS_PER_ITERATION
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        """Return the next event, or ``NEED_DATA`` if it has to wait."""
+        if not self.events_left:
+            return h11.NEED_DATA
+        self.events_left -= 1
+        return super().next_event()
+
+
+class _BoundedFlow(FlowControl):
+    """uvicorn's flow control. While received events wait, nothing more is read, whatever uvicorn asks for."""
+
+    events_wait = False
+
+    def resume_reading(self) -> None:
+        """Read on, now or when no event waits."""
+        if self.events_wait:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 connection with bounds on number, lifetime and work per event-loop iteration."""
+
+    conn: _BoundedConnection
+    flow: _BoundedFlow
+    _next_events: asyncio.Handle | None = None
     _expiry: asyncio.TimerHandle | None = None
     opened_s = 0.0
-    _lines = 0
-    """Lines of a head that is not whole."""
     leave: Callable[[BoundedProtocol], None] | None = None
     """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection and start its lifetime, unless too many are waiting for answers."""
         super().connection_made(transport)
+        self.conn = _BoundedConnection()
+        self.flow = _BoundedFlow(transport)
         self.opened_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             transport.abort()
             return
         self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
 
-    def data_received(self, data: bytes) -> None:
-        """Handle what was received, unless it is a head of too many lines."""
-        if self.conn.their_state is h11.IDLE and self._has_too_many_lines(data):
-            self.send_400_response("Too many header lines.")
+    def handle_events(self) -> None:
+        """Handle received events, the rest of them in the next iteration."""
+        self.conn.events_left = EVENTS_PER_ITERATION
+        super().handle_events()
+        if self.transport.is_closing():
             return
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._lines = 0
+        if not self.conn.events_left:
+            self.flow.events_wait = True
+            self.transport.pause_reading()
+            if self._next_events is None:
+                self._next_events = self.loop.call_soon(self._handle_next_events)
+        elif self.flow.events_wait:
+            self.flow.events_wait = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
 
-    def on_response_complete(self) -> None:
-        """Go on with the next request, if it came already and may be read."""
-        if self._has_too_many_lines(self.conn.trailing_data[0]):
-            self.transport.close()
-        self._lines = 0
-        super().on_response_complete()
+    def _handle_next_events(self) -> None:
+        self._next_events = None
+        if not self.transport.is_closing():
+            self.handle_events()
 
-    def _has_too_many_lines(self, data: bytes) -> bool:
-        self._lines += data.partition(_END_OF_HEAD)[0].count(b"\n")
-        return self._lines > MAX_HEADER_LINES
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what was received."""
+        if self.conn.received.has_too_many_lines:
+            msg = "Too many header lines."
+        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection."""
         if self._expiry is not None:
             self._expiry.cancel()
+        if self._next_events is not None:
+            self._next_events.cancel()
         if self.leave is not None:
             self.leave(self)
         super().connection_lost(exc)

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import pytest
 import trustme
 from starlette.responses import PlainTextResponse
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
 from ratelimitd.web.server import (
+    EVENTS_PER_ITERATION,
     MAX_HEADER_BYTES,
     MAX_HEADER_LINES,
     HttpServer,
@@ -250,12 +252,153 @@ async def test_lines_of_a_body_and_of_another_request_are_not_counted(listening)
     writer.close()
 
 
+TOO_MANY_LINES = b"a:\r\n" * (MAX_HEADER_LINES + 2) + b"\r\n"
+
+
 async def test_a_second_request_of_too_many_lines_ends_the_connection(listening):
-    first = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    second = b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADER_LINES + 1) + b"\r\n"
-    reader, writer = await talk(await listening(), first + second)
+    second = b"GET / HTTP/1.1\r\n" + TOO_MANY_LINES
+    reader, writer = await talk(await listening(), REQUEST + second)
     assert b" 200 " in await reader.readline()
-    assert b"HTTP/1.1" not in await reader.read()
+    assert b"Too many header lines" in await reader.read()
+    writer.close()
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def length(scope, receive, send):
+    """Answers with the length of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body")
+    await PlainTextResponse(f"{size} bytes")(scope, receive, send)
+
+
+async def test_a_trailer_of_too_many_lines_is_refused(listening):
+    reader, writer = await talk(await listening(length), CHUNKED + b"0\r\n" + TOO_MANY_LINES)
+    assert b" 400 " in await reader.readline()
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_a_request_of_too_many_lines_behind_an_ignored_body_is_refused(listening):
+    reader, writer = await talk(await listening(), CHUNKED)
+    assert b" 200 " in await reader.readuntil(b"hello")
+    writer.write(b"0\r\n\r\nGET / HTTP/1.1\r\n" + TOO_MANY_LINES)
+    assert b" 400 " in await reader.readline()
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_as_many_lines_as_may_be_are_taken_in_a_trailer_and_behind_an_empty_one(listening):
+    lines = b"a:\r\n" * (MAX_HEADER_LINES - 1)
+    next_head = b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n"
+    bodies = b"0\r\n" + lines + b"\r\n" + CHUNKED + b"0\r\n\r\n"
+    reader, writer = await talk(await listening(length), CHUNKED + bodies + next_head)
+    for _ in range(3):
+        assert b" 200 " in await reader.readuntil(b"0 bytes")
+    writer.close()
+
+
+SMALL_CHUNK = b"1\r\nx\r\n"
+
+
+async def test_a_body_in_small_chunks_is_handled_over_several_iterations(listening):
+    parts = []
+
+    async def reads(scope, receive, send):
+        async def receive_and_note():
+            message = await receive()
+            parts.append(len(message.get("body", b"")))
+            return message
+
+        await length(scope, receive_and_note, send)
+
+    count = 10 * EVENTS_PER_ITERATION
+    reader, writer = await talk(
+        await listening(reads), CHUNKED + SMALL_CHUNK * count + b"0\r\n\r\n" + REQUEST
+    )
+    await reader.readuntil(b"%d bytes" % count)
+    assert max(parts) <= EVENTS_PER_ITERATION
+    await reader.readuntil(b"0 bytes")  # what came behind it is the next request
+    writer.close()
+
+
+@pytest.fixture
+def handled(monkeypatch):
+    """The connections that have handled events; while others wait they must not read, nor begin to."""
+    found = asyncio.Queue()
+    receive = web_server.BoundedProtocol.data_received
+    handle = web_server.BoundedProtocol.handle_events
+    resume = web_server._BoundedFlow.resume_reading
+
+    def receive_in_time(self, data):
+        assert not self.flow.events_wait
+        receive(self, data)
+
+    def resume_in_time(self):
+        resume(self)
+        assert not self.events_wait or not self._transport.is_reading()
+
+    def handle_and_tell(self):
+        handle(self)
+        found.put_nowait(self)
+
+    monkeypatch.setattr(web_server.BoundedProtocol, "data_received", receive_in_time)
+    monkeypatch.setattr(web_server.BoundedProtocol, "handle_events", handle_and_tell)
+    monkeypatch.setattr(web_server._BoundedFlow, "resume_reading", resume_in_time)
+    return found
+
+
+@pytest.mark.parametrize("app", [hello, length])
+async def test_nothing_is_read_while_received_chunks_wait(listening, handled, lost, app):
+    reader, writer = await talk(await listening(app), CHUNKED + SMALL_CHUNK * 1_000)
+    while not (await handled.get()).flow.events_wait:
+        pass
+    for _ in range(4):
+        writer.write(SMALL_CHUNK * 500)
+        await asyncio.sleep(0)
+    writer.write(b"0\r\n\r\n" + REQUEST)
+    for _ in range(2):
+        assert b" 200 " in await reader.readuntil(b"hello" if app is hello else b" bytes")
+    assert not lost
+    writer.close()
+
+
+@pytest.mark.parametrize("while_chunks_wait", [True, False])
+async def test_a_body_is_read_on_when_it_is_asked_for_and_its_chunks_are_handled(
+    listening, handled, lost, while_chunks_wait
+):
+    may_go_on = asyncio.Event()
+
+    async def reads_late(scope, receive, send):
+        await may_go_on.wait()
+        await length(scope, receive, send)
+
+    count = 8 * HIGH_WATER_LIMIT // 100
+    body = (b"64\r\n" + bytes(100) + b"\r\n") * count
+    reader, writer = await talk(await listening(reads_late), CHUNKED + body + b"0\r\n\r\n")
+    flow = (connection := await handled.get()).flow
+    while not flow.read_paused or flow.events_wait is not while_chunks_wait:
+        await handled.get()
+    assert not connection.transport.is_reading()
+    may_go_on.set()
+    await reader.readuntil(b"%d bytes" % (100 * count))
+    assert not lost
+    writer.close()
+
+
+async def test_a_connection_may_be_lost_while_received_chunks_wait(listening, handled, lost):
+    _, writer = await talk(await listening(length), CHUNKED + SMALL_CHUNK * 1_000)
+    while not (connection := await handled.get()).flow.events_wait:
+        pass
+    connection.transport.abort()
+    left = len(connection.conn.received)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(connection.conn.received) == left > 0
+    assert not lost
     writer.close()
 
 
@@ -363,6 +506,15 @@ async def test_an_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
     assert await closed_by_server(reader)
     await cancelled.wait()
     writer.close()
+
+
+@pytest.fixture
+async def lost():
+    """The exceptions that are lost in the event loop."""
+    found = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: found.append(context))
+    yield found
+    asyncio.get_running_loop().set_exception_handler(None)
 
 
 async def events(scope, receive, send):
