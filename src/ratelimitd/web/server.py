@@ -441,9 +441,14 @@ class BoundedProtocol(H11Protocol):
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what was received."""
+        """Refuse what was received, and close; an answer that has begun is left as it is."""
+        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+            self.transport.close()
+            return
         if self.conn.received.has_too_many_lines:
             msg = "Too many header lines."
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            self.cycle.disconnected = True  # this is the answer; the application's is dropped
         super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -517,6 +517,26 @@ async def lost():
     asyncio.get_running_loop().set_exception_handler(None)
 
 
+@pytest.mark.parametrize("answer", [b"hello", b"data: 1\n\n"], ids=["whole", "streaming"])
+async def test_garbage_behind_an_early_answer_ends_the_connection(listening, lost, caplog, answer):
+    reader, writer = await talk(await listening(hello if answer == b"hello" else events), CHUNKED)
+    await reader.readuntil(answer)
+    writer.write(b"zz\r\n\r\n")
+    assert b"HTTP/1.1" not in await reader.read()
+    assert not lost
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+    writer.close()
+
+
+async def test_garbage_that_comes_with_its_request_is_refused(listening, lost, caplog):
+    reader, writer = await talk(await listening(), CHUNKED + b"zz\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    assert b"HTTP/1.1" not in await reader.read()
+    assert not lost
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+    writer.close()
+
+
 async def events(scope, receive, send):
     """A stream that ends when its reader leaves."""
     headers = [(b"content-type", b"text/event-stream")]
