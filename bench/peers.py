@@ -82,8 +82,15 @@ def listeners(port: int) -> Iterator[int]:
     }
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's, or it has ended
-            if any(str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()):
+            if not sockets.isdisjoint(map(_target, (process / "fd").iterdir())):
                 yield int(process.name)
+
+
+def _target(fd: Path) -> str:
+    """What a descriptor is of; nothing if it was closed meanwhile, as the one that the list was read by."""
+    with contextlib.suppress(OSError):
+        return str(fd.readlink())
+    return ""
 
 
 def measure(peers: Sequence[Peer]) -> list[Row]:
