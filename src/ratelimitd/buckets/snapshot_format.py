@@ -59,9 +59,8 @@ def pack(state: State | memoryview, rule: Limit, tick: int) -> Value:
     if isinstance(state, bytes):
         return state + _TAIL.pack(rule.full_after_s << _TICK_BITS | tick)
     if isinstance(state, memoryview):
-        tail = _TAIL.pack(rule.full_after_s << _TICK_BITS | tick)
         value: bytes = state.obj  # type: ignore[assignment]  # of :func:`viewed`
-        return value if value.endswith(tail) else value[:-_CELL] + tail
+        return with_tick(value, tick)
     spent, latest_us = state
     return (
         spent << SPENT_SHIFT
