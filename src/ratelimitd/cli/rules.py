@@ -32,6 +32,7 @@ from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
+from ratelimitd.settings.parsing import UNMATCHED
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -74,9 +75,6 @@ RuleTypeArgument = Annotated[
         show_default=False,
     ),
 ]
-
-UNMATCHED: Final = "unmatched"
-"""As in ``web/api/forward_auth.py`` and the middleware of the client, which take long to import."""
 
 app = typer.Typer(
     help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None

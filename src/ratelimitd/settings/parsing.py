@@ -41,6 +41,9 @@ PATH_TEMPLATE: Final = re.compile(
 """Written as patterns of Go's ServeMux. ``*``, ``%`` and other frameworks' ``:name`` and ``<name>`` would be taken
 literally, which is seldom meant; a host without a dot would be a path whose slash was forgotten."""
 
+UNMATCHED: Final = "unmatched"
+"""Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
+
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 

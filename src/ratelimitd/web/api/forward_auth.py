@@ -23,7 +23,7 @@ from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import INT32_MAX, MAX_IDENTITIES, IdentifierType
 from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
-from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE
+from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE, UNMATCHED
 from ratelimitd.web.api.connect import ConnectJson
 from ratelimitd.web.api.http_call import Requirement, handled, http_call, is_cross_site
 from ratelimitd.web.api.json_api import (
@@ -41,9 +41,6 @@ AUTH_PATH: Final = "/v1/auth"
 FORBIDDEN: Final = 403
 STATUSES: Final = {"429": DENIED, "403": FORBIDDEN}
 """Values of the parameter ``deny``. nginx passes on 401 and 403 alone."""
-
-UNMATCHED: Final = "unmatched"
-"""Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
 
 MAX_PATH_BYTES: Final = 8_192
 """Of a path; nginx takes no longer request line by default. Decoding one takes at most 2 ms."""
