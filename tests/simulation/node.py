@@ -506,7 +506,7 @@ class Node:
     def _note_reset(self, view: LocalView, shared: SharedState) -> None:
         """What is in flight when a reset is heard of is forgiven by the view, and booked by the store as well."""
         if view.generation is not None and shared.generation > view.generation:
-            self.world.books.forgiven -= view.in_flight.tokens
+            self.world.books.forgiven -= view.in_flight_tokens
 
     # Gossip
 

@@ -337,7 +337,7 @@ class Machine:
     def _compare_with_share(waiting: PartWaiting, view: LocalView) -> None:
         node = waiting.node
         unsettled, share = (
-            view.unsent.tokens + view.in_flight.tokens,
+            view.unsent.tokens + view.in_flight_tokens,
             node.most_share.get(waiting.key, 0),
         )
         if unsettled > share and not node.was_alone:

@@ -52,7 +52,7 @@ class ForgetsWhatIsInFlight(LocalView):
 
     def freeze(self):
         update = super().freeze()
-        self.in_flight.remove_latest(self.in_flight.tokens)
+        self.in_flight, self.in_flight_tokens = (), 0
         self._recompute()
         return update
 
@@ -381,7 +381,7 @@ class WarmsWithoutTheSpend(Node):
         spent = self.sent_cold.get(key)
         view = super()._warm(key)
         if spent is not None:
-            view.in_flight.begin(spent.rule)
+            view.in_flight, view.in_flight_tokens = (), 0
             view.hear(spent.base)
         return view
 

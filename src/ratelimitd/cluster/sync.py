@@ -286,7 +286,7 @@ class Partition:
             settled = reply.settled.get(bucket.name)
             if settled is None:  # it was cold when the batch was sent
                 settled = Settled(unpack(reply.cold[bucket.name]), ())
-            before, tokens = bucket.view.base, bucket.view.in_flight.tokens
+            before, tokens = bucket.view.base, bucket.view.in_flight_tokens
             bucket.view.acknowledge(settled.shared)
             if settled.grants:
                 shared = None if self._resends else settled.shared

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund, Run
 from ratelimitd.ledger.protocol import ColdSpend, Spends
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.model import COST_EXCEEDS_LIMIT, Limit, Outcome
@@ -43,6 +43,9 @@ LEAST_PENDING_RUNS: Final = 1_000
 
 _UNKNOWN: Final = -1
 
+_NO_ASKS: Final[list[Ask]] = []
+"""Never written to: few views have any, and a list takes 56 bytes."""
+
 
 class LocalView:
     """A bucket as one node sees it.
@@ -51,7 +54,8 @@ class LocalView:
         rule: in force on this node; its ``revision`` is that of the whole rule book, or of a state that knew better.
         base: the latest state of the store, ``None`` for a full bucket.
         unsent: spends since the last batch.
-        in_flight: spends in the batch in flight.
+        in_flight: the runs of spends in the batch in flight.
+        in_flight_tokens: their sum.
         asks: checks that wait for the next batch.
         refunds: charges of the store that the next batch gives back.
         reserved: tokens of checks that wait for other buckets, and are within the share of this one.
@@ -84,6 +88,7 @@ class LocalView:
         "forgiven",
         "generation",
         "in_flight",
+        "in_flight_tokens",
         "knows_better",
         "refunds",
         "reserved",
@@ -98,8 +103,9 @@ class LocalView:
         self.base = base
         self.generation = None if base is None else base.generation
         self.unsent = Spends(rule)
-        self.in_flight = Spends(rule)
-        self.asks: list[Ask] = []
+        self.in_flight: Sequence[Run] = ()
+        self.in_flight_tokens = 0
+        self.asks = _NO_ASKS
         self.forgiven = self.false_positives = 0
         self.asked_tokens = self.asked_in_flight = self.reserved = 0
         self.refunds: Sequence[Refund] = ()
@@ -119,7 +125,7 @@ class LocalView:
     def is_clean(self) -> bool:
         """Whether nothing is unsettled, so that a new view of the same rule and base is equivalent."""
         return not (
-            self.unsent.tokens or self.in_flight.tokens or self.asked_tokens or self.refunds
+            self.unsent.tokens or self.in_flight_tokens or self.asked_tokens or self.refunds
         )
 
     @staticmethod
@@ -142,7 +148,7 @@ class LocalView:
         if not outcome[0]:
             return self._denied(outcome, now_us, cost)
         unsent = self.unsent
-        planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
+        planned = (self.in_flight_tokens + unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, members, cost)
         self._state = outcome[5]
@@ -160,7 +166,7 @@ class LocalView:
         outcome = self.peek(now_us, cost)
         if not outcome[0]:
             return self._denied(outcome, now_us, cost)
-        planned = (self.in_flight.tokens + self.unsent.tokens + self.asked_tokens + cost) * members
+        planned = (self.in_flight_tokens + self.unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, members, cost)
         self.hold(cost)
@@ -210,6 +216,8 @@ class LocalView:
     def ask(self, now_us: int, cost: int) -> Ask:
         """Add a check to the next batch, to be decided as of ``now_us``."""
         ask = Ask(max(now_us, self._latest_us), cost)
+        if self.asks is _NO_ASKS:
+            self.asks = []
         self.asks.append(ask)
         self.asked_tokens += cost
         return ask
@@ -236,34 +244,36 @@ class LocalView:
 
     def resume(self, spent: ColdSpend, *, in_flight: bool) -> None:
         """Add a spend that was made without this view, which has none yet."""
-        spends = self.in_flight if in_flight else self.unsent
-        spends.resume(spent.at_us, spent.cost, spent.refilled)
+        if in_flight:
+            self.in_flight, self.in_flight_tokens = spent.runs(), spent.cost
+        else:
+            self.unsent.resume(spent.at_us, spent.cost, spent.refilled)
         self._recompute()
 
     def freeze(self) -> Update:
         """Return this bucket's part of the next batch, in flight from now on. Nothing else may be in flight."""
-        self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty
+        self.in_flight, self.in_flight_tokens = self.unsent.runs(), self.unsent.tokens
         self.unsent.begin(self.rule)
         self._trim_at = LEAST_PENDING_RUNS
         asks: Sequence[Ask] = ()
         if self.asks:
-            asks, self.asks = tuple(self.asks), []
+            asks, self.asks = tuple(self.asks), _NO_ASKS
         self.asked_in_flight = self.asked_tokens - self.reserved
         refunds, self.refunds = self.refunds, ()
-        return Update(self.rule, self.generation, self.in_flight.runs(), asks, refunds)
+        return Update(self.rule, self.generation, self.in_flight, asks, refunds)
 
     def acknowledge(self, shared: SharedState) -> None:
         """Adopt the state after the batch in flight was applied."""
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
-            self.in_flight.begin(self.rule)
+            self.in_flight, self.in_flight_tokens = (), 0
         self.hear(shared)
 
     def abandon(self) -> int:
         """Drop the batch in flight, whose result is unknown; return its tokens."""
-        lost = self.in_flight.tokens
-        self.in_flight.begin(self.rule)
+        lost = self.in_flight_tokens
+        self.in_flight, self.in_flight_tokens = (), 0
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         self._recompute()
@@ -279,8 +289,8 @@ class LocalView:
         elif shared.generation > self.generation:
             # The bucket was reset: drop its spends, as the store drops those in flight.
             self.generation = shared.generation
-            self.forgiven += self.in_flight.tokens + self.unsent.tokens
-            self.in_flight.begin(self.rule)
+            self.forgiven += self.in_flight_tokens + self.unsent.tokens
+            self.in_flight, self.in_flight_tokens = (), 0
             self.unsent.begin(self.rule)
         self._recompute()
         if self._denials:
@@ -293,7 +303,7 @@ class LocalView:
         nodes spent in parallel cannot be taken back: charged in full, it would lock the caller out for as many windows
         as there are nodes.
         """
-        lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
+        lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight_tokens
         excess = self.unsent.tokens - max(0, lacking)
         # Few views have any. The oldest first: they have left the window or the log.
         if excess > 0:
@@ -396,8 +406,8 @@ class LocalView:
                 state = account.capped(state, rule)
                 # At the same revision the limit differs when an assignment to a plan has ended.
                 self.knows_better = rule.revision >= base.revision
-        if self.in_flight.tokens:
-            state = account.charged(state, rule, self.in_flight.runs())
+        if self.in_flight:
+            state = account.charged(state, rule, self.in_flight)
         if self.unsent.tokens:
             state = account.charged(state, rule, self.unsent.runs())
         self._state = state

@@ -16,11 +16,6 @@ from ratelimitd.model import Algorithm, Limit
 
 _EVER_US: Final = 2**62  # equivalent: any number above every time
 
-_GRAINS_US: Final[Mapping[Algorithm, int]] = MappingProxyType(
-    {Algorithm.TOKEN_BUCKET: _EVER_US, Algorithm.FIXED_WINDOW: 0, Algorithm.SLIDING_WINDOW: 1}
-)
-"""How far apart spends have to be for the algorithm to tell them apart; 0 is the window."""
-
 _NONE: Final[list[Run]] = []
 """Never written to: most buckets have no earlier runs, and a list less each."""
 
@@ -42,9 +37,9 @@ class Spends:
     __slots__ = (
         "_earlier",
         "_earlier_tokens",
-        "_grain_us",
         "_missing",
         "_rate",
+        "_rule",
         "_until_us",
         "_window_us",
         "latest_us",
@@ -52,20 +47,25 @@ class Spends:
     )
 
     def __init__(self, rule: Limit) -> None:
+        self._adopt(rule)
         self.begin(rule)
 
     def begin(self, rule: Limit) -> None:
         """Forget what there is, and go on under ``rule``."""
-        self._grain_us = _GRAINS_US[rule.algorithm] or rule.window_us
+        if rule is not self._rule:
+            self._adopt(rule)
         self._earlier = _NONE
         self._earlier_tokens = 0
         self._until_us = 0  # until then a spend belongs to the last run
-        self._window_us = rule.window_us
-        self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
         # From a bucket that was full at first; a token is window_us units, a µs refills rate of them.
         self._missing = 0  # equivalent: the first spend sets it
         self.tokens = 0
         self.latest_us = 0
+
+    def _adopt(self, rule: Limit) -> None:
+        self._rule = rule
+        self._window_us = rule.window_us
+        self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
 
     def __len__(self) -> int:
         """Number of runs."""
@@ -144,7 +144,13 @@ class Spends:
 
     def _end_with(self, at_us: int) -> None:
         self.latest_us = at_us
-        self._until_us = at_us - at_us % self._grain_us + self._grain_us
+        # Spends that the algorithm does not tell apart: of a token bucket all, of a log those of one time.
+        if self._rate:
+            self._until_us = _EVER_US
+        elif self._rule.algorithm is Algorithm.FIXED_WINDOW:
+            self._until_us = at_us - at_us % self._window_us + self._window_us
+        else:
+            self._until_us = at_us + 1
 
     def _merge_neighbours(self) -> None:
         """Every two runs become one at the later time, as in a log that is too long: it never admits more."""

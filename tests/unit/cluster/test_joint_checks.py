@@ -317,7 +317,7 @@ async def test_a_node_that_decides_alone_charges_all_or_none():
     assert verdicts(scene.all_at_once(cost=60)) == [(True, 40), (True, 40)]
     assert verdicts(scene.all_at_once(cost=60)) == [(False, 40), (False, 40)]
     views = [scene.view(key) for key in (b"a", b"t")]
-    assert [view.unsent.tokens + view.in_flight.tokens for view in views] == [60, 60]
+    assert [view.unsent.tokens + view.in_flight_tokens for view in views] == [60, 60]
 
 
 async def test_what_cannot_be_given_back_is_counted(scene):

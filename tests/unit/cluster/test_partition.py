@@ -281,7 +281,7 @@ class TestFailures:
         scene.spend(kept, 1)
         scene.store.held_one().fail()
         assert scene.lost_tokens == 6
-        assert (kept.view.in_flight.tokens, kept.view.unsent.tokens) == (0, 1)
+        assert (kept.view.in_flight_tokens, kept.view.unsent.tokens) == (0, 1)
         assert scene.tag.buckets == {kept.name: kept}
         scene.store.mode = "up"
         scene.tag.sync()

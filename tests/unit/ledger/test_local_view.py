@@ -136,7 +136,7 @@ def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
     own.freeze()
     assert own.check_alone(NOW, 91)[0] is False
     own.acknowledge(shared(10))
-    assert own.in_flight.tokens == 0
+    assert own.in_flight_tokens == 0
     assert own.check_alone(NOW, 91)[0] is False
     assert own.check_alone(NOW, 90)[0] is True
 
@@ -149,7 +149,7 @@ def test_of_a_batch_that_is_given_up_nothing_stays_spent_or_asked_for():
     one.check_alone(NOW, 1)
     one.ask(NOW, 3)
     assert one.abandon() == 4
-    assert (one.in_flight.tokens, one.unsent.tokens, one.asked_tokens) == (0, 1, 3)
+    assert (one.in_flight_tokens, one.unsent.tokens, one.asked_tokens) == (0, 1, 3)
     assert one.peek(NOW, 1)[1] == 100 - 1 - 1
     assert (one.base, one.generation) == (None, None)
 
@@ -169,7 +169,7 @@ def test_a_reset_forgets_what_was_spent_before():
     own.freeze()
     own.check_alone(NOW, 2)
     own.hear(shared(generation=1))
-    assert (own.generation, own.unsent.tokens, own.in_flight.tokens) == (1, 0, 0)
+    assert (own.generation, own.unsent.tokens, own.in_flight_tokens) == (1, 0, 0)
     assert own.forgiven == 6
     assert own.check_alone(NOW, 100)[0]
     assert own.freeze().generation == 1
@@ -196,7 +196,7 @@ def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
     own.check_alone(NOW, 5)
     own.freeze()
     own.acknowledge(shared(generation=1))
-    assert (own.in_flight.tokens, own.forgiven) == (0, 5)
+    assert (own.in_flight_tokens, own.forgiven) == (0, 5)
 
 
 def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
@@ -208,7 +208,7 @@ def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
         assert own.check_alone(NOW + second * S, 1)[0]
     assert own.unsent.tokens == 30
     own.forgive_outage(NOW + 29 * S)
-    assert own.in_flight.tokens == 4
+    assert own.in_flight_tokens == 4
     assert own.unsent.tokens + own.forgiven == 30
     assert own.unsent.tokens <= 1
 
