@@ -16,6 +16,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
     RateLimitdError,
+    StoreMovingError,
     StoreSlowError,
     StoreUnavailableError,
 )
@@ -96,7 +97,8 @@ class StoreServer:
 
     def refused(self, error: RateLimitdError) -> None:
         """Report that a batch failed that checks wait for."""
-        if isinstance(error, StoreUnavailableError) and not isinstance(error, StoreSlowError):
+        is_away = isinstance(error, StoreUnavailableError)
+        if is_away and not isinstance(error, (StoreSlowError, StoreMovingError)):
             self._refuses_batches = True
         self.failed(error)
 
@@ -115,7 +117,8 @@ class StoreServer:
 
         All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
         says nothing about the server does not count. A late answer does not count for the breaker: the connection of a
-        server that is silent for BREAKER_SILENCE_MS is given up, and that does. A late probe has failed.
+        server that is silent for BREAKER_SILENCE_MS is given up, and that does. A late probe has failed. A slot that
+        is being moved is no fault of the server, which still serves others.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
@@ -123,7 +126,9 @@ class StoreServer:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
-        if isinstance(error, StoreSlowError) and not self.is_open:
+        if isinstance(error, StoreMovingError) or (
+            isinstance(error, StoreSlowError) and not self.is_open
+        ):
             return
         self._failed_now = True
         self._has_failed = True

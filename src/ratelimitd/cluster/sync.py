@@ -269,11 +269,10 @@ class Partition:
     def _failed(self, error: RateLimitdError) -> None:
         # The checks in a batch are affected by its first failure only: afterwards they have timed out. Those that wait
         # for the next batch are affected by each. If reads work but settling fails, only an open breaker keeps the
-        # node from loading more buckets that it cannot settle (I17). A slot that is being moved is no fault of the
-        # server, which still serves others: the view decides the waiting checks when they time out.
+        # node from loading more buckets that it cannot settle (I17).
         first_time = not self._resends
         matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
-        if matters and not isinstance(error, StoreMovingError):
+        if matters:
             self.server.refused(error)
         else:
             self.server.sync_failed(error)

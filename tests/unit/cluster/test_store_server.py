@@ -4,6 +4,7 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     StoreCorruptError,
+    StoreMovingError,
     StoreOverloadedError,
     StoreSlowError,
     StoreUnavailableError,
@@ -59,6 +60,19 @@ def test_late_answers_are_counted_and_open_nothing(scene):
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
     scene.fail(turns=4)
     scene.server.first_check_succeeded()  # a late batch is no refused one
+    scene.fail(turns=4)
+    assert not scene.server.is_open
+
+
+def test_a_slot_that_is_being_moved_is_counted_and_opens_nothing(scene):
+    moving = StoreMovingError("TRYAGAIN")
+    for _ in range(100):
+        scene.server.failed(moving)
+        scene.server.refused(moving)
+        scene.timers.run()
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
+    scene.fail(turns=4)
+    scene.server.first_check_succeeded()  # the server does not refuse batches
     scene.fail(turns=4)
     assert not scene.server.is_open
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ratelimitd.cluster.redis.connection import Request
+from ratelimitd.cluster.redis.connection import Request, server_named
 from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
@@ -62,9 +62,7 @@ def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Serv
 
 def _server(host: bytes | None, port: int, asked: Server) -> Server | None:
     """A server without a host has the host of the one asked; ``?`` is unknown."""
-    if host == b"?":
-        return None
-    return Server(host.decode(errors="replace") if host else asked.host, port)
+    return server_named(host.decode(errors="replace") if host else asked.host, str(port))
 
 
 POLL_S: Final = 5.0

@@ -30,7 +30,7 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from ratelimitd.settings.urls import Login
+from ratelimitd.settings.urls import MAX_PORT, Login, Server
 
 Done = Callable[[Any], None]
 """Takes the reply (bytes, int, list or None), or an instance of an error of :mod:`ratelimitd.errors`."""
@@ -112,6 +112,14 @@ def code_of(text: str) -> str:
     """Return the error code: the first word, in capitals."""
     found = _CODE.match(text)
     return found[0] if found else ""
+
+
+def server_named(host: str, port: str) -> Server | None:
+    """Return the server that a reply names; ``None`` if it is unknown (``?``) or no server can be there."""
+    is_number = port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT))
+    if host in {"", "?"} or not is_number or not 0 < int(port) <= MAX_PORT:
+        return None
+    return Server(host, int(port))
 
 
 def error_of(text: str) -> RateLimitdError:

@@ -37,6 +37,7 @@ from ratelimitd.cluster.redis.connection import (
     log_in,
     login_error_of,
     pack,
+    server_named,
 )
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.retry import Backoff
@@ -463,6 +464,4 @@ class Link:
     def _named(self, text: str) -> Server | None:
         """Return the server in ``MOVED slot host:port``; no host means the server that answered, ``?`` unknown."""
         host, _, port = text.rsplit(" ", maxsplit=1)[-1].rpartition(":")
-        if host == "?" or not (port.isascii() and port.isdigit()):
-            return None
-        return Server(host or self._server.host, int(port))
+        return server_named(host or self._server.host, port)

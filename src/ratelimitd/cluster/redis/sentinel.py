@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
-from ratelimitd.cluster.redis.connection import Handshake
+from ratelimitd.cluster.redis.connection import Handshake, server_named
 from ratelimitd.cluster.redis.link import LinkOptions, ask_once
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.cluster.redis.topology import OneServer
@@ -63,7 +63,11 @@ class Sentinels:
         reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
         match reply:
             case [bytes() as host, bytes() as port]:
-                return Server(host.decode(), int(port))
+                primary = _named(host, port)
+                if primary is None:
+                    message = "a sentinel answered with something else than a server"
+                    raise StoreUnavailableError(message)
+                return primary
             case _:
                 message = "the sentinels do not know the service of the URL"
                 raise StoreMisconfiguredError(message)
@@ -104,8 +108,14 @@ class SentinelTopology(OneServer):
         """Follow ``service old-host old-port new-host new-port``."""
         match told.split():
             case [self._service, _, _, host, port]:
-                self._follow(Server(host.decode(), int(port)))
+                primary = _named(host, port)
+                if primary is not None:
+                    self._follow(primary)
 
     def _follow(self, primary: Server) -> None:
         (link,) = self.all()
         link.belongs_to(str(primary), "another server has become the primary")
+
+
+def _named(host: bytes, port: bytes) -> Server | None:
+    return server_named(host.decode(errors="replace"), port.decode(errors="replace"))

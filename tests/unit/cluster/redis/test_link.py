@@ -404,7 +404,17 @@ async def test_a_redirection_is_handed_on_once(reply, server, asking):
     assert handed == [(server, asking)]
 
 
-@pytest.mark.parametrize("reply", [b"-MOVED 1 ?:7001\r\n", b"-MOVED\r\n", b"-ASK 1 host:port\r\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-MOVED 1 ?:7001\r\n",
+        b"-MOVED\r\n",
+        b"-ASK 1 host:port\r\n",
+        b"-MOVED 1 host:65536\r\n",
+        b"-MOVED 1 host:0\r\n",
+        b"-MOVED 1 host:" + b"7" * 5_000 + b"\r\n",
+    ],
+)
 async def test_a_redirection_to_nowhere_is_not_followed(reply):
     handed = []
 

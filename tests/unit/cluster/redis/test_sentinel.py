@@ -121,3 +121,16 @@ async def test_an_error_of_a_sentinel_is_that_of_the_login():
         url = parse_redis_url(f"redis+sentinel://127.0.0.1:{port}/limits")
         with pytest.raises(StoreMisconfiguredError, match="NOAUTH"):
             await Sentinels(url, PATIENT).primary()
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [(b"\xff", b"port"), (b"h", b"65536"), (b"h", b"7" * 5_000), (b"?", b"7")]
+)
+async def test_a_sentinel_that_names_no_server_is_passed_over(sentinel, host, port):
+    named = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(host), host, len(port), port)
+    live = Server("127.0.0.1", sentinel.sentinels[0].port)
+    async with peer(b"+PONG\r\n", named, greeted=False) as odd:
+        servers = (Server("127.0.0.1", odd), live)
+        url = RedisUrl(TopologyKind.SENTINEL, servers, service=sentinel.service)
+        primary = await Sentinels(url, PATIENT).primary()
+    assert primary == Server("127.0.0.1", sentinel.primary.port)
