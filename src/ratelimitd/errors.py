@@ -155,3 +155,11 @@ class StoreOverloadedError(RateLimitdError):
 
 class StoreCorruptError(RateLimitdError):
     """A store answered with something that is not ours. Never counts for the circuit breaker."""
+
+
+def printable(text: str) -> str:
+    """``text`` in one line and without characters that drive a terminal: it may come from a file or another machine."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )

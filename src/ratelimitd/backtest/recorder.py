@@ -305,21 +305,26 @@ class TraceRecorder:
             self._lose(self._file_checks)
 
     def _make_room(self) -> None:
-        """Remove the oldest files until there is room for one more; one that may still be written counts as full."""
+        """Remove the oldest files until there is room for one more; one that may still be written counts as full.
+
+        Files of a clock that was ahead go first: by their names they would be the newest until that time comes.
+        """
         room = self._max_bytes // FILES
-        since_us = self._clock.now_us() - 2 * FILE_S * US_PER_S
+        now_us, recent_us = self._clock.now_us(), 2 * FILE_S * US_PER_S
         total, removable = room, []
-        for path in sorted(self._directory.iterdir()):
+        for path in self._directory.iterdir():
             named = FILE_NAME.fullmatch(path.name)
             if named is None:
                 continue
-            is_written = named[2] == PART and int(named[1]) > since_us
+            age_us = now_us - int(named[1])
+            is_ahead = age_us < -recent_us
+            is_written = named[2] == PART and age_us < recent_us and not is_ahead
             with suppress(FileNotFoundError):  # other processes make room, too
                 size = max(room, path.stat().st_size) if is_written else path.stat().st_size
                 total += size
                 if not is_written:
-                    removable.append((path, size))
-        for path, size in removable:
+                    removable.append((not is_ahead, path, size))
+        for _, path, size in sorted(removable):
             if total <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)

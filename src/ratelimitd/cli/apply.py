@@ -25,8 +25,8 @@ from ratelimitd.cli.client_options import (
     readable,
     violations_of,
 )
-from ratelimitd.cli.output import Output, printable, window, working
-from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.cli.output import Output, window, working
+from ratelimitd.errors import FieldViolation, RuleInvalidError, printable
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.rules_file import (

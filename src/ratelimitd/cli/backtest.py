@@ -21,8 +21,8 @@ from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice, write_picture
 from ratelimitd.cli.client_options import EXIT_CHANGES, EXIT_USAGE, CliError, UsageError
-from ratelimitd.cli.output import Output, counted, duration, printable
-from ratelimitd.errors import RuleInvalidError, TraceInvalidError
+from ratelimitd.cli.output import Output, counted, duration
+from ratelimitd.errors import RuleInvalidError, TraceInvalidError, printable
 from ratelimitd.model import US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.rules.validation import validated

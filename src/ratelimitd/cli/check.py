@@ -17,7 +17,8 @@ import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
 from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
-from ratelimitd.cli.output import Output, as_dict, duration, enum_name, printable, window
+from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
+from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

@@ -19,8 +19,8 @@ import typer
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from ratelimitd.cli.output import Output, printable
-from ratelimitd.errors import FieldViolation, RateLimitdError
+from ratelimitd.cli.output import Output
+from ratelimitd.errors import FieldViolation, RateLimitdError, printable
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX

@@ -16,8 +16,9 @@ from ratelimitd.cli.check import (
     further,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
-from ratelimitd.cli.output import Output, enum_name, printable
+from ratelimitd.cli.output import Output, enum_name
 from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
+from ratelimitd.errors import printable
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 

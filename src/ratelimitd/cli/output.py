@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple, TextIO
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from ratelimitd.errors import printable
+
 MIN_ELASTIC_WIDTH: Final = 12
 """The widest column of a table gives way to a narrow terminal, down to this many characters."""
 
@@ -94,14 +96,6 @@ class Output:
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.line(f"{GAP}{name:<{width}}{GAP}{value}")
-
-
-def printable(text: str) -> str:
-    """``text`` in one line and without characters that drive a terminal: it may come from another machine."""
-    return "".join(
-        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -27,7 +27,8 @@ from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.options import help_of
-from ratelimitd.cli.output import as_dict, printable
+from ratelimitd.cli.output import as_dict
+from ratelimitd.errors import printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM

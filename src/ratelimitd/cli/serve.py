@@ -17,8 +17,8 @@ def serve(settings: Settings) -> None:
     Every option is also an environment variable: --http-listen is RATELIMITD_HTTP_LISTEN. An option wins. A secret on
     a command line can be read by every user of the machine, so each secret can come from a file as well.
 
-    When the node is ready it prints one line that begins with `ratelimitd ready`. SIGTERM and SIGINT make it answer
-    the calls in flight and stop; a second one makes it stop at once.
+    When the node is ready it prints one line that begins with `ratelimitd ready`. SIGTERM, SIGINT and SIGHUP make it
+    answer the calls in flight and stop; a second SIGTERM or SIGINT makes it stop at once.
 
     Example:
       ratelimitd serve

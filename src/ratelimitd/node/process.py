@@ -16,14 +16,14 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from ratelimitd.errors import SettingsError, StartupError
+from ratelimitd.errors import SettingsError, StartupError, printable
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 SIGNAL_BASE: Final = 128
 """A process ended by signal n exits with 128 + n, as shells report it."""
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None)
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def failed(line: str) -> int:
     """Tell a person on stderr why the process ends; returns the exit status."""
-    sys.stderr.write(f"Error: {line}\n")
+    sys.stderr.write(f"Error: {printable(line)}\n")
     return EXIT_FAILED
 
 
@@ -76,13 +76,18 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for an end, ``insist`` hears of any other, with the status they stand for."""
+    """The first of :data:`SIGNALS` asks for an end; ``insist`` gets the exit status of each further SIGTERM or SIGINT.
+
+    A terminal that closes sends SIGHUP several times; where it is ignored, as under ``nohup``, it stays so.
+    """
 
     def __init__(self, insist: Callable[[int], None]) -> None:
         self._insist = insist
         self._asked = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             loop.add_signal_handler(number, self._on_signal, number)
 
     def ask(self) -> None:
@@ -106,7 +111,7 @@ class StopSignals:
         return True
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._asked.is_set():
+        if self._asked.is_set() and number != signal.SIGHUP:
             self._insist(SIGNAL_BASE + number)
         self._asked.set()
 

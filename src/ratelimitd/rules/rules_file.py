@@ -346,12 +346,21 @@ def _value_violations(
                 (name if name in fields or name not in FIRST_LIMIT else f"limits[0].{name}", text)
                 for name, text in names
             ]
-        return [_violation(place, name, text, _line(item, name)) for name, text in names]
+        return [_named_violation(place, name, text, item) for name, text in names]
     return []
 
 
-def _line(item: Node, path: str) -> int:
-    """Return the line of a field such as ``limits[1].name``, or of the innermost part of its path that the file has."""
+def _named_violation(place: str, path: str, text: str, item: Node) -> FieldViolation:
+    """Return a violation of a field such as ``limits[1].name``, by the field and the line that the file has for it."""
+    found = _innermost(item, path)
+    of_window = path.removesuffix("window_seconds")
+    if of_window != path and isinstance(found.value, dict) and WINDOW in found.value:
+        path, found = of_window + WINDOW, found.value[WINDOW]
+    return _violation(place, path, text, found.line)
+
+
+def _innermost(item: Node, path: str) -> Node:
+    """Return the innermost part of the path that the file has."""
     for step in re.findall(r"[^.\[\]]+", path):
         parts: Any = item.value
         if isinstance(parts, dict) and step in parts:
@@ -360,7 +369,7 @@ def _line(item: Node, path: str) -> int:
             item = parts[int(step)]
         else:
             break
-    return item.line
+    return item
 
 
 def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:

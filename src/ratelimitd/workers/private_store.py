@@ -171,7 +171,8 @@ class PrivateStore:
                 preexec_fn=ending_with(os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
-            message = f"it cannot be started: {getattr(error, 'strerror', error)}"
+            place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+            message = f"it cannot be started: {getattr(error, 'strerror', error)}{place}"
             raise StartupError(message) from error
         assert process.stdin is not None  # noqa: S101 -- asked for above
         process.stdin.write(self.users)

@@ -204,6 +204,13 @@ async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatc
     foreign.write_bytes(bytes(50_000))
     fresh = at.directory / f"{at.clock.now_us():016d}-{0:016x}.part"
     fresh.write_bytes(b"")
+    year_us = 365 * 86_400 * 1_000_000
+    ahead = [
+        at.directory / f"{at.clock.now_us() + year_us:016d}-{0:016x}{end}"
+        for end in (".trace", ".part")
+    ]
+    for path in ahead:
+        path.write_bytes(bytes(50_000))
     for number in range(8):
         at.clock.advance(seconds=1)
         for who in range(BLOCK_CHECKS):
@@ -214,7 +221,7 @@ async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatc
     sizes = [path.stat().st_size for path in at.directory.glob("*.trace")]
     assert sum(sizes) <= 400_000
     assert [kind.endpoint for kind in Trace(at.directory).kinds] == ["/5", "/6", "/7"]
-    assert not foreign.exists()
+    assert not any(path.exists() for path in (foreign, *ahead))
     assert fresh.exists()
     assert (at.directory / "notes.txt").exists()
 

@@ -14,7 +14,6 @@ from ratelimitd.cli.output import (
     as_dict,
     duration,
     enum_name,
-    printable,
     progress,
     single_keys,
     sparkline,
@@ -22,6 +21,7 @@ from ratelimitd.cli.output import (
     window,
     working,
 )
+from ratelimitd.errors import printable
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 

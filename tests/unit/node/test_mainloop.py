@@ -101,7 +101,7 @@ def test_the_event_loop_is_uvloop_where_there_is_one(monkeypatch):
     assert type(loop).__module__.startswith("asyncio")
 
 
-@pytest.mark.parametrize("number", process.SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_first_signal_asks_for_an_end_and_each_further_one_insists(number):
     insisted = asyncio.Queue()
     stop = StopSignals(insisted.put_nowait)
@@ -111,6 +111,33 @@ async def test_the_first_signal_asks_for_an_end_and_each_further_one_insists(num
     for _ in range(2):
         os.kill(os.getpid(), number)
         assert await insisted.get() == 128 + number
+
+
+async def test_a_terminal_that_closes_asks_for_an_end_and_insists_never():
+    insisted = asyncio.Queue()
+    stop = StopSignals(insisted.put_nowait)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGHUP)
+        await stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await insisted.get() == 128 + signal.SIGTERM
+
+
+async def test_a_node_under_nohup_goes_on_when_its_terminal_closes():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopSignals(lambda _: None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_failure_is_one_line_whatever_a_file_has_for_a_name(capsys):
+    assert process.failed("a\nratelimitd ready\x1b[31m") == 1
+    assert capsys.readouterr().err == "Error: a ratelimitd ready\ufffd[31m\n"
 
 
 async def test_an_end_may_be_asked_for_without_a_signal_and_a_signal_after_it_insists():

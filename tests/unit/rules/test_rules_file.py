@@ -376,6 +376,11 @@ class TestSeveralLimits:
         (named,) = parse_rules(one.replace("{limit", "{name: burst, limit").encode())
         assert [limit.name for limit in named.limits] == ["burst"]
 
+    def test_a_window_that_is_too_long_is_named_as_the_file_names_it(self):
+        text = LIMITS.replace("window_seconds: 86400", "window: 99999999d")
+        problem = "the window must be at most 2147483647 (line 6)"
+        assert violations(text) == [("rules[0].limits[1].window", problem)]
+
     def test_a_calendar_stands_in_the_place_of_a_window(self):
         text = LIMITS.replace("window_seconds: 86400", "period: month, time_zone: Europe/Berlin")
         (rule,) = parse_rules(text.encode())
@@ -540,7 +545,7 @@ def test_a_rule_without_an_algorithm_is_a_token_bucket():
         ("window: 1 minute", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
         ("window: 0s", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
         ("window: 60", ("rules[0].window", "must be a duration such as 30s, 1m, 12h or 1d (line 5)")),
-        ("window: 99999999d", ("rules[0].window_seconds", "the window must be at most 2147483647 (line 2)")),
+        ("window: 99999999d", ("rules[0].window", "the window must be at most 2147483647 (line 5)")),
         ("{}", ("rules[0].window_seconds", "is missing (line 2)")),
     ],
 )  # fmt: skip

@@ -139,6 +139,10 @@ async def test_it_waits_for_the_end_of_the_one_before(store, running):
 async def test_a_program_that_does_not_run_is_one_line(store, tmp_path):
     with pytest.raises(StartupError, match="it cannot be started: No such file"):
         await dataclasses.replace(store, program=tmp_path / "none").start(lambda _report: None)
+    occupied = tmp_path / "file"
+    occupied.touch()
+    with pytest.raises(StartupError, match=f"it cannot be started: File exists: {occupied}"):
+        await dataclasses.replace(store, directory=occupied).start(lambda _report: None)
 
 
 def script(tmp_path, text):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.cli.client_options import CliError
-from ratelimitd.cli.output import printable
+from ratelimitd.errors import printable
 from ratelimitd.node.process import ending_with
 
 STOP_S: Final = 15.0

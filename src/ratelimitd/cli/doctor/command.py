@@ -35,8 +35,8 @@ from ratelimitd.cli.doctor.stores import (
     check_database,
     check_shared_state,
 )
-from ratelimitd.cli.output import Output, printable
-from ratelimitd.errors import SettingsError
+from ratelimitd.cli.output import Output
+from ratelimitd.errors import SettingsError, printable
 from ratelimitd.settings.sources import environment_of, file_of
 from ratelimitd.settings.table import SETTINGS, Settings
 

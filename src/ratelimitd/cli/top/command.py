@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ratelimitd.cli.client_options import CliError, Target, asks_node
-from ratelimitd.cli.output import printable, single_keys
+from ratelimitd.cli.output import single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
+from ratelimitd.errors import printable
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient

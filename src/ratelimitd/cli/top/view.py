@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ratelimitd.cli.output import printable, sparkline
+from ratelimitd.cli.output import sparkline
 from ratelimitd.cli.top.reading import MS_PER_S, Frame, Latency, Reading
+from ratelimitd.errors import printable
 
 WIDE: Final = 80
 """From so many columns on the measurements stand in two columns."""
