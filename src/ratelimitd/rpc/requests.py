@@ -59,7 +59,7 @@ async def run_stream(
         async for message in answers:
             if not writer.send(stream_id, open_call, message):
                 await open_call.room.wait()
-            # Whether the peer reads shows when the answers are written, in a later event-loop iteration.
+            # A peer that does not read is detected when the answers are written, in a later event-loop iteration.
             await writer.shared.stream_gate.passed()
     except asyncio.CancelledError:
         error = CANCELLED
