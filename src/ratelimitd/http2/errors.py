@@ -93,7 +93,7 @@ def demand_size(payload: bytes, size: int) -> None:
     """Check that a payload has exactly the size of its type.
 
     Raises:
-        ConnectionFailureError: it has another size (§4.2).
+        ConnectionFailureError: it has another size (§4.2: this ends the connection if the frame can change its state).
     """
     if len(payload) != size:
         raise ConnectionFailureError(

@@ -178,7 +178,7 @@ class Receiver:
             self.events.append(RequestReceived(stream_id, head, ended))
 
     def refuse(self, stream_id: int, head: RequestHead) -> None:
-        """Open an idle stream with a malformed head, from HEADERS without END_STREAM."""
+        """Open an idle stream with a flawed head, from HEADERS without END_STREAM."""
         try:
             self.request(stream_id, head, ended=False)
         except StreamFailureError as failure:
@@ -288,7 +288,7 @@ class Receiver:
         if flags & frames.END_HEADERS:
             self._block_ended(stream_id, fragment, ended=ended)
         else:
-            self.announce_all()  # pending heads must not wait for the rest of this block
+            self.announce_all()  # DATA of a pending head takes the fast path, which does not check for an open block
             self._block = _OpenBlock(stream_id, ended, [fragment])
             self.block_open = True
 

@@ -237,7 +237,7 @@ class Sender:
             self._release(stream_id, stream)
 
     def credit(self, size: int) -> None:
-        """Open the connection's receive window by ``size`` octets; send WINDOW_UPDATE once half of the window is due."""
+        """Open the connection's receive window by ``size`` octets; send WINDOW_UPDATE when it is due."""
         increment = self._receive_window.give(size)
         if increment:
             self.frame(frames.window_update(0, increment))

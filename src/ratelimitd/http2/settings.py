@@ -1,4 +1,7 @@
-"""The peer's SETTINGS (RFC 9113 §6.5), the preface, and answers to peers of other protocols."""
+"""The peer's SETTINGS (RFC 9113 §6.5), the preface, and answers to peers of other protocols.
+
+Our own settings never change after the first SETTINGS.
+"""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class ReceiveWindow:
 
 
 _MAX_DISCARDED: Final = 256
-"""Limit of remembered streams that we reset, whose late frames are ignored. Forgetting one costs an honest peer a second
-RST_STREAM."""
+"""Limit of remembered streams that we reset, whose late frames are ignored. A forgotten one costs an honest peer a
+second RST_STREAM."""
 
 _MAX_GAPS: Final = 64
 """Limit of runs of skipped stream identifiers. Honest peers skip none, or the first."""
