@@ -1,4 +1,4 @@
-"""The conformance vectors over the wire: the command, against a real node that trusts its callers' time."""
+"""The conformance vectors over the wire: the command against a real node that trusts its callers' time."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def test_every_vector_holds_alone_in_batches_and_in_one(transport):
     ):
         rules = stubs.RateLimiterConfigStub(channel)
         others = await rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=OTHERS))
-        # A process of its own: beside the node, in another thread, it takes five times as long.
+        # In its own process: in a thread beside the node it takes five times as long.
         command = [COMMAND, "conformance", "--target", node.grpc_address, "--one-batch", "--json"]
         run = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         printed, _ = await run.communicate()
