@@ -143,7 +143,7 @@ async def refusal(node, path, message):
 @pytest.mark.parametrize(
     "path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET, EXPLAIN, *PLANS]
 )
-async def test_bytes_that_are_no_message_are_refused_with_a_fixed_text(unharmed, path, data):
+async def test_malformed_bytes_are_refused_with_a_fixed_text(unharmed, path, data):
     assert await refusal(unharmed, path, data) == (INVALID, ["request"])
 
 
@@ -335,7 +335,7 @@ async def test_endpoints_are_compared_byte_for_byte(unharmed):
         assert (answer.reason, answer.remaining_tokens) == (pb.NO_RULE, 2**31 - 1)
 
 
-async def test_unknown_repeated_and_reordered_fields_are_read_as_protobuf_reads_them(unharmed):
+async def test_unknown_repeated_and_reordered_fields_are_parsed_as_by_protobuf(unharmed):
     plain = check(peek=True)
     odd = field(3, b"/x") + field(2, b"user") + field(99, b"z" * 1_000_000) + b"\x30\x01"
     odd += field(3, b"/a") + field(1, b"u")

@@ -135,7 +135,7 @@ def test_a_form_holds_the_same_roles_everywhere(surfaces, values, roles):
 
 
 @pytest.mark.parametrize(("values", "binary", "roles"), BINARY.values(), ids=BINARY)
-def test_binary_metadata_are_no_credential(surfaces, values, binary, roles):
+def test_binary_metadata_are_not_a_credential(surfaces, values, binary, roles):
     fields = [("authorization", value) for value in values]
     for beside in (
         [*fields, ("authorization-bin", binary)],

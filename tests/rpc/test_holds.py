@@ -88,7 +88,7 @@ async def test_a_settle_applies_once_and_is_refused_with_another_amount(node):
     assert await left(node) == LIMIT - 1
 
 
-async def test_the_same_id_is_the_same_hold_of_the_same_check(node):
+async def test_the_same_id_and_check_return_the_same_hold(node):
     await node.rule(limit=LIMIT)
     hold_id = str(uuid.uuid4())
     first, again = await hold(node, hold_id=hold_id), await hold(node, hold_id=hold_id)

@@ -123,7 +123,7 @@ class ConnectionCalls:
         if not self._budget.is_late:  # the bulk handler does not check deadlines
             try:
                 answers = run.handler(run.messages)
-            except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
+            except Exception:  # noqa: BLE001 -- the unary handler decides each call instead
                 shared.count(TransportError.UNEXPECTED)
         send = self._connection.send_unary
         for request, answer in zip(requests, answers, strict=True):

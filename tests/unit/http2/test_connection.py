@@ -122,7 +122,7 @@ def test_the_answer_to_a_check_is_one_string_of_octets():
     assert client.connection.open_streams == 0
 
 
-def test_heads_may_all_come_before_bodies():
+def test_all_heads_may_arrive_before_the_bodies():
     client = peer()
     events = client.feed(
         client.head(1), client.head(3), last_data(3, b"three"), last_data(1, b"one")

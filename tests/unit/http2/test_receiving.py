@@ -179,7 +179,7 @@ def test_padding_of_data_counts_for_flow_control_but_is_removed():
     ]
 
 
-def test_a_block_may_come_in_parts():
+def test_a_block_may_arrive_in_parts():
     client = peer()
     block = client.block(GET)
     events = client.feed(

@@ -121,7 +121,7 @@ async def test_large_calls_are_queued_behind_others(caller):
 
 
 @pytest.mark.parametrize("path", ["/s/nope", "/s/refuse", "/s/m"])
-def test_calls_that_fail_or_come_in_pieces_are_expensive(caller, path):
+def test_failed_calls_and_calls_in_pieces_are_expensive(caller, path):
     heads = [caller.call_head(n, path) for n in (1, 3)]
     whole = [caller.call(n, path) for n in (5, 7)]
     parts = heads if path == "/s/m" else [*heads, *whole]

@@ -44,7 +44,7 @@ def test_the_first_value_of_a_text_key_is_the_metadata():
     assert GrpcioCall("/s/m", Context(metadata=None)).metadata("a") is None
 
 
-def test_names_come_from_the_certificate_alone():
+def test_names_come_only_from_the_certificate():
     metadata = (("x509_subject_alternative_name", "forged"),)
     call = GrpcioCall("/s/m", Context(metadata=metadata, names=(b"a.example", b"\xff")))
     assert call.peer_sans == ("a.example", "\ufffd")

@@ -26,7 +26,7 @@ from tests.native_caller import Caller
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_a_message_may_come_in_any_number_of_frames(caller, cut):
+def test_a_message_may_arrive_in_any_number_of_frames(caller, cut):
     body = framed(b"hi")
     caller.feed(caller.call_head(1), data(1, body[:cut]))
     assert caller.calls.open

@@ -166,7 +166,7 @@ def test_a_refusal_names_the_required_credentials_without_their_values(access, r
     assert "example" not in caught.value.message
 
 
-def test_a_wrong_token_beside_an_unknown_certificate_is_unauthenticated():
+def test_a_wrong_token_with_an_unknown_certificate_is_unauthenticated():
     call = bearer("wrong", peer_sans=("x.example",))
     assert verdict(SANS, Role.CHECK, call) is StatusCode.UNAUTHENTICATED
 

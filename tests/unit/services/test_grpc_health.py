@@ -48,7 +48,7 @@ def test_an_unknown_service_is_not_found(service):
     assert caught.value.code is StatusCode.NOT_FOUND
 
 
-def test_bytes_that_are_no_message_are_refused(service):
+def test_malformed_bytes_are_refused(service):
     with pytest.raises(InvalidInputError, match="no HealthCheckRequest message"):
         service.check(b"\xff", CALL)
     with pytest.raises(InvalidInputError, match="no HealthListRequest message"):

@@ -144,7 +144,7 @@ async def test_a_thousand_names_are_accepted_and_one_more_is_refused():
         await service_of().get_metrics(b"\x0a\x01a" * 1001, CALL)
 
 
-def test_bytes_that_are_no_message_are_refused():
+def test_malformed_bytes_are_refused():
     with pytest.raises(InvalidInputError):
         service_of().get_health_status(b"\xff", CALL)
 

@@ -44,8 +44,8 @@ class Breaker:
     """The breaker of one peer.
 
     ``now_us`` reads a monotonic clock; all times are in µs. ``failure_threshold`` counts consecutive failed round trips
-    with any number of checks. ``jitter_us`` is drawn each time the breaker opens and added to the pause, so that callers
-    that failed together do not probe together.
+    with any number of checks. ``jitter_us`` is drawn each time the breaker opens and added to the pause, so that
+    callers that failed together do not probe together.
     """
 
     __slots__ = (
