@@ -1,6 +1,6 @@
 """The first schema: rules, their revision, the audit trail, the node's secrets.
 
-Written out instead of taken from ``rules.sql.database``, which changes with later revisions.
+Defined here instead of imported from ``rules.sql.database``, which changes with later revisions.
 """
 
 import sqlalchemy as sa
@@ -13,7 +13,7 @@ depends_on = None
 
 
 def by_bytes(length: int) -> sa.String:
-    # SQLite orders text by its bytes anyway, PostgreSQL by the rules of a language by default.
+    # SQLite sorts text by bytes, PostgreSQL by language rules by default.
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 

@@ -1,4 +1,4 @@
-"""A rule has several limits."""
+"""Allow several limits per rule."""
 
 import sqlalchemy as sa
 from alembic import op

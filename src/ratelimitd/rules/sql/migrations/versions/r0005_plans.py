@@ -1,4 +1,4 @@
-"""A rule has limits by plan."""
+"""Allow limits per plan in rules."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Identities are assigned to plans; the audit trail names the identities of such changes."""
+"""Add assignments of identities to plans; the audit trail names their identities."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""A rule's algorithm may be ``concurrency``."""
+"""Allow the algorithm ``concurrency`` in rules."""
 
 from alembic import op
 
