@@ -51,7 +51,7 @@ class HttpCheck(ConnectJson):
         self._revision = revision
 
     async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
-        """Return 200 or 429, by the decision in the body; a check that failed open is 200, too."""
+        """Return 200 or 429, by the decision in the body; a check that was allowed unchecked is 200, too."""
         response = await super().answer(message, types, turn)
         decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
         response.headers.update(limit_fields(decision, self._now_s(), self._revision))
