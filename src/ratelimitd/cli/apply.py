@@ -89,7 +89,7 @@ _OF_FIRST: Final = frozenset({"limit", "window_seconds", "algorithm"})
 """Fields that repeat the first of several limits."""
 
 LONG: Final = 1_000
-"""Minimum number of rules with a progress display; fewer are applied too quickly."""
+"""Minimum number of rules with an activity display; fewer are applied too quickly."""
 
 
 FileOption = Annotated[

@@ -1,4 +1,4 @@
-"""Registers all commands, and converts whatever ends one to an exit status.
+"""Registers all commands, and converts the end of each to an exit status.
 
 Prints no traceback for a known error: one line on stderr, and status 0, 1, 2, 3, 4 or 130.
 """

@@ -64,7 +64,7 @@ class _Near(NamedTuple):
 class Nearest:
     """The rules nearest to an endpoint for identities of ``types``, among all rules passed to :meth:`look_at`.
 
-    ``only_spelling`` selects only rules that differ in case or slashes.
+    ``only_spelling`` selects only rules that differ in nothing but case or slashes.
     """
 
     def __init__(

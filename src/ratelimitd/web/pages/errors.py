@@ -28,7 +28,7 @@ class Cause(enum.StrEnum):
     """A login link that is used, expired, for another Host, or not of this node."""
     TOO_MANY_LOGINS = "too_many_logins"
     NOT_ALLOWED = "not_allowed"
-    """The page requires the admin role."""
+    """The visitor lacks the role that the page requires."""
     TOO_LARGE = "too_large"
     BAD_FORM = "bad_form"
     """The body is not a form."""

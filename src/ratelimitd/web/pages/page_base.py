@@ -32,8 +32,7 @@ FORM_TOKEN_FIELD: Final = "form_token"  # noqa: S105 -- the name of a field
 MAX_FORM_BYTES: Final = 65_536
 MAX_FORM_FIELDS: Final = 50
 MAX_LOGIN_URL: Final = 2_048
-"""Longest target kept in a login URL: clients do not accept a header of 100 KB. A longer one leads to the front
-page."""
+"""Longest login URL: clients refuse a header of 100 KB. A longer one omits the way back."""
 
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 

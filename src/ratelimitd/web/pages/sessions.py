@@ -1,4 +1,4 @@
-"""Sessions of logged-in visitors, and the tokens in their forms. Stateless: the cookie holds everything.
+"""Sessions of logged-in visitors, and the tokens in their forms. Stores nothing per session: the cookie holds it all.
 
 A session is a signed cookie whose key is derived from the admin token: every node with that token accepts it, and a new
 token ends all sessions. A session opened with a token of TOKENS_FILE also ends with that token. Without an admin token

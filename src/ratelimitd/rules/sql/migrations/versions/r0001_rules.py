@@ -1,6 +1,6 @@
 """The first schema: rules, their revision, the audit trail, the node's secrets.
 
-Defined here instead of imported from ``rules.sql.database``, which changes with later revisions.
+Written out instead of taken from ``rules.sql.database``, which changes with later revisions.
 """
 
 import sqlalchemy as sa
@@ -13,7 +13,7 @@ depends_on = None
 
 
 def by_bytes(length: int) -> sa.String:
-    # SQLite sorts text by bytes, PostgreSQL by language rules by default.
+    # SQLite orders text by its bytes anyway, PostgreSQL by the rules of a language by default.
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 

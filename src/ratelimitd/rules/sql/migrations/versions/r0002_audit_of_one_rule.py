@@ -1,4 +1,4 @@
-"""Add an index, so that reading the audit trail of one rule does not scan the whole trail."""
+"""The audit trail of one rule is found without reading that of all."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""Allow several limits per rule."""
+"""A rule has several limits."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Allow declared identifier types and products of several in rules."""
+"""A rule's identifier type is one that nodes declare, or a product of several."""
 
 import sqlalchemy as sa
 from alembic import op

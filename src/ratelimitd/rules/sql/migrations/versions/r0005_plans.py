@@ -1,4 +1,4 @@
-"""Allow limits per plan in rules."""
+"""A rule has limits by plan."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Add assignments of identities to plans; the audit trail names their identities."""
+"""Identities are assigned to plans; the audit trail names the identities of such changes."""
 
 import sqlalchemy as sa
 from alembic import op

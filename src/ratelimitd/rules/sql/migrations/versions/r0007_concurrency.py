@@ -1,4 +1,4 @@
-"""Allow the algorithm ``concurrency`` in rules."""
+"""A rule's algorithm may be ``concurrency``."""
 
 from alembic import op
 

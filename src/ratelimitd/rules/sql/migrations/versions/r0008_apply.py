@@ -1,4 +1,4 @@
-"""Allow audit rows of an ``apply``, with a table for its changes per rule."""
+"""A whole set of rules is applied in one revision; the audit trail has its changes in a table of their own."""
 
 import sqlalchemy as sa
 from alembic import op
