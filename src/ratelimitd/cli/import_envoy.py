@@ -1,4 +1,4 @@
-"""``ratelimitd rules import-envoy``: a file of rules made of a configuration of another rate limiter."""
+"""``ratelimitd rules import-envoy``: converts the configuration of another rate limiter to a rules file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ratelimitd serve``: run a node in this process, or in as many as WORKERS says."""
+"""``ratelimitd serve``: runs a node in this process, or in WORKERS processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def serve(settings: Settings) -> None:
       ratelimitd serve
       ratelimitd serve --listen 0.0.0.0:9090 --admin-token-file admin.token --rules-file rules.yaml
     """
-    # The whole node hangs on these imports, some 300 ms of them: the other commands start without, and so does the
-    # parent of several workers.
+    # These imports take about 300 ms: other commands do without, and so does the parent of several workers.
     if settings.workers > 1:
         from ratelimitd.workers import parent  # noqa: PLC0415
 
@@ -46,7 +45,7 @@ def upgrade(settings: Settings) -> None:
     Example:
       ratelimitd db upgrade --database-url postgresql://ratelimitd@db.internal/ratelimitd
     """
-    # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
+    # SQLAlchemy and Alembic take about 300 ms to import; other commands do without.
     from ratelimitd.rules.sql import migrations  # noqa: PLC0415
 
     with working("upgrading the rule database"):
