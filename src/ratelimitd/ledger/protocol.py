@@ -92,7 +92,7 @@ class Spends:
         return _two_runs(self.latest_us, self.tokens, refilled, self._window_us, self._rate)
 
     def resume(self, at_us: int, tokens: int, refilled: int) -> None:
-        """Add the first spends; a bucket full before them had ``refilled`` this many units before the last one."""
+        """Add the first spends; if the bucket was full, ``refilled`` units were refilled before the last one."""
         self.add(at_us, tokens)
         self._missing -= refilled
 
@@ -144,7 +144,7 @@ class Spends:
 
     def _end_with(self, at_us: int) -> None:
         self.latest_us = at_us
-        # One run has the spends that the algorithm does not distinguish: all of a token bucket, those of one time of a log.
+        # The algorithm does not distinguish the spends of a run: all of a token bucket, those of one time in a log.
         if self._rate:
             self._until_us = _EVER_US
         elif self._rule.algorithm is Algorithm.FIXED_WINDOW:
@@ -164,7 +164,7 @@ class Spends:
 def _two_runs(  # noqa: PLR0917 -- called for every bucket of a batch
     latest_us: int, tokens: int, refilled: int, window_us: int, rate: int
 ) -> Sequence[Run]:
-    """Return spends of a token bucket that, if full before, was ``refilled`` this many units in between."""
+    """Return the spends of a token bucket as runs; if it was full before, ``refilled`` units were refilled between."""
     if refilled <= 0:
         return ((latest_us, tokens),)
     # As many tokens earlier, and as much earlier, as refill a full bucket by this amount before the rest.
