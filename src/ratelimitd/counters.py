@@ -114,7 +114,7 @@ class CheckStats:
         self.holds_open = 0
         """Holds made here that have neither ended nor been settled here."""
         self.recorded = {"written": 0, "lost": 0}
-        """Checks in complete trace files, and checks lost because memory or the disk was full."""
+        """Checks in complete trace files, and checks lost because the queue was full or a write failed."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused, by cause; the causes are a closed set."""
 
@@ -199,7 +199,7 @@ class CheckStats:
 class RollingMax:
     """The largest value of the current period of ``stretch_us`` and of the one before it.
 
-    As a gauge it shows peaks between two scrapes. Time is passed in.
+    As a gauge it shows peaks between scrapes every 15 s. Time is passed in.
     """
 
     def __init__(self, stretch_us: int) -> None:

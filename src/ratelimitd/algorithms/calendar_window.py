@@ -122,7 +122,7 @@ def _start_of(time_zone: str, day: dt.date) -> int:
     return start_s
 
 
-@lru_cache(1_024)  # equivalent: more than there are
+@lru_cache(1_024)  # equivalent: more than there are time zones
 def _zone(name: str) -> ZoneInfo:
     # From the package's file: by name, zoneinfo may find the machine's.
     with (files("tzdata") / "zoneinfo").joinpath(*name.split("/")).open("rb") as file:

@@ -24,7 +24,7 @@ _AFTER_ANY_NUMBER: Final = b"\xff" * 17
 
 
 class Slots:
-    """Slots in use, each owned by a hold, known by its number, until its end."""
+    """Slots in use, by the number of the hold that owns each until its end."""
 
     __slots__ = ("_by_end", "_ends")
 

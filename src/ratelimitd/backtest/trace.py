@@ -55,7 +55,7 @@ _CHECK_BYTES: Final = 8 + IDENTITY_BYTES + 4 + 2 + 1
 
 
 class Kind(NamedTuple):
-    """The common part of checks. ``types`` and ``plans`` are those of the identities; no plan is an empty string."""
+    """The common part of checks. ``plans`` is empty, or has one for each of ``types``, an empty string for none."""
 
     types: tuple[str, ...]
     endpoint: str

@@ -69,7 +69,7 @@ class Account(Protocol):
         """Return the whole tokens missing at the latest spend."""
 
     def refunded(self, state: Any, rule: Limit, refund: Refund, already: int) -> tuple[Any, int]:
-        """Give back as much of a charge as never lets the bucket allow more than without the charge.
+        """Give back a charge, limited so that the bucket never allows more than if it had not been charged.
 
         ``already``: tokens given back since the charge. Returns the state, with the same latest time, and the tokens
         given back, rounded up.

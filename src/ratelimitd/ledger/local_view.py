@@ -358,8 +358,8 @@ class LocalView:
     def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
         """Return ``None`` if the waiting checks leave room for one more, else a denial.
 
-        No more checks wait than there are tokens left for. If the store denied a check of the last batch, the other
-        nodes are assumed to have as many waiting.
+        The waiting checks never exceed the tokens left. If the store denied a check of the last batch, the other nodes
+        are assumed to have as many waiting.
         """
         if not self.asked_tokens:
             return None
@@ -385,7 +385,7 @@ class LocalView:
         """
         at_us, rule, account = self._denied_at_us, self.rule, self._account
         room = rule.capacity - account.used(self._state, rule, at_us)
-        # equivalent: <= frees what comes free in no time
+        # equivalent: with <= no tokens are freed in no time
         if room >= self._denied_cost and at_us < self._latest_us:
             room -= account.freed(rule, at_us, self._latest_us)
         self.false_positives += max(0, min(self._denials, room // self._denied_cost))

@@ -132,8 +132,8 @@ def refunded(shared: SharedState, rule: Limit, refunds: Sequence[Refund]) -> Sha
 def generation_at(now_us: int) -> int:
     """Return the least generation of a bucket that is reset now: seconds since 2025.
 
-    The stored generation plus one could repeat after the store has lost the last: a node that knows that one would take
-    the reset bucket for an older state.
+    The stored generation plus one could repeat after the store has lost the last: a node that remembers that one would
+    take the reset bucket for an older state.
     """
     return max(0, now_us // US_PER_S - YEAR_2025_S)
 

@@ -1,4 +1,4 @@
-"""Refunds give back as much of a charge as never lets a bucket allow more than without the charge."""
+"""A refund gives back as much as possible, but a bucket never allows more than without the charge."""
 
 from dataclasses import replace
 from random import Random

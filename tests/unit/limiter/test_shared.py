@@ -48,7 +48,7 @@ class TestSharedBuckets:
         return Sharing(ORDERS)
 
     @pytest.mark.parametrize("peek", [False, True])
-    def test_what_the_node_knows_is_answered_at_once(self, node, peek):
+    def test_a_check_that_the_node_can_decide_is_answered_without_waiting(self, node, peek):
         node.shared.at_once = GRANTED
         answer = node.limiter.check(check_of(peek=peek))
         assert answer[:5] == GRANTED[:5]
@@ -263,7 +263,7 @@ class TestSeveralSharedLimits:
     def node(self):
         return Sharing(SEVERAL)
 
-    def test_what_the_node_knows_is_answered_at_once(self, node):
+    def test_a_check_that_the_node_can_decide_is_answered_without_waiting(self, node):
         node.shared.at_once = GRANTED
         answer = node.limiter.check(check_of())
         assert (answer.allowed, [one.limit.name for one in answer.limits]) == (
