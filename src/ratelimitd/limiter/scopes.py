@@ -392,7 +392,7 @@ class Scopes:
         return self._bucket(scope.rule, scope.told, scope.endpoint, from_us - 1)[1]
 
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
-        """Return the limit, if buckets are shared with the book's revision: only that orders edits of different rules.
+        """Return the limit; if buckets are shared, with the book's revision, which alone orders edits of all rules.
 
         By its own revision, the global rule would seem older than a deleted rule for one endpoint.
         """
