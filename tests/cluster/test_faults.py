@@ -117,7 +117,7 @@ def test_a_failed_shared_state_opens_the_breakers_until_it_recovers(cluster, fau
     assert opens[0] == fail_opens[0] + 2
     if (
         fault not in READS_WORK
-    ):  # there the node knows the bucket, and decides by itself what is not decided for it
+    ):  # there the node has a view of the bucket, which decides after a timeout
         assert opens[1] >= fail_opens[1] + 4
     until(lambda: down(node), "the node says that it is cut off")
     report = health(node)

@@ -150,7 +150,7 @@ class BucketCache:
 
     @staticmethod
     def _forget(bucket: Bucket) -> None:
-        """Drop a bucket. One with something to settle stays known to its partition until it is settled."""
+        """Drop a bucket. An unsettled one stays in its partition until it is settled."""
         bucket.is_cached = False
         if bucket.is_settled:
             bucket.tag.buckets.pop(bucket.name, None)

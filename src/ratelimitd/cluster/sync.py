@@ -267,9 +267,9 @@ class Partition:
             self._node.timers.call_later(pause_s, self._send, batch)
 
     def _failed(self, error: RateLimitdError) -> None:
-        # The checks in a batch are affected by its first failure only: afterwards they have timed out. Those that wait
-        # for the next batch are affected by each. If reads work but settling fails, only an open breaker keeps the
-        # node from loading more buckets that it cannot settle (I17).
+        # Only the first failure of a batch affects its checks: afterwards they have timed out. Each failure affects
+        # checks that wait for the next batch. If reads work but settling fails, only an open breaker keeps the node
+        # from loading more buckets that it cannot settle (I17).
         first_time = not self._resends
         matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
         if matters:

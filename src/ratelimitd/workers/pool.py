@@ -27,7 +27,7 @@ from ratelimitd.workers.protocol import Reading, Report
 T = TypeVar("T")
 
 COMMAND: Final = (sys.executable, "-P", "-m", "ratelimitd.workers")
-"""``-P``: no file of the working directory can stand in for a module of ours."""
+"""``-P``: no file of the working directory can replace one of our modules."""
 
 REPORT_TIMEOUT_S: Final = 1.0
 READINESS_TIMEOUT_S: Final = 0.5
@@ -185,7 +185,7 @@ class WorkerProcess(ChildProcess):
         try:
             while line := await reader.readline():
                 self._take(*protocol.parsed(line))
-        except OSError:  # it ended with something of ours unread
+        except OSError:  # it ended with unread input
             pass
         except ValueError:  # an endless line: it does not follow the protocol
             self.kill()

@@ -57,7 +57,7 @@ def scene():
 
 
 class TestInUse:
-    def test_a_bucket_is_found_by_its_key_and_its_tag_knows_it(self, scene):
+    def test_a_bucket_in_use_is_found_by_its_key_and_is_in_its_partition(self, scene):
         bucket = scene.add()
         assert bucket.is_cached
         assert scene.cache.get(b"a") is bucket
@@ -226,7 +226,7 @@ class TestEviction:
     def test_the_unused_one_of_the_buckets_in_use_is_evicted(self):
         scene = Scene(max_entries=2)
         used, _unused = scene.add(b"used"), scene.add(b"unused")
-        scene.run(IDLE_US)  # another generation begins
+        scene.run(IDLE_US)  # starts another generation
         scene.cache.get(b"used")
         scene.add(b"new")
         scene.cache.step(scene.now_us)

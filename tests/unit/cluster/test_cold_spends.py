@@ -406,7 +406,7 @@ def test_a_cold_spend_of_a_log_takes_one_check_only():
     assert cold.add(spent, None, decide, 200, 1, 1, LocalView.share_of) is None
 
 
-# How it goes to the store and back
+# Encoding and replies
 
 ONE = key_of(1)
 NEVER = SharedState(0, 1, 10)

@@ -59,7 +59,7 @@ def test_a_node_is_alone_until_the_store_reports_others(scene):
     assert scene.pulse.beats == [("node/1", BEAT_TTL_US, "ours")]
 
 
-def test_a_node_counts_itself_whatever_the_store_says(scene):
+def test_a_node_always_counts_itself(scene):
     scene.heard(names=())
     assert scene.membership.count == 1
 

@@ -91,7 +91,7 @@ class TestAsking:
         world.run(MS)
         assert [answer.result()[0] for answer in answers] == [True, True, False]
         assert world.store.spent(b"a") == 10
-        assert world.buckets.asked_total == 2  # costs above what is left do not ask
+        assert world.buckets.asked_total == 2  # the view denies costs above the remaining tokens
         assert world.buckets.late_total == 0
 
     async def test_a_check_is_answered_once_and_within_20_ms(self):

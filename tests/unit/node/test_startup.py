@@ -185,7 +185,7 @@ async def test_an_existing_book_ignores_the_file_and_logs_it(unopened, url, rule
     assert "ratelimitd rules apply" in left
 
 
-async def test_without_rules_file_and_key_there_is_only_the_schema(unopened, url):
+async def test_without_rules_file_and_key_only_the_schema_is_created(unopened, url):
     await opening_of(unopened, url).open()
     assert await unopened.revision() == 0
 

@@ -84,7 +84,9 @@ async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_me
     assert found["rate_limiter_healthy"] == {}
 
 
-async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(pool, monkeypatch):
+async def test_a_worker_that_does_not_answer_is_omitted_and_its_counters_are_kept(
+    pool, monkeypatch
+):
     both = pool(
         ANSWERING,
         "until_told()\nready()\nquestions.readline()\nmetrics("

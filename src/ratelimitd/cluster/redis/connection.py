@@ -435,7 +435,7 @@ class Handshake(NamedTuple):
     client_name: str = ""
     """Shown by CLIENT LIST; no spaces."""
     wants_primary: bool = True
-    """Refuse a replica. In a Cluster every node redirects, whatever its role."""
+    """Refuse a replica. In a Cluster every node redirects, in any role."""
 
 
 class Refused(Exception):  # noqa: N818 -- it carries an error reply and never leaves this package

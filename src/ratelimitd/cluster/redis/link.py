@@ -94,7 +94,7 @@ async def ask_once(
     *command: bytes | str,
     within_s: float = CONNECT_S,
 ) -> Any:
-    """Return the reply to one command, on a connection of its own; raises as :func:`connect`."""
+    """Return the reply to one command, on its own connection; raises like :func:`connect`."""
     connection = await connect(
         server,
         handshake,
@@ -150,7 +150,7 @@ def pauses(random: Callable[[], float]) -> Backoff:
 
 
 async def repeat_step(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.sleep) -> None:
-    """Await ``step`` repeatedly. An exception is a defect: it is reported, and the loop goes on."""
+    """Await ``step`` repeatedly. An exception is a defect: it is reported, and the loop continues."""
     while True:
         try:
             await step()

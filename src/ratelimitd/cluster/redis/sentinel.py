@@ -33,7 +33,7 @@ class Sentinels:
         """Return the address of the primary.
 
         Raises:
-            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse us.
+            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse the login.
             StoreUnavailableError: no sentinel answers.
         """
         refusal = StoreUnavailableError("no sentinel answers")

@@ -108,7 +108,9 @@ def _address(name):
     return host, int(port)
 
 
-async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(cluster, topology, said):
+async def test_a_shard_that_is_down_fails_only_its_own_tags_until_it_recovers(
+    cluster, topology, said
+):
     tags = {topology.of_tag(tag).name: tag for tag in range(TAGS)}
     dead, *living = cluster.nodes
     link = topology.of_tag(tags[dead.address])

@@ -1,4 +1,4 @@
--- Decides one check of each of several buckets that a node does not know, and returns their new states.
+-- Decides one check of each of several buckets unknown to a node, and returns their new states.
 --
 -- KEYS     the buckets
 -- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
