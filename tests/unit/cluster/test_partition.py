@@ -542,7 +542,7 @@ class TestReportsToTheBreaker:
         scene.store.held_one().answer()
         assert scene.server.told[2:] == ["answered"]
 
-    async def test_a_moving_slot_is_never_reported_as_a_failure_of_checks(self, scene):
+    async def test_views_decide_checks_of_a_moving_slot_and_their_spends_are_settled(self, scene):
         bucket = scene.bucket()
         scene.store.mode = "held"
         taken = scene.ask(bucket)

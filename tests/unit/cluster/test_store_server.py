@@ -72,7 +72,7 @@ def test_a_migrating_slot_is_counted_and_does_not_open_the_breaker(scene):
         scene.timers.run()
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
     scene.fail(turns=4)
-    scene.server.first_check_succeeded()  # the server does not refuse batches
+    scene.server.first_check_succeeded()  # batches do not count as refused
     scene.fail(turns=4)
     assert not scene.server.is_open
 

@@ -115,7 +115,7 @@ def code_of(text: str) -> str:
 
 
 def server_named(host: str, port: str) -> Server | None:
-    """Return the server that a reply names; ``None`` if it is unknown (``?``) or no server can be there."""
+    """Return the server named in a reply; ``None`` if it is unknown (``?``) or the address is impossible."""
     is_number = port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT))
     if host in {"", "?"} or not is_number or not 0 < int(port) <= MAX_PORT:
         return None
