@@ -158,7 +158,7 @@ class StoreCorruptError(RateLimitdError):
 
 
 def printable(text: str) -> str:
-    """Return ``text`` in one line and without characters that drive a terminal: it may come from a file or another machine."""
+    """Return ``text`` in one line, without terminal control characters: it may be of a file or another machine."""
     return "".join(
         char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
         for char in text

@@ -1,6 +1,6 @@
-"""How a node's rule store comes into service: schema, seed and bucket key, tried until it works.
+"""Opens a node's rule store: schema, seed and bucket key, retried until it works.
 
-Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013 and ADR 0024.
+The feed requests each attempt, and reports failures. See ADR 0013 and ADR 0024.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 
 ACTOR: Final = "RULES_FILE"
-"""Who the audit trail names."""
+"""Actor in the audit trail."""
 
 
 async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
-    """Write the rules of ``path`` if the store never had one, whole, else log that the file is left alone.
+    """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
-    Returns how many were written. ``types`` are the identifier types that rules may have, or be made of.
+    Returns how many were written. ``types`` are the identifier types that rules may use.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
-    if not await store.revision():  # else the file need not even be there
+    if not await store.revision():  # else the file may be missing
         drafts = await _drafts_in(path, types)
-        # What decides is asked again in the transaction.
+        # The transaction checks again that the book is new.
         written = await store.create_all(drafts, ACTOR)
         if written or not drafts:
             return written
@@ -66,7 +66,7 @@ async def _drafts_in(path: Path, types: Collection[str] | None) -> Sequence[Rule
 
 
 def read_rules_file(path: Path) -> bytes:
-    """Return the content of the file; of one that is too large, a byte more than it may have.
+    """Return the content of the file, cut one byte beyond ``MAX_FILE_BYTES``.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 class StoreOpening:
     """Opens the store of one node.
 
-    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book.
+    ``may_create`` returns at each attempt whether to create a missing file. ``rules_file`` seeds a new book.
     ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
     of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
     """
@@ -110,11 +110,11 @@ class StoreOpening:
         self._is_open = False
 
     async def open(self) -> None:
-        """Bring the store into service, unless it is; call it again after a failure.
+        """Open the store, unless it is open; call it again after a failure.
 
         Raises:
-            StoreUnavailableError: not now; a later attempt may succeed.
-            StartupError: somebody has to mend the configuration. By the first attempt only: a node that serves goes on.
+            StoreUnavailableError: a later attempt may succeed.
+            StartupError: the configuration is wrong. Only the first attempt raises it: a serving node continues.
         """
         if self._is_open:
             return
@@ -133,7 +133,7 @@ class StoreOpening:
                 self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
             )
         else:
-            # Other nodes may be of an older release, and their operator decides when that is no longer so.
+            # Other nodes may run an older release; the operator decides when to migrate.
             await migrations.require_current(self._database_url)
         if self._rules_file is not None:
             written = await seed_new_book(self._store, self._rules_file, self._types)
@@ -155,11 +155,11 @@ def feed_of(
     assignments: Assignments,
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
-    """The feed of a node, which opens the store before it first reads it."""
+    """Return the feed of a node; it opens the store before its first read."""
     opening = StoreOpening(
         store,
         settings.database_url,
-        # A database that is missing while the last good book is in force is lost, and an empty one would allow all.
+        # If a last good book is in force, a missing database was lost, and an empty one would allow all checks.
         may_create=lambda: feed.book is None,
         rules_file=settings.rules_file,
         types=settings.known_types,

@@ -33,7 +33,7 @@ class Sentinels:
         """Return the address of the primary.
 
         Raises:
-            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse us.
+            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse the login.
             StoreUnavailableError: no sentinel answers.
         """
         refusal = StoreUnavailableError("no sentinel answers")
@@ -74,7 +74,7 @@ class Sentinels:
 
 
 class SentinelTopology(OneServer):
-    """The primary of a service; sentinels are asked for it, and listened to for the next one."""
+    """The primary of a service, according to its sentinels; follows their announcements of a new one."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         sentinels = Sentinels(url, options)
@@ -100,7 +100,7 @@ class SentinelTopology(OneServer):
         await super().close()
 
     async def _sentinel(self) -> Server:
-        """Return the sentinel to listen to; also catch up with a primary that changed unheard."""
+        """Return the sentinel to subscribe to; also follow a primary whose change was missed."""
         self._follow(await self._sentinels.primary())
         return self._sentinels.preferred
 
