@@ -76,7 +76,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class StopSignals:
-    """Handles :data:`SIGNALS`: the first requests the end, each later SIGTERM or SIGINT calls ``insist`` with its status.
+    """Handles :data:`SIGNALS`: the first requests the end, a later SIGTERM or SIGINT calls ``insist`` with its status.
 
     A terminal that closes sends SIGHUP several times. Where SIGHUP is ignored, as under ``nohup``, it stays ignored.
     """
