@@ -158,7 +158,7 @@ class StoreCorruptError(RateLimitdError):
 
 
 def printable(text: str) -> str:
-    """Return ``text`` in one line, without terminal control characters: it may be of a file or another machine."""
+    """Return ``text`` on one line without terminal control characters: a file or another machine may have sent it."""
     return "".join(
         char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
         for char in text

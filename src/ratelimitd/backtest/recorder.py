@@ -308,7 +308,7 @@ class TraceRecorder:
     def _make_room(self) -> None:
         """Remove the oldest files until one more fits; files that may still be written count as full.
 
-        Files of a clock that was ahead go first: their names make them the newest until that time comes.
+        Files of a clock that was ahead are removed first, because their names would make them the newest.
         """
         room = self._max_bytes // FILES
         now_us, recent_us = self._clock.now_us(), 2 * FILE_S * US_PER_S

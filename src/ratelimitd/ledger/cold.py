@@ -1,9 +1,9 @@
 """Cold spends: charges to known buckets without a view, at most one for each bucket until it is settled. Pure.
 
-Most callers send few checks, and a view is several objects. A cold bucket is charged on its last known state, and only the
-spend is kept; the next few checks are added to it. Any other operation on the bucket before the spend is settled first
-creates a view, so the rules of the ledger need no exception: a cold spend is one that a view would allow within its
-share, where more than half of the capacity is left. See ADR 0053.
+Most callers send few checks, and a view is several objects. A cold bucket is charged on its last known state, and only
+the spend is kept; the next few checks are added to it. Any other operation on the bucket before the spend is settled
+first creates a view, so the rules of the ledger need no exception: a cold spend is one that a view would allow within
+its share, where more than half of the capacity is left. See ADR 0053.
 """
 
 from __future__ import annotations
