@@ -58,11 +58,11 @@ class Accuracy:
             view.false_positives = 0
 
     def worst_excess(self, now_us: int) -> float:
-        """Largest overdraft in the last one to two minutes, as a fraction of its limit, or of a larger burst."""
+        """Return the largest overdraft of the last one to two minutes, as a fraction of the limit or larger burst."""
         return self._worst.note(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
-        """Largest bound in the same period; ``promise`` is the current one. A slow answer raises both."""
+        """Return the largest bound in the same period; ``promise`` is the current one. A slow answer raises both."""
         return self._largest_promise.note(now_us, promise)
 
 

@@ -56,12 +56,12 @@ class BucketCache:
         """Buckets dropped because they were unused."""
 
     def __len__(self) -> int:
-        """Buckets known."""
+        """Return the number of known buckets."""
         in_use = len(self.young) + len(self._old) + len(self._unsettled)
         return in_use + self._packed_count + self.cold
 
     def get(self, key: bytes) -> Bucket | None:
-        """The bucket of ``key``, if it is in use."""
+        """Return the bucket of ``key``, if it is in use."""
         return self.young.get(key) or self.get_old(key)
 
     def get_old(self, key: bytes) -> Bucket | None:

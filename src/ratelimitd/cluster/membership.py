@@ -135,11 +135,11 @@ class SharedTime:
         self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
 
     def wall_us(self) -> int:
-        """Microseconds since the Unix epoch."""
+        """Return the microseconds since the Unix epoch."""
         return self.wall_ns() // _NS_PER_US
 
     def wall_ns(self) -> int:
-        """Nanoseconds since the Unix epoch."""
+        """Return the nanoseconds since the Unix epoch."""
         if not self._samples:
             return self._machine_ns()
         return self._monotonic_ns() + min(self._samples).ahead_us * _NS_PER_US

@@ -47,7 +47,7 @@ def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
 
 
 def is_usual(packed: Packed, base: int, most: int) -> bool:
-    """Whether a packed state has the generation, revision and limit of ``base``, and at most ``most`` was spent."""
+    """Return whether a state has the generation, revision and limit of ``base``, and at most ``most`` spent."""
     return (
         type(packed) is int and not (packed ^ base) & _HEAD_MASK and packed >> SPENT_SHIFT <= most
     )

@@ -152,7 +152,7 @@ class StrictBuckets:
             self._store.first_check(asked, partial(_part_decided, check, server))
 
     def was_spent(self, check: PartCheck) -> None:
-        """Never called: no view holds tokens."""
+        """Do nothing; never called, as no view reserves tokens."""
 
     was_released = was_spent
 

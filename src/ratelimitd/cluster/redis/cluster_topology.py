@@ -60,7 +60,7 @@ def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Serv
 
 
 def _server(host: bytes | None, port: int, asked: Server) -> Server | None:
-    """A server without a host has the host of the one asked; ``?`` is unknown."""
+    """Return a server of the map; without a host it has that of the one asked, ``?`` is unknown."""
     return server_named(host.decode(errors="replace") if host else asked.host, str(port))
 
 

@@ -267,11 +267,11 @@ class RedisStore:
         return 1 if self._topology.is_cluster else TAGS_PER_BATCH
 
     def server_of(self, tag: int) -> str:
-        """The name of the server that holds a hash tag."""
+        """Return the name of the server that holds a hash tag."""
         return self._topology.of_tag(tag).name
 
     def is_connected(self, tag: int) -> bool:
-        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+        """Return whether the server that holds a hash tag is connected; if not, the link is connecting."""
         return self._topology.of_tag(tag).connected
 
     def read(
