@@ -20,7 +20,7 @@ from ratelimitd.node.tokens_file import without_waiting
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import BucketKey, LastGoodBook, require_same_key
+from ratelimitd.rules.last_good import BOOK_FILE, BucketKey, LastGoodBook, require_same_key
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
@@ -128,9 +128,17 @@ class StoreOpening:
         self._is_open = True
 
     async def _prepare(self) -> None:
-        if isinstance(urls.parse_database_url(self._database_url), urls.SqliteFile):
+        database = urls.parse_database_url(self._database_url)
+        if isinstance(database, urls.SqliteFile):
+            may_create = self._may_create()
+            if not may_create and not await asyncio.to_thread(database.path.exists):
+                message = (
+                    f"the rule database {database.path} is missing: restore it; to begin with an empty one, "
+                    f"remove {BOOK_FILE} from STATE_DIR and restart"
+                )
+                raise StoreUnavailableError(message)
             await migrations.upgrade(
-                self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
+                self._database_url, create=may_create, busy_timeout_s=BUSY_TIMEOUT_S
             )
         else:
             # Other nodes may run an older release; the operator decides when to migrate.
@@ -156,11 +164,14 @@ def feed_of(
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
     """Return the feed of a node; it opens the store before its first read."""
+    last_good = LastGoodBook(state_dir)
     opening = StoreOpening(
         store,
         settings.database_url,
-        # If a last good book is in force, a missing database was lost, and an empty one would allow all checks.
-        may_create=lambda: feed.book is None,
+        # Beside a last good book a missing database was lost, and an empty one that nothing fills would allow all checks.
+        may_create=lambda: (
+            feed.book is None and (settings.rules_file is not None or not last_good.exists())
+        ),
         rules_file=settings.rules_file,
         types=settings.known_types,
         bucket_key=bucket_key,
@@ -170,7 +181,7 @@ def feed_of(
         store,
         on_book=on_book,
         assignments=assignments,
-        last_good=LastGoodBook(state_dir),
+        last_good=last_good,
         open_store=opening.open,
         whole_load=whole_load,
     )

@@ -82,6 +82,10 @@ class LastGoodBook:
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
+    def exists(self) -> bool:
+        """Return whether there is a file."""
+        return self._path.exists()
+
     async def load(self) -> LastGood | None:
         """Return the content of the file; ``None`` without a usable one.
 

@@ -218,7 +218,9 @@ async def test_a_wrong_configuration_fails_the_first_attempt_and_is_retried_by_l
 
 async def test_a_missing_database_is_created_only_while_allowed(unopened, url, tmp_path):
     opening = opening_of(unopened, url, may_create=lambda: False)
-    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+    with pytest.raises(
+        StoreUnavailableError, match=r"rules.db is missing: restore it; .* rules.last-good"
+    ):
         await opening.open()
     assert not (tmp_path / "rules.db").exists()
 
@@ -226,12 +228,12 @@ async def test_a_missing_database_is_created_only_while_allowed(unopened, url, t
 async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_book(
     url, unopened, rules_file, *, tmp_path, caplog
 ):
-    settings = Settings.load({}, {"DATABASE_URL": url, "RULES_FILE": str(rules_file)})
+    with_file = {"RULES_FILE": str(rules_file)}
 
-    async def started():
+    async def started(given=with_file):
         feed = feed_of(
             unopened,
-            settings,
+            Settings.load({}, {"DATABASE_URL": url, **given}),
             None,
             tmp_path,
             on_book=lambda _book: None,
@@ -257,6 +259,13 @@ async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_bo
     await feed.notify()
     assert not (tmp_path / "rules.db").exists()
     assert "serving the last good rule book" in caplog.text
+    assert len((await started({})).book) == 2
+    assert not (tmp_path / "rules.db").exists()
+    (tmp_path / "rules.last-good").unlink()
+    assert len((await started({})).book) == 0
+    (tmp_path / "rules.db").unlink()
+    rules_file.write_text(RULES)
+    assert len((await started()).book) == 2
 
 
 async def test_a_server_without_the_schema_is_retried_and_reported_with_the_command(postgres):
