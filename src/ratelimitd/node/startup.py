@@ -168,7 +168,7 @@ def feed_of(
     opening = StoreOpening(
         store,
         settings.database_url,
-        # Beside a last good book a missing database was lost, and an empty one that nothing fills would allow all checks.
+        # Beside a last good book a missing database was lost. An empty one that nothing fills would allow all checks.
         may_create=lambda: (
             feed.book is None and (settings.rules_file is not None or not last_good.exists())
         ),

@@ -542,22 +542,23 @@ class TestReportsToTheBreaker:
         scene.store.held_one().answer()
         assert scene.server.told[2:] == ["answered"]
 
-    async def test_views_decide_checks_of_a_moving_slot_and_their_spends_are_settled(self, scene):
-        bucket = scene.bucket()
-        scene.store.mode = "held"
-        taken = scene.ask(bucket)
-        scene.run()
-        waiting = scene.ask(bucket)
-        for _ in range(9):
-            scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
-            scene.run(SECOND)
-        for question in (taken, waiting):
-            scene.tag.give_up(bucket, question)
-            assert question.answer.result()[0]
-        scene.store.mode = "up"
-        scene.store.held_one().answer()
+
+async def test_views_decide_checks_of_a_moving_slot_and_their_spends_are_settled(scene):
+    bucket = scene.bucket()
+    scene.store.mode = "held"
+    taken = scene.ask(bucket)
+    scene.run()
+    waiting = scene.ask(bucket)
+    for _ in range(9):
+        scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
         scene.run(SECOND)
-        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (2, True)
+    for question in (taken, waiting):
+        scene.tag.give_up(bucket, question)
+        assert question.answer.result()[0]
+    scene.store.mode = "up"
+    scene.store.held_one().answer()
+    scene.run(SECOND)
+    assert (scene.store.spent(b"a"), scene.tag.is_settled) == (2, True)
 
 
 async def test_dropping_a_former_object_of_a_bucket_keeps_the_one_in_use(scene):
