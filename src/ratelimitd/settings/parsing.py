@@ -44,6 +44,11 @@ literally, which is seldom meant; a host without a dot would be a path whose sla
 UNMATCHED: Final = "unmatched"
 """Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
 
+WHY_UNMATCHED: Final = (
+    f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS,"
+    " or of a proxy that is not in TRUSTED_PROXIES"
+)
+
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 

@@ -389,6 +389,12 @@ def test_a_check_without_a_rule_names_the_nearest(ask, node):
     assert row.split(maxsplit=2) == ["/orders", "user", "differs in \ufffdcase"]
 
 
+def test_it_is_said_what_is_unmatched(ask, node):
+    node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
+    assert "AUTH_ENDPOINTS" in ask("explain", "ip", "192.0.2.7", "unmatched").out
+    assert "AUTH_ENDPOINTS" not in ask("explain", "ip", "192.0.2.7", "/other").out
+
+
 def test_of_a_check_that_is_not_made_is_said_what_would_be_left(ask, node):
     limits = [
         pb.LimitStatus(

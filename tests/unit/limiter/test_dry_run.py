@@ -167,6 +167,8 @@ class TestRulesThatAreUsed:
         assert explained.nearest == ((ORDERS, "differs in case"),)
         explained = await node.dry_run.explain(Check(b"ada", USER, "/orders/42"))
         assert (explained.decision.rule, explained.nearest) == (every, ())
+        explained = await node.dry_run.explain(Check(b"ada", USER, "/order"))
+        assert explained.nearest == ((ORDERS, "is spelled nearly the same"),)
 
     async def test_of_a_long_book_a_bounded_number_of_rules_is_looked_at(self, monkeypatch):
         monkeypatch.setattr(dry_run_module, "MAX_LOOKED_AT", 0)
