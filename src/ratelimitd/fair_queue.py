@@ -81,7 +81,7 @@ class FairQueue:
         self._used_s = 0.0
 
     def submit(self, peer: str, step: Callable[[], None]) -> None:
-        """Run ``step``, which must not raise, in a later iteration."""
+        """Run ``step`` in a later iteration. The event loop logs what it raises."""
         self._steps.add(peer, step)
         self._schedule()
 
@@ -108,13 +108,15 @@ class FairQueue:
     def _run_due(self) -> None:
         self._scheduled = False
         began_s = self._began_s = self._monotonic_s()
-        while self._steps:
-            self._steps.take()()
-            if self._monotonic_s() - began_s >= BUDGET_S:
-                break
-        self.end()
-        if self._steps:
-            self._schedule()
+        try:
+            while self._steps:
+                self._steps.take()()
+                if self._monotonic_s() - began_s >= BUDGET_S:
+                    break
+        finally:  # a step that raises must not keep the others waiting
+            self.end()
+            if self._steps:
+                self._schedule()
 
 
 class FairSlots:

@@ -20,6 +20,7 @@ from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError,
 from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
 from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def explain(
         places = {one.rule_id: f"{one.endpoint} {one.identifier_type}" for one in found.rules}
         target.output.line(verdict(found.answer, target.output))
         target.output.pairs(describe(found.answer, windows, places))
+        if endpoint == UNMATCHED:
+            target.output.line(WHY_UNMATCHED)
         would = found.answer.allowed
         rows = [row for rule in found.rules for row in _explained(rule, windows, would=would)]
         _remedies(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows, target.output)

@@ -33,7 +33,7 @@ from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
-from ratelimitd.settings.parsing import UNMATCHED
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -153,9 +153,7 @@ def unmatched(target: Target) -> None:
         rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
         target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
         if any(one.endpoint == UNMATCHED for one in endpoints):
-            target.output.line(
-                f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS, or of a proxy that is not in TRUSTED_PROXIES"
-            )
+            target.output.line(WHY_UNMATCHED)
     else:
         target.output.line("every check of the last minutes had a rule")
 

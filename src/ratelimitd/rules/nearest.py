@@ -64,7 +64,7 @@ class _Near(NamedTuple):
 class Nearest:
     """The rules nearest to an endpoint for identities of ``types``, among all rules passed to :meth:`look_at`.
 
-    ``only_spelling`` selects only rules that differ in nothing but case or slashes.
+    ``only_spelling`` selects only rules that differ in nothing but case, slashes, few letters or names of parameters.
     """
 
     def __init__(
@@ -91,12 +91,10 @@ class Nearest:
         shared = _shared(asked.segments, own.segments)
         longest = max(len(asked.segments), len(own.segments))
         whys = _other_parts(asked, own)
-        if asked.segments == own.segments:
-            if whys and self._only_spelling:
-                return None
-            kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
-        elif self._only_spelling:
+        if self._only_spelling and not _is_respelled(asked, own):
             return None
+        if asked.segments == own.segments:
+            kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
         elif shared == len(asked.segments) == len(own.segments):
             kind, whys = _Kind.TEMPLATE, [*_templates(asked, own), *whys]
         elif _is_misspelled("/".join(asked.segments), "/".join(own.segments)):
@@ -168,6 +166,22 @@ def _templates(asked: _Form, own: _Form) -> list[str]:
         both = all(_is_placeholder(segment) for _, segment in differing)
         return ["names a parameter otherwise" if both else "is one path of this template"]
     return ["is the template of this path: callers must send the template"]
+
+
+def _is_respelled(asked: _Form, own: _Form) -> bool:
+    """Whether the same endpoint may be meant: not another number, method or query, and no path of a template."""
+    if (asked.method, asked.query) != (own.method, own.query):
+        return False
+    one, other = _unnamed(asked), _unnamed(own)
+    return one == other or (_digits(one) == _digits(other) and _is_misspelled(one, other))
+
+
+def _unnamed(form: _Form) -> str:
+    return "/".join("{parameter}" if _is_placeholder(one) else one for one in form.segments)
+
+
+def _digits(text: str) -> list[str]:
+    return [one for one in text if one.isdigit()]
 
 
 def _is_misspelled(asked: str, own: str) -> bool:

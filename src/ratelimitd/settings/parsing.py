@@ -45,6 +45,11 @@ and are seldom meant so, and a host without a dot, which is mostly a path withou
 UNMATCHED: Final = "unmatched"
 """Endpoint of paths without a template, as in the Python middleware: clients cannot invent endpoints."""
 
+WHY_UNMATCHED: Final = (
+    f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS,"
+    " or of a proxy that is not in TRUSTED_PROXIES"
+)
+
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 

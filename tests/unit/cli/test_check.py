@@ -389,6 +389,12 @@ def test_explanation_without_a_rule_lists_the_nearest(ask, node):
     assert row.split(maxsplit=2) == ["/orders", "user", "differs in \ufffdcase"]
 
 
+def test_explain_says_what_unmatched_is(ask, node):
+    node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
+    assert "AUTH_ENDPOINTS" in ask("explain", "ip", "192.0.2.7", "unmatched").out
+    assert "AUTH_ENDPOINTS" not in ask("explain", "ip", "192.0.2.7", "/other").out
+
+
 def test_peek_and_explanation_show_what_would_be_left(ask, node):
     limits = [
         pb.LimitStatus(

@@ -167,6 +167,8 @@ class TestUsedAndNearestRules:
         assert explained.nearest == ((ORDERS, "differs in case"),)
         explained = await node.dry_run.explain(Check(b"ada", USER, "/orders/42"))
         assert (explained.decision.rule, explained.nearest) == (every, ())
+        explained = await node.dry_run.explain(Check(b"ada", USER, "/order"))
+        assert explained.nearest == ((ORDERS, "is spelled nearly the same"),)
 
     async def test_the_search_for_nearest_rules_is_bounded(self, monkeypatch):
         monkeypatch.setattr(dry_run_module, "MAX_LOOKED_AT", 0)

@@ -113,6 +113,25 @@ def test_only_spelling_selects_other_spellings_only():
     assert [near.rule.endpoint for near in found.found()] == ["/Orders/42"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "endpoint", "why"),
+    [
+        ("GET /orders/{id}", "GET /order/{id}", "is spelled nearly the same"),
+        ("GET /orders/{id}", "GET /orders/{order}", "names a parameter otherwise"),
+        ("GET /orders/{id}", "GET /Orders/{id}/", "differs in case, differs in slashes"),
+        ("GET /orders/{id}", "/orders/{id}", None),
+        ("GET /orders/{id}", "GET /orders/id", None),
+        ("GET /orders/{id}", "GET /orders/7", None),
+        ("GET /orders/{id}", "GET /orders/{id}/items", None),
+        ("/v1/orders", "/v2/orders", None),
+    ],
+)
+def test_another_spelling_of_a_template_is_found(asked, endpoint, why):
+    found = Nearest(asked, ["user"], only_spelling=True)
+    found.look_at([rule_of(endpoint)])
+    assert [near.why for near in found.found()] == ([why] if why else [])
+
+
 def test_nearest_come_first_and_are_few():
     far_to_near = ["/orders", "/orders/42/itms", "/orders/{id}/items", "/orders/42/Items"]
     found = nearest("/orders/42/items", *far_to_near)

@@ -2,6 +2,8 @@ import asyncio
 import socket
 import ssl
 import stat
+from collections import Counter
+from itertools import count
 from typing import NamedTuple
 
 import pytest
@@ -10,11 +12,12 @@ from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
 from ratelimitd.web.server import (
-    EVENTS_PER_ITERATION,
+    EVENTS_PER_STEP,
     MAX_HEADER_BYTES,
     MAX_HEADER_LINES,
     HttpServer,
@@ -302,6 +305,10 @@ async def test_maximum_number_of_lines_is_accepted_in_a_trailer_and_after_an_emp
 SMALL_CHUNK = b"1\r\nx\r\n"
 
 
+def take_one_step_per_iteration(server):
+    server._server.server_state.queue = FairQueue(map(float, count()).__next__)
+
+
 async def test_body_in_small_chunks_is_handled_over_several_iterations(listening):
     parts = []
 
@@ -313,14 +320,40 @@ async def test_body_in_small_chunks_is_handled_over_several_iterations(listening
 
         await length(scope, receive_and_note, send)
 
-    count = 10 * EVENTS_PER_ITERATION
-    reader, writer = await talk(
-        await listening(reads), CHUNKED + SMALL_CHUNK * count + b"0\r\n\r\n" + REQUEST
-    )
-    await reader.readuntil(b"%d bytes" % count)
-    assert max(parts) <= EVENTS_PER_ITERATION
+    size = 10 * EVENTS_PER_STEP
+    address = await listening(reads)
+    take_one_step_per_iteration(listening.server)
+    reader, writer = await talk(address, CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n" + REQUEST)
+    await reader.readuntil(b"%d bytes" % size)
+    assert max(parts) <= EVENTS_PER_STEP
     await reader.readuntil(b"0 bytes")  # bytes after it are the next request
     writer.close()
+
+
+async def test_connections_share_the_work_of_an_iteration(listening, monkeypatch):
+    address = await listening(length)
+    take_one_step_per_iteration(listening.server)
+    iteration = 0
+    steps = []
+    handle = web_server.BoundedProtocol._handle_some
+
+    def handle_and_note(self):
+        steps.append(iteration)
+        handle(self)
+
+    monkeypatch.setattr(web_server.BoundedProtocol, "_handle_some", handle_and_note)
+    size = 3 * EVENTS_PER_STEP
+    peers = [await talk(address, b"") for _ in range(10)]
+    for _, writer in peers:
+        writer.write(CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n")
+    answers = [asyncio.ensure_future(reader.readuntil(b"%d bytes" % size)) for reader, _ in peers]
+    while not all(answer.done() for answer in answers):
+        await asyncio.sleep(0)
+        iteration += 1
+    assert len(steps) > 3 * len(peers)
+    assert max(Counter(steps).values()) <= 2  # the counter moves in the middle of an iteration
+    for _, writer in peers:
+        writer.close()
 
 
 @pytest.fixture
@@ -328,7 +361,7 @@ def handled(monkeypatch):
     """The connections that handled events; while others wait, they must not read or start reading."""
     found = asyncio.Queue()
     receive = web_server.BoundedProtocol.data_received
-    handle = web_server.BoundedProtocol.handle_events
+    handle = web_server.BoundedProtocol._handle_some
     resume = web_server._BoundedFlow.resume_reading
 
     def receive_in_time(self, data):
@@ -344,7 +377,7 @@ def handled(monkeypatch):
         found.put_nowait(self)
 
     monkeypatch.setattr(web_server.BoundedProtocol, "data_received", receive_in_time)
-    monkeypatch.setattr(web_server.BoundedProtocol, "handle_events", handle_and_tell)
+    monkeypatch.setattr(web_server.BoundedProtocol, "_handle_some", handle_and_tell)
     monkeypatch.setattr(web_server._BoundedFlow, "resume_reading", resume_in_time)
     return found
 
@@ -424,6 +457,33 @@ async def test_oldest_connection_waiting_for_its_peer_is_closed_beyond_the_bound
     assert (await used[0].readuntil(b"hello")).count(b"hello") == 1
     for _, writer in (silent, used, newcomer):
         writer.close()
+
+
+class Busy:
+    """A queue in which every step waits."""
+
+    def __init__(self):
+        self.steps = asyncio.Queue()
+
+    def begin(self):
+        return False
+
+    def submit(self, _peer, step):
+        self.steps.put_nowait(step)
+
+
+async def test_a_connection_whose_request_waits_for_its_turn_makes_no_room(listening, monkeypatch):
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
+    address = await listening()
+    queue = listening.server._server.server_state.queue = Busy()
+    reader, writer = await talk(address)
+    step = await queue.steps.get()
+    refused, other = await talk(address, b"")
+    assert await closed_by_server(refused)
+    step()
+    assert b" 200 " in await reader.readline()
+    for one in (writer, other):
+        one.close()
 
 
 @UNREAD

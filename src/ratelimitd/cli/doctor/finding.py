@@ -13,10 +13,11 @@ from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.model import IdentifierType
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.interface import TransportLimits
-from ratelimitd.settings.parsing import Address
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED, Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import reachable
 
@@ -131,6 +132,9 @@ AREA: Final = "rules"
 MAX_NAMED: Final = 5
 """Endpoints without a rule that the finding names."""
 
+ANYBODY: Final = "192.0.2.1"
+"""An identifier of any type, to ask which rules judge."""
+
 
 async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     """Check for endpoints with traffic but no rule, if the node runs here without TLS.
@@ -154,11 +158,17 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     import grpc  # noqa: PLC0415
 
     try:
-        endpoints = await asyncio.to_thread(_unmatched, reachable(listens_at), token)
+        endpoints, missed = await asyncio.to_thread(
+            _without_rules, reachable(listens_at), token, settings
+        )
     except grpc.RpcError as error:
         what = f"endpoints without a rule are not known: {error.code().name}"
         yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
         return
+    for what in missed:
+        yield warning(AREA, what, "write both alike; rules are compared byte for byte")
+    if UNMATCHED in endpoints:
+        yield warning(AREA, WHY_UNMATCHED, "docs/proxies.md#under-what")
     if not endpoints:
         yield ok(AREA, "every check of the last minutes had a rule")
         return
@@ -175,11 +185,30 @@ def _running(settings: Settings) -> str:
     return ""
 
 
-def _unmatched(target: str, token: str | None) -> Sequence[str]:
+def _without_rules(
+    target: str, token: str | None, settings: Settings
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the endpoints without a rule, and what hides of templates whose rule is misspelled: ``*`` judges them."""
     from ratelimitd_client import NodeClient  # noqa: PLC0415 - as above
+    from ratelimiter.v1 import ratelimiter_pb2 as pb  # noqa: PLC0415
 
+    templates = settings.auth_endpoints
+    kinds = [pair.rpartition("=")[2] for pair in settings.auth_identifiers]
+    first, *more = dict.fromkeys([*kinds, IdentifierType.IP])
+    also = [pb.Identity(identifier_type=kind, identifier=ANYBODY) for kind in more]
+    missed = []
     with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:
-        return [one.endpoint for one in client.unmatched()]
+        unmatched = [one.endpoint for one in client.unmatched()]
+        for template in templates:
+            check = pb.RateLimitRequest(
+                identifier_type=first, identifier=ANYBODY, also=also, endpoint=template
+            )
+            found = client.explain(check)
+            near = [one for one in found.nearest if one.endpoint not in templates]
+            if near and found.answer.reason != pb.NO_RULE:
+                what = f"that of {near[0].endpoint} {near[0].why}"
+                missed.append(f"{template} of AUTH_ENDPOINTS has no rule of its own; {what}")
+    return unmatched, missed
 
 
 async def _answer(address: Address, *, tls: bool) -> bytes:

@@ -259,7 +259,12 @@ class ForwardAuth:
 
     async def _decide(self, request: Request) -> Response:
         call = http_call(request, CHECK_METHOD)
-        self._admit(call)
+        try:
+            self._admit(call)
+        except RpcError as error:
+            # Has names of settings, and nothing that was sent. The log bounds how often it is repeated.
+            _log.warning("requests to %s are refused by their Authorization: %s", AUTH_PATH, error)
+            raise
         headers = request.headers
         peer = request.client.host if request.client else None
         is_trusted = self._proxies.trusts(peer)

@@ -139,6 +139,38 @@ async def test_endpoints_without_a_rule_are_reported_where_the_node_runs(tmp_pat
     assert await unmatched(tmp_path) == []
 
 
+TEMPLATES = "GET /orders/{id},/carts,/cart,/files/{path...}"
+
+
+def write_rules(path, *endpoints):
+    of = "identifier_type: ip, limit: 9, window: 1m"
+    path.write_text("rules:\n" + "".join(f"- {{endpoint: '{one}', {of}}}\n" for one in endpoints))
+    return path
+
+
+async def test_paths_without_a_template_are_told(tmp_path):
+    rules = write_rules(tmp_path / "rules.yaml", "GET /order/{id}")
+    async with running_node(state_dir=tmp_path, rules_file=rules) as node:
+        async with AsyncRateLimiterClient(node.grpc_address, timeout_s=10) as client:
+            await client.check("192.0.2.7", "ip", "unmatched")
+        node._denials.fold()
+        why, finding = await unmatched(tmp_path, auth_endpoints=TEMPLATES)
+    assert why.what.startswith("unmatched: paths without a template in AUTH_ENDPOINTS")
+    assert finding.what.endswith("all allowed: unmatched")
+
+
+async def test_a_template_whose_rule_is_misspelled_is_told_where_a_rule_for_all_judges(tmp_path):
+    rules = write_rules(tmp_path / "rules.yaml", "GET /order/{id}", "/carts", "*")
+    async with running_node(state_dir=tmp_path, rules_file=rules):
+        hidden, finding = await unmatched(tmp_path, auth_endpoints=TEMPLATES)
+    assert hidden.level == "warning"
+    assert hidden.what == (
+        "GET /orders/{id} of AUTH_ENDPOINTS has no rule of its own;"
+        " that of GET /order/{id} is spelled nearly the same"
+    )
+    assert finding.level == "ok"
+
+
 @pytest.mark.parametrize(
     ("listens_at", "target"),
     [

@@ -9,9 +9,10 @@ from starlette.requests import Request
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.auth import Access, Credentials, Role
 from ratelimitd.services.convert import check_of
 from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.wire import parse_check
 from ratelimitd.web.api.forward_auth import (
     AUTH_PATH,
@@ -42,7 +43,6 @@ class Node:
         self.stats = CheckStats()
         self.edge = ErrorEdge(self.stats)
         self.asked = []
-        self.refused = None
         self.answer = pb.RateLimitResponse(allowed=True)
         self.late = False
         chosen = {
@@ -54,15 +54,11 @@ class Node:
         self.app = ForwardAuth(
             self.handle,
             AuthOptions(**{**chosen, **options}),
-            admit=self.admit,
+            admit=lambda _call: None,
             translate=self.edge.translate,
             now_s=lambda: 1_000.0,
             revision=NEWEST_REVISION,
         )
-
-    def admit(self, call):
-        if self.refused:
-            raise self.refused
 
     def handle(self, data, call):
         self.asked.append(pb.RateLimitRequest.FromString(data))
@@ -365,10 +361,17 @@ async def test_cross_site_request_of_a_browser_spends_nothing(node):
     assert (await node.pass_on(Sec_Fetch_Site="cross-site")).status_code == 200
 
 
-async def test_caller_without_the_role_is_refused(node):
-    node.refused = RpcError(StatusCode.UNAUTHENTICATED, "no")
-    assert (await node.pass_on()).status_code == 401
+async def test_caller_without_the_role_is_refused_and_logged(node, caplog):
+    access = Access(Credentials(check_token="c" * 16), TokenGuesses(node.stats, lambda: 0))
+    node.app._admit = access.requirement(Role.CHECK)
+    sent = {"Authorization": "Bearer wrong-secret", "X_Api_Key": "key-secret"}
+    assert (await node.pass_on(**sent)).status_code == 401
     assert not node.asked
+    [line] = [one.getMessage() for one in caplog.records]
+    assert "Authorization" in line
+    assert "CHECK_TOKEN" in line
+    for secret in ("secret", CLIENT, PROXY):
+        assert secret not in line
 
 
 async def test_defect_is_reported_in_the_log_only(node, caplog):
