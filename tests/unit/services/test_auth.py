@@ -204,6 +204,7 @@ def test_the_actor_is_the_certificates_name_or_the_role_at_the_host():
     assert TOKENS.actor(FakeCall(peer_sans=("x.example", "y.example"))) == "x.example"
     assert TOKENS.actor(FakeCall("ipv6:[2001:db8::1]:50000")) == "admin@2001:db8::1"
     assert TOKENS.actor(FakeCall("unix:")) == "admin@unix"
+    assert TOKENS.actor(FakeCall("unknown:")) == "admin@unknown"
 
 
 def test_the_repr_of_credentials_hides_them():

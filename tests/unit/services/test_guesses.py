@@ -126,6 +126,16 @@ def test_a_header_from_an_untrusted_peer_is_ignored():
     assert codes[-1] is StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_a_peer_that_has_left_is_no_proxy_on_a_unix_socket():
+    node = Node("unix")
+    for _ in range(MAX_GUESSES):
+        node.code(FakeCall("unknown:", headers=forwarded("192.0.2.7")))
+    assert node.code(bearer("guess", peer="unknown:")) is StatusCode.RESOURCE_EXHAUSTED
+    assert node.code(FakeCall("unix:", headers=forwarded("192.0.2.7"))) is (
+        StatusCode.UNAUTHENTICATED
+    )
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [

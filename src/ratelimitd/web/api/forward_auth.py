@@ -239,8 +239,8 @@ class ForwardAuth:
         self._has_warned = False
 
     def trusts(self, peer: str | None) -> bool:
-        """Return whether the peer is in TRUSTED_PROXIES."""
-        return self._proxies.trusts(peer)
+        """Return whether the peer is in TRUSTED_PROXIES; a peer that has left is not known to be."""
+        return bool(peer) and self._proxies.trusts(peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, of any method."""
@@ -267,7 +267,7 @@ class ForwardAuth:
             raise
         headers = request.headers
         peer = request.client.host if request.client else None
-        is_trusted = self._proxies.trusts(peer)
+        is_trusted = self.trusts(peer)
         if not is_trusted and any(name in headers for name in _FORWARDING):
             self._ignore()
         uri = _only(headers, URI) if is_trusted else None
@@ -304,7 +304,7 @@ class ForwardAuth:
         is_trusted: bool,
     ) -> None:
         """Set the identities of a check: the configured headers that are present, else the address of the client."""
-        address = self._proxies.of(peer, headers.getlist(FORWARDED_FOR))
+        address = self._proxies.of(peer, headers.getlist(FORWARDED_FOR) if is_trusted else ())
         found: dict[str, str] = {}
         for header, kind in self._identifiers:
             identifier: str | None

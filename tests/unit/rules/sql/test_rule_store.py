@@ -405,8 +405,8 @@ async def test_actor_is_stored_without_characters_that_databases_refuse(
 
 GRANTS = (
     "GRANT SELECT ON ratelimitd_schema TO guarded",
-    "GRANT SELECT, INSERT, UPDATE, DELETE"
-    " ON rules, rule_revision, rule_audit, rule_audit_changes, secrets, assignments TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rules, rule_revision, rule_audit TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rule_audit_changes, secrets, assignments TO guarded",
 )
 """The grants that docs/operations.md recommends for the nodes' role."""
 

@@ -331,9 +331,9 @@ async def test_forged_entries_of_a_client_do_not_count(node):
     assert node.identities == {"ip": CLIENT}
 
 
-async def test_client_without_an_address_is_refused():
+async def test_peer_that_has_left_is_no_trusted_proxy_and_is_refused():
     node = Node(trusted_proxies=("unix",))
-    answer = await node.ask({"X-Forwarded-For": "unknown", "X-Forwarded-Uri": "/"}, peer="")
+    answer = await node.ask({"X-Forwarded-For": CLIENT, "X-Forwarded-Uri": "/"}, peer="")
     assert answer.status_code == 400
     assert answer.json()["message"] == "X-Forwarded-For: must name the address of the client"
     assert not node.asked
