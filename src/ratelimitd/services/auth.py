@@ -203,7 +203,9 @@ class Access:
         token = self._token_of(call)
         if token and token.name:
             return token.name
-        return sans[0] if sans else f"{Role.ADMIN}@{_host(call.peer) or call.peer.partition(':')[0]}"
+        return (
+            sans[0] if sans else f"{Role.ADMIN}@{_host(call.peer) or call.peer.partition(':')[0]}"
+        )
 
     def principal(self, call: Call) -> str:
         """Return the principal of a call; empty without credentials.

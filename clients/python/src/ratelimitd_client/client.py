@@ -91,7 +91,7 @@ class RateLimiterClient(Sessions):
         self.close()
 
     def close(self) -> None:
-        """Close the connections, after the checks in flight have been answered."""
+        """Close the connections. Checks in flight fail open in a blocking client and over gRPC's channel; else they end."""
         self._closed = True
         session = self._current()
         if session is not None:
