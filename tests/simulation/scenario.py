@@ -174,6 +174,11 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     return replace(made, burst_share=pick(BURST_SHARES), packs=chance() < 0.4)
 
 
+def calm_scenario(seed: int) -> Scenario:
+    """One without any fault."""
+    return scenario(seed, calm=True)
+
+
 def late_scenario(seed: int) -> Scenario:
     """A long run in which nothing fails: the store is far away, or nodes stall again and again."""
     source = random.Random(seed)
