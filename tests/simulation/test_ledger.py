@@ -4,6 +4,7 @@ A seed decides a run to the last bit: ``violations(play(scenario(seed)))`` plays
 """
 
 import os
+from functools import partial
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.simulation.scenario import calm_scenario, draining_scenario, late_sce
 from tests.simulation.seeds import chunks, found, found_in_processes
 from tests.simulation.twins import TWINS
 
-SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
+SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 1_500, 400, 50, 50
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100000"))
 TWIN_SEEDS = 200
 
@@ -127,3 +128,5 @@ def test_runs_are_what_they_are_meant_to_be():
 @pytest.mark.timeout(4 * 3_600)
 def test_one_limit_is_held_over_very_many_seeds():
     assert found_in_processes(range(SEEDS, LONG_SEEDS, 1_000), problems) == {}
+    late = partial(problems, scenario=late_scenario)
+    assert found_in_processes(range(LATE_SEEDS, LONG_SEEDS // 100, 10), late) == {}

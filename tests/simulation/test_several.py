@@ -13,7 +13,7 @@ from tests.simulation.seeds import chunks, found, found_in_processes
 from tests.simulation.several_runs import play_several, several, several_violations
 from tests.simulation.several_twins import MATTERS, TWINS
 
-SEEDS, CALM_SEEDS, CHUNK = 1_000, 200, 50
+SEEDS, CALM_SEEDS, CHUNK = 500, 100, 25
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10000"))
 TWIN_RUNS = 250
 
