@@ -34,14 +34,16 @@ helm: setup ## build Helm, which renders the chart, into .venv/go; needs Go 1.26
 test: setup ## run the tests
 	@$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)"
 
-# Tracing and debug mode make a test two times slower each: the pure packages use little asyncio.
+# The tests of the packages that must be covered, which are those without I/O. Tracing makes a test two times slower.
+PURE := $(addprefix tests/unit/,algorithms backtest buckets cluster http2 ledger limiter rules wire)
+
 .PHONY: coverage
 coverage: setup ## run the tests: the pure packages must be covered to every line and branch, the rest in asyncio's debug mode
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
-		$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)" tests/unit
+		$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)" $(PURE)
 	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered
-	@$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" --ignore tests/unit
+	@$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" $(PURE:%=--ignore %)
 
 .PHONY: test-deep
 test-deep: setup ## run the tests of real clusters, the simulated ledger and generated input

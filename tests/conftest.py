@@ -1,7 +1,9 @@
 """What holds for every test."""
 
+import asyncio.constants
 import gc
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,11 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# In debug mode asyncio notes the stack of each handle and future, which takes as long as the tests themselves: the last
+# frame says where one was made. The futures of C ask for whole stacks, with no limit of their own.
+asyncio.constants.DEBUG_STACK_DEPTH = 1
+traceback.extract_stack.__defaults__ = (None, 1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -174,6 +174,11 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     return replace(made, burst_share=pick(BURST_SHARES), packs=chance() < 0.4)
 
 
+def calm_scenario(seed: int) -> Scenario:
+    """One without any fault."""
+    return scenario(seed, calm=True)
+
+
 def late_scenario(seed: int) -> Scenario:
     """Return a long run without failures, in which the store is far away, or nodes stall repeatedly."""
     source = random.Random(seed)

@@ -1,5 +1,6 @@
 """Wrong variants of checks on several shared buckets, each of which the invariants must detect."""
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from unittest import mock
@@ -9,8 +10,10 @@ from ratelimitd.ledger.accounts import FixedWindowAccount, TokenBucketAccount
 from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.several import conclude
 from ratelimitd.ledger.shared_state import refunded, standing
+from ratelimitd.model import Algorithm
 from tests import ledger_model
 from tests.simulation.several import Joint, Machine, PartNode
+from tests.simulation.several_runs import Several
 
 
 class AtTheFirstAnswer(Joint):
@@ -144,3 +147,17 @@ TWINS = MappingProxyType(
         ),
     }
 )
+
+
+def _are_refunds_late(told: Several, algorithm: Algorithm) -> bool:
+    return bool(told.first.rtt_us) and any(one.algorithm is algorithm for one in told.shards)
+
+
+MATTERS: Mapping[str, Callable[[Several], bool]] = MappingProxyType(
+    {
+        "refunds a full bucket": lambda told: _are_refunds_late(told, Algorithm.TOKEN_BUCKET),
+        "refunds a later window": lambda told: _are_refunds_late(told, Algorithm.FIXED_WINDOW),
+        "refunds another generation": lambda told: bool(told.resets and told.first.rtt_us),
+    }
+)
+"""In which runs a way can be wrong, where it is right in nearly all."""

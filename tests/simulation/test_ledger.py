@@ -5,7 +5,6 @@ A seed determines a run completely: ``violations(play(scenario(seed)))`` repeats
 
 import os
 from functools import partial
-from itertools import chain
 
 import pytest
 
@@ -15,15 +14,13 @@ from tests.ledger_model import Ledger
 from tests.simulation.demands import violations
 from tests.simulation.node import Node
 from tests.simulation.play import play
-from tests.simulation.scenario import draining_scenario, late_scenario, scenario
+from tests.simulation.scenario import calm_scenario, draining_scenario, late_scenario, scenario
 from tests.simulation.seeds import chunks, found, found_in_processes
 from tests.simulation.twins import TWINS
 
-SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
+SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 1_500, 400, 50, 50
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100000"))
 TWIN_SEEDS = 200
-
-calm_scenario = partial(scenario, calm=True)
 
 
 def problems(seed, scenario=scenario, **parts):
@@ -61,13 +58,7 @@ def test_tight_shares_hold_one_limit_under_any_fault(first):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_variant_is_detected(name):
-    twin = TWINS[name]
-    faulty = found(range(TWIN_SEEDS), problems, **twin)
-    others = [
-        found(range(TWIN_SEEDS // 4), problems, scenario=scenario, **twin)
-        for scenario in (calm_scenario, late_scenario, draining_scenario)
-    ]
-    assert next(chain(faulty, *others), None) is not None
+    assert any(problems(seed, **TWINS[name]) for seed in range(TWIN_SEEDS))
 
 
 def test_an_endless_run_is_ended_and_reported():
@@ -137,3 +128,5 @@ def test_all_intended_events_occur():
 @pytest.mark.timeout(4 * 3_600)
 def test_one_limit_is_held_over_very_many_seeds():
     assert found_in_processes(range(SEEDS, LONG_SEEDS, 1_000), problems) == {}
+    late = partial(problems, scenario=late_scenario)
+    assert found_in_processes(range(LATE_SEEDS, LONG_SEEDS // 100, 10), late) == {}

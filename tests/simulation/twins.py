@@ -1,8 +1,10 @@
 """Wrong variants of the ledger, each of which the invariants must detect."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 from ratelimitd.ledger.accounts import ACCOUNTS
@@ -14,6 +16,7 @@ from tests import ledger_model
 from tests.ledger_model import Ledger, first_check, settle
 from tests.simulation.meetings import FirstChecks
 from tests.simulation.node import Node
+from tests.simulation.scenario import calm_scenario, draining_scenario
 from tests.simulation.world import ANSWER_US, World
 
 # Of the view
@@ -432,11 +435,12 @@ class SpendsAgainWhatIsInFlight(Node):
             self.packed[key] = spent.base
 
 
-TWINS = MappingProxyType(
+# Each with the parts of a run that it replaces, and its scenario where another than that of faults has to catch it.
+TWINS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "no share": {"view": NoShare},
-        "loose shares": {"view": LooseShares},
-        "asks do not count": {"view": AsksDoNotCount},
+        "loose shares": {"view": LooseShares, "scenario": draining_scenario},
+        "asks do not count": {"view": AsksDoNotCount, "scenario": calm_scenario},
         "forgets what is in flight": {"view": ForgetsWhatIsInFlight},
         "the specification's rule on views": {"view": OwnViewTakesPart},
         "forgives nothing": {"view": ForgivesNothing},
@@ -445,7 +449,7 @@ TWINS = MappingProxyType(
         "knows no generations": {"view": KnowsNoGenerations},
         "an edit trims nothing": {"view": EditTrimsNothing},
         "tells no edit": {"view": TellsNoEdit},
-        "sees no burst": {"view": SeesNoBurst},
+        "sees no burst": {"view": SeesNoBurst, "scenario": calm_scenario},
         "no numbers": {"ledger": NoNumbers},
         "meets for nothing": {"ledger": MeetsForNothing},
         "last writer wins": {"ledger": LastWriterWins},
@@ -455,7 +459,7 @@ TWINS = MappingProxyType(
         "every edit forgives": {"ledger": EveryEditForgives},
         "every new limit forgives": {"ledger": EveryNewLimitForgives},
         "grants cost one": {"ledger": GrantsCostOne},
-        "asks of one time": {"ledger": AsksOfOneTime},
+        "asks of one time": {"ledger": AsksOfOneTime, "scenario": draining_scenario},
         "older rules fit": {"ledger": OlderRulesFit},
         "knows no burst": {"ledger": KnowsNoBurst},
         "carries nothing": {"ledger": CarriesNothing},

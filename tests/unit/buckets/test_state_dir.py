@@ -84,6 +84,17 @@ def test_a_link_to_a_lock_file_is_not_followed_in_a_relative_path(tmp_path, monk
             StateDir.address_in(Path("planted"), made_token=True)
 
 
+def test_the_lock_of_another_user_in_a_relative_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(StateDir.lock("own")) as state_dir:
+        state_dir.publish("127.0.0.1:9090", made_token=True)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            StateDir.address_in(Path("own"), made_token=True)
+        assert StateDir.address_in(tmp_path / "own", made_token=True) == "127.0.0.1:9090"
+
+
 def test_the_address_of_a_killed_node_is_ignored(tmp_path):
     (tmp_path / LOCK_NAME).write_text("127.0.0.1:9090\n")
     assert StateDir.address_in(tmp_path, made_token=True) == ""

@@ -224,11 +224,14 @@ class TestCounters:
             node.check(endpoint=endpoint)
             assert not node.check(endpoint=endpoint, cost=10).allowed
         node.check(b"bob", cost=11, peek=True)
-        told = [(identifier, scope.endpoint, scope.rule.id) for identifier, scope in node.denied]
+        told = [
+            (identifier, scope.identifier_type, scope.endpoint, scope.rule.id)
+            for identifier, scope in node.denied
+        ]
         assert told == [
-            (b"ada", "/orders", "orders"),
-            (b"ada", "/carts", "everywhere"),
-            (b"bob", "/orders", "orders"),
+            (b"ada", USER, "/orders", "orders"),
+            (b"ada", USER, "/carts", "everywhere"),
+            (b"bob", USER, "/orders", "orders"),
         ]
 
     def test_a_rule_keeps_its_counters_when_the_book_is_replaced(self, node):

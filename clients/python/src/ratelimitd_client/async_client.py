@@ -92,7 +92,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Checks in flight fail open in a blocking client and over gRPC's channel; else they end."""
+        """Close the connections. Over gRPC's channel, as in a blocking client, checks in flight then fail open."""
         self._closed = True
         session = self._current()
         if session is not None:
