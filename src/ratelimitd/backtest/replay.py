@@ -101,9 +101,6 @@ class Trace:
         return streams[0] if len(streams) == 1 else merge(*streams, key=itemgetter(0))
 
     def _verify(self, path: Path) -> None:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            message = f"{path} is not a regular file"
-            raise TraceInvalidError(message)
         with path.open("rb") as file:
             reader = TraceReader(file, str(path))
             if self._trace not in {b"", reader.trace}:

@@ -1,4 +1,3 @@
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -365,12 +364,6 @@ async def test_a_broken_file_is_reported_before_the_replay(record):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TraceInvalidError, match=r"\.trace is cut: the block at byte "):
         Trace(at.directory)
-
-
-def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
-    os.mkfifo(tmp_path / "pipe.trace")
-    with pytest.raises(TraceInvalidError, match=r"pipe\.trace is not a regular file"):
-        Trace(tmp_path)
 
 
 def test_a_directory_without_complete_files_is_refused(tmp_path):
