@@ -103,7 +103,7 @@ class HoldEndedError(RateLimitdError):
 
     def __init__(self, field: str = "hold") -> None:
         super().__init__(
-            f"{field}: its time is over; what it held stays charged, and its slots are free"
+            f"{field}: the hold has expired; its tokens stay charged, and its slots are free"
         )
 
 

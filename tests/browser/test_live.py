@@ -24,7 +24,7 @@ def test_live_numbers_that_were_refused_are_asked_for_again(node, visit, status)
 
     visitor.context.route("**/events*", refuse_once, times=1)
     page = visitor.go("/")
-    expect(page.locator("#live")).to_have_text("Not live: load the page again, or wait.")
+    expect(page.locator("#live")).to_have_text("Not live: reload the page, or wait.")
     page.clock.fast_forward(REFUSED_MS)
     expect(page.locator("#live")).to_have_text("Live, every two seconds.")
     assert len(refused) == 1

@@ -49,7 +49,7 @@ def test_an_edit_of_a_rule_that_changed_meanwhile_shows_both_versions(node, oper
     expect(theirs.get_by_role("status")).to_contain_text("stored")
     press(mine, "Store the change")
 
-    expect(mine.get_by_role("heading", name="Somebody changed this rule meanwhile")).to_be_visible()
+    expect(mine.get_by_role("heading", name="This rule was changed meanwhile")).to_be_visible()
     limit = mine.get_by_role("row", name="Limit").get_by_role("cell")
     assert [cell.inner_text().split()[0] for cell in limit.all()] == ["7", "9"]
     assert limits(node) == {"/orders": 7}
@@ -72,7 +72,7 @@ def test_a_rule_that_was_deleted_meanwhile_is_not_brought_back(node, operator):
     expect(theirs.get_by_role("status")).to_contain_text("deleted")
     fill(mine, {"Limit": "9"})
     press(mine, "Show what changes")
-    expect(mine.get_by_role("alert")).to_contain_text("Somebody deleted this rule meanwhile")
+    expect(mine.get_by_role("alert")).to_contain_text("This rule was deleted meanwhile")
     assert limits(node) == {}
 
 

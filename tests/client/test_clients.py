@@ -176,7 +176,7 @@ async def test_a_target_that_is_the_http_port_is_named_once_in_the_log(
         for _ in range(3):
             assert (await client.check(*ALICE)).error == "UNAVAILABLE"
             clock.advance(1)
-    named = f"{target} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+    named = f"{target} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
     assert [record.getMessage() for record in caplog.records].count(named) == 1
 
 

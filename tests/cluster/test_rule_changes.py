@@ -61,7 +61,7 @@ def test_nodes_with_shared_state_refuse_waiting_checks(cluster):
     request = pb.RateLimitRequest(
         identifier="u", identifier_type="user", endpoint="/wait", max_wait_ms=5
     )
-    with pytest.raises(grpc.RpcError, match="max_wait_ms: is for nodes without shared state"):
+    with pytest.raises(grpc.RpcError, match="max_wait_ms: needs a node without shared state"):
         cluster[0].checks.CheckRateLimit(request)
 
 

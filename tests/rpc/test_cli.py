@@ -280,7 +280,7 @@ async def test_the_error_for_an_http_port_names_it(capsys):
         command = ["health", "--target", node.http_address]
         assert await asyncio.to_thread(main, command) == 2
     told = capsys.readouterr().err
-    assert f"{node.http_address} answers HTTP/1.1 and is no gRPC port" in told
+    assert f"{node.http_address} answers HTTP/1.1, not gRPC" in told
     assert "9090 by default" in told
 
 

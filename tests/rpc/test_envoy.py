@@ -138,7 +138,7 @@ async def test_hits_of_an_ended_hold_are_not_refunded(node):
     node.clock.advance(seconds=60)
     code, details = await give_back(node, (text, 3))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert details.startswith("descriptors[0]: its time is over")
+    assert details.startswith("descriptors[0]: the hold has expired")
     assert await left(node) == 6
 
 
@@ -183,7 +183,7 @@ async def test_hits_are_refunded_only_to_the_caller_that_made_the_hold(tmp_path,
         text = await hold(node, metadata=as_check)
         code, details = await give_back(node, (text, 1), metadata=as_admin)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith("descriptors[0].entries[0].value: is no hold")
+        assert details.startswith("descriptors[0].entries[0].value: is not a hold")
         assert (await give_back(node, (text, 1), metadata=as_check))[0] is grpc.StatusCode.OK
 
 

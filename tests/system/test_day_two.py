@@ -194,7 +194,7 @@ def test_wrong_tokens_are_slowed_and_the_right_one_passes(day):
 
 def test_a_wrong_port_is_named(day, caplog):
     ended = day.run("rules", "list", target=day.node.http_address)
-    assert (ended.returncode, "is no gRPC port" in ended.stderr) == (2, True)
+    assert (ended.returncode, "answers HTTP/1.1, not gRPC" in ended.stderr) == (2, True)
     with (
         caplog.at_level(logging.WARNING),
         RateLimiterClient(day.node.http_address, timeout_s=START_S) as limiter,

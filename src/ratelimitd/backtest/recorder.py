@@ -352,7 +352,7 @@ def _trace_of(directory: Path) -> bytes:
         message = f"RECORD_DIR: {directory} cannot be used: {error.strerror}"
         raise StartupError(message) from error
     if len(trace) != TRACE_BYTES:
-        message = f"RECORD_DIR: {path} is not what a node wrote; remove it to begin another trace"
+        message = f"RECORD_DIR: {path} was not written by a node; remove it to begin another trace"
         raise StartupError(message)
     return trace
 

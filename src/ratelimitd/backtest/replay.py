@@ -74,7 +74,7 @@ class Trace:
         for begun in self._writers.values():
             begun.sort()
         if not self.checks:
-            message = f"{paths[0]} has no whole file of a trace; a node ends one after 5 minutes and when it stops"
+            message = f"{paths[0]} has no complete trace file; a node completes one every 5 minutes and when it stops"
             raise TraceInvalidError(message)
 
     @property
@@ -104,7 +104,7 @@ class Trace:
         with path.open("rb") as file:
             reader = TraceReader(file, str(path))
             if self._trace not in {b"", reader.trace}:
-                message = f"{path} is of another trace than the files before it"
+                message = f"{path} belongs to another trace than the files before it"
                 raise TraceInvalidError(message)
             self._trace = reader.trace
             # By the node's clock, since the times of checks may be callers'. A renamed file has only the latter.

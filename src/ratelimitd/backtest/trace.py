@@ -139,10 +139,10 @@ class TraceReader:
         head = self._read(HEADER_BYTES)
         found = _MAGIC_OF_ANY.match(head)
         if found is None:
-            self._refuse("is no trace" if head else "is empty")
+            self._refuse("is not a trace" if head else "is empty")
         if found[0] != MAGIC:
             version = found[1].decode()
-            self._refuse(f"is of version {version} of the format; this release reads version 1")
+            self._refuse(f"has format version {version}; this release reads version 1")
         if len(head) < HEADER_BYTES:
             self._refuse_cut()
         self.trace = head[len(MAGIC) : -WRITER_BYTES]
@@ -166,7 +166,7 @@ class TraceReader:
         self.end = end
         self._offset += size
         if self._read(1):
-            self._refuse(f"goes on after its end, at byte {self._offset}")
+            self._refuse(f"has data after its end, at byte {self._offset}")
 
     def _next(self) -> tuple[bytes, bytes, int]:
         """Return the kind and payload of the next block, and its size."""
@@ -194,7 +194,7 @@ class TraceReader:
 
     def _refuse_cut(self) -> NoReturn:
         self._refuse(
-            f"is cut: the block at byte {self._offset} is not whole, or the end is missing"
+            f"is truncated: the block at byte {self._offset} is incomplete, or the end is missing"
         )
 
     def _refuse_altered(self) -> NoReturn:

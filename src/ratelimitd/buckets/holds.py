@@ -356,12 +356,12 @@ class OwnHolds:
 
     def _require_room(self, names: Iterable[bytes]) -> None:
         if self.in_flight >= self._max_holds:
-            message = f"the node has {self._max_holds} holds in flight, as many as it may have"
+            message = f"the node has {self._max_holds} holds in flight, its maximum"
             raise HoldsFullError(message)
         for name in names:
             bucket = self._buckets.get(name)
             if bucket is not None and len(bucket) >= self._max_per_bucket:
-                message = f"a limit has {self._max_per_bucket} holds in flight for one identity, as many as it may have"
+                message = f"a limit has {self._max_per_bucket} holds in flight for one identity, the maximum"
                 raise HoldsFullError(message)
 
     def _known(self, number: bytes) -> _Record | None:

@@ -111,7 +111,7 @@ def _is_foreign(path: Path, header: bytes, restored: Restored) -> bool:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         reason = error.strerror
-        _log.warning("%s cannot be read (%s); its buckets start afresh", path.name, reason)
+        _log.warning("%s cannot be read (%s); its buckets start full", path.name, reason)
         return False
     if read_bytes is None:
         _log.warning(

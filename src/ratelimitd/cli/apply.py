@@ -309,7 +309,7 @@ def _named_if_missing(target: Target) -> Iterator[None]:
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             raise
         message = (
-            f"the node at {target.address} has no ApplyRateLimits: it is of an earlier release"
+            f"the node at {target.address} runs an earlier release, which has no ApplyRateLimits"
         )
         raise CliError(message) from None
 

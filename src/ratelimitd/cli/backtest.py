@@ -35,7 +35,7 @@ def backtest(
         list[Path],
         typer.Argument(
             metavar="TRACE...",
-            help="What RECORD_DIR was when checks were recorded, or files of it.",
+            help="The RECORD_DIR of the node that recorded, or files in it.",
         ),
     ],
     *,
@@ -46,7 +46,7 @@ def backtest(
         ),
     ],
     retries: Annotated[
-        Retries, typer.Option(help=f"What callers do after a denial, up to {MAX_RETRIES} times.")
+        Retries, typer.Option(help=f"How callers retry after a denial, up to {MAX_RETRIES} times.")
     ] = Retries.NONE,
     picture: Annotated[
         Path | None,
@@ -84,7 +84,7 @@ def backtest(
         _show(report, output)
         if any(path.is_dir() for path in trace):
             output.line(
-                f"read up to {_time(report.last_us)}; newer checks of a node that records become readable within"
+                f"read up to {_time(report.last_us)}; newer checks of a recording node become readable within"
                 f" {duration(FILE_S)}, or when it stops"
             )
     if report.newly_denied:
@@ -205,9 +205,9 @@ def _caveats(report: Report) -> Iterator[str]:
     if report.lost:
         yield f"{report.lost} checks could not be recorded"
     if report.holds:
-        yield f"{report.holds} holds were made meanwhile, and are not in the trace"
+        yield f"{report.holds} holds were made during the recording and are not in the trace"
     if report.unfinished:
-        yield f"files that are not finished, and were left out: {report.unfinished}"
+        yield f"unfinished files left out: {report.unfinished}"
     if report.evicted:
         yield f"{report.evicted} buckets did not fit into memory, and began full again"
 

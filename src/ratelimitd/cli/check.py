@@ -90,7 +90,7 @@ MaxWaitOption = Annotated[
     typer.Option(
         callback=int32,
         metavar="N",
-        help="Allow the check also if it passes within N ms.",
+        help="Also allow the check if it passes within N ms.",
         show_default=False,
     ),
 ]

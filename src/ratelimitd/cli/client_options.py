@@ -62,7 +62,7 @@ _HINTS: Final[Mapping[str, str]] = {
     "UNAUTHENTICATED": _CREDENTIALS,
     "UNAVAILABLE": "retry; if the error persists, see the log of the node",
     "ABORTED": "it was changed meanwhile; read it again and retry",
-    "UNIMPLEMENTED": "the server may be of another version, or no ratelimitd",
+    "UNIMPLEMENTED": "the server may be another version, or not ratelimitd",
 }
 
 
@@ -102,7 +102,7 @@ def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
 
     if code == "UNAVAILABLE" and HTTP1_PEER in text:
-        message = f"{asked} answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default"
+        message = f"{asked} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
         return CliError(message, EXIT_USAGE)
     if code == "UNAVAILABLE" and not _status(error).details:
         reason = _PREAMBLE.sub("", text)

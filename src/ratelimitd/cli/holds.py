@@ -52,7 +52,11 @@ def hold(
     ttl: TtlOption = DEFAULT_TTL_S,
     hold_id: Annotated[
         str,
-        typer.Option(metavar="ID", help="The same ID again is the same hold.", show_default=False),
+        typer.Option(
+            metavar="ID",
+            help="ID of the hold, for safe retries; default: a new one.",
+            show_default=False,
+        ),
     ] = "",
 ) -> None:
     """Check a request, and hold its tokens until `settle` says what it has cost.
@@ -88,7 +92,7 @@ def settle(
         typer.Argument(
             callback=int32,
             metavar="ACTUAL",
-            help="Tokens that the request has cost; 0 gives all back.",
+            help="Tokens that the request has cost; 0 refunds all.",
             show_default=False,
         ),
     ],
@@ -154,7 +158,7 @@ def list_holds(target: Target) -> None:
         target.output.line("no holds are in flight")
 
 
-_NOT_THERE: Final = "not known: the hold is not there any more, or no limit was asked for it"
+_NOT_THERE: Final = "not known: the hold no longer exists, or no limit was checked for it"
 
 for name, command in {"list": list_holds, "extend": extend}.items():
     app.command(name, help=help_of(command))(command)

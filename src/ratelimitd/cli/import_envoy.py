@@ -28,9 +28,7 @@ def import_envoy(
     ],
     identifiers: Annotated[
         str,
-        typer.Option(
-            metavar="KEY=TYPE,…", help=f"What {SETTING} is on the node.", show_default=False
-        ),
+        typer.Option(metavar="KEY=TYPE,…", help=f"The {SETTING} of the node.", show_default=False),
     ] = _DEFAULT,
 ) -> None:
     """Convert a configuration of envoyproxy/ratelimit to a file for `rules apply`.

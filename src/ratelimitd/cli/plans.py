@@ -245,11 +245,11 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
             identity = assignment.identity
             first = seen.setdefault((identity.identifier_type, identity.identifier), line)
             if first != line:
-                wrong.append(f"line {line}: identifier: is that of line {first}")
+                wrong.append(f"line {line}: identifier: is the same as in line {first}")
     except csv.Error as error:
         wrong.append(f"line {reader.reader.line_num}: {error}")
     if len(rows) > MAX_ASSIGNMENTS:
-        wrong.append(f"there are {len(rows)} rows, and a node holds {MAX_ASSIGNMENTS}")
+        wrong.append(f"{len(rows)} rows exceed the {MAX_ASSIGNMENTS} assignments that a node holds")
     if wrong:
         raise _refusal(file, wrong)
     return rows
@@ -331,7 +331,7 @@ def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> No
 
 
 def _refusal(file: Path, wrong: Sequence[str]) -> CliError:
-    return CliError(f"{file}: nothing was assigned, since rows are wrong:", details=wrong)
+    return CliError(f"{file}: nothing was assigned, because of invalid rows:", details=wrong)
 
 
 def _written(rows: Sequence[Row], start: int) -> str:

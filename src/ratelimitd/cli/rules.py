@@ -365,7 +365,7 @@ def promote(
         observing = {limit.name for limit in limits if limit.enforcement == pb.OBSERVE}
         replaced = replaces or (names[0] if names else "")
         if name not in observing:
-            message = f"the rule has no limit {printable(name)} that only observes"
+            message = f"the rule has no observed limit {printable(name)}"
             raise CliError(message)
         if replaced not in names:
             message = f"the rule has no limit {printable(replaced)}"
@@ -379,7 +379,7 @@ def promote(
         updated = client.update_rule(change, ["limits"])
         _show("updated", updated, target)
         if replaced != name and not target.output.as_json:
-            target.output.line(f"{name} is in the place of {limits_text(former)}")
+            target.output.line(f"{name} replaces {limits_text(former)}")
 
 
 @asks_node

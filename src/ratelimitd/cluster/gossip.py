@@ -162,7 +162,7 @@ async def reset_buckets(
         if isinstance(error, StoreOverloadedError):
             raise error
         if error is not None:
-            message = "the shared state did not answer: the bucket may be as it was"
+            message = "the shared state did not answer: the bucket may not have been reset"
             raise StoreUnavailableError(message) from error
 
 

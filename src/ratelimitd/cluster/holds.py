@@ -183,7 +183,7 @@ class SharedHolds:
         """
         self._open.pop_ended(self._now_us())
         if len(self._open) >= self._max_holds and number not in self._open:
-            message = f"the node has {self._max_holds} holds in flight, as many as it may have"
+            message = f"the node has {self._max_holds} holds in flight, its maximum"
             raise HoldsFullError(message)
 
     def _time_of(self, limit: Limit, now_us: int) -> int:

@@ -187,8 +187,8 @@ class Membership:
         await self._beat_and_wait(BEAT_TTL_US, timeout_s)
         if self._has_other_secret:
             message = (
-                "KEY_SECRET is not that of the other nodes in this shared state, so that each would count callers in"
-                " buckets of its own; give all nodes one KEY_SECRET, or one rules database that keeps it"
+                "KEY_SECRET differs from that of the other nodes in this shared state, so each would count"
+                " callers in its own buckets; give all nodes one KEY_SECRET, or one rule database, which stores it"
             )
             raise StartupError(message)
 
@@ -241,5 +241,5 @@ class Membership:
         )
         if self._has_other_secret and not had_other_secret:
             _log.warning(
-                "KEY_SECRET is not that of the other nodes in this shared state: limits are not shared with them"
+                "KEY_SECRET differs from that of the other nodes in this shared state: limits are not shared with them"
             )

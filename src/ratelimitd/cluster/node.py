@@ -189,7 +189,7 @@ class Cluster:
     async def drain(self, timeout_s: float) -> None:
         """Settle everything, leave, and disconnect. Jobs and checks must have ended."""
         if not await self.settle(timeout_s):
-            _log.warning("not all spends reached the shared state before the end")
+            _log.warning("some spends did not reach the shared state before the node stopped")
         self.board.leave()
         await self.membership.leave()
         await self.bus.close()

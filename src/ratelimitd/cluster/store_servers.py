@@ -138,7 +138,7 @@ class StoreServer:
     def left(self) -> None:
         """Report that the server no longer holds a hash tag and is dropped."""
         if self.is_open:
-            self._warn("it holds no buckets any more, and its open circuit breaker is gone")
+            self._warn("it no longer holds buckets; its open circuit breaker is removed")
 
     def synced(self) -> None:
         """Report that a batch without waiting checks succeeded."""

@@ -97,7 +97,9 @@ def demand_size(payload: bytes, size: int) -> None:
     """
     if len(payload) != size:
         raise ConnectionFailureError(
-            ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a frame has not the size of its type"
+            ErrorCode.FRAME_SIZE_ERROR,
+            Cause.FRAME_SIZE,
+            "a frame has a size that its type does not allow",
         )
 
 

@@ -384,7 +384,7 @@ class Receiver:
         self._charge(Cause.WINDOW_UPDATE_FLOOD)
         if not stream_id:
             if not increment:
-                _protocol_error("a window grows by nothing")
+                _protocol_error("a window increment is 0")
             self._opened(self._sender.connection_window_grown(increment))
             return
         if transition(self.streams.state_of(stream_id), Input.WINDOW_UPDATE) in _IGNORED_CLOSED:

@@ -37,9 +37,9 @@ MIN_ENDS: Final = 1_000
 STEP: Final = 1_000
 """Ends examined in one call: about 1 ms; 100,000 at once took 150 ms."""
 
-OF_ANOTHER_CHECK: Final = FieldViolation("hold_id", "is that of another check")
+OF_ANOTHER_CHECK: Final = FieldViolation("hold_id", "belongs to another check")
 OF_WHAT_IS_OVER: Final = FieldViolation(
-    "hold_id", "is that of a hold that was settled or has ended; each request takes its own"
+    "hold_id", "belongs to a hold that was settled or has ended; use a new one for each request"
 )
 
 T = TypeVar("T")

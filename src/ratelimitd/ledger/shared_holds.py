@@ -146,7 +146,7 @@ def conclude(
         raise CheckInvalidError(OF_WHAT_IS_OVER)
     is_denied = Made.DENIED in made
     if not is_denied and Made.FULL in made:
-        message = "a bucket has as many holds as it may have"
+        message = "a bucket has its maximum of holds in flight"
         raise HoldsFullError(message)
     told: dict[bytes, Outcome | None] = {}
     limit_of = dict(zip(names, limits, strict=True))

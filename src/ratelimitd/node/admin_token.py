@@ -63,7 +63,7 @@ def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = Fal
     directories = (Path(given),) if given else STATE_DIRS
     asked = address(target)
     hosts = LOOPBACK if asked.host.lower() == LOCALHOST and not tls else ()
-    why = f"no node that made one runs in {' or '.join(map(str, directories))}"
+    why = f"no node that generated one runs in {' or '.join(map(str, directories))}"
     for directory in directories:
         try:
             listens_at = StateDir.address_in(directory, made_token=True)

@@ -48,8 +48,7 @@ async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | N
         if written or not drafts:
             return written
     _log.info(
-        "RULES_FILE fills a new rule book only, and this one is not new: "
-        "`ratelimitd rules apply` puts a file in force"
+        "RULES_FILE only seeds a new rule book, and this one is not new: use `ratelimitd rules apply` to apply a file"
     )
     return 0
 

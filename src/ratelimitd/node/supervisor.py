@@ -129,7 +129,7 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
                 await node.drain()
         except TimeoutError:
             # Threads may hang in a system call; waiting for them would never end.
-            overseer.failed("the node did not drain in time; what was not written is lost")
+            overseer.failed("the node did not drain in time; changes not yet written are lost")
             process.leave(EXIT_FAILED)
         _log.info("drained")
         overseer.drained()

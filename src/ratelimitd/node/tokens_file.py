@@ -78,11 +78,11 @@ class TokensFile:
         _log.info("TOKENS_FILE: %d tokens are in force", len(self.tokens))
         if self.tokens.have_checks and not guarded:
             _log.warning(
-                "TOKENS_FILE has an entry with the role check now: checks need a credential"
+                "TOKENS_FILE now has an entry with the role check: checks need a credential"
             )
         if had_checks and not self.tokens.have_checks:
             _log.warning(
-                "TOKENS_FILE has no entry with the role check any more: checks need a credential until a restart"
+                "TOKENS_FILE no longer has an entry with the role check: checks still need a credential until a restart"
             )
 
 
@@ -134,7 +134,7 @@ def parse_tokens(data: bytes, others: Mapping[str, str] = MappingProxyType({})) 
         token = _token(place, entry)
         for field, value in (("name", token.name), ("sha256", token.digest)):
             if value and places.setdefault(value, place) != place:
-                _refuse(entry, place, field, f"is that of {places[value]}, too")
+                _refuse(entry, place, field, f"is already used: {places[value]}")
         tokens.append(token)
     return tokens
 
@@ -148,7 +148,7 @@ def _token(place: str, entry: Node) -> Token:
     if texts["role"] not in {Role.CHECK, Role.READ, Role.ADMIN}:
         _refuse(fields["role"], place, "role", "must be check, read or admin")
     if texts["role"] == Role.CHECK and "sha256" not in texts:
-        problem = "must be there: an entry without a token is a user of the pages, who reads or administers"
+        problem = "is required: an entry without it is a user of the pages, whose role must be read or admin"
         _refuse(entry, place, "sha256", problem)
     if "sha256" in texts and not _SHA256.fullmatch(texts["sha256"]):
         problem = "must be the SHA-256 of the token in 64 hexadecimal digits"

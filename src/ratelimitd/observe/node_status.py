@@ -159,7 +159,7 @@ def decode(octets: bytes) -> NodeStatus:
             rules=_rows(fields.get("rules", []), BusyRule, _text, _number, _number),
         )
     except (ValueError, KeyError, RecursionError) as error:
-        message = "the status of a node is none"
+        message = "the status of a node is malformed"
         raise StoreCorruptError(message) from error
 
 

@@ -125,7 +125,7 @@ def _limits(
     """Yield every limit of a list of descriptors and of nested ones; add other findings to ``notes``."""
     descriptors = items.value
     if not isinstance(descriptors, list):
-        notes.append(Note(items.line, _place(domain, above), "descriptors are no list: left out"))
+        notes.append(Note(items.line, _place(domain, above), "descriptors is not a list: left out"))
         return
     for item in descriptors:
         fields: Any = item.value if isinstance(item.value, dict) else {}
@@ -138,7 +138,7 @@ def _limits(
         place = _place(domain, entries)
         notes += _unknown(fields, _KEYS, place)
         if _is_true(fields.get("quota_mode")):
-            text = "quota_mode has no equivalent: the limit observes, and tells no quota"
+            text = "quota_mode has no equivalent: the limit only observes, and reports no quota"
             notes.append(Note(fields["quota_mode"].line, place, text))
         if "rate_limit" in fields:
             value: Any = fields["rate_limit"].value
@@ -210,7 +210,7 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
 def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
     """Return requests and seconds of a ``rate_limit``."""
     if "replaces" in fields:
-        _leave_out("replaces has no equivalent: every limit holds beside the others")
+        _leave_out("replaces has no equivalent: every limit applies in addition to the others")
     if unknown := sorted(fields.keys() - _LIMIT_KEYS):
         _leave_out(f"{', '.join(unknown)} has no equivalent")
     if _is_true(fields.get("unlimited")):
@@ -222,7 +222,7 @@ def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
     if not isinstance(requests, int) or isinstance(requests, bool):
         _leave_out("requests_per_unit must be a whole number")
     if requests == 0:
-        _leave_out("a limit is at least 1; what must never pass is refused in Envoy's routes")
+        _leave_out("a limit is at least 1; deny requests that must never pass in Envoy's routes")
     return requests, _UNITS[unit]
 
 

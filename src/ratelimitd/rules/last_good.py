@@ -240,8 +240,8 @@ async def require_same_key(store: RuleStore, key_secret: bytes) -> None:
     fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")
     if not hmac.compare_digest(await store.secret(FINGERPRINT_NAME, fingerprint), fingerprint):
         message = (
-            "KEY_SECRET is not that of the other nodes on this rule database: it must be the same on all of them, or"
-            " set on none"
+            "KEY_SECRET differs from that of the other nodes on this rule database: it must be the same on all of"
+            " them, or set on none"
         )
         raise StartupError(message)
 
@@ -298,7 +298,7 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
     except (ValueError, TypeError, AttributeError):
         rule = None
     if not isinstance(rule, Rule):
-        message = "a line of it is no rule"
+        message = "a line of it is not a valid rule"
         raise _UnusableFileError(message)
     editor.put(rule)
 

@@ -161,10 +161,10 @@ def _templates(asked: _Form, own: _Form) -> list[str]:
         pair for pair in zip(asked.segments, own.segments, strict=True) if len({*pair}) > 1
     ]
     if any("*" in segment and segment[0] not in TEMPLATES for _, segment in differing):
-        return ["has a * that stands for itself alone, since endpoints are no patterns"]
+        return ["has a literal *, since endpoints are not patterns"]
     if all(map(_is_placeholder, [segment for segment, _ in differing])):
         both = all(_is_placeholder(segment) for _, segment in differing)
-        return ["names a parameter otherwise" if both else "is one path of this template"]
+        return ["names a parameter differently" if both else "is one path of this template"]
     return ["is the template of this path: callers must send the template"]
 
 

@@ -62,7 +62,7 @@ _FIELDS: Final[Mapping[str, Json]] = {
     WINDOW: {
         "pattern": f"^{WINDOW_PATTERN.pattern}$",
         "examples": ["1s", "1m", "1h", "1d"],
-        "description": f"Length of the window, in the place of window_seconds: {DURATION}.",
+        "description": f"Length of the window, instead of window_seconds: {DURATION}.",
     },
     "algorithm": {
         "enum": [*map(str, Algorithm)], "default": str(DEFAULT_ALGORITHM), "description": "How to count.",
@@ -99,12 +99,12 @@ _TYPES: Final = {
 def rules_schema() -> Json:
     """Return the schema of a rules file."""
     lists: Mapping[str, Json] = {
-        "limits": {**_limits(at_least=0), "description": "Several limits, in the place of limit and window."},
+        "limits": {**_limits(at_least=0), "description": "Several limits, instead of limit and window."},
         "plans": {
             "propertyNames": {"pattern": f"^{_NAME}$", "not": {"enum": [*RESERVED_PLANS]}},
             "additionalProperties": _limits(at_least=1),
             "maxProperties": MAX_PLANS,
-            "description": "Limits in the place of these for identities that are assigned to the plan.",
+            "description": "Limits that replace these for identities assigned to the plan.",
         },
     }  # fmt: skip
     rule = _object(RULE_TYPES, {**_FIELDS, **lists}, ["endpoint", "identifier_type"])

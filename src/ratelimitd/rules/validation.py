@@ -313,7 +313,10 @@ def _violations(
     if fields.plans:
         yield from _plan_violations(fields.plans)
         if fields.identifier_type == EVERYBODY:
-            yield "plans", f"a rule for {EVERYBODY} has no plans: they are of single identities"
+            yield (
+                "plans",
+                f"a rule for {EVERYBODY} has no plans: plans are assigned to single identities",
+            )
 
 
 def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
@@ -327,7 +330,7 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
         return
     for name in FIRST_LIMIT:
         if getattr(rule, name) != getattr(first, name):
-            yield name, f"the {name} must be unset or that of limits[0]"
+            yield name, f"the {name} must be unset or equal that of limits[0]"
     yield from _list_violations("limits", rule.limits, numbers_from=1)
 
 

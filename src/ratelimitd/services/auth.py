@@ -344,7 +344,7 @@ def _require_loopback(call: Call) -> None:
 
 def _refusal(need: str, *, known: bool) -> RpcError:
     if known:
-        message = f"{need}; the credentials that were sent do not hold it"
+        message = f"{need}; the credentials that were sent do not grant it"
         return rich_error(StatusCode.PERMISSION_DENIED, "ROLE_MISSING", message)
     message = f"{need}; no valid one was sent"
     return rich_error(StatusCode.UNAUTHENTICATED, "CREDENTIALS_REQUIRED", message)

@@ -208,7 +208,7 @@ class ConfigService:
         message = parse_get(data)
         if message.id:
             if message.endpoint or message.identifier_type:
-                text = "is in the place of endpoint and identifier_type: send it without them"
+                text = "replaces endpoint and identifier_type: send it without them"
                 raise RuleInvalidError(FieldViolation("id", text))
             rule = await self._store.rule(text_of(message.id))
         else:
@@ -269,7 +269,7 @@ def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
         if getattr(message, name) < 0
     ]
     if message.as_of and (has_rules or message.prune):
-        text = "is in the place of rate_limits and prune: send it without them"
+        text = "replaces rate_limits and prune: send it without them"
         violations.append(FieldViolation("as_of", text))
     if violations:
         raise RuleInvalidError(*violations)

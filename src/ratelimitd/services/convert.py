@@ -118,7 +118,7 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
     is_everybody = message.identifier_type == EVERYBODY.encode()
     if is_everybody:
         given = {"identifier": message.identifier, "also": message.also}
-        text = f"must be empty: {EVERYBODY} is everybody"
+        text = f"must be empty with {EVERYBODY}"
         violations = [FieldViolation(name, text) for name in given if given[name]]
     else:
         violations = [*_identity_violations(message, identities)]
@@ -389,7 +389,7 @@ def _max_wait_ms(max_wait_ms: int, identities: Identities) -> int:
         message = f"must be 0 to {MAX_WAIT_MS}"
         raise ValueError(message)
     if max_wait_ms and not identities.wait:
-        message = "is for nodes without shared state"
+        message = "needs a node without shared state"
         raise ValueError(message)
     return max_wait_ms
 

@@ -328,7 +328,7 @@ def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolatio
         if not entry.key:
             yield FieldViolation(f"{path}.entries[{index}].key", "must not be empty")
     if descriptor.is_negative_hits:
-        text = "hits are not given back in a request that has checks as well"
+        text = "a request that gives back hits must not contain checks"
         yield FieldViolation(f"{path}.is_negative_hits", text)
 
 

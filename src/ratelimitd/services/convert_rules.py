@@ -212,5 +212,5 @@ def _mask_violations(paths: list[str]) -> list[FieldViolation]:
             violations.append(FieldViolation(MASK_FIELD, f"{path} cannot be changed"))
         elif path not in EDITABLE:
             shown = ascii(path[:MAX_QUOTED_CHARS])
-            violations.append(FieldViolation(MASK_FIELD, f"{shown} is no field of a rule"))
+            violations.append(FieldViolation(MASK_FIELD, f"{shown} is not a field of a rule"))
     return violations

@@ -138,7 +138,7 @@ class EnvoyService:
         refunds = []
         for path, descriptor in descriptors_of(request):
             if [entry.key for entry in descriptor.entries] != [HOLD_KEY]:
-                text = "hits are given back to a hold only, by one entry with the key hold"
+                text = "hits can only be given back to a hold, by one entry with the key hold"
                 raise InvalidInputError(FieldViolation(f"{path}.is_negative_hits", text))
             ticket = self._holds.opened(descriptor.entries[0].value, call)
             if ticket is None:

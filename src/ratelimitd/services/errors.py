@@ -66,14 +66,14 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
     RuleExistsError: ErrorStatus(StatusCode.ALREADY_EXISTS, "RULE_EXISTS"),
     RulesFullError: ErrorStatus(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RULES"),
     RuleConflictError: ErrorStatus(
-        StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
+        StatusCode.ABORTED, "ETAG_MISMATCH", "the etag does not match the rule: read the rule again"
     ),
     RuleBookConflictError: ErrorStatus(StatusCode.ABORTED, "ETAG_MISMATCH"),
     AssignmentNotFoundError: ErrorStatus(StatusCode.NOT_FOUND, "ASSIGNMENT_NOT_FOUND"),
     AssignmentConflictError: ErrorStatus(
         StatusCode.ABORTED,
         "ETAG_MISMATCH",
-        "the etag is not the assignment's: read the assignment again",
+        "the etag does not match the assignment: read the assignment again",
     ),
     AssignmentsFullError: ErrorStatus(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_ASSIGNMENTS"),
     HoldEndedError: ErrorStatus(StatusCode.FAILED_PRECONDITION, "HOLD_ENDED"),

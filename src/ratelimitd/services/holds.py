@@ -284,7 +284,7 @@ def _ticket(body: bytes) -> Ticket:
 
 
 _OWN_FIELDS: Final = ("hold_id", "lease")
-NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this caller")
+NO_HOLD: Final = FieldViolation("hold", "is not a hold that was made for this caller")
 
 
 def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:

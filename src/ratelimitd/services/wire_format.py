@@ -88,7 +88,7 @@ _CONTINUED: Final = tuple(
 
 def no_message(message_class: type[Message]) -> InvalidInputError:
     """Return the error of bytes that are not a message of a class."""
-    text = f"the bytes are no {message_class.DESCRIPTOR.name} message"
+    text = f"the bytes are not a {message_class.DESCRIPTOR.name} message"
     return InvalidInputError(FieldViolation(WHOLE_MESSAGE, text))
 
 

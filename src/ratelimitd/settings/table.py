@@ -99,7 +99,7 @@ class Settings:
     database_url: Annotated[str, SettingSpec("sqlite:///ratelimitd.db", database_url,
         "rule database, sqlite:///PATH or postgresql://…", masked_url)]
     redis_url: Annotated[str, SettingSpec("", redis_url,
-        "shared state of a cluster; empty = this node's own", masked_url)]
+        "shared state of a cluster; empty = this node's memory", masked_url)]
     redis_timeout_ms: Annotated[int, SettingSpec("20", whole_number(1, 1000),
         "longest wait of a check for one round trip to the shared state, ms")]
     state_dir: Annotated[Path, SettingSpec("./ratelimitd-state", path,
@@ -139,7 +139,7 @@ class Settings:
     workers: Annotated[int, SettingSpec("1", whole_number(1, 64),
         "processes on one port; without REDIS_URL more than 1 share a private Valkey")]
     transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
-        "gRPC server: native, or grpcio of Google")]
+        "gRPC server: native, or Google's grpcio")]
     max_concurrent_rpcs: Annotated[int, SettingSpec("1000", whole_number(1, 100_000),
         "maximum calls in progress; others are answered RESOURCE_EXHAUSTED")]
     sync_interval_ms: Annotated[int, SettingSpec("100", whole_number(10, 60_000),  # batches of a sender are 10 ms apart
@@ -155,7 +155,7 @@ class Settings:
     breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]
     breaker_silence_ms: Annotated[int, SettingSpec("1000", whole_number(100, 60_000),
-        "longest silence of the shared state before it counts as away and not as slow, ms")]
+        "silence of the shared state after which it counts as down, not slow, ms")]
     breaker_recovery_s: Annotated[int, SettingSpec("30", whole_number(1, 3600),
         "delay before an open circuit breaker probes, s")]
     drain_s: Annotated[int, SettingSpec("10", whole_number(0, 3600),
@@ -174,7 +174,7 @@ class Settings:
     otel_endpoint: Annotated[str, SettingSpec("", optional_url,
         "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
     otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,
-        "fraction of the traces begun here that are recorded, 0 to 1")]
+        "fraction of the traces started by this node that are recorded, 0 to 1")]
     reflection: Annotated[bool, SettingSpec("on", on_off, "gRPC server reflection")]
     identifier_types: Annotated[tuple[str, ...], SettingSpec("", identifier_types,
         "identifier types of requests beside user, ip and api_key, such as tenant,model; comma-separated")]
@@ -186,7 +186,7 @@ class Settings:
     ratelimit_headers: Annotated[str, SettingSpec(NEWEST_REVISION, one_of(*REVISIONS),
         "revision of the IETF draft that RateLimit fields follow, for /v1/check, /v1/auth and Envoy")]
     spoe_listen: Annotated[Address | None, SettingSpec("", optional(address),
-        "address for HAProxy's stream processing offload (SPOE), which asks as /v1/auth is asked; empty = off")]
+        "address for HAProxy's stream processing offload (SPOE), decided like /v1/auth; empty = off")]
     auth_identifiers: Annotated[tuple[str, ...], SettingSpec("x-api-key=api_key,x-forwarded-for=ip",
         identifier_headers, "headers that identify callers of proxies for /v1/auth: HEADER=TYPE, comma-separated")]
     auth_endpoints: Annotated[tuple[str, ...], SettingSpec("", path_templates,
@@ -361,8 +361,8 @@ _COMBINATIONS: Final = (
             and s.on_breaker_open == "local"
             and (bool(s.redis_url) or s.workers > 1)
         ),
-        "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because a strict node knows no bucket to decide by: it"
-        " would allow everything; choose fail_open or deny",
+        "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because a strict node has no buckets to decide"
+        " by and would allow everything; choose fail_open or deny",
     ),
     _Combination(
         ("TLS_CERT", "TLS_KEY"),

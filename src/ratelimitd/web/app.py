@@ -155,7 +155,7 @@ class WithoutConnect:
         app = self._app
         if scope.get("method") == "CONNECT":
             app = PlainTextResponse(
-                "this is no proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
+                "this is not a proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
             )
         await app(scope, receive, send)
 
@@ -238,7 +238,7 @@ async def _paced(page: Page) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-STATUS_TITLES = {404: "There is no such page", 405: "This page is not for that"}
+STATUS_TITLES = {404: "There is no such page", 405: "This page does not accept that method"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

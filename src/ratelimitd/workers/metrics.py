@@ -174,7 +174,7 @@ def _add(totals: dict[str, Reading], label: str, reading: Reading) -> None:
 ANSWERING: Final = Definition(
     "rate_limiter_workers",
     "gauge",
-    "Worker processes that answered this scrape; the gauges are theirs.",
+    "Worker processes that answered this scrape; the gauges cover only these.",
     lambda _: (),
 )
 RESTARTS: Final = Definition(

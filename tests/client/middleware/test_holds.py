@@ -103,7 +103,7 @@ async def test_a_function_that_fails_leaves_charged_what_was_held(limiter, settl
     async with caller(asgi_app(limiter, settle)) as client:
         assert (await client.get("/chat")).status_code == 200
     assert await settled(limiter) == LIMIT - ESTIMATE
-    assert "settled with what was held" in caplog.text
+    assert "charged the held tokens" in caplog.text
 
 
 async def test_a_request_that_cannot_be_held_is_denied(limiter):
@@ -167,8 +167,8 @@ def test_a_stream_of_flask_is_settled_when_it_is_closed():
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"hold": 1, "cost": 1}, "either cost or hold"),
-        ({"settle": used}, "settle is for a view with hold"),
+        ({"hold": 1, "cost": 1}, "cost and hold exclude each other"),
+        ({"settle": used}, "settle needs hold"),
         ({"hold": -1}, "hold must be"),
         ({"hold": 1, "settle": 5}, "settle must be a function"),
     ],

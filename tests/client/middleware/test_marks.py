@@ -156,9 +156,7 @@ def test_a_limit_is_refused_and_told_to_be_a_rule_of_the_service():
 
 
 def test_a_mark_without_parentheses_is_refused_and_told_how_it_is_written():
-    with pytest.raises(
-        TypeError, match=r"^limited is called above a view, such as @limited\(cost=2\)$"
-    ):
+    with pytest.raises(TypeError, match=r"^limited must be called, such as @limited\(cost=2\)$"):
         limited(plain)
 
 

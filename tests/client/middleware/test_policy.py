@@ -164,7 +164,7 @@ async def test_a_mistake_about_others_leaves_the_first_identity_its_limit(
 ):
     _, checks = await decide(Options(identities=identities))
     assert checks == [CHECK]
-    assert "counted for its first identity alone" in caplog.text
+    assert "counted for its first identity only" in caplog.text
     assert "alice" not in caplog.text
     with pytest.raises((KeyError, TypeError, ValueError)):
         await decide(Options(identities=identities, on_error="raise"))

@@ -396,7 +396,7 @@ def test_the_error_names_an_unusable_directory(tmp_path, record):
 def test_the_error_names_an_invalid_trace_id_file(record):
     at = record()
     (at.directory / "trace-id").write_bytes(b"?")
-    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace-id is not what a node wrote"):
+    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace-id was not written by a node"):
         record()
 
 

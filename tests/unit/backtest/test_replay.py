@@ -352,7 +352,7 @@ async def test_files_of_different_traces_are_refused(record, tmp_path):
         await at.recorder.drain()
     [path] = (tmp_path / "b").glob("*.trace")
     shutil.copy(path, tmp_path / "a" / "z.trace")
-    with pytest.raises(TraceInvalidError, match=r"z.trace is of another trace than the files"):
+    with pytest.raises(TraceInvalidError, match=r"z.trace belongs to another trace than the files"):
         Trace(tmp_path / "a")
 
 
@@ -362,10 +362,10 @@ async def test_a_broken_file_is_reported_before_the_replay(record):
     await at.recorder.drain()
     [path] = at.directory.glob("*.trace")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(TraceInvalidError, match=r"\.trace is cut: the block at byte "):
+    with pytest.raises(TraceInvalidError, match=r"\.trace is truncated: the block at byte "):
         Trace(at.directory)
 
 
 def test_a_directory_without_complete_files_is_refused(tmp_path):
-    with pytest.raises(TraceInvalidError, match="has no whole file of a trace"):
+    with pytest.raises(TraceInvalidError, match="has no complete trace file"):
         Trace(tmp_path)

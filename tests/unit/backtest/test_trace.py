@@ -72,7 +72,7 @@ def test_a_truncated_trace_is_refused_with_the_byte_of_its_block():
     second = HEADER_BYTES + len(encode_block(BLOCK))
     for size in range(len(MAGIC), len(WHOLE)):
         message = refusal(WHOLE[:size])
-        assert "x.trace is cut: the block at byte " in message
+        assert "x.trace is truncated: the block at byte " in message
         if second <= size < second + len(encode_block(BLOCK)):
             assert f"at byte {second} " in message
 
@@ -81,9 +81,9 @@ def test_an_altered_trace_is_refused():
     for place in range(HEADER_BYTES, len(WHOLE)):
         altered = bytearray(WHOLE)
         altered[place] ^= 0x10
-        assert "x.trace was altered: the block at byte " in refusal(altered) or "is cut" in refusal(
+        assert "x.trace was altered: the block at byte " in refusal(
             altered
-        )
+        ) or "is truncated" in refusal(altered)
 
 
 def test_a_missing_block_is_detected():
@@ -94,9 +94,9 @@ def test_a_missing_block_is_detected():
     ("data", "message"),
     [
         (b"", "x.trace is empty"),
-        (b"rules:\n", "x.trace is no trace"),
-        (b"ratelimitd trace 2\n", "x.trace is of version 2 of the format"),
-        (WHOLE + b"!", f"x.trace goes on after its end, at byte {len(WHOLE)}"),
+        (b"rules:\n", "x.trace is not a trace"),
+        (b"ratelimitd trace 2\n", "x.trace has format version 2"),
+        (WHOLE + b"!", f"x.trace has data after its end, at byte {len(WHOLE)}"),
         (HEADER + block_of(bytes(7), b"E"), "is malformed"),
         (HEADER + encode_end(End(0, 0, float("nan"))), "is malformed"),
         (HEADER + block_of(b""), "is malformed: the block at byte 43"),

@@ -265,7 +265,7 @@ class TestDamage:
         assert held(restored, "bob") == [2]
         assert log_path(tmp_path, 1) not in restored.read + restored.torn
         assert reports == [
-            "buckets-00000001.log cannot be read (Is a directory); its buckets start afresh"
+            "buckets-00000001.log cannot be read (Is a directory); its buckets start full"
         ]
 
     def test_reading_again_finds_the_same(self, tmp_path):

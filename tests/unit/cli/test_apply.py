@@ -187,7 +187,7 @@ def test_node_without_the_call_is_reported_with_the_name_of_the_call(ask, node, 
         ended = ask("rules", command, "-f", book())
         assert ended.status == 1
         assert ended.err == (
-            f"Error: the node at {node.address} has no ApplyRateLimits: it is of an earlier release\n"
+            f"Error: the node at {node.address} runs an earlier release, which has no ApplyRateLimits\n"
         )
 
 

@@ -69,9 +69,9 @@ def test_new_denials_are_printed_beside_the_recorded_ones(run, trace, rules):
         "aaaaaaaaaaaaaaaa  user           1       2  1.0\n"
         "25 % of the identities were recorded: limits that several identities share see only these checks\n"
         "7 checks could not be recorded\n"
-        "2 holds were made meanwhile, and are not in the trace\n"
-        "files that are not finished, and were left out: 1\n"
-        "read up to 2023-11-15T00:00:04Z; newer checks of a node that records become readable within 5 min,"
+        "2 holds were made during the recording and are not in the trace\n"
+        "unfinished files left out: 1\n"
+        "read up to 2023-11-15T00:00:04Z; newer checks of a recording node become readable within 5 min,"
         " or when it stops\n"
     )
 
@@ -152,7 +152,7 @@ def test_damaged_trace_is_reported_without_output(run, trace, rules):
     file.write_bytes(file.read_bytes()[:-3])
     ended = run("backtest", trace, "-f", rules(TIGHT))
     assert (ended.status, ended.out) == (1, "")
-    assert ended.err.startswith(f"Error: {file} is cut: the block at byte ")
+    assert ended.err.startswith(f"Error: {file} is truncated: the block at byte ")
 
 
 def test_missing_trace_is_reported(run, rules, tmp_path):

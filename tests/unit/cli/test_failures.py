@@ -100,7 +100,7 @@ def test_violated_fields_are_named_like_the_options():
     [
         (CODE.UNAUTHENTICATED, "--token-file"),
         (CODE.ABORTED, "read it again"),
-        (CODE.UNIMPLEMENTED, "of another version"),
+        (CODE.UNIMPLEMENTED, "another version"),
     ],
 )
 def test_error_with_a_remedy_has_a_hint(code, hint):

@@ -159,7 +159,7 @@ def test_every_invalid_row_is_reported_by_line_and_field_and_nothing_is_sent(imp
     )
     assert (ended.status, ended.out, node.seen) == (1, "", [])
     lines = [line.strip() for line in ended.err.splitlines()]
-    assert lines[0].endswith("nothing was assigned, since rows are wrong:")
+    assert lines[0].endswith("nothing was assigned, because of invalid rows:")
     named = [tuple(line.split(": ")[:2]) for line in lines[1:]]
     assert named == [
         ("line 3", "identifier"),
@@ -175,8 +175,8 @@ def test_every_invalid_row_is_reported_by_line_and_field_and_nothing_is_sent(imp
         ("line 11", "row"),
         ("line 13", "note"),
     ]
-    assert "is that of line 2" in lines[8]
-    assert "is that of line 8" in lines[9]
+    assert "is the same as in line 2" in lines[8]
+    assert "is the same as in line 8" in lines[9]
 
 
 @pytest.mark.parametrize(

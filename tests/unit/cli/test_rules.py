@@ -224,7 +224,7 @@ def test_observed_limit_replaces_another(  # noqa: PLR0917 -- two fixtures
     node.add_rule("/a", id=ID, limits=LIMITS)
     ended = ask("rules", "promote", ID, "candidate", *options)
     assert ended.status == 0
-    replaced = [f"candidate is in the place of {one}" for one in told]
+    replaced = [f"candidate replaces {one}" for one in told]
     assert ended.out.splitlines()[1:] == [*replaced, AT_1.rstrip()]
     request = sent(node, "UpdateRateLimit")
     assert list(request.update_mask.paths) == ["limits"]
@@ -236,7 +236,7 @@ def test_observed_limit_replaces_another(  # noqa: PLR0917 -- two fixtures
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(["day"], "no limit day that only observes"), (["none"], "no limit none that only observes"),
+    [(["day"], "no observed limit day"), (["none"], "no observed limit none"),
      (["candidate", "--replaces", "none"], "the rule has no limit none")],
 )  # fmt: skip
 def test_impossible_promotion_is_refused_with_the_reason(ask, node, arguments, why):

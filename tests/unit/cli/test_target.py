@@ -91,7 +91,7 @@ def test_localhost_is_the_local_node_and_a_missing_token_is_explained(
         "",
         (
             "Error: this call needs the read role, and no token was found:"
-            f" no node that made one runs in {state_dir.path}; {give}\n"
+            f" no node that generated one runs in {state_dir.path}; {give}\n"
         ),
     )
     wrong = run("health", "--target", local, "--token", SECRET)

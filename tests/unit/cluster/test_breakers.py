@@ -111,7 +111,7 @@ def test_moved_tags_are_followed_and_a_server_without_tags_is_dropped(scene, cap
     assert scene.tags[0].server is scene.tags[2].server
     assert scene.breakers.state is State.CLOSED
     [_, left] = caplog.messages
-    assert left.startswith("shared state at one: it holds no buckets any more")
+    assert left.startswith("shared state at one: it no longer holds buckets")
 
 
 def test_a_probe_goes_to_the_server_of_its_breaker_after_tags_moved(scene):

@@ -196,7 +196,7 @@ async def test_without_a_server_a_node_starts_reports_it_and_loses_its_spends(ca
         assert (await member.check())[0]
         assert member.cluster.unsettled_buckets == 1
         await member.cluster.drain(0)
-    assert "not all spends reached the shared state" in caplog.text
+    assert "some spends did not reach the shared state" in caplog.text
     assert "shared state" in caplog.text
 
 

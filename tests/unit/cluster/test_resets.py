@@ -60,7 +60,7 @@ async def test_one_unanswered_reset_fails_the_call_and_the_others_are_reported(
     other = store.held[1 - lost]
     store.held[lost].lose()
     other.answer()
-    with pytest.raises(StoreUnavailableError, match="the bucket may be as it was"):
+    with pytest.raises(StoreUnavailableError, match="the bucket may not have been reset"):
         await task
     assert heard.keys() == {other.subject}
 

@@ -106,7 +106,7 @@ def test_a_dropped_server_is_logged_only_if_its_breaker_is_open(scene, caplog):
     scene.fail(turns=5)
     scene.server.left()
     assert caplog.messages[1:] == [
-        "shared state at server:1: it holds no buckets any more, and its open circuit breaker is gone"
+        "shared state at server:1: it no longer holds buckets; its open circuit breaker is removed"
     ]
 
 

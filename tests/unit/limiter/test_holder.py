@@ -317,7 +317,7 @@ async def test_a_repeated_hold_without_a_remaining_limit_is_refused(other):
     scene = Scene(rules=(replace(RULE, endpoint="/d"),))
     await scene.hold("/d", number=b"n" * 16)
     scene.limiter.replace_book(RuleBook.of((other,), 2))
-    with pytest.raises(CheckInvalidError, match="hold_id: is that of another check"):
+    with pytest.raises(CheckInvalidError, match="hold_id: belongs to another check"):
         await scene.hold("/d", number=b"n" * 16)
     assert scene.stats.fail_open_error_total == 0
 

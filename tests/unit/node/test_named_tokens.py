@@ -132,7 +132,7 @@ async def test_checks_need_a_credential_from_the_first_check_entry_even_after_th
         assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
         assert await status_of(channel, "shop") is grpc.StatusCode.UNAUTHENTICATED
         assert await status_of(channel, "alice") is grpc.StatusCode.OK
-        assert "checks need a credential until a restart" in caplog.text
+        assert "checks still need a credential until a restart" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["removed", "demoted", "expired"])
@@ -166,7 +166,7 @@ async def test_the_token_of_another_setting_is_refused_as_an_entry(tmp_path, pat
     write(path, entry("alice", "read", token="t"))
     given = {key: value for key, value in {"admin_token": ADMIN, **settings}.items() if value}
     given |= {"loopback_admin": "off", "state_dir": state_dir}
-    with pytest.raises(StartupError, match=rf"tokens\[0\]\.sha256 is that of .*{name}, too"):
+    with pytest.raises(StartupError, match=rf"tokens\[0\]\.sha256 is already used: .*{name}"):
         async with running_node(tokens_file=path, **given):
             pass
 

@@ -90,7 +90,7 @@ async def test_a_file_is_reported_as_ignored_if_rows_exist_at_revision_0(
     with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
         connection.execute("UPDATE rule_revision SET revision = 0")
     assert await seed_new_book(store, rules_file) == 0
-    assert "RULES_FILE fills a new rule book only" in caplog.text
+    assert "RULES_FILE only seeds a new rule book" in caplog.text
 
 
 async def test_an_emptied_book_stays_empty(store, rules_file):

@@ -127,7 +127,7 @@ def test_example_limits_the_same_descriptors(example):
         (entry("a", "b", **limit(sliding=True)), "left out: sliding has no equivalent"),
         (entry("a", "x" * 260, **limit()), "left out: the endpoint must be at most 255 "),
         (entry("a", "b"), "has no limit, so it needs no rule"),
-        (entry("a", "b", descriptors="c"), "descriptors are no list: left out"),
+        (entry("a", "b", descriptors="c"), "descriptors is not a list: left out"),
         ({"value": "b"}, "a descriptor without a key: left out"),
         ("a", "a descriptor without a key: left out"),
     ],
@@ -145,7 +145,7 @@ def test_descriptor_without_equivalent_is_left_out_with_a_note(descriptor, text)
         ("shadow_mode", []),
         (
             "quota_mode",
-            ["quota_mode has no equivalent: the limit observes, and tells no quota"],
+            ["quota_mode has no equivalent: the limit only observes, and reports no quota"],
         ),
     ],
 )

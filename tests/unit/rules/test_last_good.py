@@ -134,7 +134,7 @@ async def test_invalid_rule_line_invalidates_the_file(tmp_path, reports, line):
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], line, lines[2]]))
     assert await LastGoodBook(tmp_path).load() is None
-    assert reports == ["the last good rule book was set aside: a line of it is no rule"]
+    assert reports == ["the last good rule book was set aside: a line of it is not a valid rule"]
 
 
 async def test_unreadable_file_is_reported_and_stays(tmp_path, reports):
@@ -309,7 +309,7 @@ async def test_nodes_without_a_key_setting_are_accepted(store):
 @pytest.mark.parametrize(("first", "second"), [(GIVEN, GIVEN + b"2"), (GIVEN, b""), (b"", GIVEN)])
 async def test_node_with_another_key_is_refused_by_setting_name(store, first, second):
     await require_same_key(store, first)
-    with pytest.raises(StartupError, match=r"^KEY_SECRET is not that of the other nodes"):
+    with pytest.raises(StartupError, match=r"^KEY_SECRET differs from that of the other nodes"):
         await require_same_key(store, second)
     await require_same_key(store, first)
 
@@ -385,7 +385,7 @@ async def test_invalid_assignment_line_invalidates_the_file(tmp_path, reports):
         checksum = json.dumps({"blake2b": blake2b(header + line).hexdigest()}).encode()
         path.write_bytes(header + line + checksum + b"\n")
         assert await LastGoodBook(tmp_path).load() is None
-        assert reports.pop().endswith("a line of it is no rule")
+        assert reports.pop().endswith("a line of it is not a valid rule")
 
 
 async def test_delay_before_writing_grows_with_the_number_of_assignments(tmp_path):

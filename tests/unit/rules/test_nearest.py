@@ -54,10 +54,10 @@ def test_same_path_in_another_spelling_is_near(asked, endpoint, why):
         ("/orders/42", "/Orders/:id", "is the template"),
         ("/files/a", "/files/{path:.*}", "is the template"),
         ("GET /orders/42", "/orders/{id}", "is the template"),
-        ("/orders/{id}", "/orders/{order_id}", "names a parameter otherwise"),
+        ("/orders/{id}", "/orders/{order_id}", "names a parameter differently"),
         ("/orders/{id}", "/orders/42", "is one path of this template"),
-        ("/orders/42", "/orders/*", "has a * that stands for itself alone"),
-        ("/orders/42", "/ord*/42", "has a * that stands for itself alone"),
+        ("/orders/42", "/orders/*", "has a literal *"),
+        ("/orders/42", "/ord*/42", "has a literal *"),
     ],
 )
 def test_template_of_the_path_is_near(asked, endpoint, why):
@@ -117,7 +117,7 @@ def test_only_spelling_selects_other_spellings_only():
     ("asked", "endpoint", "why"),
     [
         ("GET /orders/{id}", "GET /order/{id}", "is spelled nearly the same"),
-        ("GET /orders/{id}", "GET /orders/{order}", "names a parameter otherwise"),
+        ("GET /orders/{id}", "GET /orders/{order}", "names a parameter differently"),
         ("GET /orders/{id}", "GET /Orders/{id}/", "differs in case, differs in slashes"),
         ("GET /orders/{id}", "/orders/{id}", None),
         ("GET /orders/{id}", "GET /orders/id", None),

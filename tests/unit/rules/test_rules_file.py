@@ -456,7 +456,7 @@ class TestSeveralLimits:
             ("limit: 10000, ", "", ["limits[1].limit: is missing (line 6)"]),
             ("limit: 10,", "limit: -10,", ["limits[0].limit: the limit must be positive (line 5)"]),
             ("    limits:\n", "    limit: 9\n    limits:\n", [
-                "limit: the limit must be unset or that of limits[0] (line 4)",
+                "limit: the limit must be unset or equal that of limits[0] (line 4)",
             ]),
             ("    limits:\n", "    limits: []\n    x:\n", ["x: unknown field (line 6)", "limit: is missing (line 2)"]),
         ],

@@ -234,7 +234,7 @@ class TestPlans:
     def test_rule_for_everybody_has_no_plans(self):
         rule = dataclasses.replace(DRAFT, identifier_type="all", plans=(self.PRO,))
         assert violations(rule) == {
-            "rate_limit.plans": "a rule for all has no plans: they are of single identities"
+            "rate_limit.plans": "a rule for all has no plans: plans are assigned to single identities"
         }
 
     @pytest.mark.parametrize(

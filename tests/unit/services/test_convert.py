@@ -287,7 +287,7 @@ def test_nodes_with_shared_state_refuse_max_wait_ms():
     )
     asked = parse_check(request.SerializeToString())
     assert check_of(asked).max_wait_ms == 500
-    with pytest.raises(CheckInvalidError, match="max_wait_ms: is for nodes without shared state"):
+    with pytest.raises(CheckInvalidError, match="max_wait_ms: needs a node without shared state"):
         check_of(asked, Identities.of(())._replace(wait=False))
     request.max_wait_ms, request.tokens_requested = 0, -1
     asked = parse_check(request.SerializeToString())

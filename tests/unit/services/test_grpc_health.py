@@ -49,9 +49,9 @@ def test_an_unknown_service_is_not_found(service):
 
 
 def test_malformed_bytes_are_refused(service):
-    with pytest.raises(InvalidInputError, match="no HealthCheckRequest message"):
+    with pytest.raises(InvalidInputError, match="not a HealthCheckRequest message"):
         service.check(b"\xff", CALL)
-    with pytest.raises(InvalidInputError, match="no HealthListRequest message"):
+    with pytest.raises(InvalidInputError, match="not a HealthListRequest message"):
         service.list_all(b"\xff", CALL)
 
 

@@ -228,5 +228,5 @@ async def test_endpoints_without_a_rule_are_listed_with_their_rates():
 
 
 async def test_malformed_bytes_for_the_list_of_unmatched_endpoints_are_refused():
-    with pytest.raises(InvalidInputError, match="no ListUnmatchedRequest"):
+    with pytest.raises(InvalidInputError, match="not a ListUnmatchedRequest"):
         await service_of().list_unmatched(b"\xff", CALL)

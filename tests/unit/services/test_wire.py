@@ -34,7 +34,7 @@ def test_malformed_bytes_are_refused_with_the_name_of_the_message(parse, message
     with pytest.raises(InvalidInputError) as caught:
         parse(b"\xff")
     [violation] = caught.value.violations
-    assert violation == ("request", f"the bytes are no {message_class.DESCRIPTOR.name} message")
+    assert violation == ("request", f"the bytes are not a {message_class.DESCRIPTOR.name} message")
 
 
 def test_unknown_fields_of_an_empty_message_are_ignored():

@@ -93,7 +93,7 @@ async def test_not_found_is_answered_to_browsers_and_programs(operator):
     assert answer.text == "There is no such page\n"
     answer = await operator.post("/audit", {}, token="x")
     assert answer.status_code == 405
-    assert "This page is not for that" in answer.text
+    assert "This page does not accept that method" in answer.text
 
 
 async def test_programs_get_a_description_without_a_login(stranger, node):
@@ -137,7 +137,7 @@ async def test_connect_is_refused_and_the_connection_stays_usable(target):
         answers = await reader.read()
         writer.close()
     assert answers.startswith(b"HTTP/1.1 405 ")
-    assert b"\r\n\r\nthis is no proxy\nHTTP/1.1 200 OK\r\n" in answers
+    assert b"\r\n\r\nthis is not a proxy\nHTTP/1.1 200 OK\r\n" in answers
 
 
 async def test_services_are_available_in_json(node):

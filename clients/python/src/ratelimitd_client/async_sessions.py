@@ -331,7 +331,7 @@ class ForkedError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the client was used before this process was forked: use it after the fork only"
+            "the client was used before this process was forked: use it only after the fork"
         )
 
 

@@ -192,7 +192,7 @@ class FailOpen:
             self._is_http1_logged = True
             with suppress(Exception):  # as in _unchecked
                 _LOG.warning(
-                    "%s answers HTTP/1.1 and is no gRPC port; that of a node is 9090 by default",
+                    "%s answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default",
                     self._target,
                 )
         return self._unchecked(code.name, count)

@@ -46,7 +46,7 @@ class ClientAddresses:
 
     def __init__(self, trusted_proxies: Iterable[str] = (), *, ipv6_prefix: int = 64) -> None:
         if isinstance(trusted_proxies, str):
-            message = "trusted_proxies must be several texts, not one"
+            message = "trusted_proxies must be a sequence of strings, not one string"
             raise TypeError(message)
         if not 1 <= ipv6_prefix <= IPV6_BITS:
             message = f"ipv6_prefix must be 1 to {IPV6_BITS}"

@@ -30,10 +30,10 @@ class HeaderListTooLargeError(Exception):
 
 
 TRUNCATED = "the block ends within a field"
-INTEGER_TOO_LONG = "an integer has more octets than any honest one"
-INDEX_INVALID = "an index is 0 or behind the end of the table"
+INTEGER_TOO_LONG = "an integer has too many octets"
+INDEX_INVALID = "an index is 0 or beyond the end of the table"
 HUFFMAN_INVALID = "a Huffman code is EOS, or the padding is too long or not all ones"
-UPDATE_MISPLACED = "a table size update stands behind a field, or behind two others"
+UPDATE_MISPLACED = "a table size update follows a field, or two other updates"
 UPDATE_TOO_LARGE = "a table size update is above the agreed maximum"
 LIST_TOO_LARGE = "the header list is too large"
 

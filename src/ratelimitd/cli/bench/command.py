@@ -43,12 +43,14 @@ def bench(
             min=0.1,
             max=1_000_000,
             metavar="N",
-            help="Checks per second, independent of answers; default: one when another is answered.",
+            help="Checks per second, independent of answers; default: each answer sends the next.",
         ),
     ] = None,
     arrival: Annotated[
         Arrival | None,
-        typer.Option(help="With --rate: evenly (the default), or at random, as callers come."),
+        typer.Option(
+            help="With --rate: spaced evenly (the default) or randomly, like independent callers."
+        ),
     ] = None,
     endpoint: Annotated[
         str, typer.Option(metavar="ENDPOINT", help="The endpoint, as in the rules.")

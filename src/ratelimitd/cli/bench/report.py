@@ -114,7 +114,7 @@ def warnings(result: Result) -> list[str]:
     if late_us > LATE_US:
         late = f"1 check in 100 was sent {late_us / US_PER_MS:.1f} ms late or later, which its latency contains"
         if result.waited * 100 > result.delays.count:
-            reason = "as many as --concurrency allows were under way: too few, or node or generator are at their limit"
+            reason = "all --concurrency checks were in flight: raise it, or the node or the generator is at its limit"
         else:
             reason = "the generator did not keep up with the rate"
         found.append(f"{late}: {reason}")

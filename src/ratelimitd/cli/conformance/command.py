@@ -62,7 +62,7 @@ def conformance(
       ratelimitd conformance --real-time --longest 5 --json
     """
     if one_batch and real_time:
-        message = "--one-batch is for checks that carry their time: not with --real-time"
+        message = "--one-batch and --real-time exclude each other: checks of one batch must carry their time"
         raise UsageError(message)
     name = f"conformance-{secrets.token_hex(6)}"
     chosen = cases()

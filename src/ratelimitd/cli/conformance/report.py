@@ -35,7 +35,7 @@ def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | N
     if how is not None:
         within = f"{how.tolerance_us / US_PER_MS:g} ms"
         output.line(
-            f"in real time: every answer came within {within}, and may tell times that differ by {TOLERANCE_S} s"
+            f"in real time: every answer came within {within}, and its times may differ by {TOLERANCE_S} s"
         )
 
 

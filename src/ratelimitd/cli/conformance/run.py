@@ -240,7 +240,7 @@ class Runner:
         self._time = time
         self._refused: dict[int, Refused] = {}
         self._not_judged = {
-            number: f"the server takes no such rules: {place.refused}"
+            number: f"the server refuses these rules: {place.refused}"
             for number, place in enumerate(places)
             if place.refused
         }

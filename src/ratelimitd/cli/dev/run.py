@@ -25,7 +25,7 @@ HOST: Final = "127.0.0.1"
 """The cluster is for local use and has no passwords."""
 
 RULES: Final = """\
-# 10 tokens per minute for each user on each endpoint, so that the limit is soon met by hand.
+# 10 tokens per minute for each user on each endpoint, low enough to reach by hand.
 rules:
   - endpoint: "*"
     identifier_type: user
@@ -139,7 +139,7 @@ def suggestions(
     else:
         tries = _tries(rules, first, last)
     tries |= {
-        f"ratelimitd health --target {last.grpc_address}": "what a node says of itself",
+        f"ratelimitd health --target {last.grpc_address}": "the status that a node reports",
         f"kill -9 {last_pid}": f"{last.name} dies, the others go on",
         f"kill -STOP {redis_pid}": "the shared state hangs, until kill -CONT",
     }
@@ -164,7 +164,7 @@ def _tries(rules: Sequence[RuleDraft], first: NodePlan, last: NodePlan) -> dict[
         endpoint = "/orders" if every else shlex.quote(rule.endpoint)
         ask = f"ratelimitd check {kind} {who} {endpoint} --target"
         tries[f"{ask} {first.grpc_address}"] = f"asks {first.name}"
-        tries[f"{ask} {last.grpc_address}"] = f"{last.name} knows of what was spent there"
+        tries[f"{ask} {last.grpc_address}"] = f"{last.name} counts what was spent there"
     return tries
 
 

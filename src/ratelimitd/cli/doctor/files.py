@@ -121,7 +121,7 @@ def check_admin_token(settings: Settings) -> Iterator[Finding]:
         return
     what = f"not set: {path} {'holds one' if made else 'will be made at the first start'}"
     if shared:
-        remedy = "give all nodes one ADMIN_TOKEN_FILE: each makes a token of its own otherwise"
+        remedy = "give all nodes one ADMIN_TOKEN_FILE: otherwise each generates its own token"
         yield warning("ADMIN_TOKEN", what, remedy)
     else:
         yield ok(
@@ -136,7 +136,8 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
         if not _is_loopback(settings.listen.host):
             yield warning(
                 "TLS_CERT",
-                f"not set: on {settings.listen} anyone on the network path can read identifiers and tokens, and answer",
+                f"not set: on {settings.listen} anyone on the network path can read identifiers and"
+                " tokens, and forge answers",
                 "set TLS_CERT and TLS_KEY, or listen where only a proxy with TLS can reach",
             )
         return
@@ -195,7 +196,7 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
         others = {settings.admin_token: "ADMIN_TOKEN", settings.check_token: "CHECK_TOKEN"}
         tokens = read_tokens(path, others)
     except StartupError as error:
-        remedy = "mend it; a running node keeps the tokens that it read before, and loads the mended file"
+        remedy = "fix it; a running node keeps the tokens it has read, and loads the fixed file"
         yield problem("TOKENS_FILE", str(error).partition(": ")[2], remedy)
         return
     expired = [token.name for token in tokens if token.expires_s <= now.timestamp()]
@@ -226,12 +227,12 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
         return
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         yield problem(
-            "STATE_DIR", f"{path} may not be written", "give it to the node's user, mode 0700"
+            "STATE_DIR", f"{path} is not writable", "give it to the node's user, mode 0700"
         )
         return
     free = shutil.disk_usage(path).free
     if free < LITTLE_SPACE_BYTES:
-        remedy = "make room: buckets that cannot be written are forgotten with the process"
+        remedy = "free disk space: buckets that cannot be written are lost when the process ends"
         yield warning("STATE_DIR", f"{free // 1024 // 1024} MiB are free", remedy)
     state = "in use by a running node" if _is_locked(path / LOCK_NAME) else "free"
     yield _privacy("STATE_DIR", path) or ok("STATE_DIR", f"{path} is private, {state}")
@@ -261,7 +262,7 @@ def _privacy(area: str, path: Path) -> Finding | None:
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         right = "written" if mode & stat.S_IWOTH else "read"
         return warning(
-            area, f"{path} can be {right} by everybody on this machine", f"chmod o= {path}"
+            area, f"{path} can be {right} by every user of this machine", f"chmod o= {path}"
         )
     return None
 

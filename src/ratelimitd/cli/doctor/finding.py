@@ -84,7 +84,7 @@ def check_open_files() -> Iterator[Finding]:
 def check_event_loop() -> Iterator[Finding]:
     """Check whether the fast event loop is installed."""
     if importlib.util.find_spec("uvloop") is None:
-        yield warning("event loop", "asyncio's own: about half as fast", "pip install uvloop")
+        yield warning("event loop", "asyncio's default: about half as fast", "pip install uvloop")
     else:
         yield ok("event loop", "uvloop")
 
@@ -119,7 +119,7 @@ async def _port(
         if is_ours or any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
-            what = f"{address} is in use: from here it cannot be told whether by this node"
+            what = f"{address} is in use, by this node or another process"
             return warning(name, what, "fine if it is this node: see `ratelimitd health`")
         remedy = f"stop what listens there, or choose another {name}"
         return problem(name, f"cannot listen on {address}: {reason}", remedy)
@@ -145,7 +145,7 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
     try:
         listens_at = StateDir.address_in(settings.state_dir, made_token=False)
     except PermissionError as error:
-        what = f"endpoints without a rule are not known: {settings.state_dir}: {error.strerror}"
+        what = f"cannot list the endpoints without a rule: {settings.state_dir}: {error.strerror}"
         yield warning(AREA, what, "run it as the node's user, or set STATE_DIR to an absolute path")
         return
     except OSError:  # reported separately
@@ -162,11 +162,11 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
             _without_rules, reachable(listens_at), token, settings
         )
     except grpc.RpcError as error:
-        what = f"endpoints without a rule are not known: {error.code().name}"
+        what = f"cannot list the endpoints without a rule: {error.code().name}"
         yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
         return
     for what in missed:
-        yield warning(AREA, what, "write both alike; rules are compared byte for byte")
+        yield warning(AREA, what, "spell both the same; endpoints are compared byte for byte")
     if UNMATCHED in endpoints:
         yield warning(AREA, WHY_UNMATCHED, "docs/proxies.md#under-what")
     if not endpoints:

@@ -57,7 +57,7 @@ FULL: Final = 0.8
 """Share of ``maxmemory`` from which a server counts as nearly full."""
 
 _SCRIPT: Final = Script(b"#!lua\nreturn 1")
-_CLUSTER_URL: Final = "it is part of a Cluster: redis+cluster:// in REDIS_URL"
+_CLUSTER_URL: Final = "the server is part of a Cluster: use redis+cluster:// in REDIS_URL"
 _PERMISSIONS: Final = "docs/cluster.md has the line that creates the user"
 
 
@@ -102,7 +102,7 @@ async def _check_permissions(asked: Asked) -> AsyncIterator[Finding]:
         names = ", ".join(missing)
         yield problem(asked.name, f"the user may not run: {names}", f"grant them; {_PERMISSIONS}")
     elif not failed:
-        yield ok(asked.name, "everything that a node asks is allowed")
+        yield ok(asked.name, "the user may run every command that a node needs")
 
 
 def _commands(asked: Asked) -> Iterator[tuple[str, Sequence[bytes | int | str]]]:
@@ -155,14 +155,14 @@ async def _check_times(
     worst_ms = max(took_s for took_s, _ in rounds[1:]) * 1_000
     what = f"round trip {best_s * 1_000:.2f} to {worst_ms:.2f} ms"
     if worst_ms > timeout_ms:
-        remedy = "bring node and server together, or raise REDIS_TIMEOUT_MS"
+        remedy = "move node and server closer together, or raise REDIS_TIMEOUT_MS"
         yield warning(asked.name, f"{what}, longer than REDIS_TIMEOUT_MS ({timeout_ms})", remedy)
     else:
         yield ok(asked.name, f"{what}, of {timeout_ms} ms that a check may wait")
     if abs(skew_s) > MAX_SKEW_S:
         what = f"its clock is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
         yield warning(
-            asked.name, what, "run a time service (chrony) on both; nodes go by the server's"
+            asked.name, what, "run a time service (chrony) on both; nodes use the server's clock"
         )
     else:
         yield ok(asked.name, f"clocks differ by {abs(skew_s) * 1_000:.1f} ms")
@@ -172,7 +172,7 @@ async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
     try:
         told = await ask(asked.connection, "INFO")
     except Refused:
-        what = "version and memory were not looked at: the user may not run INFO, nor need nodes"
+        what = "version and memory not checked: the user may not run INFO, which nodes do not need"
         yield ok(asked.name, what)
         return
     for finding in judged(asked.name, _pairs(told), is_cluster=asked.is_cluster):
@@ -198,10 +198,10 @@ def _memory(name: str, info: Mapping[str, str]) -> Iterator[Finding]:
     policy, most = info.get("maxmemory_policy", ""), int(info.get("maxmemory", 0))
     used = int(info.get("used_memory", 0))
     if policy != "noeviction":
-        what = f"maxmemory-policy {policy}: a bucket that the server drops is full again"
+        what = f"maxmemory-policy {policy}: a bucket that the server evicts starts full"
         yield (problem if most else warning)(name, what, "maxmemory-policy noeviction")
     elif most and used > FULL * most:
-        what = f"{used / most:.0%} of maxmemory are used; a full server settles nothing"
+        what = f"{used / most:.0%} of maxmemory are used; a full server accepts no spends"
         yield warning(name, what, "raise maxmemory")
     else:
         yield ok(name, "nothing is evicted")
@@ -219,7 +219,7 @@ def _remedy(name: str, text: str) -> str:
         return _CLUSTER_URL
     if code_of(text) == "OOM":
         return "raise maxmemory"
-    return "docs/cluster.md says how the server has to be set"
+    return "docs/cluster.md lists the settings of the server"
 
 
 def _channel(asked: Asked) -> str:
@@ -228,7 +228,7 @@ def _channel(asked: Asked) -> str:
 
 def explained(name: str, error: RateLimitdError) -> Finding:
     """Return the finding for a server that could not be reached or stopped answering."""
-    return problem(name, str(error), "look at REDIS_URL, the server, and what is between")
+    return problem(name, str(error), "check REDIS_URL, the server, and the network between")
 
 
 AREA: Final = "REDIS_URL"
@@ -272,7 +272,7 @@ def check_answer_without(settings: Settings) -> Iterator[Finding]:
     answer = settings.on_breaker_open
     if settings.redis_url and settings.consistency == "eventual" and answer != "local":
         does = "allowed" if answer == "fail_open" else "denied"
-        what = f"{answer}: while the shared state is away every check is {does}; with local nodes go on limiting"
+        what = f"{answer}: while the shared state is down every check is {does}; local would keep limiting"
         yield ok("ON_BREAKER_OPEN", what)
 
 
@@ -349,7 +349,7 @@ async def _sentinels(
         try:
             primary = await Sentinels(one, options).primary()
         except RateLimitdError as error:
-            remedy = "start it, or take it out of REDIS_URL; look at the service's name and sentinel_password"
+            remedy = "start it, or take it out of REDIS_URL; check the service's name and sentinel_password"
             yield warning(name, str(error), remedy)
         else:
             yield ok(name, f"says that {primary} is the primary")
@@ -358,7 +358,7 @@ async def _sentinels(
     if not primaries:
         yield problem(AREA, "no sentinel names a primary", "see above")
     elif len(primaries) > 1:
-        remedy = "wait for the failover to end, and look again"
+        remedy = "wait for the failover to end, and run doctor again"
         yield problem(AREA, "the sentinels do not agree on the primary", remedy)
 
 
@@ -375,7 +375,7 @@ async def _cluster(
             remedy = "start it, or take it out of REDIS_URL; is it part of a Cluster?"
             yield warning(f"store {seed}", str(error), remedy)
     if found is None:
-        yield problem(AREA, "no server tells which of them has which keys", "see above")
+        yield problem(AREA, "no server returns the slots of the Cluster", "see above")
         return
     for tag, server in enumerate(found):
         if server is not None:
@@ -408,7 +408,7 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     try:
         contents = await inspect(settings.database_url)
     except StoreMisconfiguredError as error:
-        yield problem(DATABASE_AREA, str(error), "mend the URL, or what the server grants its user")
+        yield problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")
     except (StoreUnavailableError, StartupError) as error:
         yield problem(DATABASE_AREA, str(error), _database_remedy(str(error)))
     else:
@@ -425,7 +425,7 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
         named = {part for kind in contents.types for part in types_within(kind)}
         if undeclared := named.difference(settings.known_types):
             kinds = ", ".join(sorted(undeclared))
-            what = f"rules for {kinds} decide nothing: no request can name an identifier type that is not declared"
+            what = f"rules for {kinds} have no effect: no request can name an identifier type that is not declared"
             yield warning(
                 DATABASE_AREA, what, f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
             )

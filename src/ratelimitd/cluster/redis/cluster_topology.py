@@ -39,7 +39,7 @@ def map_of(reply: object, asked: Server) -> Map:
         StoreCorruptError: it is malformed.
     """
     if not isinstance(reply, list):
-        message = "the reply to CLUSTER SLOTS is none"
+        message = "the reply to CLUSTER SLOTS is malformed"
         raise StoreCorruptError(message)
     ranges = list(_ranges(reply, asked))
     return tuple(
@@ -55,7 +55,7 @@ def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Serv
             case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_]:
                 yield first, last, _server(host, port, asked)
             case _:
-                message = "the reply to CLUSTER SLOTS is none"
+                message = "the reply to CLUSTER SLOTS is malformed"
                 raise StoreCorruptError(message)
 
 
@@ -188,7 +188,7 @@ class ClusterTopology:
             reply = await ask_once(server, self.options.handshake, self.options.tls, *CLUSTER_SLOTS)
         read = map_of(reply, server)
         if not any(read):
-            message = "the server knows of no Cluster"
+            message = "the server is not part of a Cluster"
             raise StoreUnavailableError(message)
         return read
 
@@ -234,7 +234,7 @@ class ClusterTopology:
 
     def _retire(self, server: Server, link: Link) -> None:
         if not link.connected:  # its failure was reported
-            self.options.report(f"shared state at {server}: has no part of the keys any more")
+            self.options.report(f"shared state at {server}: no longer serves any keys")
 
         async def close_later() -> None:
             await self.options.sleep(RETIRE_S)

@@ -129,7 +129,7 @@ def bucket_of(value: Any, rule: Limit) -> SharedState:
             if max(refunded, *mark, 0) <= _LARGEST:
                 plain = bytes((FORMAT,)) + head[1:] + value[more.size :]
                 return bucket_of(plain, rule)._replace(burst=burst, refunded=refunded)
-    message = "the shared state holds something else where a bucket should be"
+    message = "the shared state holds a value that is not a bucket under a bucket's key"
     raise StoreCorruptError(message)
 
 
@@ -245,7 +245,7 @@ _RULE: Final = Struct("<BQIII")
 
 _GRANTED: Final = 1
 
-_NO_ANSWERS: Final = "the shared state answered checks with something else"
+_NO_ANSWERS: Final = "the reply of the shared state to checks is malformed"
 
 _VERDICTS: Final[Mapping[int, tuple[bool, Reason]]] = {
     1 + (Reason.WITHIN_LIMIT << 8): (ALLOWED, WITHIN_LIMIT),
@@ -398,7 +398,7 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
             asks = sum([len(update.asks) for update in batch.updates.values()])
             if len(grants) == asks and len(values) == len(batch.updates) + len(batch.cold):
                 return grants, values
-    message = "the shared state answered a batch with something else"
+    message = "the reply of the shared state to a batch is malformed"
     raise StoreCorruptError(message)
 
 
@@ -510,5 +510,5 @@ def reset_reply(rules: Sequence[Limit], reply: Any) -> list[SharedState]:
     """Decode the states of the buckets after a reset."""
     if isinstance(reply, list) and len(reply) == len(rules):
         return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]
-    message = "the shared state answered a reset with something else"
+    message = "the reply of the shared state to a reset is malformed"
     raise StoreCorruptError(message)

@@ -73,7 +73,7 @@ def tell(done: Done, reply: object) -> None:
         done(reply)
     except Exception as error:  # noqa: BLE001 -- see above
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "what was to be done with a reply has failed", "exception": error}
+            {"message": "the callback of a reply failed", "exception": error}
         )
 
 
@@ -130,7 +130,7 @@ def error_of(text: str) -> RateLimitdError:
     if code in UNAVAILABLE:
         return StoreUnavailableError(f"the shared state answered {code}")
     if text.startswith(_FULL):
-        return StoreUnavailableError("the shared state has as many clients as it takes")
+        return StoreUnavailableError("the shared state has reached its maximum of clients")
     line = _SCRIPT_LINE.search(text)
     where = f" in line {line[1]} of a script" if line else ""
     if text.startswith(_FORBIDDEN):
@@ -143,7 +143,7 @@ def error_of(text: str) -> RateLimitdError:
 def login_error_of(text: str) -> StoreUnavailableError:
     """Return the error of a handshake; one that is not temporary counts as a wrong setting."""
     if code_of(text) in REDIRECTIONS:
-        return StoreUnavailableError("the map of the Cluster is about to be read")
+        return StoreUnavailableError("the map of the Cluster is not up to date yet")
     error = error_of(text)
     if isinstance(error, StoreUnavailableError):
         return error
@@ -251,7 +251,9 @@ class Connection(asyncio.Protocol):
         """Send ``request`` with the others of this iteration; refuse it if too much is in flight, or after a loss."""
         size = len(request.packed)
         if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
-            self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
+            self._refuse(
+                request, StoreOverloadedError("too many requests wait for the shared state")
+            )
             return
         if self.lost is not None:
             self._refuse(request, again(self.lost))
@@ -334,14 +336,14 @@ class Connection(asyncio.Protocol):
         return found is not None or self._unfinished_bytes > MAX_REPLY_BYTES
 
     def _drop_garbage(self) -> None:
-        self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+        self.drop(StoreUnavailableError("the shared state does not speak the Redis protocol"))
 
     def unasked(self, reply: object) -> bool:
         """Handle an error before a close, or a reply without a request; return whether to continue."""
         if isinstance(reply, ReplyError):
             self.drop(error_of(str(reply)))
         else:
-            self.drop(StoreUnavailableError("the shared state answered what was not asked"))
+            self.drop(StoreUnavailableError("the shared state sent a reply without a request"))
         return False
 
     def connection_lost(self, _error: Exception | None) -> None:

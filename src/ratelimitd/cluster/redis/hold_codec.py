@@ -73,7 +73,7 @@ def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
         is_sound = expire_us <= MAX_TIME_US and corrupt <= 2 * len(call.checks)
         if kind is not None and is_whole and is_sound:
             return corrupt, HoldReply(kind, expire_us, outcomes, names if outcomes else ())
-    message = "the shared state answered a hold with something else"
+    message = "the reply of the shared state to a hold is malformed"
     raise StoreCorruptError(message)
 
 
@@ -95,7 +95,7 @@ def step_reply(call: StepCall, reply: Any) -> StepReply:
         outcomes = _outcomes(answers, len(call.names)) if answers else ()
         if kind is not None and outcomes is not None and expire_us <= MAX_TIME_US:
             return StepReply(kind, expire_us, given_back, owed, outcomes)
-    message = "the shared state answered a step of a hold with something else"
+    message = "the reply of the shared state to a step of a hold is malformed"
     raise StoreCorruptError(message)
 
 

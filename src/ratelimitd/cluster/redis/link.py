@@ -113,8 +113,10 @@ async def ask_once(
 def cause_of(error: OSError) -> str:
     """Return the cause in the system's words. The error's own text may contain many addresses."""
     if isinstance(error, socket.gaierror):
-        return "the name of the host is not known"
-    return os.strerror(error.errno) if error.errno else "several addresses were tried in vain"
+        return "the host name cannot be resolved"
+    return (
+        os.strerror(error.errno) if error.errno else "none of the host's addresses could be reached"
+    )
 
 
 async def _open(
@@ -157,7 +159,7 @@ async def repeat_step(step: Callable[[], Awaitable[None]], sleep: Sleep = asynci
         except Exception as error:  # noqa: BLE001 -- there must be a connection again after any error
             asyncio.get_running_loop().call_exception_handler(
                 {
-                    "message": "a connection to the shared state could not be kept up",
+                    "message": "a connection to the shared state failed unexpectedly",
                     "exception": error,
                 }
             )
@@ -433,7 +435,7 @@ class Link:
             request.tell(
                 again(error)
                 if error
-                else StoreUnavailableError("the shared state keeps no scripts")
+                else StoreUnavailableError("the shared state does not keep the script it was sent")
             )
             return
         request.had_script = True

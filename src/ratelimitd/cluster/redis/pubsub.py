@@ -71,7 +71,7 @@ class Listener(Connection):
                     self._on_message(payload)
                 except Exception as error:  # noqa: BLE001 -- a defect of the listener must not end the connection
                     asyncio.get_running_loop().call_exception_handler(
-                        {"message": "a message could not be taken", "exception": error}
+                        {"message": "a message could not be processed", "exception": error}
                     )
                 return True
             case _:
@@ -163,7 +163,7 @@ class Subscription:
         self.connected = True
         if self._reported:
             self._reported = False
-            self._options.report(f"messages of {self._channel.name.decode()}: heard again")
+            self._options.report(f"messages of {self._channel.name.decode()}: received again")
         self._on_begin()
 
     def _hear(self, payload: bytes) -> None:

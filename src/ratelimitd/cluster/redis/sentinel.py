@@ -65,7 +65,7 @@ class Sentinels:
             case [bytes() as host, bytes() as port]:
                 primary = _named(host, port)
                 if primary is None:
-                    message = "a sentinel answered with something else than a server"
+                    message = "the reply of a sentinel names no server"
                     raise StoreUnavailableError(message)
                 return primary
             case _:

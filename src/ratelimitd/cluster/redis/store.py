@@ -212,8 +212,8 @@ _TIME_DIGITS: Final = len(str(MAX_TIME_US))
 
 READS_PER_COMMAND: Final = 256
 
-_NO_BUCKET: Final = StoreCorruptError("the value of a bucket is none")
-_NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
+_NO_BUCKET: Final = StoreCorruptError("the value of a bucket is malformed")
+_NO_VALUES: Final = StoreCorruptError("the reply to a reading is malformed")
 
 
 class _Reading(NamedTuple):

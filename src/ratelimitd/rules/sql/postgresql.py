@@ -63,10 +63,10 @@ _UNAVAILABLE: Final = {
     "08": "cannot be reached",
     "25006": "is read-only",
     "25": "ended a transaction that took too long",
-    "3F": "has not the tables of this release: run `ratelimitd db upgrade`",
+    "3F": "lacks the tables of this release: run `ratelimitd db upgrade`",
     "40": "was changed by another transaction",
-    "42703": "has not the tables of this release: run `ratelimitd db upgrade`",
-    "42P01": "has not the tables of this release: run `ratelimitd db upgrade`",
+    "42703": "lacks the tables of this release: run `ratelimitd db upgrade`",
+    "42P01": "lacks the tables of this release: run `ratelimitd db upgrade`",
     "53100": "cannot grow: the disk is full",
     "53300": "has no connection left",
     "53": "is short of memory or another resource",
@@ -74,7 +74,7 @@ _UNAVAILABLE: Final = {
     "57014": "did not answer in time",
     "57P01": "is shutting down",
     "57P02": "is shutting down",
-    "57P03": "does not take connections yet, or no longer",
+    "57P03": "is starting up or shutting down",
     "58": "cannot be read or written: disk error",
     "XX": "is damaged",
 }
@@ -121,7 +121,7 @@ class PostgresqlDatabase:
                 try:
                     await connection.commit()
                 except _DRIVER_ERRORS as error:
-                    message = f"{error_of(error)}; the change may have been made all the same"
+                    message = f"{error_of(error)}; the change may have been made nevertheless"
                     raise StoreUnavailableError(message) from error
 
     @asynccontextmanager
@@ -210,7 +210,9 @@ def _error_without_state(origin: BaseException | None, state: str) -> StoreUnava
     cause = getattr(origin, "driver_exception", None) or origin
     if isinstance(cause, asyncpg.exceptions.ClientConfigurationError):
         # The text may quote the URL.
-        return StoreMisconfiguredError("the rule database cannot be reached as DATABASE_URL says")
+        return StoreMisconfiguredError(
+            "the rule database cannot be reached with the options of DATABASE_URL"
+        )
     if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return StoreUnavailableError("the rule database cannot be reached")
     return StoreUnavailableError(f"the rule database failed ({state or type(cause).__name__})")
@@ -221,11 +223,11 @@ def _error_of_network(origin: OSError) -> StoreUnavailableError:
         return StoreUnavailableError("the rule database did not answer in time")
     if isinstance(origin, ssl.SSLCertVerificationError):
         return StoreMisconfiguredError(
-            "the certificate of the rule database is not one that sslrootcert vouches for"
+            "the certificate of the rule database cannot be verified with sslrootcert"
         )
     if type(origin) is ConnectionError:
         # The driver raises exactly this class, no subclass, when the server offers no TLS.
-        return StoreMisconfiguredError("the rule database refuses TLS, which sslmode asks for")
+        return StoreMisconfiguredError("the rule database refuses TLS, which sslmode requires")
     reason = f": {origin.strerror}" if origin.strerror else ""
     return StoreUnavailableError(f"the rule database cannot be reached{reason}")
 

@@ -175,7 +175,7 @@ def parameters_of(query: str, client_query: str = "") -> Parameters:
     if not query:
         return Parameters()
     if client_query and (query == client_query or query.endswith(f"&{client_query}")):
-        _refuse("query", "must be the proxy's own; the proxy passes on that of the client")
+        _refuse("query", "must be set by the proxy, which passes on the client's query instead")
     if len(query) > MAX_QUERY_BYTES:
         _refuse("query", f"must be at most {MAX_QUERY_BYTES} bytes")
     given = parse_qsl(query, keep_blank_values=True)
@@ -351,8 +351,8 @@ class ForwardAuth:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "forwarding headers of %s are ignored from peers that are not in TRUSTED_PROXIES: their checks count"
-                " for the peer's address and the endpoint %s; further ones are only counted",
+                "forwarding headers of %s are ignored from peers that are not in TRUSTED_PROXIES: their checks"
+                " count for the peer's address and the endpoint %s; later ones are only counted, not logged",
                 AUTH_PATH,
                 UNMATCHED,
             )

@@ -190,7 +190,7 @@ def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except RpcError as error:
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             raise _too_large(max_bytes) from None
-        raise RpcError(StatusCode.INVALID_ARGUMENT, "the body is no gzip") from None
+        raise RpcError(StatusCode.INVALID_ARGUMENT, "the body is not gzip") from None
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

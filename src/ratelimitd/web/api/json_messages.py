@@ -125,7 +125,7 @@ def _value_of(body: bytes, bounds: Bounds) -> object:
             parse_constant=_no_constant,
         )
     except json.JSONDecodeError as error:
-        _refuse(f"is no JSON at line {error.lineno}, column {error.colno}")
+        _refuse(f"is not JSON at line {error.lineno}, column {error.colno}")
     except RecursionError:
         _refuse("is nested too deeply")
 
@@ -165,7 +165,7 @@ class _Reading:
         for name, content in value.items():
             field = fields.get(name)
             if field is None:
-                self._complain(path + _shown(name), f"is no field of {message.DESCRIPTOR.name}")
+                self._complain(path + _shown(name), f"is not a field of {message.DESCRIPTOR.name}")
             elif field in seen:
                 self._complain(path + field.name, "must be given under one of its names")
             elif content is not None:  # null stands for the default, as in proto3 JSON

@@ -161,7 +161,7 @@ class BacktestPage:
         if file is None:
             problem = f"There are more than {MAX_RULES} rules: use ratelimitd backtest."
         elif not paths:
-            problem = "Nothing was recorded then."
+            problem = "No checks were recorded in this time."
         else:
             report, problem = await _replayed(paths, file)
             return {"status_code": 200 if report else 500, "report": report, "problem": problem}
@@ -214,7 +214,10 @@ class _Replay:
         if self.is_running:
             return None
         if self._task.cancelled():
-            return {"status_code": 409, "problem": "The replay was ended: its page was left."}
+            return {
+                "status_code": 409,
+                "problem": "The replay was stopped, because its page was left.",
+            }
         return self._task.result()
 
 
@@ -302,4 +305,4 @@ def _failure(status: int, told: str) -> str:
     if error:
         return error.strip()
     _log.error("a replay failed with status %d: %s", status, told[-MAX_LOGGED:])
-    return f"The replay failed with status {status}. The log of the node has what it told."
+    return f"The replay failed with status {status}. Its output is in the log of the node."

@@ -52,7 +52,7 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
         Cause.CROSS_SITE: Answer(
             403,
             "This request came from another site",
-            "Nothing was changed. Forms are taken from pages of this node only: open it here and send it again.",
+            "Nothing was changed. Forms are accepted only from pages of this node: open it here and send it again.",
         ),
         Cause.FORM_TOKEN: Answer(
             403,
@@ -95,7 +95,7 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
         Cause.UNKNOWN_USER: Answer(
             403,
             "You have no role here",
-            "The user whom the proxy names has no entry in TOKENS_FILE, or one with a token or an end that has passed.",
+            "The user whom the proxy names has no entry in TOKENS_FILE, or its entry has a token or has expired.",
         ),
     }
 )

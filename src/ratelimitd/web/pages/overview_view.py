@@ -70,7 +70,7 @@ BAD: Final = "bad"
 _POINT: Final = 0.01
 """Precision of a rounded ratio."""
 
-_TOO_FEW: Final = ", once there are checks enough to tell"
+_TOO_FEW: Final = ", once there are enough checks"
 
 
 class Tile(NamedTuple):
@@ -211,7 +211,7 @@ def _verdict(alive: Sequence[NodeStatus], unheard: str) -> tuple[str, str]:
 
 def _health_text(alive: Sequence[NodeStatus], unheard: str) -> str:
     if unheard:
-        return f"what the other nodes do has been unknown for {unheard}"
+        return f"the state of the other nodes has been unknown for {unheard}"
     if len(alive) == 1:
         return ""
     healthy = sum(status.healthy for status in alive)
@@ -304,7 +304,7 @@ def _advice(alive: Sequence[NodeStatus], on_breaker_open: str) -> str:
         return ""
     return (
         f"While its breaker is open a node {does} every check (ON_BREAKER_OPEN={on_breaker_open})."
-        " With ON_BREAKER_OPEN=local, which we recommend, it goes on limiting by what it knows."
+        " With ON_BREAKER_OPEN=local, which we recommend, it keeps limiting by the buckets it knows."
     )
 
 

@@ -32,7 +32,7 @@ DONE: Final = {
 }
 """Messages after a write."""
 
-STALE: Final = "Somebody changed this assignment meanwhile, so nothing was stored."
+STALE: Final = "This assignment was changed meanwhile, so nothing was stored."
 
 _SEARCH_FIELDS: Final = ("plan", "identifier_type", "identifier_prefix", "page_token")
 

@@ -159,10 +159,12 @@ _COMES_BACK: Final = (
 _OTHER_BUCKETS: Final = (
     "What was spent under the old endpoint and identifier type does not count under the new ones."
 )
-_ORDER: Final = "Every limit stays as it is. Their order decides nothing, but which of equal ones an answer names."
+_ORDER: Final = (
+    "Every limit stays as it is. Their order only decides which of equal limits an answer names."
+)
 _AFRESH: Final = (
-    "All buckets start afresh: window and algorithm belong to a bucket, so a used-up limit is whole"
-    " again. The old buckets stay until they expire; taking this change back finds them, with what was spent."
+    "All buckets start full: a bucket belongs to one window and algorithm, so a used-up limit is whole again."
+    " The old buckets stay until they expire; reverting this change finds them, with what was spent."
 )
 
 
@@ -187,7 +189,7 @@ def _plans_edited(was: Rule, will: Rule) -> list[str]:
             told += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
         else:
             shown = "; ".join(map(limit_summary, limits))
-            told.append(f"Who is assigned to the plan {name} has limits of its own: {shown}.")
+            told.append(f"Identities assigned to the plan {name} have their own limits: {shown}.")
     return told
 
 
@@ -198,7 +200,7 @@ def _numbers(limit: Limit) -> list[Any]:
 def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
     before = {limit.name: limit for limit in was}
     after = {limit.name: limit for limit in will}
-    told = [f"There is no limit {name} from now on." for name in before if name not in after]
+    told = [f"The limit {name} is removed." for name in before if name not in after]
     for name, limit in after.items():
         if name not in before:
             told.append(f"{name}: {limit_summary(limit)} from now on, and all buckets are full.")

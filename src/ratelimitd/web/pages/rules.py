@@ -41,10 +41,8 @@ DONE: Final[Mapping[str, str]] = {
 """Messages after a write."""
 
 TAKEN: Final = "another rule has this endpoint and identifier type"
-STALE: Final = "Somebody changed this rule meanwhile, so nothing was stored."
-GONE: Final = (
-    "Somebody deleted this rule meanwhile, so nothing was stored. Sent again, it is a new rule."
-)
+STALE: Final = "This rule was changed meanwhile, so nothing was stored."
+GONE: Final = "This rule was deleted meanwhile, so nothing was stored. Sending the form again creates a new rule."
 
 
 class RulesPages:
@@ -180,7 +178,7 @@ class RulesPages:
             return self._missing(request)
         form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
         if form is None:
-            text = "No limit of this rule has this name and only observes."
+            text = "This rule has no observed limit with this name."
             return self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
@@ -338,5 +336,5 @@ class RulesPages:
         )
 
     def _missing(self, request: Request) -> Response:
-        text = "It was deleted, or never was. The changes tell which."
+        text = "It was deleted, or never existed. The list of changes shows which."
         return self._frame.message(request, "There is no such rule", text, 404)

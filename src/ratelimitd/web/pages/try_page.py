@@ -36,7 +36,7 @@ WORDS: Final[Mapping[int, str]] = {
 MATCH_WORDS: Final[Mapping[int, str]] = {
     Match.DISABLED: "disabled",
     Match.OVERRIDDEN: "the endpoint has a rule of its own",
-    Match.NOT_NAMED: "the check names nobody of this type",
+    Match.NOT_NAMED: "the check names no identity of this type",
     Match.PASSED_OVER: "passed over, because of a plan",
 }
 SAID: Final[Mapping[tuple[bool, bool], str]] = {

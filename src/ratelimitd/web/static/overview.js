@@ -82,12 +82,12 @@ function watch() {
   events.addEventListener('error', () => {
     if (events.readyState !== EventSource.CLOSED) return;
     last = 0;
-    say('Not live: load the page again, or wait.');
+    say('Not live: reload the page, or wait.');
     setTimeout(watch, REFUSED_MS);
   });
 }
 
 setInterval(() => {
-  if (last && Date.now() - last > SILENCE_MS) say('No news from this node: what is shown is old.');
+  if (last && Date.now() - last > SILENCE_MS) say('No updates from this node: the figures are old.');
 }, 1_000);
 watch();

@@ -82,7 +82,7 @@ def test_timely_checks_need_no_warning():
 
 
 @pytest.mark.parametrize(
-    ("waited", "why"), [(0, "the generator did not keep up"), (2, "--concurrency allows")]
+    ("waited", "why"), [(0, "the generator did not keep up"), (2, "all --concurrency checks")]
 )
 def test_late_checks_are_warned_of_with_the_reason(waited, why):
     [warning] = warnings(result(delays_us=[5_000] * 100, waited=waited))

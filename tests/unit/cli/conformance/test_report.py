@@ -120,7 +120,7 @@ def test_run_without_results_has_not_passed():
 def test_real_time_report_has_the_tolerances():
     how = RealTime(30_000_000, 20_000)
     assert printed(RIGHT, how=how)[-1] == (
-        "in real time: every answer came within 20 ms, and may tell times that differ by 1 s"
+        "in real time: every answer came within 20 ms, and its times may differ by 1 s"
     )
     report = as_json([RIGHT], "h:1", how)
     assert (report["clock"], report["tolerance_ms"]) == ("server", 20.0)

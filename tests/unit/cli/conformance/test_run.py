@@ -131,7 +131,7 @@ def test_case_with_refused_rules_is_skipped():
     run = Runner(client, [CASE, POLICY], places, name="c", time=SetTime(ManualClock()))
     first, second = run.with_virtual_time(one_batch=True)
     assert not first.not_judged
-    assert (second.not_judged, second.checks) == ("the server takes no such rules: one limit", [])
+    assert (second.not_judged, second.checks) == ("the server refuses these rules: one limit", [])
     assert {request.endpoint for batch in client.asked[:1] for request in batch} == {"/0"}
 
 

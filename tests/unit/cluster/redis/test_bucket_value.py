@@ -149,7 +149,9 @@ def test_slots_have_no_state():
 
 @pytest.mark.parametrize(("rule", "value"), WRONG.values(), ids=WRONG)
 def test_a_malformed_bucket_is_an_error_without_the_value(rule, value):
-    with pytest.raises(StoreCorruptError, match=r"something else where a bucket should be$"):
+    with pytest.raises(
+        StoreCorruptError, match=r"a value that is not a bucket under a bucket's key$"
+    ):
         state_of(value, rule)
 
 

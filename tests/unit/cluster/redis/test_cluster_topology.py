@@ -171,7 +171,9 @@ async def test_an_incomplete_map_is_used_and_read_again_soon(monkeypatch):
         )
         topology = ClusterTopology(url, options, lambda: changes.append(len(asked_for)))
         await topology.start()
-        assert lines == ["the map of the Cluster cannot be read: the server knows of no Cluster"]
+        assert lines == [
+            "the map of the Cluster cannot be read: the server is not part of a Cluster"
+        ]
         await soon(lambda: changes)
         low, high = (tag_between(0, SLOTS // 2), tag_between(SLOTS // 2, SLOTS))
         assert isinstance(await asked(topology.of_tag(high).send, (b"GET",)), StoreUnavailableError)
@@ -219,7 +221,7 @@ async def test_an_unavailable_server_that_left_the_cluster_is_reported(cluster):
     await away.close()
     other = Server(*_address(topology.all()[1].name))
     topology._take((other,) * TAGS)
-    assert lines == [f"shared state at {away.name}: has no part of the keys any more"]
+    assert lines == [f"shared state at {away.name}: no longer serves any keys"]
     await topology.close()
 
 

@@ -382,7 +382,7 @@ async def test_malformed_replies_end_the_connection(octets):
     told = await setup.asked()
     setup.connection.data_received(octets)
     assert setup.transport.aborted
-    assert str(told[0]) == "the shared state does not speak its protocol"
+    assert str(told[0]) == "the shared state does not speak the Redis protocol"
 
 
 @pytest.mark.parametrize("header", [b"*2147483647\r\n", b"%100000\r\n", b"$1000000\r\n"])
@@ -400,7 +400,7 @@ async def test_a_header_that_announces_too_much_is_not_parsed_even_if_split(head
                 if part and not setup.transport.aborted:
                     setup.connection.data_received(part)
             assert setup.transport.aborted
-            assert str(setup.lost[0]) == "the shared state does not speak its protocol"
+            assert str(setup.lost[0]) == "the shared state does not speak the Redis protocol"
 
 
 async def test_a_reply_as_long_as_the_bound_is_read():
@@ -419,7 +419,7 @@ async def test_an_endless_reply_ends_the_connection():
         setup.connection.data_received(element)
         fed += len(element)
     assert MAX_REPLY_BYTES < fed + len(b"*99999\r\n") <= MAX_REPLY_BYTES + len(element)
-    assert str(told[0]) == "the shared state does not speak its protocol"
+    assert str(told[0]) == "the shared state does not speak the Redis protocol"
 
 
 async def test_many_long_replies_do_not_exceed_the_limit_of_one():
@@ -474,7 +474,7 @@ async def test_a_dripping_reply_fails_at_the_deadline_of_its_request():
 async def test_an_unrequested_reply_ends_the_connection():
     setup = Setup()
     setup.connection.data_received(b"+hello\r\n")
-    assert str(setup.lost[0]) == "the shared state answered what was not asked"
+    assert str(setup.lost[0]) == "the shared state sent a reply without a request"
 
 
 async def test_a_subclass_may_handle_unrequested_replies_and_continue():
@@ -491,7 +491,7 @@ async def test_a_subclass_may_handle_unrequested_replies_and_continue():
 async def test_an_error_before_a_close_is_the_reason_of_the_loss():
     setup = Setup()
     setup.connection.data_received(b"-ERR max number of clients reached\r\n")
-    assert str(setup.lost[0]) == "the shared state has as many clients as it takes"
+    assert str(setup.lost[0]) == "the shared state has reached its maximum of clients"
 
 
 async def test_a_callback_may_drop_the_connection():

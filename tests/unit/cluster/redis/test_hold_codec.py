@@ -92,7 +92,7 @@ def test_the_result_of_a_step_is_decoded(stepped):
     ],
 )
 def test_a_malformed_reply_to_a_hold_is_an_error(reply):
-    with pytest.raises(StoreCorruptError, match="answered a hold with something else"):
+    with pytest.raises(StoreCorruptError, match="to a hold is malformed"):
         hold_reply(CALL, reply)
 
 
@@ -108,5 +108,5 @@ def test_a_malformed_reply_to_a_hold_is_an_error(reply):
     ],
 )
 def test_a_malformed_reply_to_a_step_is_an_error(reply):
-    with pytest.raises(StoreCorruptError, match="answered a step of a hold with something else"):
+    with pytest.raises(StoreCorruptError, match="to a step of a hold is malformed"):
         step_reply(STEP, reply)

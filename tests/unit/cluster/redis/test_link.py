@@ -350,7 +350,7 @@ async def test_a_server_at_its_maximum_of_clients_is_unavailable(valkey):
         ):
             assert (first.connected, second.connected) == (True, False)
             reply = await asked(second.send, (b"PING",))
-            assert str(reply) == "the shared state has as many clients as it takes"
+            assert str(reply) == "the shared state has reached its maximum of clients"
             assert len(lines) == 1
     finally:
         async with linked(at(valkey)) as link:

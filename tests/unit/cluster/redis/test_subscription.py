@@ -105,7 +105,7 @@ async def test_a_missing_permission_to_subscribe_is_reported_once_until_granted(
         assert lines == ["messages of c: the shared state answered NOPERM"]
         valkey.ask("ACL", "SETUSER", "node", "&c")
         await soon(lambda: heard.began)
-    assert lines[1:] == ["messages of c: heard again"]
+    assert lines[1:] == ["messages of c: received again"]
     valkey.ask("ACL", "DELUSER", "node")
 
 

@@ -118,7 +118,9 @@ def test_the_maximum_number_of_descriptors_is_accepted():
 def test_refunds_together_with_checks_are_refused():
     request = request_of("edge", ADA, [("hold", "text")])
     request.descriptors[1].is_negative_hits = True
-    with pytest.raises(CheckInvalidError, match=r"descriptors\[1\]\.is_negative_hits: hits are"):
+    with pytest.raises(
+        CheckInvalidError, match=r"descriptors\[1\]\.is_negative_hits: a request that gives back"
+    ):
         checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
 
 

@@ -132,7 +132,7 @@ async def test_an_error_names_the_descriptor_and_leaves_the_earlier_ones_settled
 async def test_an_ended_hold_stays_charged(node):
     text = await hold(node)
     node.clock.advance(seconds=30)
-    with pytest.raises(HoldEndedError, match=r"^descriptors\[0\]: its time is over"):
+    with pytest.raises(HoldEndedError, match=r"^descriptors\[0\]: the hold has expired"):
         await send(node, giving_back((named(text), 1)))
     assert free(node) == 3 - HELD
 

@@ -164,7 +164,7 @@ async def test_invalid_parameter_is_refused_by_name(node, query, field):
 async def test_forwarded_client_query_is_refused(node, query):
     answer = await node.pass_on("/orders?endpoint=/cheap", query=query)
     assert answer.status_code == (403 if "deny" in query else 400)
-    assert "passes on that of the client" in answer.text
+    assert "passes on the client's query" in answer.text
     assert not node.asked
     assert (await node.pass_on("/orders?page=2", query="endpoint=/x")).status_code == 200
 

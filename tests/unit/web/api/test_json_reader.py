@@ -117,15 +117,15 @@ def test_any_value_is_read_or_refused_with_an_encodable_error(message_class, val
 
 
 def test_invalid_name_is_reported_as_such():
-    assert complaints(b'{"a\\ud800": 1}') == {"a\ufffd": "is no field of RateLimitRequest"}
+    assert complaints(b'{"a\\ud800": 1}') == {"a\ufffd": "is not a field of RateLimitRequest"}
 
 
 def test_error_quotes_the_start_of_a_long_name():
     assert complaints(b'{"' + b"k" * 1_000 + b'": 1}') == {
-        "k" * MAX_NAME + "…": "is no field of RateLimitRequest"
+        "k" * MAX_NAME + "…": "is not a field of RateLimitRequest"
     }
     name = "k" * MAX_NAME
-    assert complaints(f'{{"{name}": 1}}'.encode()) == {name: "is no field of RateLimitRequest"}
+    assert complaints(f'{{"{name}": 1}}'.encode()) == {name: "is not a field of RateLimitRequest"}
 
 
 @pytest.mark.parametrize("message_class", REQUESTS, ids=lambda found: found.__name__)
@@ -147,9 +147,9 @@ def test_any_bytes_are_read_or_refused(body):
 @pytest.mark.parametrize(
     ("body", "description"),
     [
-        (b"", "is no JSON at line 1, column 1"),
-        (b"{", "is no JSON at line 1, column 2"),
-        (b'{"identifier":\n}', "is no JSON at line 2, column 1"),
+        (b"", "is not JSON at line 1, column 1"),
+        (b"{", "is not JSON at line 1, column 2"),
+        (b'{"identifier":\n}', "is not JSON at line 2, column 1"),
         (b"[]", "must be a JSON object"),
         (b"null", "must be a JSON object"),
         (b'{"identifier":"\xff"}', "must be valid UTF-8"),
@@ -184,7 +184,7 @@ def test_every_invalid_field_is_named_without_its_value():
         "tokens_requested": "must be an integer",
         "timestamp": "must be an integer of 64 bits",
         "peek": "must be true or false",
-        "burst": "is no field of RateLimitRequest",
+        "burst": "is not a field of RateLimitRequest",
     }
     assert "secret" not in str(found)
 

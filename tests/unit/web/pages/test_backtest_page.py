@@ -128,7 +128,7 @@ async def test_event_loop_is_not_blocked_while_rules_are_read_and_written(
 async def test_window_without_checks_is_reported(visitor, window):
     status, text = await replay(visitor, window)
     assert status == 409
-    assert "Nothing was recorded then." in text
+    assert "No checks were recorded in this time." in text
 
 
 async def test_large_book_is_left_to_the_command(visitor, monkeypatch):
@@ -148,7 +148,7 @@ async def test_damaged_trace_is_reported(visitor, trace):
     file.write_bytes(file.read_bytes()[:-1])
     status, text = await replay(visitor)
     assert status == 500
-    assert ".trace is cut: the block at byte" in text
+    assert ".trace is truncated: the block at byte" in text
 
 
 @pytest_asyncio.fixture
@@ -204,7 +204,7 @@ async def test_replay_ends_after_its_page_is_left(visitor, monkeypatch):
     while "Refresh" in (answer := await visitor.get(page)).headers:
         pass
     assert answer.status_code == 409
-    assert "The replay was ended: its page was left." in text_of(answer)
+    assert "The replay was stopped, because its page was left." in text_of(answer)
 
 
 async def test_request_for_the_result_postpones_the_end_of_a_replay(visitor, slow, monkeypatch):
@@ -241,8 +241,8 @@ async def test_replay_is_ended_at_its_time_limit(visitor, monkeypatch):
         ("import os; os.kill(os.getpid(), 9)", "The replay was killed, as when memory runs out."),
         ("import os; os.kill(os.getpid(), 15)", "The replay was ended by signal 15: Terminated."),
         ("import os; os.kill(os.getpid(), 64)", "The replay was ended by signal 64: "),
-        ("raise KeyError", "The replay failed with status 1. The log"),
-        ("print('no report')", "The replay failed with status 0. The log"),
+        ("raise KeyError", "The replay failed with status 1. Its output"),
+        ("print('no report')", "The replay failed with status 0. Its output"),
         ("raise SystemExit('Warning: of no matter\\nError: one\\n  two')", "one two"),
     ],
 )
@@ -293,7 +293,7 @@ async def test_nothing_can_be_selected_without_recording():
         assert "This node records no checks" in text_of(await visitor.get("/backtest"))
         status, text = await replay(visitor)
         assert status == 409
-        assert "Nothing was recorded then." in text
+        assert "No checks were recorded in this time." in text
 
 
 async def test_missing_directory_counts_as_empty(visitor, trace):

@@ -161,7 +161,7 @@ def test_hit_ratio_below_its_bound_is_not_rounded_up_to_it(ratio, shown):
 def test_condition_met_because_of_few_checks_is_marked(condition, few):
     shown = view(node_of(status_of(**few)))
     assert shown.conditions[condition].met
-    assert shown.conditions[condition].wanted.endswith("once there are checks enough to tell")
+    assert shown.conditions[condition].wanted.endswith("once there are enough checks")
     assert not view().conditions[condition].wanted.endswith("to tell")
 
 
@@ -228,7 +228,7 @@ def test_state_of_unread_nodes_is_unknown():
     other = node_of(status_of("n2"), is_this=False, age_s=14.0)
     shown = view(node_of(), other, unheard_s=12.4)
     assert (shown.verdict, shown.tone, shown.unheard) == ("UNKNOWN", WARN, "12\u202fs")
-    assert shown.health_text == "what the other nodes do has been unknown for 12\u202fs"
+    assert shown.health_text == "the state of the other nodes has been unknown for 12\u202fs"
     assert [row.state for row in shown.nodes] == ["healthy", "not heard for 12\u202fs"]
     assert shown.gone == 0
     cut_off = node_of(status_of(healthy=False, shared_state_connected=False))

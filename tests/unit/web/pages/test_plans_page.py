@@ -92,7 +92,7 @@ async def test_assignment_changed_meanwhile_is_not_removed(visitor):
     stale = {**ALICE, "etag": "stale", "step": "store"}
     answer = await visitor.post("/plans/unassign", stale)
     assert answer.status_code == 409
-    assert "Somebody changed this assignment meanwhile" in text_of(answer)
+    assert "This assignment was changed meanwhile" in text_of(answer)
     assert "user alice pro" in text_of(answer)
 
 

@@ -88,7 +88,7 @@ def test_lower_limit_caps_spent_tokens():
     ids=["window", "algorithm"],
 )
 def test_other_window_or_algorithm_starts_afresh(after):
-    assert "All buckets start afresh" in said(ORDERS, after)
+    assert "All buckets start full" in said(ORDERS, after)
 
 
 def test_disabled_or_deleted_rule_leaves_its_checks_to_the_next_rule():
@@ -179,7 +179,7 @@ class TestSeveralLimits:
         assert said(ORDERS, SEVERAL) == (
             "day: 10\u202f000 in 1 d, fixed window from now on, and all buckets are full."
         )
-        assert said(SEVERAL, ORDERS) == "There is no limit day from now on."
+        assert said(SEVERAL, ORDERS) == "The limit day is removed."
         assert (
             said(SEVERAL, replace(SEVERAL, more=(replace(DAY, limit=10_001, revision=4),)))
             == "day: What was spent stays spent, and everybody has 1 more at once."
@@ -241,7 +241,7 @@ class TestSeveralLimits:
         assert RuleForm.of_rule(replace(rule, more=(week,))).checked().more[0].calendar == (
             Period.WEEK, "UTC", 1,
         )  # fmt: skip
-        assert said(rule, replace(rule, more=(week,))).startswith("day: All buckets start afresh")
+        assert said(rule, replace(rule, more=(week,))).startswith("day: All buckets start full")
         lower = said(rule, replace(rule, more=(replace(month, limit=1),)))
         assert lower.startswith("day: What was spent stays spent, but counts as the new limit")
 
@@ -263,7 +263,7 @@ class TestSeveralLimits:
         [row] = [row for row in differences(None, rule) if row.label == "Limit default"]
         assert row.after == "the first, a month from day 15 of Europe/Berlin"
         assert said(rule, replace(rule, calendar=Calendar(Period.MONTH, "UTC"))).startswith(
-            "default: All buckets start afresh"
+            "default: All buckets start full"
         )
 
     @pytest.mark.parametrize(
@@ -346,7 +346,9 @@ class TestPlans:
             "Plans",
             "pro: day 10\u202f000 in 1 d, fixed window",
         )
-        assert said(ORDERS, self.WITH).startswith("Who is assigned to the plan pro has limits of")
+        assert said(ORDERS, self.WITH).startswith(
+            "Identities assigned to the plan pro have their own limits"
+        )
         assert said(self.WITH, ORDERS) == "The plan pro has the rule's own limits."
         more = replace(ORDERS, plans=(Plan("pro", (replace(DAY, limit=10_001),)),))
         assert said(self.WITH, more).startswith("Plan pro: day: What was spent stays spent, and")

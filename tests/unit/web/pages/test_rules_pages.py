@@ -106,7 +106,7 @@ async def test_limits_are_added_renamed_reordered_and_removed_in_the_form(visito
         (f"{day}\r\n{hour}\r\n", ["default", "day", "hour"], "Limit hour"),
         (f"{hour}\r\n\r\n{day}", ["default", "hour", "day"], "Order of limits"),
         (f"{hour}\r\n{day.replace('day', 'd')}", ["default", "hour", "d"], "Limit d"),
-        (hour, ["default", "hour"], "There is no limit d from now on."),
+        (hour, ["default", "hour"], "The limit d is removed."),
     ):
         form = await visitor.get(f"/rules/{rule.id}")
         edit = {**RULE, "etag": hidden_in(form.text)["etag"], "more": typed}
@@ -129,7 +129,7 @@ async def test_observed_limit_is_promoted_after_a_preview(visitor, node):
     assert f'href="{address}">Enforce candidate</a>' in form.text
     preview = await visitor.get(address)
     assert "candidate denies from now on, and keeps what it counted." in preview.text
-    assert "There is no limit default from now on." in preview.text
+    assert "The limit default is removed." in preview.text
     await visitor.post(f"/rules/{rule.id}", {**hidden_in(preview.text), "step": "store"})
     [promoted] = book_of(node).rules()
     assert [(limit.name, limit.limit, limit.enforcement) for limit in promoted.limits] == [

@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 UNMARKED: Final = Mark()
 
-VALID_COST: Final = f"0 to {MAX_COST}, or a function that is no coroutine"
+VALID_COST: Final = f"0 to {MAX_COST}, or a function that is not a coroutine"
 
 
 def is_valid_cost(value: object) -> bool:
@@ -132,24 +132,24 @@ def limited(
 def _require_valid_hold(hold: object, settle: object, cost: object) -> None:
     if hold is None:
         if settle is not None:
-            message = "settle is for a view with hold"
+            message = "settle needs hold"
             raise ValueError(message)
         return
     if cost is not None:
-        message = "a view has either cost or hold"
+        message = "cost and hold exclude each other"
         raise ValueError(message)
     if not is_valid_cost(hold):
         message = f"hold must be {VALID_COST}"
         raise ValueError(message)
     if settle is not None and (not callable(settle) or inspect.iscoroutinefunction(settle)):
-        message = "settle must be a function that is no coroutine"
+        message = "settle must be a function that is not a coroutine"
         raise ValueError(message)
 
 
 def _misplaced(first: object, *_: object) -> TypeError:
     """Return the error for a positional argument, where other libraries have the limit."""
     if callable(first):
-        return TypeError("limited is called above a view, such as @limited(cost=2)")
+        return TypeError("limited must be called, such as @limited(cost=2)")
     return TypeError(
         "limited takes cost, endpoint, exempt, identifier_type, identities, hold, settle and on_unavailable, by their"
         " names, and no limit such as 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd"

@@ -132,7 +132,7 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "identities": (_is_function_or_none, "a function"),
     "api_key_header": (lambda name: name is None or _is_header_name(name), "the name of a header"),
     "forwarded_header": (_is_header_name, "the name of a header"),
-    "trusted_proxies": (_are_texts, "several texts, not one"),
+    "trusted_proxies": (_are_texts, "a sequence of strings, not one string"),
     "ipv6_prefix": (lambda bits: isinstance(bits, int), "a whole number"),
     "anonymous": (
         lambda value: value is None or (isinstance(value, Identity) and not value.is_empty),
@@ -145,22 +145,22 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     ),
     "observer": (
         lambda value: value is None or is_observer(value),
-        "an Observer, whose method decided is no coroutine function",
+        "an Observer whose method decided is not a coroutine function",
     ),
     "endpoint": (
         lambda value: value is None or _answers_at_once(value),
-        "a function that is no coroutine",
+        "a function that is not a coroutine",
     ),
     "unmatched": (lambda text: text is None or is_valid_endpoint(text), "a valid endpoint"),
     "with_method": (_is_bool, "True or False"),
-    "exempt": (_are_texts, "several texts, not one"),
+    "exempt": (_are_texts, "a sequence of strings, not one string"),
     "cost": (is_valid_cost, VALID_COST),
     "headers": (_is_bool, "True or False"),
     "x_ratelimit": (_is_bool, "True or False"),
     "policy": (lambda name: isinstance(name, str), "a text"),
     "denied_text": (
         lambda text: text is None or isinstance(text, str) or _answers_at_once(text),
-        "a text, or a function that is no coroutine",
+        "a string, or a function that is not a coroutine",
     ),
 }
 """Validity and description of each option, except those that other constructors validate."""

@@ -37,11 +37,11 @@ NO_IDENTITY: Final = (
 FUNCTION_FAILED: Final = (
     f"{UNCHECKED}a function of the options, or reading the framework's user, failed"
 )
-IDENTITIES_FAILED: Final = "counted for its first identity alone: the function identities failed"
+IDENTITIES_FAILED: Final = "counted for its first identity only: the function identities failed"
 LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
 LIMITER_FAILED_CLOSED: Final = "denied: the limiter raised an error"
-REFUSED: Final = "denied, since the node refuses such a check: "
-SETTLE_FAILED: Final = "settled with what was held: the function settle failed"
+REFUSED: Final = "denied: the node refuses the check: "
+SETTLE_FAILED: Final = "charged the held tokens: the function settle failed"
 TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")

@@ -106,7 +106,7 @@ def report_to(clock: Clock, *observers: Observer) -> Report:
         TypeError: one of them is no observer.
     """
     if not all(map(is_observer, observers)):
-        message = "observer must have a method decided that is no coroutine function"
+        message = "observer must have a method decided that is not a coroutine function"
         raise TypeError(message)
     throttle = LogThrottle(clock)
 

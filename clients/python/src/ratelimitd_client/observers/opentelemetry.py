@@ -18,7 +18,7 @@ class OpenTelemetryObserver:
         self._decisions = get_meter("ratelimitd_client", meter_provider=provider).create_counter(
             "ratelimitd.client.decisions",
             unit="{decision}",
-            description="Decisions on checks, by what decided and whether it allowed",
+            description="Decisions on checks, by source and outcome",
         )
 
     def decided(self, decision: Decision, endpoint: str, /) -> None:

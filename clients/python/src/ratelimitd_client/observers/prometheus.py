@@ -17,7 +17,7 @@ class PrometheusObserver:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._decisions = Counter(
             "rate_limiter_client_decisions",
-            "Decisions on checks, by what decided and whether it allowed",
+            "Decisions on checks, by source and outcome",
             ["endpoint", "reason", "allowed"],
             registry=registry,
         )

@@ -189,7 +189,7 @@ class Connection(Generic[CallT]):
         if self._block_id and (kind != payloads.CONTINUATION or stream_id != self._block_id):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
         if not self.is_ready and (kind != payloads.SETTINGS or flags & frames.ACK):
-            raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
 
     def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Process a frame of another type; unknown types are ignored."""
@@ -211,7 +211,7 @@ class Connection(Generic[CallT]):
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         self._own_window -= len(payload)
         if self._own_window < 0:
-            raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "more came than the window allows")
+            raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "more data came than the window allows")
         if self._own_window < WINDOW_BYTES // 2:
             self._out.append(frames.window_update(0, WINDOW_BYTES - self._own_window))
             self._own_window = WINDOW_BYTES
@@ -245,7 +245,7 @@ class Connection(Generic[CallT]):
 
     def _take_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not self._block_id:
-            raise PeerError(ErrorCode.PROTOCOL_ERROR, "there is no header block to continue")
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION came without a header block")
         self._count_useless()
         self._block += payload
         if len(self._block) > MAX_BLOCK_BYTES:
@@ -304,7 +304,9 @@ class Connection(Generic[CallT]):
             payloads.require_size(payload, 0)
             return
         if len(payload) % 6:
-            raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
+            raise PeerError(
+                ErrorCode.FRAME_SIZE_ERROR, "a frame has a size that its type does not allow"
+            )
         # Of repeated values only the last counts: each could change the windows of all calls.
         for name, value in dict(payloads.read_setting(payload)).items():
             self._set(name, value)
@@ -339,7 +341,9 @@ class Connection(Generic[CallT]):
 
     def _take_go_away(self, _flags: int, payload: bytes) -> None:
         if len(payload) < 8:  # noqa: PLR2004 - the last stream and the code
-            raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
+            raise PeerError(
+                ErrorCode.FRAME_SIZE_ERROR, "a frame has a size that its type does not allow"
+            )
         self.is_draining = True
         last_id = payloads.u32(payload)
         unprocessed = [call for id_, call in self._calls.items() if id_ > last_id]

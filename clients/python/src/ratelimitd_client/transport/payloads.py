@@ -82,7 +82,9 @@ def without_padding(flags: int, payload: bytes) -> bytes:
 def require_size(payload: bytes, size: int) -> None:
     """Raise PeerError unless a payload has the size of its type."""
     if len(payload) != size:
-        raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
+        raise PeerError(
+            ErrorCode.FRAME_SIZE_ERROR, "a frame has a size that its type does not allow"
+        )
 
 
 def encode_block(fields: Iterable[tuple[str, str]]) -> bytes:
