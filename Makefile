@@ -53,9 +53,12 @@ coverage: setup ## run the tests: the pure packages must be covered to every lin
 test-deep: setup ## run the tests of real clusters, the simulated ledger and generated input
 	@$(BIN)/python -m pytest -q -n 2 -m "deep and not long"
 
-.PHONY: test-system
-test-system: setup helm ## run the end-to-end tests of the installed command
+.PHONY: system-packages
+system-packages: setup helm ## build, and unpack or install, what the end-to-end tests need
 	@tools/system_packages.sh
+
+.PHONY: test-system
+test-system: system-packages ## run the end-to-end tests of the installed command
 	@$(BIN)/python -m pytest -q -n 2 -m "system and not long"
 
 .PHONY: test-pythons
@@ -63,8 +66,7 @@ test-pythons: setup ## run the tests of the core from the wheels with each newer
 	@$(BIN)/python tools/other_pythons.py
 
 .PHONY: test-long
-test-long: setup helm ## run the tests that take minutes
-	@tools/system_packages.sh
+test-long: system-packages ## run the tests that take minutes
 	@$(BIN)/python -m pytest -q -m long
 
 .PHONY: soak
