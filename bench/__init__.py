@@ -1,1 +1,1 @@
-"""Benchmarks: every figure beside a baseline of the same run. ``make bench`` runs them all."""
+"""Benchmarks: every figure has a baseline from the same run. ``make bench`` runs them all."""

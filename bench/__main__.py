@@ -56,7 +56,7 @@ PARTS: dict[str, Part] = {
 
 
 def main() -> None:
-    """Run the parts that were named, or all; a part that lacks a program fails alone."""
+    """Run the named parts, or all; a part that lacks a program fails on its own."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; peers")
     parser.add_argument(

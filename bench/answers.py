@@ -1,7 +1,7 @@
-"""Counts answered calls in the octets of a server, and stops at the first that is not a success.
+"""Counts answered calls in the bytes from a server, and stops at the first that is not a success.
 
-Every frame is looked at, so an answer counts once, wherever the reads cut it. A header block is decoded when it is
-seen for the first time; as long as the dynamic table stays as it is, the same octets mean the same.
+Parses every frame, so an answer counts once, regardless of read boundaries. Decodes a header block only when first
+seen; while the dynamic table is unchanged, equal bytes have equal meaning.
 """
 
 import re
@@ -18,7 +18,7 @@ from ratelimitd_wire.frames import (
 )
 
 WINDOW_BYTES = (1 << 30) - 1
-"""What the server may send, on each stream and on the connection, before we must grant more."""
+"""What the server may send on each stream and on the connection before it needs a window update."""
 DEFAULT_WINDOW_BYTES = 65_535
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 0x2, 0x3, 0x4
 
@@ -28,7 +28,7 @@ GREETING = (
     + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
 )
 
-# Type << 8 | flags; whatever is padded or goes on in another frame is none of these.
+# Type << 8 | flags; padded or continued frames match none of these.
 _DATA_END = FrameType.DATA << 8 | END_STREAM
 _HEAD = FrameType.HEADERS << 8 | END_HEADERS
 _HEAD_END = _HEAD | END_STREAM
@@ -37,7 +37,7 @@ NO_MESSAGE = "a call that ended without a message"
 
 
 class WrongAnswerError(Exception):
-    """The server did something else than answer with success; the run measures nothing."""
+    """The server did not answer with success; the run is invalid."""
 
     def __init__(self, what: object) -> None:
         super().__init__(f"instead of a success: {what}")
@@ -46,8 +46,9 @@ class WrongAnswerError(Exception):
 class Answers:
     """The server's side of one connection with ``streams`` calls open at a time.
 
-    ``credit`` is how many octets of DATA the server still takes, ``to_send`` what the protocol wants said. The user
-    takes from the one and empties the other. With ``allowed`` each answer must have a message, and its DATA begin so.
+    ``credit`` is the number of DATA bytes that the server still accepts, ``to_send`` pending protocol output; the user
+    decrements the first and empties the second. With ``allowed``, each answer must have a message whose DATA matches
+    it.
     """
 
     def __init__(self, streams: int, allowed: re.Pattern[bytes] | None = None) -> None:
@@ -56,18 +57,18 @@ class Answers:
         self._streams = streams
         self._allowed = allowed
         self._unread = 0
-        """Messages that were verified, less the calls that ended."""
+        """Messages verified minus calls ended."""
         self._rest = b""
         self._owed = 0
         self._decoder = Decoder()
         self._good: dict[int, set[bytes]] = {_HEAD: set(), _HEAD_END: set()}
-        """Blocks of successes, by the kind of frame they came in."""
+        """Header blocks of successes, by the kind of their frame."""
 
     def feed(self, octets: bytes) -> int:
-        """Return how many calls these octets brought to their end.
+        """Return the number of calls that these bytes complete.
 
         Raises:
-            WrongAnswerError: one was no success, or the server ended the call or the connection.
+            WrongAnswerError: a call did not succeed, or the server ended the call or the connection.
         """
         octets = self._rest + octets
         at, last, answered = 0, len(octets) - FRAME_HEADER_BYTES, 0
@@ -115,7 +116,7 @@ class Answers:
             raise WrongAnswerError(fields)
         if before != list(self._decoder.header_table.dynamic_entries):
             for blocks in self._good.values():
-                blocks.clear()  # indexes have moved
+                blocks.clear()  # indexes have shifted
         else:
             self._good[kind].add(block)
 

@@ -1,7 +1,7 @@
-"""Arrivals by chance, told from another process: a callers' loop that is late must not make them late, too.
+"""Random arrivals, generated in another process so that delays in the callers' loop do not delay them.
 
-Run as ``python -m bench.arrivals PER_SECOND SECONDS``: writes, when it is due, each due time as a double, on the
-monotonic clock that all processes share.
+``python -m bench.arrivals PER_SECOND SECONDS`` writes each due time when it is due, as a double, on the monotonic clock
+that all processes share.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A million assignments: memory and look-up beside a plain dict, loading beside the bare driver, one edit, the loop."""
+"""A million assignments: memory and look-up vs. a dict, loading vs. the bare driver, one edit, event-loop delays."""
 
 import asyncio
 import sqlite3
@@ -34,7 +34,7 @@ def measure() -> list[Row]:
 
 
 def _identifier(number: int) -> bytes:
-    """One of 38 characters, as those of the buckets in :mod:`bench.memory`."""
+    """Return an identifier of 38 characters, as in the buckets of :mod:`bench.memory`."""
     return b"tenant-%031d" % number
 
 

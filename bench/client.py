@@ -1,8 +1,8 @@
-"""What one core of a caller gets out of a node: the client for asyncio beside grpcio alone, as many callers on both.
+"""Checks per second of one caller core: the asyncio client vs. plain grpcio, with equal numbers of callers.
 
-Each caller asks a check, waits for the answer, and asks the next. The node has one core and the callers the other, so
-the figures are theirs and not the node's. They take turns, and the best of each counts. Then checks arrive by chance,
-as requests do, however late the callers are.
+Each caller sends a check, waits for the answer, and sends the next. The node and the callers have one core each, so the
+callers are the bottleneck. The two alternate, and the best run of each counts. Then checks arrive at random, regardless
+of answers.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 CALLERS = (1, 64, 512)
 ROUNDS, SECONDS = 3, 1.5
 ARRIVALS = 5_000
-"""A second: what grpcio alone can do as well, on a core of its own."""
+"""Per second: a rate that grpcio alone also reaches on a core of its own."""
 TIMEOUT_S = 5.0
-"""No check of a run may be let through for the deadline."""
+"""Long enough that no check fails open on its deadline."""
 BLOCKING_CHECKS = 2_000
 BURST = 1_000
 IDENTIFIER = identifier(42)
@@ -38,7 +38,7 @@ Ask = Callable[[], Awaitable[bool]]
 
 
 def measure() -> list[Row]:
-    """Checks per second of one core, and what waiting for one check costs."""
+    """Measure checks per second of one core, and the latency of a single check."""
     with load_core(), node() as server:
         address = f"127.0.0.1:{server.port}"
         best = uvloop.run(_all(address))
@@ -67,7 +67,7 @@ def measure() -> list[Row]:
 
 
 async def _all(address: str) -> dict[tuple[str, int], tuple[float, float]]:
-    """Rate and p99 in ms by who asked and how many callers."""
+    """Return rate and p99 in ms by client and number of callers."""
     request = pb.RateLimitRequest(identifier=IDENTIFIER, identifier_type="user", endpoint=ENDPOINT)
     best: dict[tuple[str, int], tuple[float, float]] = {}
     async with (
@@ -113,7 +113,7 @@ async def _closed_loop(ask: Ask, callers: int) -> tuple[float, float]:
 
 
 async def _leased(client: AsyncRateLimiterClient) -> float:
-    """Checks a second that one core decides, of one bucket; the loop has its turn after each thousand."""
+    """Return the checks per second that one core decides on one bucket, yielding to the loop after each thousand."""
     check, count, end = client.check, 0, time.perf_counter() + SECONDS
     began = time.perf_counter()
     while time.perf_counter() < end:
@@ -125,7 +125,7 @@ async def _leased(client: AsyncRateLimiterClient) -> float:
 
 
 async def _by_chance(ask: Ask) -> float:
-    """The p99 in ms of checks that arrive whether others have been answered or not."""
+    """Return the p99 in ms of checks that arrive regardless of earlier answers."""
     loop = asyncio.get_running_loop()
     latencies_ms: list[float] = []
     under_way: set[asyncio.Task[None]] = set()

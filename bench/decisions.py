@@ -1,4 +1,4 @@
-"""The pure decision, and the whole of a check in the limiter, in ns; beside one update of a dict."""
+"""The pure decision, and a whole check in the limiter, in ns; vs. one update of a dict."""
 
 import itertools
 import time
@@ -21,7 +21,7 @@ NOW_US = 1_700_006_400_000_000
 
 
 def measure() -> list[Row]:
-    """Best of five rounds each."""
+    """Measure the best of five rounds each."""
     counts = {b"key": 0}
 
     def update() -> None:
@@ -45,7 +45,7 @@ def _decision(algorithm: Algorithm) -> Callable[[], None]:
 
 
 def embedded(rule: Rule) -> Limiter:
-    """The limiter of a node with buckets of its own and one rule."""
+    """Return the limiter of a node with local buckets and one rule."""
     limiter = Limiter(
         buckets=BucketTable(1_000_000),
         clock=SystemClock(),
@@ -64,7 +64,7 @@ def _check(algorithm: Algorithm) -> Callable[[], None]:
 
 
 def _rule(algorithm: Algorithm) -> Rule:
-    # A limit of 45 a second: the log of a sliding window holds about 45 entries, as in the specification's estimate.
+    # With a limit of 45 a second, the log of a sliding window holds about 45 entries, as the specification estimates.
     return Rule(
         "id", "/api/orders", IdentifierType.USER, limit=45, window_seconds=1, algorithm=algorithm
     )

@@ -1,4 +1,4 @@
-"""The baseline of the transport: a bare grpc.aio server that answers a fixed message. Prints its port."""
+"""The baseline of the transport: a bare grpc.aio server with a fixed answer. Prints its port."""
 
 import grpc
 import uvloop
@@ -7,10 +7,10 @@ ANSWER = b"\x08\x01\x10\xe7\x07\x18\x80\xf9\xd3\xaa\x06\x28\x01\x30\xe8\x07\x38\
 
 
 class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types of its own
-    """Answers every call, whatever it asks."""
+    """Answers every call."""
 
     def service(self, _call_details: object) -> grpc.RpcMethodHandler:
-        """The one handler there is."""
+        """Return the only handler."""
         return grpc.unary_unary_rpc_method_handler(_answer)
 
 

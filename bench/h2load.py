@@ -1,6 +1,6 @@
-"""The load of h2load (C, package nghttp2-client), which asks nghttpd and a node in the same way.
+"""Load from h2load (C, package nghttp2-client), in the same way for nghttpd and a node.
 
-It looks at the HTTP status only, so whoever asks a node by it has to see by other means that the checks were made.
+It checks only the HTTP status, so the caller must verify by other means that a node made the checks.
 """
 
 import re
@@ -18,7 +18,7 @@ WARM_UP_SECONDS = 1
 
 
 def installed() -> bool:
-    """Whether there is one."""
+    """Return whether h2load is installed."""
     return shutil.which("h2load") is not None
 
 
@@ -27,7 +27,7 @@ def h2load(
 ) -> Measured:
     """Measure ``file`` or ``one-key`` of :data:`bench.scripts.SCENARIOS` by one thread of h2load.
 
-    With one call at a time the latency is the mean of each call's own; else calls open at a time / rate.
+    With one call at a time, the latency is the mean over calls; else it is calls in flight / rate.
     """
     with tempfile.TemporaryDirectory() as directory:
         command = _command(server, scenario, shape, tls=tls, directory=Path(directory))
@@ -60,7 +60,7 @@ def _command(
 
 
 def _counted(output: str) -> tuple[int, float]:
-    """Calls that succeeded, and calls per second; all must have."""
+    """Return successful calls and calls per second; all calls must have succeeded."""
     done = re.search(r"(\d+) done, (\d+) succeeded, (\d+) failed, (\d+) errored", output)
     rate = re.search(r"finished in \S+, ([\d.]+) req/s", output)
     assert done, output
@@ -71,6 +71,6 @@ def _counted(output: str) -> tuple[int, float]:
 
 
 def _mean_us(log: Path) -> float:
-    """Each line: when it began, its status, how many µs it took."""
+    """Return the mean latency. Each line holds start time, status and duration in µs."""
     latencies_us = [int(line.split()[2]) for line in log.read_text().splitlines()]
     return sum(latencies_us) / len(latencies_us)

@@ -1,7 +1,7 @@
-"""HPACK: what it takes to decode the header block of a unary call, beside the ``hpack`` library on the same blocks.
+"""HPACK: the time to decode the header block of a unary call, vs. the ``hpack`` library on the same blocks.
 
-Clients such as grpc-go, grpc-java and grpcio put a fresh ``grpc-timeout`` into the dynamic table with each call, so
-their blocks never repeat: every index moves on, and the constant fields fall out of the table now and then.
+Clients such as grpc-go, grpc-java and grpcio add a new ``grpc-timeout`` to the dynamic table with each call, so their
+blocks never repeat: every index shifts, and the constant fields are evicted from time to time.
 """
 
 import gc
@@ -24,7 +24,7 @@ CONSTANT = [*HEAD, (b"grpc-timeout", b"5S")]
 
 
 def measure() -> list[Row]:
-    """Best of seven rounds each, in ns per block of nine fields."""
+    """Measure the best of seven rounds each, in ns per block of nine fields."""
     encoder = hpack.Encoder()
     blocks = {
         "nine indexed fields": [encoder.encode(CONSTANT) for _ in range(BLOCKS)],
@@ -73,7 +73,7 @@ def _library_decode() -> Callable[[bytes], Any]:
 
 
 def _best_ns(make: Callable[[], Callable[[bytes], Any]], blocks: list[bytes]) -> float:
-    """Decode all blocks in order, with a new decoder for each round."""
+    """Decode all blocks in order, with a new decoder per round."""
     best = float("inf")
     gc.collect()
     for _ in range(ROUNDS):

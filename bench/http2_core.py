@@ -1,8 +1,8 @@
-"""The HTTP/2 core alone: prebuilt octets of unary checks in, answers out, in µs per check.
+"""The HTTP/2 core alone: prebuilt bytes of unary checks in, answers out, in µs per check.
 
-No socket, no handler, no gRPC: ``receive``, ``send_unary`` and ``data_to_send``, as a turn of the event loop calls
-them. Beside it stands a bare loop that cuts the same octets into frames by their lengths and does nothing with them:
-what is left of the difference is what HTTP/2 costs.
+No socket, no handler, no gRPC: only ``receive``, ``send_unary`` and ``data_to_send``, as in one event-loop iteration.
+The baseline is a loop that splits the same bytes into frames by length and ignores them; the difference is the cost of
+HTTP/2.
 """
 
 import gc
@@ -32,11 +32,11 @@ REQUEST = b"\0\0\0\0\x2a" + bytes(42)
 MESSAGE = b"\0\0\0\0\x3c" + bytes(60)
 
 Reads = list[list[bytes]]
-"""Of each connection: its greeting, then one read after the other."""
+"""Per connection: its handshake, then one read after the other."""
 
 
 def measure() -> list[Row]:
-    """Best of five rounds each."""
+    """Measure the best of five rounds each."""
     shapes = {
         "4 connections x 16 streams": (4, 16, False),
         "16 connections x 64 streams": (16, 64, False),
@@ -53,7 +53,7 @@ def measure() -> list[Row]:
 
 
 def _reads(connections: int, streams: int, *, changing: bool) -> list[bytes]:
-    """What one connection sends: its share of the checks, so many in a read."""
+    """Return what one connection sends: its share of the checks, ``streams`` per read."""
     encoder, source = hpack.Encoder(), random.Random(9113)
 
     def check(stream_id: int) -> bytes:
@@ -71,7 +71,7 @@ def _reads(connections: int, streams: int, *, changing: bool) -> list[bytes]:
 
 
 def _answer(reads: Reads) -> int:
-    """Turns of a server, the connections one after the other; return how many checks were answered."""
+    """Run the iterations of a server over all connections; return the number of checks answered."""
     connections = [Connection() for _ in reads]
     answered = 0
     for turn in zip(*reads, strict=True):
@@ -87,7 +87,7 @@ def _answer(reads: Reads) -> int:
 
 
 def _cut(reads: Reads) -> int:
-    """Cut all that into frames; return how many checks there were."""
+    """Split all reads into frames; return the number of checks."""
     read_header, checks = frames.read_header, 0
     for turn in zip(*reads, strict=True):
         for octets in turn:

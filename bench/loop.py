@@ -1,6 +1,6 @@
-"""The longest turn of the event loop while a million buckets are created, evicted, swept, written and restored.
+"""The longest event-loop iteration while a million buckets are created, evicted, swept, written and restored.
 
-And how long one look at all buckets takes beside a loop that is never idle: what a killed node forgets.
+Also the duration of one pass over all buckets beside a busy loop: a killed node loses at most that much.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from ratelimitd.rules.book import RuleBook
 BUCKETS = 1_000_000
 CHECKS_PER_TURN = 50
 FORGOTTEN_S = 15
-"""The promise: what a killed node forgets at most."""
+"""The guarantee: a killed node loses at most this many seconds."""
 SECRET = bytes(32)
 RULE = Rule(
     "id",
@@ -47,7 +47,7 @@ Figures = dict[str, tuple[float, int, int]]
 
 
 def measure() -> list[Row]:
-    """In a process of its own, with the collector set as in a node."""
+    """Measure in a separate process, with the collector tuned as in a node."""
     with idle_control() as control, multiprocessing.get_context("spawn").Pool(1) as pool:
         figures, load_s, pass_s = pool.apply(_measure)
     rows = []
@@ -83,7 +83,7 @@ def _measure() -> tuple[Figures, float, list[float]]:
 
 
 class _Node:
-    """One life of a node as far as buckets are concerned, with the background jobs of :mod:`ratelimitd.node.node`."""
+    """One run of a node, limited to buckets, with the background jobs of :mod:`ratelimitd.node.node`."""
 
     def __init__(self, directory: Path) -> None:
         stats, clock = CheckStats(), SystemClock()
@@ -114,7 +114,7 @@ class _Node:
         self.background.start("snapshot", self.snapshot.run)
 
     async def check(self, first: int, count: int) -> None:
-        """Check so many identifiers once each, and give the loop its turn now and then."""
+        """Check ``count`` identifiers once each, yielding to the event loop now and then."""
         for start in range(first, first + count, CHECKS_PER_TURN):
             for number in range(start, start + CHECKS_PER_TURN):
                 self.limiter.check(
@@ -123,7 +123,7 @@ class _Node:
             await asyncio.sleep(0)
 
     async def check_until_a_pass_ends(self, first: int, count: int) -> None:
-        """Check identifiers until the pass that is under way, and its base, is complete."""
+        """Check identifiers until the current pass and its base are complete."""
         age_s = 0.0
         while self.snapshot.age_s >= age_s:
             age_s = self.snapshot.age_s
@@ -154,7 +154,7 @@ async def _two_lives(directory: Path) -> tuple[Figures, float, list[float]]:
 
     node = _Node(directory)
     assert node.restored == BUCKETS
-    # Checks of a quarter of them: the others still wait for theirs while the base is written.
+    # Checks of a quarter of them: the others are still pending while the base is written.
     for name in ("the first base after a restart with 1 M buckets", "the look after it"):
         await phase(name, node.check_until_a_pass_ends(BUCKETS, BUCKETS // 4))
     await node.background.stop()

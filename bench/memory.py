@@ -1,4 +1,4 @@
-"""Bytes of RSS per bucket, each algorithm in a process of its own; beside a plain dict of lists."""
+"""Bytes of RSS per bucket, each algorithm in a separate process; vs. a plain dict of lists."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ LOG_ENTRIES = 45
 
 
 def measure() -> list[Row]:
-    """A million buckets with a 38-character identifier: fresh, after random use, after all were replaced."""
+    """Measure a million buckets with 38-character identifiers: fresh, after random use, after all were replaced."""
     plain = _in_process(_plain_dict)["fresh"]
     rows = []
     for algorithm in (Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW):

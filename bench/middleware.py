@@ -1,8 +1,8 @@
-"""What the middleware adds to the latency of an application, beside what slowapi with Valkey adds to the same.
+"""The latency that the middleware adds to an application, vs. slowapi with Valkey on the same application.
 
-A FastAPI application on Uvicorn has one core; the load, the node and Valkey have the other. Each connection sends a
-request, waits for the answer, and sends the next. The application alone, with ratelimitd and with slowapi take turns,
-and the best of each counts; what is added is the difference to the application alone.
+A FastAPI application on Uvicorn has one core; the load, the node and Valkey share the other. Each connection sends a
+request, waits for the answer, and sends the next. The application alone, with ratelimitd, and with slowapi alternate,
+and the best of each counts; the added latency is the difference to the application alone.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from tests.servers import Valkey
 
 CONNECTIONS = (1, 8, 32)
 ROUNDS, SECONDS = 10, 0.5
-"""Many short ones: what else the machine does meets all three alike."""
+"""Many short rounds: other activity of the machine affects all three alike."""
 WARM_UP_REQUESTS = 200
 REQUEST = f"GET {ENDPOINT} HTTP/1.1\r\nHost: shop\r\n\r\n".encode()
 NONE, OURS, SLOWAPI = "no limiter", "ratelimitd", "slowapi"
 
 
 class Measured(NamedTuple):
-    """One round, or of several the best of each."""
+    """One round, or the best of several."""
 
     p50_ms: float
     p99_ms: float
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
 
 
 def measure() -> list[Row]:
-    """Latency added at p50 and p99, and requests per second, by how many connections there are."""
+    """Measure added latency at p50 and p99, and requests per second, by number of connections."""
     with (
         load_core(),
         tempfile.TemporaryDirectory() as directory,
@@ -59,7 +59,7 @@ def measure() -> list[Row]:
     rows = []
     for connections in CONNECTIONS:
         alone, ours, slowapi = (best[name, connections] for name in (NONE, OURS, SLOWAPI))
-        # One request after the other is where waiting for a thread of gRPC costs most, and blocking the loop nothing.
+        # Sequential requests are the worst case for waiting on a gRPC thread, and the best one for blocking the loop.
         at, beside = f"{connections} connections", "slowapi; aim 1"
         if connections == 1:
             at, beside = "1 connection", "slowapi"
@@ -115,7 +115,7 @@ class _Caller:
     async def ask(
         cls, port: int, name: str, requests: int = 1_000_000, *, until: float = float("inf")
     ) -> list[float]:
-        """Send so many requests one by one, or until then; how many ms each took."""
+        """Send ``requests`` requests one by one, or until ``until``; return the duration of each in ms."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         caller = cls(reader, writer)
         latencies_ms: list[float] = []
@@ -123,7 +123,7 @@ class _Caller:
             head = await caller._request()
             latencies_ms.append((time.perf_counter() - began) * 1000)
             assert head.startswith(b"HTTP/1.1 200 "), head
-            # A request that was let through unchecked has no such header.
+            # A request that failed open has no such header.
             assert (b"\r\nratelimit: " in head) is (name == OURS), head
         writer.close()
         await writer.wait_closed()

@@ -1,4 +1,4 @@
-"""The application of :mod:`bench.middleware`: one route, and before it the limiter that LIMITER names, or none."""
+"""The application of :mod:`bench.middleware`: one route, behind the limiter that LIMITER names, or none."""
 
 import os
 
@@ -14,24 +14,24 @@ from ratelimitd_client.middleware.asgi import RateLimitMiddleware, Scope
 
 IDENTIFIER = "user-000000000000000000000000000000042"
 TIMEOUT_S = 5.0
-"""No check of a run may be let through for the deadline."""
+"""Long enough that no check fails open on its deadline."""
 
 app = FastAPI()
 
 
 @app.get(ENDPOINT)
 async def orders() -> dict[str, str]:
-    """As little as an application does."""
+    """Return a minimal answer."""
     return {"orders": "none"}
 
 
 def identify(_: Scope) -> Identity:
-    """Who a request is counted for, as the rule of the benchmarks wants it."""
+    """Return the identity of a request for the rule of the benchmarks."""
     return Identity(IDENTIFIER)
 
 
 def identifier(request: Request) -> str:  # noqa: ARG001 - slowapi goes by the name of the argument
-    """The same for slowapi."""
+    """Return the same for slowapi."""
     return IDENTIFIER
 
 
@@ -40,7 +40,7 @@ match os.environ["LIMITER"].partition(" "):
         limiter = AsyncRateLimiterClient(address, timeout_s=TIMEOUT_S)
         app.add_middleware(RateLimitMiddleware, limiter, Options[Scope](identify=identify))
     case ("slowapi", _, url):
-        # As it comes: without headers, which would cost it a second round trip; of its two middlewares the faster.
+        # The default without headers, which would cost a second round trip; the faster of its two middlewares.
         app.state.limiter = Limiter(identifier, default_limits=["1000000000/day"], storage_uri=url)
         app.add_middleware(SlowAPIASGIMiddleware)
     case _:

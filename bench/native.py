@@ -1,8 +1,8 @@
-"""The native transport, a real node with everything on, beside nghttpd (C) and the grpcio transport in the same run.
+"""The native transport of a complete node, vs. nghttpd (C) and the grpcio transport in the same run.
 
-The server has one core, the load the other. nghttpd serves a file of 13 bytes with one thread: HTTP/2 in C that
-decides nothing. Where the calls of a row are all alike h2load asks both sides, else, and where it is not installed,
-:mod:`bench.replay` does. Limits to aim at stand beside the baselines; they hold on any machine, as they are ratios.
+The server has one core, the load the other. nghttpd serves a file of 13 bytes with one thread: HTTP/2 in C without
+decisions. h2load drives both sides where it is installed and the calls of a row are identical, else
+:mod:`bench.replay`. The targets are ratios to the baselines, so they hold on any machine.
 """
 
 import time
@@ -22,11 +22,11 @@ from ratelimiter.v1.ratelimiter_pb2_grpc import RateLimiterStub
 
 ROUNDS, SECONDS = 3, 2
 SHAPES = FEW, MANY, ONE = (4, 16), (16, 64), (1, 1)
-"""Connections, and calls open on each."""
+"""Connections, and calls in flight on each."""
 BUSY = 0.85
-"""A server that has a core, and load enough, is busy for all of the time but what the kernel needs."""
+"""Minimum busy fraction of a server with its own core and enough load; the kernel needs the rest."""
 EVERYTHING = ("--http-listen", "127.0.0.1:0")
-"""What a node has by default; the other parts leave the HTTP side out."""
+"""Default options of a node; the other parts omit the HTTP side."""
 ALIKE = "one-key"
 SEVERAL = "three-limits"
 VARIED = (SEVERAL, "identifiers", "go-timeouts", "grpcio-timeouts", "batch", "batch-one-key")
@@ -35,7 +35,7 @@ Ask = Callable[..., Measured]
 
 
 def measure() -> list[Row]:
-    """The best of several rounds for each; in a round all have their turn, so that no stall of the machine hits one.
+    """Measure the best of several rounds each. Servers alternate within a round, which spreads stalls of the machine.
 
     Raises:
         Missing: nghttpd is not installed.
@@ -109,7 +109,7 @@ def _best_of_rounds(asks: dict[str, Callable[..., Measured]]) -> dict[str, Measu
 
 
 def _warn(measured: dict[str, Measured]) -> None:
-    """Say where the server did not have its core for itself, or had too little to do: the rate means nothing then."""
+    """Warn if a server did not have its core to itself, or had too little load: its rate is then meaningless."""
     for name, one in measured.items():
         busy = one.rate * one.cpu_us / 1e6
         if busy < BUSY and not name.endswith(str(ONE)):
@@ -117,7 +117,7 @@ def _warn(measured: dict[str, Measured]) -> None:
 
 
 def _both(name: str, ours: Measured, beside: str, baseline: Measured) -> list[Row]:
-    """The rate, and what a check costs the server."""
+    """Return the rate, and the server's cost per check."""
     whom = beside.partition(";")[0]
     return [
         Row(name, ours.rate, "checks/s", beside, baseline.rate),
@@ -136,7 +136,7 @@ def _batches(name: str, ours: Measured, c: Measured) -> list[Row]:
 def _checked(
     ask: Ask, server: Server, scenario: str, shape: tuple[int, int], *, seconds: int
 ) -> Measured:
-    """Measure, and see that what was answered was also charged to the one key, where there is one key."""
+    """Measure, and verify that the answered checks were charged to the key, if there is one."""
     if scenario in (SEVERAL, "identifiers", "batch"):
         return ask(server, scenario, shape, seconds=seconds)
     with _charged(server.port) as spent:
@@ -148,7 +148,7 @@ def _checked(
 
 @contextmanager
 def _charged(port: int) -> Iterator[list[float]]:
-    """After the block: at most how many checks the bucket was charged with, as its level and the refill have it."""
+    """Yield a list that holds, after the block, an upper bound of the checks charged to the bucket."""
     spent: list[float] = []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         started, before = time.monotonic(), _remaining(channel)

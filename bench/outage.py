@@ -1,7 +1,7 @@
-"""What the requests of an application at load take while its rate limiter is away, beside those before.
+"""Latency of an application's requests under load while its rate limiter is unavailable, vs. before.
 
-One application for asyncio and one with threads that block, each behind the middleware in a real server, with the
-client's own deadline. Load, application and node share the machine.
+One asyncio application and one with blocking threads, each behind the middleware in a real server, with the client's
+default deadline. Load, application and node share the machine.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ MS = 1000
 
 
 def measure() -> list[Row]:
-    """Latencies in the outage, the longest wait for the limiter, and how soon it is asked again."""
+    """Measure latencies in the outage, the longest wait for the limiter, and the time until it is used again."""
     rows = []
     for server in SERVERS:
         for outage in OUTAGES:
@@ -47,7 +47,7 @@ def measure() -> list[Row]:
 
 
 def _measure(server: str, outage: str) -> tuple[list[Answer], list[Answer], float]:
-    """The answers before and in the outage, and how long after its end a request was checked."""
+    """Return the answers before and in the outage, and the time from its end to the first checked request."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         address, begin, end = OUTAGES[outage](Path(directory), stack)
         url = stack.enter_context(running_app(server, address, timeout_s=DEFAULT_TIMEOUT_S))

@@ -1,11 +1,10 @@
-"""What the page costs: throughput of a node that is watched, and how soon a browser shows the page of a large cluster.
+"""The cost of the page: throughput of a watched node, and the time until a browser shows the page of a large cluster.
 
-*First render* is the first contentful paint in a Chromium with an empty cache, the middle of several visits to a node
+*First render* is the first contentful paint in a Chromium with an empty cache: the median of several visits to a node
 with 10,000 rules in a cluster of 20.
 
-*Watched* is one open page with its stream of live numbers, and a scrape of ``/metrics`` each second. The load is an
-open loop at 70 % of what the node did before, then as much as it can do; watched and alone take turns, the best of each
-counts.
+*Watched* is one open page with its live stream, and a scrape of ``/metrics`` each second. The load is an open loop at
+70 % of the node's previous rate, then a closed one; watched and unwatched alternate, and the best of each counts.
 """
 
 import contextlib
@@ -29,12 +28,12 @@ LOAD = 0.7
 SCENARIO = "one-key"
 SCRAPE_S = 1.0
 HTTP_S = 10.0
-"""Longest wait for a part of an answer: live numbers come more often."""
+"""Longest wait for a part of an answer: live events are more frequent."""
 
 
 PAGES = {"/": f"{MANY_NODES} nodes", "/rules": f"{MANY_RULES:,} rules"}
 NOTHING = "/healthz"
-"""What a browser takes to show two letters."""
+"""Baseline of a browser: a page of two letters."""
 VISITS = 11
 FIRST_PAINT = """
 () => new Promise(resolve => new PerformanceObserver(paints => {
@@ -42,11 +41,11 @@ FIRST_PAINT = """
   if (first) resolve(first.startTime)
 }).observe({type: 'paint', buffered: true}))
 """
-"""In ms since the visitor asked for the page."""
+"""In ms since the start of the navigation."""
 
 
 def measure() -> list[Row]:
-    """All figures of one run.
+    """Measure all figures.
 
     Raises:
         Missing: there is no Chromium.
@@ -107,7 +106,7 @@ def _watched() -> list[Row]:
 
 @contextlib.contextmanager
 def _visitor(server: Server) -> Iterator[None]:
-    """Keeps the page of a node open and scrapes it, while the block runs.
+    """Keep the page of a node open and scrape it during the block.
 
     Raises:
         AssertionError: the node refused either, or ended the stream.
@@ -134,7 +133,7 @@ def _visitor(server: Server) -> Iterator[None]:
 
 
 def _watch(port: int, done: threading.Event) -> None:
-    """Read the stream of live numbers, as the page does."""
+    """Read the live stream, as the page does."""
     with contextlib.closing(_get(port, "/")) as connection:
         connection.getresponse().read()
     with contextlib.closing(_get(port, "/events")) as connection:

@@ -1,7 +1,7 @@
-"""What three nodes answer while their Valkey stands still, and until they limit again: as each ON_BREAKER_OPEN has it.
+"""Answers of three nodes, one per ON_BREAKER_OPEN, while their Valkey is paused, and the time until they limit again.
 
-Half of the checks are of three users who ask all the time, half of one who was never seen before. The settings are
-those of the defaults, so an open breaker is probed after 30 s.
+Half of the checks are of three users who check constantly, half of new users. Settings are the defaults, so an open
+breaker is probed after 30 s.
 """
 
 import tempfile
@@ -23,7 +23,7 @@ FAIL_OPEN = {pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR}
 
 
 def measure() -> list[Row]:
-    """Checks that were let through unjudged, beside all of the pause and the 35 s after it."""
+    """Measure checks allowed undecided, out of all during the pause and the 35 s after it."""
     return [row for pause_s in PAUSES_S for answer in ANSWERS for row in _measure(pause_s, answer)]
 
 

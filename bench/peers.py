@@ -1,7 +1,7 @@
-"""Other rate limiters beside us in one run: ``python -m bench peers --peer gubernator=127.0.0.1:1051,pid=4711 …``.
+"""Other rate limiters vs. a node in one run: ``python -m bench peers --peer gubernator=127.0.0.1:1051,pid=4711 …``.
 
-The peers run already, on this machine and best on the core of our node. All are asked in turn by :mod:`bench.replay`;
-every answer must allow its check, and where a peer says what remains the answers must account for what it charged.
+The peers must already run on this machine, ideally on the core of our node. :mod:`bench.replay` loads them in turn;
+every answer must allow its check, and if a peer reports remaining tokens, they must match the checks charged.
 """
 
 import argparse
@@ -27,14 +27,14 @@ WARM_UP_SECONDS = 1.0
 FORM = "KIND=127.0.0.1:PORT[,pid=PID]"
 HOSTS = ("127.0.0.1", "localhost")
 LISTENING = "0A"
-"""A state of a socket in /proc/net/tcp (include/net/tcp_states.h)."""
+"""Socket state in /proc/net/tcp (include/net/tcp_states.h)."""
 ROUNDED = 1
-"""Tokens: what remains is told in whole ones."""
+"""Tokens: remaining tokens are reported as integers."""
 NO_LIMIT = "no limit denies 4294967295 hits, so none is in force"
 
 
 class Peer(NamedTuple):
-    """A server that is ready. ``pids`` are those whose CPU time counts, none where that is left out."""
+    """A running server. ``pids`` are the processes whose CPU time counts, empty if unknown."""
 
     kind: str
     port: int
@@ -45,17 +45,17 @@ class Peer(NamedTuple):
 
 
 class PeerError(Exception):
-    """A peer did not do what it was asked; the run measures nothing."""
+    """A peer answered incorrectly; the run is invalid."""
 
     def __init__(self, peer: Peer, what: object) -> None:
         super().__init__(f"{peer}: {what}")
 
 
 def parse(text: str) -> Peer:
-    """Read ``KIND=127.0.0.1:PORT[,pid=PID]…``; without a pid whoever listens there.
+    """Parse ``KIND=127.0.0.1:PORT[,pid=PID]…``; without a pid, finds the processes that listen there.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is malformed.
     """
     found = re.fullmatch(r"([\w-]+)=([\w.]+):(\d{1,5})((?:,pid=\d+)*)", text)
     if not found or found[1] not in PROTOCOLS:
@@ -73,7 +73,7 @@ def parse(text: str) -> Peer:
 
 
 def listeners(port: int) -> Iterator[int]:
-    """The processes that listen on a port, as far as this user may see (proc_net(5), proc_pid_fd(5))."""
+    """Yield the processes that listen on a port, as far as visible to this user (proc_net(5), proc_pid_fd(5))."""
     tables = Path("/proc/net/tcp").read_text(), Path("/proc/net/tcp6").read_text()
     entries = [line.split() for table in tables for line in table.splitlines()]
     ours = f"{port:04X}", LISTENING
@@ -81,27 +81,27 @@ def listeners(port: int) -> Iterator[int]:
         f"socket:[{one[9]}]" for one in entries if (one[1].rpartition(":")[2], one[3]) == ours
     }
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # another user's, or ended
             if not sockets.isdisjoint(map(_target, (process / "fd").iterdir())):
                 yield int(process.name)
 
 
 def _target(fd: Path) -> str:
-    """What a descriptor is of; nothing if it was closed meanwhile, as the one that the list was read by."""
+    """Return the target of a descriptor; empty if closed meanwhile, such as the one that read the directory."""
     with contextlib.suppress(OSError):
         return str(fd.readlink())
     return ""
 
 
 def measure(peers: Sequence[Peer]) -> list[Row]:
-    """Measure the peers beside a node that is started for it.
+    """Measure the peers beside a newly started node.
 
     Raises:
-        PeerError: an answer did not allow its check, or a peer charged another number of checks.
+        PeerError: an answer did not allow its check, or a peer charged a different number of checks.
     """
     for peer in peers:
         look_at(peer)
-    # Other services of Envoy's protocol add no header fields unless told to.
+    # Other services of Envoy's protocol add no header fields by default.
     with load_core(), node("--transport", "native", "--envoy-fields", "none", *EVERYTHING) as ours:
         return beside(ours, peers)
 
@@ -115,10 +115,10 @@ def beside(
     seconds: float = SECONDS,
     warm_up: float = WARM_UP_SECONDS,
 ) -> list[Row]:
-    """Ask our node, by our protocol and by Envoy's, and every peer in turn, with each shape in each round.
+    """Load our node, by our protocol and by Envoy's, and every peer in turn, with each shape in each round.
 
     Raises:
-        PeerError: an answer did not allow its check, or a peer charged another number of checks.
+        PeerError: an answer did not allow its check, or a peer charged a different number of checks.
     """
     both = [Peer(kind, ours.port, (ours.pid,)) for kind in ("ratelimitd", "ratelimitd-envoy")]
     taken: dict[tuple[Peer, tuple[int, int]], list[Measured]] = {
@@ -135,10 +135,10 @@ def beside(
 
 
 def ask(peer: Peer, shape: tuple[int, int], *, seconds: float, warm_up: float) -> Measured:
-    """Measure one peer once, and see that it charged what it answered.
+    """Measure one peer once, and verify that it charged the checks it answered.
 
     Raises:
-        PeerError: an answer did not allow its check, or the peer charged another number of checks.
+        PeerError: an answer did not allow its check, or the peer charged a different number of checks.
     """
     started, before = time.monotonic(), _remaining(peer)
     try:
@@ -150,7 +150,7 @@ def ask(peer: Peer, shape: tuple[int, int], *, seconds: float, warm_up: float) -
     after = _remaining(peer)
     if before is None or after is None:
         return measured
-    # The second look took one; calls that were open at the end may have been charged or not.
+    # The second call of `_remaining` took one token; calls in flight at the end may or may not have been charged.
     charged = before - after - 1
     refilled = (time.monotonic() - started) * PROTOCOLS[peer.kind].refill
     if charged > measured.sent + ROUNDED or charged + refilled + ROUNDED < measured.answered:
@@ -160,7 +160,7 @@ def ask(peer: Peer, shape: tuple[int, int], *, seconds: float, warm_up: float) -
 
 
 def look_at(peer: Peer) -> None:
-    """Say what the figures will lack, and ask once before the run.
+    """Report figures that will be missing, and send one check before the run.
 
     Raises:
         PeerError: it does not allow a check, or has no limit.
@@ -178,7 +178,7 @@ def look_at(peer: Peer) -> None:
 
 
 def _remaining(peer: Peer) -> int | None:
-    """Tokens left after one more check, where the peer tells."""
+    """Return the tokens left after one more check, if the peer reports them."""
     protocol = PROTOCOLS[peer.kind]
     try:
         return protocol.remaining(_call(peer, protocol.message))
@@ -198,7 +198,7 @@ def _call(peer: Peer, message: bytes) -> bytes:
 def _rows(
     peer: Peer, shape: tuple[int, int], results: list[Measured], ours: list[Measured]
 ) -> Iterator[Row]:
-    """The best rate, the median one, and what a check costs; ratios are to ours."""
+    """Yield the best rate, the median rate, and the cost per check; ratios are relative to our node."""
     name = f"{peer}, {shape[0]}x{shape[1]}"
     rates, our_rates = ([one.rate for one in each] for each in (results, ours))
     yield Row(f"{name}: best", max(rates), "checks/s", "ours", max(our_rates))

@@ -1,6 +1,6 @@
-"""How a check is written for other rate limiters, and how their answers are read.
+"""Encodes a check for other rate limiters, and decodes their answers.
 
-Every message is for one token of one key, under a limit that no run reaches. Numbers of fields are those of Envoy's
+Every message requests one token of one key, under a limit that no run reaches. Field numbers are those of Envoy's
 ``rls.proto``, of ``gubernator.proto`` and ``throttlecrab.proto``.
 """
 
@@ -24,23 +24,24 @@ CURRENT_LIMIT = 2
 """Number of the field."""
 UINT32_MAX: Final = 2**32 - 1
 LONG_SECONDS: Final = 86_400_000
-"""So slow a refill of ``LIMIT`` that a run hardly notices it; throttlecrab's numbers are of 32 bits."""
+"""A refill of ``LIMIT`` slow enough not to matter in a run; throttlecrab's numbers have 32 bits."""
 
 
 class NotAllowedError(Exception):
-    """The answer does not allow the check; the text says what it is instead."""
+    """The answer does not allow the check; the text describes it."""
 
 
 class Protocol(NamedTuple):
-    """One method of a server. ``remaining`` reads an answer: the tokens left, ``None`` where it does not say.
+    """One method of a server. ``remaining`` reads the tokens left from an answer, ``None`` if it has none.
 
-    A server that does not say what remains must answer OVER_LIMIT to ``too_many``, which shows that it has a limit.
+    A server that does not report remaining tokens must answer OVER_LIMIT to ``too_many``, which proves that it has a
+    limit.
     """
 
     path: bytes
     message: bytes
     allowed: re.Pattern[bytes]
-    """How the DATA of an answer begins that allows the check: a message's length, then its first field."""
+    """Matches the start of the DATA of an answer that allows: the message's length, then its first field."""
     remaining: Callable[[bytes], int | None]
     refill: float = 0.0
     """Tokens per second."""
@@ -48,14 +49,14 @@ class Protocol(NamedTuple):
 
 
 def fields(message: bytes) -> dict[int, Any]:
-    """The fields of a message by their numbers: integers and bytes, of a repeated field the last."""
-    # It can be iterated over, which its stub does not say.
+    """Return the fields of a message by number: integers and bytes; of a repeated field, the last."""
+    # Iterable, contrary to its stub.
     unknown: Any = UnknownFieldSet(Empty.FromString(message))
     return {field.field_number: field.data for field in unknown}
 
 
 def _message(*values: str | bytes | int) -> bytes:
-    """A message of the fields 1, 2, 3 and so on."""
+    """Encode a message with the fields 1, 2, 3 and so on."""
     parts = []
     for number, value in enumerate(values, 1):
         octets = value.encode() if isinstance(value, str) else value
@@ -101,7 +102,7 @@ def _of_throttlecrab(answer: bytes) -> int:
 
 
 def _envoy_request(hits: int) -> bytes:
-    """The only entry is an identity, so that the endpoint at a node of ours is the domain alone."""
+    """The only entry is an identity, so that on our node the endpoint is the domain."""
     return _message(ENDPOINT, _message(_message("user", KEY)), hits)
 
 
@@ -113,7 +114,7 @@ _ENVOY: Final = METHOD.encode(), _envoy_request(1)
 _FIRST_IS_1: Final = re.compile(rb"\0.{4}\x08\x01", re.DOTALL)
 """``allowed = true``, or Envoy's OK."""
 _FIRST_IS_A_LIMIT: Final = re.compile(rb"\0.{4}\x0a(?:[\0-\x7f]|[\x80-\xff].)\x10", re.DOTALL)
-"""gubernator's UNDER_LIMIT is 0, so not written; an error comes without a limit."""
+"""gubernator's UNDER_LIMIT is 0 and therefore omitted; an error has no limit."""
 
 # fmt: off
 PROTOCOLS: Final = {

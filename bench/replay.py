@@ -28,18 +28,18 @@ from bench.servers import Server, cpu_seconds
 SCENARIOS = scripts.SCENARIOS | protocols.SCENARIOS
 READ_BYTES = 262_144
 SILENCE_SECONDS = 5.0
-"""No answer for so long is a server that hangs."""
+"""A server without an answer for this long counts as hung."""
 SILENT = f"no answer for {SILENCE_SECONDS:g} s"
 CLOSED = "the end of the connection"
 PACE_SECONDS = 0.001
-"""How long calls that are due may wait in an open loop."""
+"""Longest delay of due calls in an open loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """``latency_us`` is the mean: calls open / rate; 0 of an open loop. ``cpu_us`` is the server's, user and system.
+    """``latency_us`` is the mean: calls in flight / rate; 0 in an open loop. ``cpu_us``: the server's, user and system.
 
-    ``answered`` and ``sent`` are calls too, with those of the warm-up; h2load does not tell.
+    ``answered`` and ``sent`` count calls including the warm-up; h2load does not report them.
     """
 
     calls: int
@@ -67,7 +67,7 @@ class Caller:
         self.sock = sock
         self.answered = 0
         self.due = sys.maxsize
-        """How many calls may go out."""
+        """Number of calls that are due."""
         self._answers = Answers(streams, allowed)
         self._script = script
         self._octets = memoryview(script.octets)
@@ -79,7 +79,7 @@ class Caller:
 
     @property
     def sent(self) -> int:
-        """How many calls went out, or are about to."""
+        """Number of calls sent or about to be sent."""
         return self._next
 
     @property
@@ -88,10 +88,10 @@ class Caller:
         return self._next == len(self._script.starts) - 1
 
     def turn(self) -> bool:
-        """Read answers, send as many calls. Return whether something is left to send once the socket takes it."""
+        """Read answers and send as many calls. Return whether output waits until the socket is writable."""
         try:
             self._receive()
-            # Over TLS a read gives one record, and the selector does not see those that wait in the TLS library.
+            # Over TLS a read returns one record, and the selector does not see records buffered in the TLS library.
             while isinstance(self.sock, ssl.SSLSocket):
                 self._receive()
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -107,7 +107,7 @@ class Caller:
         self._free += answered
 
     def send(self) -> bool:
-        """Send what may be sent. Return whether the socket took only a part."""
+        """Send pending output and due calls. Return whether the socket accepted only a part."""
         if not self._unsent:
             self._unsent = self._take()
         if not self._unsent:
@@ -120,7 +120,7 @@ class Caller:
         return bool(self._unsent) or (self._free > 0 and self.send())
 
     def _take(self) -> bytes | memoryview:
-        """What the protocol wants said, else the next calls."""
+        """Return pending protocol output, else the next calls."""
         if self._answers.to_send:
             octets, self._answers.to_send = self._answers.to_send, b""
             return octets
@@ -136,7 +136,7 @@ class Caller:
 
 
 class Load:
-    """All connections, turned by one selector; ``pids`` is whose CPU time is taken, ``rate`` of an open loop."""
+    """All connections on one selector; ``pids`` are processes whose CPU time counts, ``rate`` is for an open loop."""
 
     def __init__(self, callers: Sequence[Caller], pids: Sequence[int], rate: float = 0.0) -> None:
         self._callers = {caller.sock.fileno(): caller for caller in callers}
@@ -150,10 +150,10 @@ class Load:
             self._wait_for(number, sends=caller.send())
 
     def run(self, seconds: float) -> tuple[int, float, float]:
-        """Go on for ``seconds``, or until the calls of a connection are used up.
+        """Run for ``seconds``, or until a connection has no calls left.
 
         Returns:
-            Calls answered, seconds it took, CPU seconds of the server.
+            Calls answered, duration in seconds, CPU seconds of the server.
         """
         callers, poll, clock = self._callers, self._epoll.poll, time.perf_counter
         before = sum(caller.answered for caller in callers.values())
@@ -177,7 +177,7 @@ class Load:
         return sum(caller.answered for caller in callers.values()) - before, taken, cpu
 
     def _make_due(self, count: int) -> None:
-        """Let each caller send so many more calls."""
+        """Make ``count`` more calls due for each caller."""
         if count:
             for number, caller in self._callers.items():
                 caller.due += count
@@ -198,20 +198,20 @@ def replay(
     warm_up: float = 1.0,
     pids: Sequence[int] | None = None,
 ) -> Measured:
-    """Run this module in a process of its own and return what it measured.
+    """Run this module in a separate process and return its measurement.
 
     Args:
-        server: whom to ask.
+        server: the server to load.
         scenario: a name in :data:`SCENARIOS`.
-        shape: connections, and calls open on each.
+        shape: connections, and calls in flight on each.
         seconds: how long to measure.
-        tls: speak TLS, without a look at the certificate.
-        rate: calls that are due per second; 0: as many as are answered.
-        warm_up: seconds before that.
-        pids: whose CPU time to take, instead of the server's.
+        tls: speak TLS, without verifying the certificate.
+        rate: calls that are due per second; 0: closed loop.
+        warm_up: seconds before the measurement.
+        pids: processes whose CPU time counts, instead of the server's.
 
     Raises:
-        ReplayError: an answer was no success.
+        ReplayError: an answer was not a success.
     """
     command = [
         sys.executable, "-m", "bench.replay", str(server.port), scenario,
@@ -226,7 +226,7 @@ def replay(
 
 
 def main() -> None:
-    """Measure as the command line says."""
+    """Measure as the command line requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("scenario", choices=SCENARIOS)
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.0, help="calls per second; 0: no pause")
     parser.add_argument("--tls", action="store_true")
     options = parser.parse_args()
-    gc.disable()  # it would walk through all that is prebuilt
+    gc.disable()  # a collection would traverse all prebuilt calls
     try:
         measured = _measure(options)
     except (WrongAnswerError, OSError) as error:
@@ -282,7 +282,7 @@ def _measure(options: argparse.Namespace) -> Measured:
 
 
 def _scripts(name: str, calls: int, connections: int) -> Iterator[Script]:
-    """One for all connections, as each has its own streams and table; but not one order of identifiers for all."""
+    """Yield one script per connection: the encoder state is the same on each, but the order of identifiers differs."""
     script = build(SCENARIOS[name], calls)
     for number in range(connections):
         if name == "identifiers" and number:

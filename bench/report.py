@@ -1,4 +1,4 @@
-"""Rows of a report: a figure, and the baseline it was measured beside in the same run."""
+"""Rows of a report: a figure and its baseline from the same run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def save(path: Path, parts: dict[str, list[Row]]) -> None:
-    """Keep the figures for a comparison with another run."""
+    """Save the figures for comparison with another run."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         json.dumps(
@@ -40,6 +40,6 @@ def save(path: Path, parts: dict[str, list[Row]]) -> None:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The value below which ``part`` of the values lie."""
+    """Return the value below which the fraction ``part`` of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))]

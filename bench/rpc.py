@@ -1,8 +1,8 @@
-"""Checks per second and latency of a node on the grpcio transport; beside a bare grpc.aio echo and an idle process.
+"""Checks per second and latency of a node on the grpcio transport; vs. a bare grpc.aio echo and an idle process.
 
-What grpcio costs is on both sides here, so the difference is ours; the native transport is :mod:`bench.native`.
-The server has one core, the load the other. Latency under load is measured from the moment a call was due, not from the
-moment it was sent, so that a stall counts for every call it delayed.
+Both sides pay the cost of grpcio, so the difference is ours; for the native transport see :mod:`bench.native`. The
+server has one core, the load the other. Latency under load counts from a call's due time, not from its sending, so that
+a stall counts for every call it delayed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PERCENTILES = (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))
 
 
 def measure() -> list[Row]:
-    """Both servers, one after the other, the same load."""
+    """Measure both servers, one after the other, with the same load."""
     with servers.load_core():
         with servers.node("--transport", "grpcio") as server:
             node = uvloop.run(_load(server.port))
@@ -89,7 +89,7 @@ async def _channel(port: int, number: int) -> AsyncIterator[grpc.aio.Channel]:
 async def _closed_loop(
     channels: list[grpc.aio.Channel], method: str, message: bytes, *, seconds: float
 ) -> float:
-    """Calls per second with ``IN_FLIGHT`` calls always open."""
+    """Return calls per second with ``IN_FLIGHT`` calls always in flight."""
     calls = 0
     end = time.perf_counter() + seconds
 
@@ -115,7 +115,7 @@ async def _sequential(channel: grpc.aio.Channel, message: bytes) -> list[float]:
 
 
 async def _open_loop(channels: list[grpc.aio.Channel], message: bytes, rate: float) -> list[float]:
-    """Latencies at ``rate`` calls per second, whatever the answers do."""
+    """Return latencies at ``rate`` calls per second, regardless of answers."""
     latencies_ms: list[float] = []
     calls = [channel.unary_unary(CHECK) for channel in channels]
 

@@ -1,4 +1,4 @@
-"""How long 100,000 rules take to load, how long one edit takes to be in force, and how long the event loop waits."""
+"""The load time of 100,000 rules, the time until one edit is in force, and the delays of the event loop."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ BARE = "UPDATE in the bare driver, mean"
 
 
 def measure() -> list[Row]:
-    """Run it once, beside the same work in the bare driver."""
+    """Measure once, beside the same work in the bare driver."""
     with tempfile.TemporaryDirectory() as directory, idle_control() as control:
         rows, turns = asyncio.run(_measure(Path(directory)))
     idle = ("idle process, longest gap", control["longest_ms"])
@@ -39,7 +39,7 @@ def measure() -> list[Row]:
 
 
 class Life(NamedTuple):
-    """What a feed took from its start to its end, what another took without the store, and the longest turns."""
+    """Durations of a feed from start to end, those of a second one without the store, and the longest iterations."""
 
     feed: RuleFeed
     without_store: RuleFeed
@@ -58,7 +58,7 @@ async def lived(
     *,
     kept: str,
 ) -> Life:
-    """Measure a feed of a store that was filled and is changed ``CHANGES`` times; ``kept``: what is kept of it."""
+    """Measure a feed of a filled store that changes ``CHANGES`` times; ``kept`` names its content in the report."""
     url = f"sqlite:///{directory}/rules.db"
     await upgrade(url)
     fill(directory / "rules.db")
@@ -75,7 +75,7 @@ async def lived(
 
     store = SqlRuleStore(open_database(url), clock=SystemClock())
     feed = _feed(store, directory)
-    jobs.tidy()  # as the process of a node does before its start
+    jobs.tidy()  # as a node's process does before its start
     load_s = await phase("load", timed_s(feed.start()))
     started = time.perf_counter()
     gc.collect()
@@ -92,7 +92,7 @@ async def lived(
 
 
 def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
-    """The feed as a node has it."""
+    """Return a feed as in a node."""
     last_good = LastGoodBook(directory)
     return RuleFeed(
         store, on_book=lambda _book: None, last_good=last_good, whole_load=jobs.whole_load
@@ -141,7 +141,7 @@ def _fill(path: Path) -> None:
 
 
 def _bare_driver(path: Path) -> tuple[float, float]:
-    """Seconds to read all rows, and ms to commit one change, with nothing but sqlite3."""
+    """Return the seconds to read all rows and the ms to commit one change, with sqlite3 alone."""
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA synchronous=FULL")
     started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What a connection of the replayed load sends, built before the clock starts: whole calls as octets of HTTP/2.
+"""The prebuilt bytes of a connection in the replayed load: whole calls in HTTP/2.
 
-h2load repeats one body and one header block. Real clients do not: identifiers differ, and a deadline that came with
-the caller's own request makes another ``grpc-timeout`` in each call. How grpc-go and grpcio write their blocks was
-taken from what they send; :class:`Heads` writes them the same way.
+h2load repeats one body and one header block. Real clients do not: identifiers differ, and a deadline inherited from the
+caller's own request changes ``grpc-timeout`` with each call. :class:`Heads` writes blocks as grpc-go and grpcio do, as
+observed on the wire.
 """
 
 import random
@@ -26,7 +26,7 @@ BATCH = b"/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
 IDENTIFIERS = 100_000
 BATCH_SIZE = 100
 TABLE_BYTES = 4_096
-"""The dynamic table that a server allows when it says nothing (RFC 9113 §6.5.2)."""
+"""Default size of the dynamic table (RFC 9113 §6.5.2)."""
 
 Field = tuple[bytes, bytes]
 
@@ -34,7 +34,7 @@ Field = tuple[bytes, bytes]
 class Script(NamedTuple):
     """The calls of one connection, on the streams 1, 3, 5 and so on.
 
-    Call ``n`` is ``octets[starts[n]:starts[n + 1]]``; each has ``body_bytes`` of DATA, which flow control counts.
+    Call ``n`` is ``octets[starts[n]:starts[n + 1]]``; each has ``body_bytes`` of DATA for flow control.
     """
 
     octets: bytes
@@ -43,10 +43,11 @@ class Script(NamedTuple):
 
 
 class Heads:
-    """Header blocks of one connection as a client of gRPC writes them, ``grpc-timeout`` always as a new field.
+    """Header blocks of one connection as a gRPC client writes them, always with ``grpc-timeout`` as a new field.
 
-    grpc-go names a field by its index and compresses what gets shorter; grpcio writes every name and value out
-    (``verbatim``). Both put every field into the dynamic table, so the constant ones fall out of it now and then.
+    grpc-go refers to field names by index and compresses values when that is shorter; grpcio writes names and values as
+    literals (``verbatim``). Both put every field into the dynamic table, so the constant ones are evicted from time to
+    time.
     """
 
     def __init__(self, constant: Iterable[Field], *, verbatim: bool = False) -> None:
@@ -60,10 +61,10 @@ class Heads:
         self._bytes = 0
         self._inserted = 0
         self._numbers: dict[Field | bytes, int] = {}
-        """Of a field, and of a name: which insertion was its last."""
+        """Number of the last insertion of each field and of each name."""
 
     def block(self, timeout: bytes = b"") -> bytes:
-        """The next block; without a timeout it has no ``grpc-timeout``."""
+        """Return the next block; without a timeout it has no ``grpc-timeout``."""
         parts = [self._encode(field) for field in self._constant]
         if timeout:
             parts.append(self._literal((b"grpc-timeout", timeout)))
@@ -74,7 +75,7 @@ class Heads:
         return encode_integer(index, 7, 0x80) if index else self._literal(field)
 
     def _literal(self, field: Field) -> bytes:
-        """Literal with incremental indexing (RFC 7541 §6.2.1)."""
+        """Encode a literal with incremental indexing (RFC 7541 §6.2.1)."""
         name, value = field
         index = 0
         if not self._verbatim:
@@ -110,7 +111,7 @@ def _field_bytes(field: Field) -> int:
 
 
 def go_fields(path: bytes) -> list[Field]:
-    """What grpc-go sends with a call, but for its deadline."""
+    """Return the fields of a call by grpc-go, except its deadline."""
     return [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -141,7 +142,7 @@ FILE_FIELDS = [
 
 
 def _constant_blocks(fields: list[Field]) -> Iterator[bytes]:
-    """After the first, all fields are indexed; so no more change."""
+    """Yield constant blocks: after the first, all fields are indexed."""
     heads = Heads(fields)
     yield heads.block()
     yield from repeat(heads.block())
@@ -156,21 +157,21 @@ def _batches() -> Iterator[bytes]:
 
 
 def _go_timeouts() -> Iterator[bytes]:
-    """What is left of 5 s, in µs."""
+    """Yield the remainder of 5 s, in µs."""
     source, heads = random.Random(7541), Heads(go_fields(CHECK))
     while True:
         yield heads.block(b"%du" % source.randint(4_900_000, 4_999_999))
 
 
 def _grpcio_timeouts() -> Iterator[bytes]:
-    """What is left of up to 10 s, rounded to 10 ms: grpcio sends no more digits."""
+    """Yield the remainder of up to 10 s, rounded to 10 ms: grpcio sends no more digits."""
     source, heads = random.Random(7541), Heads(GRPCIO_FIELDS, verbatim=True)
     while True:
         yield heads.block(b"%d0m" % source.randint(100, 999))
 
 
 def identifier(number: int) -> str:
-    """Of 38 characters, as the other parts have them."""
+    """Return an identifier of 38 characters, as in the other parts."""
     return f"user-{number:033d}"
 
 
@@ -220,17 +221,17 @@ def _nothing() -> Iterator[bytes]:
 
 
 class Scenario(NamedTuple):
-    """How the calls look, and how many a second to prepare for: more than any server here answers on one core."""
+    """The form of the calls, and how many per second to prepare: more than any server here answers on one core."""
 
     blocks: Callable[[], Iterator[bytes]]
     bodies: Callable[[], Iterator[bytes]]
     most_per_second: int
     allowed: re.Pattern[bytes] | None = None
-    """How the DATA of each answer must begin, where that is looked at."""
+    """Matches the start of the DATA of each answer, if verified."""
 
 
 def alike(path: bytes, message: bytes, allowed: re.Pattern[bytes]) -> Scenario:
-    """The same message to one method, again and again, with the headers of ``one-key``."""
+    """Return the same message to one method repeatedly, with the headers of ``one-key``."""
     fields = [*go_fields(path), (b"grpc-timeout", b"5S")]
     return Scenario(
         lambda: _constant_blocks(fields), lambda: repeat(_framed(message)), 400_000, allowed
@@ -251,9 +252,9 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, calls: int, *, skip: int = 0) -> Script:
-    """Write ``calls`` calls, the bodies from number ``skip`` on.
+    """Write ``calls`` calls, with bodies from number ``skip`` on.
 
-    A body goes into one frame, so it is at most 16 KiB; all are of one size.
+    A body fits one frame, so it is at most 16 KiB; all have the same size.
     """
     header = struct.Struct(">BHBBI").pack
     bodies = islice(scenario.bodies(), skip, None)

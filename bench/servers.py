@@ -1,6 +1,6 @@
-"""The servers that a benchmark asks, each a process on a core of its own, and the CPU time they took.
+"""The servers under load, each a process on a separate core, and their CPU time.
 
-The load has the other core; a machine with one core measures the two together, and says so by its figures.
+The load uses the other core; on a machine with one core the figures cover both.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ import trustme
 
 SERVER_CORE, LOAD_CORE = 0, 1
 LIMIT, WINDOW_SECONDS = 1_000_000_000, 86_400
-"""So high that no check of a run is denied."""
+"""High enough that no check of a run is denied."""
 ENDPOINT = "/api/orders"
 SEVERAL_ENDPOINT = "/api/report"
-"""Its rule has three limits, no check of which is denied either at what one core answers."""
+"""Its rule has three limits, which deny no check either at the rate of one core."""
 RULES = f"""
 rules:
   - {{endpoint: {ENDPOINT}, identifier_type: user, limit: {LIMIT}, window_seconds: {WINDOW_SECONDS},
@@ -36,17 +36,17 @@ rules:
       - {{name: long, limit: 2000000, window_seconds: 30, algorithm: token_bucket}}
 """
 FILE = b"Hello, world\n"
-"""What nghttpd serves, under ``/file``: 13 bytes, about the size of an answer to a check."""
+"""The content that nghttpd serves as ``/file``: 13 bytes, about the size of an answer to a check."""
 START_SECONDS = 10.0
 
 
 class Server(NamedTuple):
-    """A server that is ready. It speaks TLS if it was started with a certificate."""
+    """A running server. It uses TLS if it was started with a certificate."""
 
     port: int
     pid: int
     http_port: int = 0
-    """Of a node that was told to listen there."""
+    """HTTP port of a node that listens on one."""
 
 
 class Missing(Exception):  # noqa: N818 - what is missing is no error of the program
@@ -58,7 +58,7 @@ class Missing(Exception):  # noqa: N818 - what is missing is no error of the pro
 
 @contextlib.contextmanager
 def load_core() -> Iterator[None]:
-    """This process, and what it starts, leaves the servers' core alone."""
+    """Keep this process and its children off the servers' core."""
     cores = os.sched_getaffinity(0)
     if len(cores) > 1:
         os.sched_setaffinity(0, {LOAD_CORE})
@@ -70,7 +70,7 @@ def load_core() -> Iterator[None]:
 
 @contextlib.contextmanager
 def node(*options: str, tls: bool = False, core: int = SERVER_CORE) -> Iterator[Server]:
-    """A ``ratelimitd`` with one rule, its database and state in a directory that goes with it."""
+    """Run a ``ratelimitd`` with one rule, and its database and state in a temporary directory."""
     with tempfile.TemporaryDirectory() as directory:
         rules = Path(directory) / "rules.yaml"
         rules.write_text(RULES)
@@ -92,7 +92,7 @@ def node(*options: str, tls: bool = False, core: int = SERVER_CORE) -> Iterator[
 
 @contextlib.contextmanager
 def echo() -> Iterator[Server]:
-    """The bare grpc.aio server of :mod:`bench.echo`."""
+    """Run the bare grpc.aio server of :mod:`bench.echo`."""
     with _started([sys.executable, "-m", "bench.echo"]) as process:
         assert process.stdout
         yield Server(int(process.stdout.readline()), process.pid)
@@ -100,7 +100,7 @@ def echo() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def uvicorn(app: str, **environment: str) -> Iterator[Server]:
-    """An application, ``module:name``, on Uvicorn."""
+    """Run an application, ``module:name``, on Uvicorn."""
     port = _free_port()
     command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "error"]
     with _started(command, environment=environment) as process:
@@ -110,7 +110,7 @@ def uvicorn(app: str, **environment: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def nghttpd() -> Iterator[Server]:
-    """A nghttpd with one thread, serving ``FILE`` in plaintext.
+    """Run nghttpd with one thread, serving ``FILE`` in plaintext.
 
     Raises:
         Missing: it is not installed.
@@ -128,7 +128,7 @@ def nghttpd() -> Iterator[Server]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and all its threads since it began, in steps of 10 ms (proc_pid_stat(5))."""
+    """Return the CPU time of a process and all its threads since its start, in steps of 10 ms (proc_pid_stat(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")
@@ -140,7 +140,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    # Before it has threads: they inherit it.
+    # Before it starts threads, which inherit it.
     os.sched_setaffinity(process.pid, {core})
     try:
         yield process
@@ -158,13 +158,13 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
 
 
 def _free_port() -> int:
-    """For servers that cannot pick one themselves, or do not say which."""
+    """Return a free port, for servers that cannot choose or report one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def _wait_until_connectable(port: int) -> None:
-    """For servers that do not say when they listen."""
+    """Wait until a port accepts connections, for servers that do not report readiness."""
     end = time.monotonic() + START_SECONDS
     while True:
         try:

@@ -1,6 +1,6 @@
-"""A node of a cluster at the limiter's own seam, with a real Valkey on the other core.
+"""A clustered node, driven at its limiter, with a real Valkey on the other core.
 
-Each figure beside its baseline in the same run: the node of its own memory, or the bare pipe with the same script.
+Each figure has a baseline from the same run: an embedded node, or the bare link with the same script.
 """
 
 import asyncio
@@ -41,19 +41,19 @@ from tests.servers import Valkey
 SECRET = b"k" * 32
 HOT = 1_000
 COLD_PART = 20
-"""One check in so many is of a bucket that nobody has asked for."""
+"""One check in this many is of a new bucket."""
 SELDOM = 200_000
-"""Buckets that the node knows and that are asked for in no order, so each less than once a second."""
+"""Known buckets that are checked in random order, so each less than once a second."""
 PEOPLE = 1_000_000
-"""Identities of which number n is asked for as n to the power of -1 (Zipf)."""
+"""Identities; number n is checked in proportion to n to the power of -1 (Zipf)."""
 NODES = 3
 MET = 9_000_000
-"""Checks that each of the nodes has had before: those of CACHE_TTL_S at the rate that is measured, 30,000 a second of
-each. Of so many some 740,000 identities are known, and one check in thirty meets a node that does not know it."""
+"""Earlier checks of each node: those of CACHE_TTL_S at the measured rate, 30,000 a second per node. They cover about
+740,000 identities, and one check in thirty misses the node's cache."""
 WARM_TURNS = 1_000
-"""Turns before those that are counted, so that what is in use is as it is later."""
+"""Uncounted iterations before the measurement, to reach a steady state."""
 OPEN_RATE, OPEN_S = 10_000, 5.0
-"""Checks per second that are due at random, whether others have been answered or not, and for how long."""
+"""Checks per second with random due times, regardless of answers, and the duration."""
 
 CHECKS_PER_TURN = 100
 TURNS = 3_000
@@ -76,7 +76,7 @@ RULE = Rule(
 
 
 def measure() -> list[Row]:
-    """All figures of one run."""
+    """Measure all figures."""
     with tempfile.TemporaryDirectory() as directory, Valkey(Path(directory)) as valkey:
         if len(os.sched_getaffinity(0)) > 1:
             os.sched_setaffinity(valkey.pid, {SERVER_CORE})
@@ -99,7 +99,7 @@ _numbers = count(1)
 
 
 class _Counting(RedisStore):
-    """Counts the calls at the store that settle or read buckets."""
+    """Counts the store calls that settle or read buckets."""
 
     calls = 0
 
@@ -117,7 +117,7 @@ class _Counting(RedisStore):
 
 
 class _Node:
-    """A limiter on buckets in ``topology``, with the jobs of a node."""
+    """A limiter on buckets in ``topology``, with the background jobs of a node."""
 
     def __init__(self, topology: Topology, *, strict: bool = False) -> None:
         self.store = _Counting(topology)
@@ -141,7 +141,7 @@ class _Node:
             clock=clock,
             shared_time=SharedTime(),
             stats=stats,
-            feed=cast("RuleFeed", None),  # no rules change
+            feed=cast("RuleFeed", None),  # rules do not change
         )
         self.limiter = Limiter(
             shared=self.cluster.buckets, clock=clock, stats=stats, timestamps="bounded", keys=keys
@@ -149,7 +149,7 @@ class _Node:
         self.limiter.replace_book(RuleBook.of([RULE], 1))
 
     async def sync(self) -> None:
-        """The sync job, until it is cancelled."""
+        """Run the sync job until cancelled."""
         while True:
             await asyncio.sleep(self.cluster.step_s)
             self.cluster.sync_step()
@@ -177,7 +177,7 @@ def _check(name: bytes) -> Check:
 
 
 def _mixed() -> Iterator[Check]:
-    """Checks of the hot buckets in turn, and now and then one of a bucket of its own."""
+    """Yield checks of the hot buckets in rotation, and occasionally one of a bucket of its own."""
     hot = _hot()
     for number in count():
         yield _check(b"cold-%033d" % number)
@@ -204,7 +204,7 @@ def _hot() -> Iterator[Check]:
 
 
 async def _cached(url: str) -> list[Row]:
-    """Checks per second of CPU."""
+    """Measure checks per second of CPU."""
     name = f"cached, {HOT:,} hot buckets"
     return [
         await _beside_embedded(name, url, _hot, known=HOT),
@@ -213,20 +213,20 @@ async def _cached(url: str) -> list[Row]:
 
 
 async def _seldom(url: str) -> list[Row]:
-    """The same of buckets that are all known, and out of use again before their next check."""
+    """Measure the same with buckets that are all known, but idle again before their next check."""
     name = f"cached, {SELDOM:,} buckets, each asked less than once a second"
     return [await _beside_embedded(name, url, _in_no_order, known=SELDOM)]
 
 
 async def _like_people(url: str) -> list[Row]:
-    """Checks of a million identities, a few of which are asked for often, each on any of some nodes."""
+    """Measure checks of a million identities, few of them frequent, each on a random one of several nodes."""
     name = f"cached, Zipf over {PEOPLE:,} identities, {NODES} nodes"
     known = WARM_TURNS * CHECKS_PER_TURN
     return [await _beside_embedded(name, url, _zipf, known=known, nodes=NODES, met=_people)]
 
 
 def _people(source: random.Random) -> Iterator[Check]:
-    """Those of whom :data:`MET` checks are, once each and in no order."""
+    """Yield one check of each identity that occurs in :data:`MET` checks, in random order."""
     often = MET / sum(1 / rank for rank in range(1, PEOPLE + 1))
     ranks = [rank for rank in range(PEOPLE) if source.random() > math.exp(-often / (rank + 1))]
     source.shuffle(ranks)
@@ -234,7 +234,7 @@ def _people(source: random.Random) -> Iterator[Check]:
 
 
 async def _on_time(url: str) -> list[Row]:
-    """How long after it was due a check is answered, where they come whether others are answered or not."""
+    """Measure the latency of checks from their due time, which does not depend on answers."""
     source, waited_s = random.Random(OPEN_RATE), list[float]()
     checks = [*islice(_zipf(), int(OPEN_RATE * OPEN_S))]
     due_s = [*accumulate(source.expovariate(OPEN_RATE) for _ in checks)]
@@ -271,9 +271,9 @@ async def _beside_embedded(
     nodes: int = 1,
     met: Callable[[random.Random], Iterator[Check]] = lambda _: iter(()),
 ) -> Row:
-    """Both rates, the embedded one from before and after; the first ``known`` checks of the load are not counted.
+    """Return both rates, the embedded one from before and after; excludes the first ``known`` checks of the load.
 
-    Nor are those that each has ``met`` before.
+    Also excludes the checks in ``met``, which each limiter answers before.
     """
     alone, checks, source = [embedded(RULE)], load(), random.Random(nodes)
     await _meet(alone, met(source))
@@ -293,7 +293,7 @@ async def _meet(limiters: Sequence[Limiter], checks: Iterator[Check]) -> None:
 
 
 async def _rate(limiters: Sequence[Limiter], checks: Iterator[Check], known: int) -> float:
-    """Checks per second of CPU, with all that is done for them beside: long enough that it comes again and again."""
+    """Return checks per second of CPU, including background work: the run is long enough for it to recur."""
     await _answer(limiters, _turns(checks, known // CHECKS_PER_TURN))
     turns = _turns(checks, TURNS)
     tidy()  # as a node does before it serves
@@ -303,12 +303,12 @@ async def _rate(limiters: Sequence[Limiter], checks: Iterator[Check], known: int
 
 
 def _turns(checks: Iterator[Check], count: int) -> list[list[Check]]:
-    """What comes in so many turns of the loop."""
+    """Return the checks of ``count`` event-loop iterations."""
     return [[*islice(checks, CHECKS_PER_TURN)] for _ in range(count)]
 
 
 async def _answer(limiters: Sequence[Limiter], turns: list[list[Check]]) -> None:
-    """As one loop does: what waits is answered beside the next ones. Each turn is one limiter's, at random."""
+    """Answer as one loop does, pending checks concurrently with later ones; each iteration uses a random limiter."""
     waiting: set[asyncio.Task[Any]] = set()
     source = random.Random(len(turns))
     for checks in turns:
@@ -324,7 +324,7 @@ async def _answer(limiters: Sequence[Limiter], turns: list[list[Check]]) -> None
 
 
 async def _settled(url: str) -> list[Row]:
-    """Calls at the store for each active bucket and second: they do not follow the rate of checks."""
+    """Measure store calls per active bucket and second: they do not depend on the rate of checks."""
     rows = []
     for buckets, checks_per_s in ((100, 1_000), (100, 20_000), (1_000, 20_000)):
         async with _node(url) as node:
@@ -386,7 +386,7 @@ def _by_limiter(node: _Node) -> Any:
 
 
 def _by_pipe(node: _Node) -> Any:
-    """One script call over the same link, its answer not even read."""
+    """Measure one script call over the same link, without parsing its answer."""
     loop = asyncio.get_running_loop()
     scope = node.keys.scope(RULE, RULE.endpoint)
     names = [node.keys.stored(b"hot-%034d" % number + scope) for number in range(HOT)]

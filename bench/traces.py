@@ -1,4 +1,4 @@
-"""Recording beside the same node that does not record, CPU time per check; and the replay of a million checks."""
+"""A recording node vs. the same node without recording, in CPU time per check; and the replay of a million checks."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ START_US = 1_700_006_400_000_000
 
 
 def measure() -> list[Row]:
-    """Medians of paired rounds, and one replay for each algorithm."""
+    """Measure medians of paired rounds, and one replay per algorithm."""
     rows = []
     with tempfile.TemporaryDirectory() as directory, load_core():
         recording = ("--record-dir", f"{directory}/a", *EVERYTHING)

@@ -1,4 +1,4 @@
-"""How long one turn of the event loop takes, and how long an idle machine takes for nothing at all."""
+"""The duration of event-loop iterations, and the pauses of an idle machine for comparison."""
 
 import asyncio
 import multiprocessing
@@ -13,7 +13,7 @@ SLOW_MS = 2.0
 
 
 class Turns:
-    """Turns of the event loop, seen by a task that is always ready: the time until its next one."""
+    """Durations of event-loop iterations, measured by a task that is always ready."""
 
     def __init__(self) -> None:
         self.longest_ms = 0.0
@@ -22,7 +22,7 @@ class Turns:
 
     @asynccontextmanager
     async def measured(self) -> AsyncIterator[None]:
-        """Measure while the block runs, afresh."""
+        """Measure during the block, starting at zero."""
         self.longest_ms, self.slow, self.count = 0.0, 0, 0
         task = asyncio.create_task(self._watch())
         await asyncio.sleep(0)
@@ -43,7 +43,7 @@ class Turns:
 
 
 async def timed_s(work: Awaitable[None]) -> float:
-    """How long it takes."""
+    """Return the duration of the work."""
     started_s = time.perf_counter()
     await work
     return time.perf_counter() - started_s
@@ -51,10 +51,10 @@ async def timed_s(work: Awaitable[None]) -> float:
 
 @contextmanager
 def idle_control() -> Iterator[dict[str, float]]:
-    """A process of its own that does nothing but look at the clock: its gaps are the machine's, not ours.
+    """Run a process that only reads the clock: its gaps are caused by the machine.
 
-    When the block ends, the dict holds ``longest_ms``, ``slow`` (gaps over 2 ms), and percentiles of the lateness of
-    a 1 ms sleep: ``p50_ms``, ``p99_ms``, ``p99.9_ms``.
+    After the block, the dict holds ``longest_ms``, ``slow`` (gaps over 2 ms), and percentiles of the lateness of a 1 ms
+    sleep: ``p50_ms``, ``p99_ms``, ``p99.9_ms``.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

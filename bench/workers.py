@@ -1,6 +1,6 @@
-"""Two workers that share a private Valkey beside one process with its own memory: CPU time per check, all of each.
+"""Two workers with a private Valkey vs. one process with local memory: CPU time of all processes per check.
 
-CPU time, since two workers, Valkey and the load would need four cores to show their rate.
+CPU time, because two workers, Valkey and the load would need four cores to show their rate.
 """
 
 import re
@@ -17,7 +17,7 @@ from ratelimitd.model import US_PER_S
 
 SECONDS, ROUNDS = 3, 3
 SHAPE = (16, 16)
-"""Connections, which the kernel spreads over the workers, and calls open on each."""
+"""Connections, which the kernel spreads over the workers, and calls in flight on each."""
 SCENARIOS = {
     "one-key": "one bucket",
     "thousand-identifiers": "1,000 buckets",
@@ -34,7 +34,7 @@ class Spent(NamedTuple):
 
 
 def measure() -> list[Row]:
-    """Return the least of several rounds, in which both have their turn."""
+    """Return the minimum of several rounds; the two alternate."""
     with load_core(), node(*EVERYTHING) as one, node(*EVERYTHING, *TWO) as two:
         rows = []
         for scenario, name in SCENARIOS.items():
@@ -51,7 +51,7 @@ def measure() -> list[Row]:
 
 
 def _per_check(server: Server, scenario: str) -> Spent:
-    """Return the µs of each check that was answered while a load ran."""
+    """Return the CPU time in µs per answered check under load."""
     checks, before = _answered(server), _spent(server.pid)
     replay(server, scenario, SHAPE, seconds=SECONDS)
     after, checks = _spent(server.pid), _answered(server) - checks

@@ -1,4 +1,4 @@
-"""Check that the pins answer what is asked for: pyproject.toml, requirements/*.in and requirements/*.txt agree."""
+"""Checks that the pins match their inputs: pyproject.toml, requirements/*.in and requirements/*.txt agree."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("src/ratelimitd/__init__.py", "clients/python/src/ratelimitd_client/__init__.py")
-"""Where the two distributions, which are released together, have their version."""
+"""Files with the versions of the two distributions, which are released together."""
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def asked(name: str) -> list[Requirement]:
 
 
 def version_in(path: str) -> str:
-    """Return the version that a package states of itself."""
+    """Return the version that a package declares."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return text.partition('__version__ = "')[2].partition('"')[0]
 
@@ -44,7 +44,7 @@ def metadata_problems() -> Iterator[str]:
     """Compare the dependencies of the distribution with requirements/base.in."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {str(Requirement(text)) for text in project["dependencies"]}
-    # The client of this checkout has no pin: the server needs the one of its own version.
+    # The client of this checkout is not pinned: the server needs the client of its own version.
     own_client = Requirement(f"ratelimitd-client=={version_in(VERSIONS[0])}")
     wanted = {str(requirement) for requirement in [*asked("base"), own_client]}
     for text in sorted(declared ^ wanted):

@@ -1,7 +1,7 @@
-"""The contract as the generators of documents see it: its descriptor, and what is to be said of each of its parts.
+"""The contract for document generators: its descriptor, and a description of each of its parts.
 
-The generated classes have lost the comments, so the contract is compiled anew. It stays as it was agreed on; what it
-does not say itself is said here.
+The generated classes lack the comments, so the contract is compiled again. It is fixed; descriptions that it lacks are
+defined here.
 """
 
 import subprocess
@@ -18,10 +18,10 @@ CONTRACT: Final = "ratelimiter/v1/ratelimiter.proto"
 
 MESSAGE, ENUM, SERVICE = 4, 5, 6
 FIELD = METHOD = VALUE = 2
-"""Numbers in descriptor.proto, of which the place of a comment is made: with an index behind each."""
+"""Field numbers in descriptor.proto, which together with indexes form the path of a comment."""
 
 Comments = Mapping[tuple[int, ...], str]
-"""By place, in one line."""
+"""By path, in one line."""
 
 MEANINGS: Final = {
     "RateLimiterConfig": "The rules. A change is in force on the node that took it when its answer arrives.",
@@ -53,7 +53,7 @@ MEANINGS: Final = {
     "GetMetrics": "Tells what the node has counted since it started.",
     "ResetRateLimit": "Lets one identifier start afresh on one endpoint. What is not limited is reset already.",
 }
-"""Of services and methods without a comment."""
+"""Descriptions of services and methods without a comment."""
 
 
 def contract() -> pb.FileDescriptorProto:
@@ -68,7 +68,7 @@ def contract() -> pb.FileDescriptorProto:
 
 
 def comments_of(file: pb.FileDescriptorProto) -> Comments:
-    """Return what is to be said of each part of a contract."""
+    """Return the description of each part of a contract."""
     found = {
         (SERVICE, number, *place): MEANINGS[name]
         for number, service in enumerate(file.service)
@@ -79,7 +79,7 @@ def comments_of(file: pb.FileDescriptorProto) -> Comments:
         if name in MEANINGS
     }
     for location in file.source_code_info.location:
-        # In front of what it is about, or behind it in its line.
+        # Before the element, or after it on the same line.
         comment = location.leading_comments or location.trailing_comments
         if comment:
             found[tuple(location.path)] = " ".join(comment.split())

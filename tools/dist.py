@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = ("clients/python", ".")
 """Directories of the distributions: the client, which the server requires, and the server."""
 MATERIALS = ("base.txt", "workers.txt")
-"""Pins that the list of materials is made of: what the image holds."""
+"""Pins in the list of materials: those of the image."""
 SUFFIXES = (".whl", ".tar.gz", ".cdx.json")
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def build(scratch: Path) -> dict[str, bytes]:
-    """Return the files of the last commit's distributions by their names; use a directory that is empty."""
+    """Return the files of the last commit's distributions by name; requires an empty directory."""
     epoch = int(run("git", "log", "-1", "--format=%ct"))
     sources, out = scratch / "sources", scratch / "out"
     archive = subprocess.run(  # not by run(), which returns text
@@ -84,7 +84,7 @@ def build(scratch: Path) -> dict[str, bytes]:
 
 
 def repacked(sdist: bytes, epoch: int) -> bytes:
-    """Return an sdist without what setuptools takes from the clock and the machine."""
+    """Return an sdist without the data that setuptools takes from the clock and the machine."""
     packed = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(sdist)) as old,
@@ -105,7 +105,7 @@ def list_of_materials(sources: Path, version: str, epoch: int) -> bytes:
     pins.write_text(
         "".join((sources / "requirements" / name).read_text("utf-8") for name in MATERIALS)
     )
-    # The tool does not know how setuptools finds a version.
+    # The tool cannot resolve setuptools' dynamic version.
     project = sources / "pyproject.toml"
     text = project.read_text("utf-8").replace('dynamic = ["version"]', f'version = "{version}"')
     project.write_text(text, "utf-8")
@@ -115,7 +115,7 @@ def list_of_materials(sources: Path, version: str, epoch: int) -> bytes:
 
 
 def run(*command: str, epoch: int | None = None) -> str:
-    """Return what a command prints, with the time stamps of its output set to an instant; end if it fails."""
+    """Return the output of a command, with time stamps set to ``epoch``; exit if it fails."""
     environ = {**os.environ, **({"SOURCE_DATE_EPOCH": str(epoch)} if epoch is not None else {})}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, check=False, stdout=subprocess.PIPE, text=True

@@ -1,6 +1,6 @@
-"""A hook of the documentation site: what pages link to outside docs/ becomes a file of the site.
+"""A hook of the documentation site: copies files outside docs/ that pages link to into the site.
 
-The pages are also read in the repository, where such links lead to the file itself.
+In the repository, the same links lead to the files themselves.
 """
 
 import re
@@ -15,17 +15,17 @@ FOLDER = "source"
 
 
 def on_page_markdown(markdown: str, /, *, page: Page, config: Any, files: Files) -> str:
-    """Point links that leave docs/ to copies of what they lead to."""
+    """Point links outside docs/ to copies of their targets."""
     docs, root = Path(config.docs_dir), Path(config.config_file_path).parent
     folder = (docs / page.file.src_uri).parent
 
     def kept(found: re.Match[str]) -> str:
         target = (folder / found["path"]).resolve()
         if target.is_relative_to(docs) or not target.is_file():
-            return found[0]  # the builder complains where it leads nowhere
+            return found[0]  # the builder reports a broken link
         uri = f"{FOLDER}/{target.relative_to(root)}"
         if target.suffix == ".md":
-            uri += ".txt"  # as it is, not as a page
+            uri += ".txt"  # served as text, not as a page
         if files.get_file_from_path(uri) is None:
             files.append(File.generated(config, uri, content=target.read_bytes()))
         up = "../" * page.file.src_uri.count("/")

@@ -42,9 +42,9 @@ SYNC_NAMES = (
     (r"\bgrpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\b", "grpc"),
 )
-"""Regular expressions and what replaces them, applied in this order."""
+"""Regular expressions and their replacements, applied in this order."""
 
-# pip puts the plugins of mypy-protobuf beside the interpreter.
+# pip installs the plugins of mypy-protobuf next to the interpreter.
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -104,7 +104,7 @@ def generate(directory: Path) -> None:
         *outputs,
         *contracts,
     ]
-    # The plugins report every file they write; only a failure is worth reading.
+    # The plugins report every file they write; only failures matter.
     result = subprocess.run(
         command,
         capture_output=True,
@@ -117,7 +117,7 @@ def generate(directory: Path) -> None:
 
 
 def third_party_descriptors() -> bytes:
-    """Return the descriptors of the contracts that are not ours, each behind those it imports."""
+    """Return the descriptors of third-party contracts, each after its imports."""
     contracts = sorted(THIRD_PARTY.rglob("*.proto"))
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "descriptors.binpb"
@@ -184,7 +184,7 @@ def formatted(text: str, path: Path) -> str:
 
 
 def differences(committed: dict[str, str], fresh: dict[str, str]) -> list[str]:
-    """Return a diff for every committed file that is not as generated."""
+    """Return a diff for every committed file that differs from its generated form."""
     lines: list[str] = []
     for name in sorted(fresh.keys() | committed.keys()):
         before, after = committed.get(name, "").splitlines(), fresh.get(name, "").splitlines()
@@ -197,7 +197,7 @@ def differences(committed: dict[str, str], fresh: dict[str, str]) -> list[str]:
 
 
 def outdated_bounds(code: str) -> list[str]:
-    """Compare what the generated code demands of its runtime with what the client's metadata promises."""
+    """Compare the runtime versions that the generated code requires with the client's metadata."""
     protobuf = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
     grpcio = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", code)
     if protobuf is None or grpcio is None:

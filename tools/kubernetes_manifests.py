@@ -12,7 +12,7 @@ HELM = ROOT / ".venv" / "go" / "helm"
 TARGET = ROOT / "deploy" / "kubernetes"
 HEAD = "# Made from deploy/helm/ratelimitd with its defaults: `make manifests`.\n"
 HOOKS = "templates/database-upgrade.yaml"
-"""What Helm applies before everything else, and kubectl by hand."""
+"""Applied first: by Helm automatically, with kubectl by hand."""
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def manifests() -> dict[Path, str]:
-    """Return what deploy/kubernetes has of the chart, by path."""
+    """Return the expected content of deploy/kubernetes by path."""
     return {
         TARGET / "ratelimitd.yaml": HEAD + rendered(["--no-hooks"]),
         TARGET / "database-upgrade.yaml": HEAD + rendered(["--show-only", HOOKS]),
@@ -44,7 +44,7 @@ def manifests() -> dict[Path, str]:
 
 
 def rendered(options: Sequence[str] = (), release: str = "ratelimitd") -> str:
-    """Return what `helm template` prints for a release in the namespace ``ratelimitd``.
+    """Return the output of `helm template` for a release in the namespace ``ratelimitd``.
 
     Raises:
         CalledProcessError: Helm refuses the values; its ``stderr`` says why.

@@ -29,13 +29,13 @@ SERVER, CLIENT = "src/ratelimitd", "clients/python/src"
 REDIS, WIRE = f"{SERVER}/cluster/redis", f"{CLIENT}/ratelimitd_wire"
 WORKERS: Final = 2
 TIMEOUT_S: Final = 300
-"""A mutant that makes the tests hang is noticed."""
+"""Mutants that make the tests hang count as killed."""
 
 EXPLAINED: Final = "equivalent: "
 
 
 class Part(NamedTuple):
-    """Code, and the tests that have to notice its mutants: the quick ones first, the others if these do not."""
+    """Code, and the tests that must kill its mutants: the fast ones first, then the others."""
 
     paths: tuple[str, ...]
     tests: tuple[str, ...]
@@ -96,7 +96,7 @@ PARTS: Final = {
 
 
 class Mutant(NamedTuple):
-    """One fault: the text between two offsets of a file is replaced."""
+    """One fault: a replacement for the text between two offsets of a file."""
 
     part: str
     path: str
@@ -126,7 +126,7 @@ COMPUTED: Final = {
 
 
 class Finder(ast.NodeVisitor):
-    """Finds the mutants of a Python module, without those of annotations, texts, asserts and log lines."""
+    """Finds the mutants of a Python module, except those of annotations, texts, asserts and log lines."""
 
     def __init__(self, part: str, path: str, source: str) -> None:
         self.found: list[Mutant] = []
@@ -147,7 +147,7 @@ class Finder(ast.NodeVisitor):
         self.found.append(Mutant(self._part, self._path, line, *span, text))
 
     def _between(self, left: ast.expr, right: ast.expr, text: str) -> None:
-        """Replace the operator between two operands; parentheses and spaces around it stay."""
+        """Replace the operator between two operands; keep parentheses and spaces."""
         begin, end = self._span(left)[1], self._span(right)[0]
         operator = re.search(r"[^\s()\\]+(?:\s+(?:not|in)\b)?", self._source[begin:end])
         if operator is not None and "#" not in self._source[begin:end]:
@@ -163,39 +163,39 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        """Change arithmetic, but not the union of two types or two sets."""
+        """Change arithmetic, except unions of types or sets."""
         if type(node.op) in COMPUTED:
             self._between(node.left, node.right, COMPUTED[type(node.op)])
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        """Exchange ``and`` and ``or``."""
+        """Swap ``and`` and ``or``."""
         for left, right in zip(node.values, node.values[1:], strict=False):
             self._between(left, right, "or" if isinstance(node.op, ast.And) else "and")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        """Leave ``not`` and ``-`` out."""
+        """Remove ``not`` and ``-``."""
         begin, _ = self._span(node)
         end = begin + (3 if isinstance(node.op, ast.Not) else 1)
         self._replace(node.lineno, (begin, end), "")
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """Change ``+=`` and the like."""
+        """Change ``+=`` and other augmented assignments."""
         if type(node.op) in COMPUTED:
             self._between(node.target, node.value, COMPUTED[type(node.op)] + "=")
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """Change numbers and truth values."""
+        """Change numbers and booleans."""
         if isinstance(node.value, bool):
             self._replace(node.lineno, self._span(node), str(not node.value))
         elif isinstance(node.value, int):
             self._replace(node.lineno, self._span(node), str(node.value + 1))
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Exchange ``min`` and ``max``; ``strict`` of zip() is an assert, ``slots`` of dataclass() saves memory."""
+        """Swap ``min`` and ``max``. ``strict`` of zip() is an assert, ``slots`` of dataclass() saves memory."""
         kept = [keyword for keyword in node.keywords if keyword.arg not in {"strict", "slots"}]
         node.keywords = kept
         if isinstance(node.func, ast.Name) and node.func.id in {"min", "max"}:
@@ -205,35 +205,35 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        """Negate conditions; not those of type checkers."""
+        """Negate conditions, except those for type checkers."""
         if ast.unparse(node.test) != "TYPE_CHECKING":
             begin, end = self._span(node.test)
             self._replace(node.test.lineno, (begin, end), f"not ({self._source[begin:end]})")
             self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """Leave calls out whose result is not used; a log line is no behaviour."""
+        """Remove calls whose result is unused, except log lines."""
         if isinstance(node.value, ast.Call) and not ast.unparse(node.value).startswith("_log."):
             self._replace(node.lineno, self._span(node), "pass")
             self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Look at the value alone."""
+        """Visit the value only."""
         if node.value is not None:
             self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Look at the body and the defaults."""
+        """Visit the body and the defaults."""
         for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
             self.visit(part)
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 -- the name that ast asks for
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Leave asserts alone: they say what cannot be otherwise."""
+        """Skip asserts: they state invariants."""
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Leave the texts of errors alone."""
+        """Skip the texts of errors."""
 
 
 LUA: Final = {
@@ -255,7 +255,7 @@ def lua_mutants(part: str, path: str, source: str) -> Iterator[Mutant]:
 
 
 def mutants_of(part: str) -> Iterator[Mutant]:
-    """Find all mutants of a part, without those of lines that say why they have none."""
+    """Find all mutants of a part, except on lines marked as equivalent."""
     for name in PARTS[part].paths:
         top = ROOT / name
         files = [top] if top.is_file() else sorted([*top.rglob("*.py"), *top.rglob("*.lua")])
@@ -276,7 +276,7 @@ def mutants_of(part: str) -> Iterator[Mutant]:
 
 
 class Copy:
-    """A copy of the code that tests import in place of the original."""
+    """A copy of the code that tests import instead of the original."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -286,7 +286,7 @@ class Copy:
             )
 
     def survives(self, mutant: Mutant) -> bool:
-        """Whether no test notices a mutant."""
+        """Return whether no test kills a mutant."""
         file = self._directory / mutant.path
         source = file.read_text(encoding="utf-8")
         file.write_text(
@@ -299,7 +299,7 @@ class Copy:
             file.write_text(source, encoding="utf-8")
 
     def passes(self, tests: Sequence[str]) -> bool:
-        """Whether the tests pass with the copy as it is."""
+        """Return whether the tests pass with the current copy."""
         command = [
             sys.executable,
             "-B",
@@ -335,7 +335,7 @@ class Copy:
 
 
 def main() -> int:
-    """Try a sample of mutants; return the exit status."""
+    """Test a sample of mutants; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -355,7 +355,7 @@ def main() -> int:
         for number in range(WORKERS):
             copies.put(Copy(Path(directory, str(number))))
 
-        # Tests that fail anyway would notice every mutant.
+        # Tests that fail without a mutant would kill every mutant.
         parts = [PARTS[mutant.part] for mutant in sample]
         tests = {tests for part in parts for tests in (part.tests, part.more) if tests}
         if not all(map(Copy(Path(directory, "whole")).passes, tests)):

@@ -1,6 +1,6 @@
-"""The OpenAPI document of the JSON side, made from the contract and its comments.
+"""The OpenAPI document of the JSON API, generated from the contract and its comments.
 
-`make proto` writes it and `make lint` compares it, with the rest of the generated code (tools/generated_code.py).
+`make proto` writes it, and `make lint` compares it, with the other generated code (tools/generated_code.py).
 """
 
 import json
@@ -29,7 +29,7 @@ SCALARS: Mapping[int, Json] = {
     Field.TYPE_STRING: {"type": "string"},
     Field.TYPE_BOOL: {"type": "boolean"},
     Field.TYPE_INT32: {"type": "integer", "format": "int32"},
-    # Proto3 JSON: 64 bits are more than a number of JSON surely keeps, so they are written as a string.
+    # Proto3 JSON writes 64-bit integers as strings: JSON numbers may lose precision.
     Field.TYPE_INT64: {"type": ["string", "integer"], "format": "int64"},
     Field.TYPE_UINT64: {"type": ["string", "integer"], "format": "uint64"},
     Field.TYPE_DOUBLE: {"type": "number", "format": "double"},
@@ -77,7 +77,7 @@ EXAMPLES: Mapping[str, Json] = {
     "BatchAssignPlans": {"assignments": [ASSIGNMENT]},
     "UnassignPlan": {"identity": IDENTITY},
 }
-"""A request for each method, in an order in which all of them succeed on a node without rules; a test sends them."""
+"""A request per method, in an order in which all succeed on a node without rules; a test sends them."""
 
 ERRORS: Mapping[int, str] = {
     400: "A field is missing, unknown or wrong; every one of them is named. Nothing was changed. Or a hold"
@@ -155,15 +155,15 @@ ERROR_SCHEMA: Json = {
 
 
 def main() -> None:
-    """Print the document as the file holds it."""
+    """Print the document in its file format."""
     print(json.dumps(document(contract()), indent=1, ensure_ascii=False))
 
 
 def demand_complete(file: pb.FileDescriptorProto, comments: Comments) -> None:
-    """See that all is said of each method that the document needs.
+    """Verify that every method has the descriptions that the document needs.
 
     Raises:
-        SystemExit: names each method, what lacks, and where it belongs.
+        SystemExit: names each method, what is missing, and where it belongs.
     """
     lacking = []
     for number, service in enumerate(file.service):
@@ -182,7 +182,7 @@ def demand_complete(file: pb.FileDescriptorProto, comments: Comments) -> None:
 
 
 def document(file: pb.FileDescriptorProto) -> Json:
-    """The OpenAPI document for a contract."""
+    """Return the OpenAPI document for a contract."""
     comments = comments_of(file)
     demand_complete(file, comments)
     return {
@@ -216,7 +216,7 @@ def document(file: pb.FileDescriptorProto) -> Json:
 
 
 def schemas(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[str, Json]]:
-    """A schema for each message and enum."""
+    """Yield a schema for each message and enum."""
     for number, enum in enumerate(file.enum_type):
         meanings = {
             value.name: comments.get((5, number, 2, index), "")
@@ -244,7 +244,7 @@ def schemas(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[
 
 
 def field_schema(field: Field, entries: Mapping[str, pb.DescriptorProto]) -> Json:
-    """The schema of a field's value."""
+    """Return the schema of a field's value."""
     if field.type_name in entries:
         [value] = [part for part in entries[field.type_name].field if part.name == "value"]
         return {"type": "object", "additionalProperties": field_schema(value, {})}
@@ -253,17 +253,17 @@ def field_schema(field: Field, entries: Mapping[str, pb.DescriptorProto]) -> Jso
 
 
 def type_schema(name: str) -> Json:
-    """The schema of a message or an enum, by its full name."""
+    """Return the schema of a message or an enum by its full name."""
     return WELL_KNOWN.get(name) or {"$ref": f"#/components/schemas/{name.rpartition('.')[2]}"}
 
 
 def described(schema: Json, comment: str) -> Json:
-    """The schema with what the contract says about it."""
+    """Return the schema with the contract's comment as description."""
     return {**schema, "description": comment} if comment else schema
 
 
 def paths(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[str, Json]]:
-    """Each method, and the check for callers that forward the answer."""
+    """Yield each method, and the check for callers that forward the answer."""
     for number, service in enumerate(file.service):
         for index, method in enumerate(service.method):
             path = f"/{PACKAGE}{service.name}/{method.name}"
@@ -275,7 +275,7 @@ def paths(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[st
 
 
 def operation(path: str, method: pb.MethodDescriptorProto, summary: str) -> Json:
-    """What a method takes and how it fails."""
+    """Return the request, response and errors of a method."""
     errors = sorted((*FOR_ALL, *ERRORS_OF.get(method.name, ())))
     return {
         "operationId": method.name,
@@ -293,7 +293,7 @@ def operation(path: str, method: pb.MethodDescriptorProto, summary: str) -> Json
 
 
 def http_check(method: pb.MethodDescriptorProto) -> Json:
-    """The same check, answered with what HTTP has for it."""
+    """Return the operation of the check with HTTP statuses."""
     found = operation(
         CHECK_METHOD, method, "Decides as CheckRateLimit does, and answers 429 when it denies."
     )
@@ -307,7 +307,7 @@ def http_check(method: pb.MethodDescriptorProto) -> Json:
 
 
 def error_response(status: int) -> Json:
-    """A status that tells an error; that of the content type is told in words, for it is no call yet."""
+    """Return the response for an error status; plain text for a wrong content type, which is not yet a call."""
     response: Json = {"description": ERRORS[status]}
     if status != 415:  # noqa: PLR2004 -- a status of HTTP
         response["content"] = body({"$ref": "#/components/schemas/Error"})
@@ -315,7 +315,7 @@ def error_response(status: int) -> Json:
 
 
 def body(schema: Json, example: Json | None = None) -> Json:
-    """A body of JSON."""
+    """Return a JSON body."""
     content: Json = {"schema": schema}
     if example is not None:
         content["example"] = example

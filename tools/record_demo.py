@@ -74,14 +74,14 @@ def read_until(
     end_s: float,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Feed what the command writes to the screen until a time, or until that is enough."""
+    """Feed the command's output to the screen until a time, or until ``is_enough``."""
     while not is_enough() and (left_s := end_s - time.monotonic()) > 0:
         if select.select([terminal], [], [], left_s)[0]:
             stream.feed(os.read(terminal, 65_536))
 
 
 def drawn(frames: list[list[str]]) -> str:
-    """Return an SVG that shows one frame a second; lines that frames have in common are in it once."""
+    """Return an SVG that shows one frame a second; contains repeated lines only once."""
     height = round((ROWS + 1) * LINE_PX + 2 * MARGIN_PX)
     width = round(COLUMNS * CELL_PX + 2 * MARGIN_PX)
     distinct = dict.fromkeys(line for frame in frames for line in frame)

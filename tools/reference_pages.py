@@ -112,7 +112,7 @@ def enum_lines(
 
 
 def type_of(field: FieldDescriptorProto, maps: dict[str, DescriptorProto]) -> str:
-    """Return the type of a field as the contract spells it."""
+    """Return the type of a field in the contract's notation."""
     name = field.type_name.rpartition(".")[2]
     if name in maps:
         key, value = maps[name].field

@@ -1,10 +1,10 @@
-"""Make `.venv` in the checkout from the hashed pins; do nothing when it is current.
+"""Creates `.venv` in the checkout from the hashed pins; does nothing if it is current.
 
-With `--to-serve`, only what a node needs: a tenth of what tests and linters take. With `--to-serve-with-workers`,
-also the Valkey of several workers.
+`--to-serve` installs only the requirements of a node: a tenth of those of tests and linters. `--to-serve-with-workers`
+adds the Valkey of several workers.
 
-Runs before anything is installed, so it needs the standard library only; and it is written so that an interpreter too
-old for the project can still parse it and say so.
+Runs before anything is installed, so it needs only the standard library, and its syntax lets an interpreter that is too
+old for the project parse it and report the problem.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUIREMENTS = ROOT / "requirements"
 TO_SERVE = ("build.txt", "base.txt")
 WITH_WORKERS = (*TO_SERVE, "workers.txt")
 ALL = (*WITH_WORKERS, "dev.txt")
-LISTS = (TO_SERVE, WITH_WORKERS, ALL)  # each has all of the one before
+LISTS = (TO_SERVE, WITH_WORKERS, ALL)  # each includes the one before
 EDITABLE = (ROOT, ROOT / "clients" / "python")
 
 
@@ -41,8 +41,8 @@ def main() -> int:
         return 0
     import fcntl  # noqa: PLC0415 - POSIX only; the version message above must come first everywhere
 
-    # Two `make` runs in one checkout must not install over each other; the second finds the work done. The lock lies
-    # beside `.venv`, which may be thrown away while it is held.
+    # Two `make` runs in one checkout must not install concurrently; the second finds the work done. The lock is outside
+    # `.venv`, which may be deleted while it is held.
     with (ROOT / ".venv.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_current(names):
@@ -51,10 +51,10 @@ def main() -> int:
 
 
 def use_newer_python() -> int:
-    """Run this file again under a Python that is new enough, or say what is missing."""
+    """Run this file again with a Python that is new enough, or report that none was found."""
     for name in NEWER_NAMES:
         path = shutil.which(name)
-        # A pyenv shim exists for versions that are not selected, so being found is not enough.
+        # A pyenv shim exists even for versions that are not selected, so test that it runs.
         if path and subprocess.call([path, "-c", ""], stderr=subprocess.DEVNULL) == 0:
             os.execv(path, [path, *sys.argv])
     found = ".".join(map(str, sys.version_info[:3]))
@@ -68,7 +68,7 @@ def use_newer_python() -> int:
 
 
 def fingerprint(names: tuple[str, ...]) -> str:
-    """Return a hash of all that decides what is installed from these files of pins."""
+    """Return a hash of everything that determines what these files of pins install."""
     import tomllib  # noqa: PLC0415 - unknown to interpreters that are too old
 
     digest = hashlib.sha256(f"{sys.version_info[:2]}\n{ROOT}\n".encode())
@@ -76,14 +76,14 @@ def fingerprint(names: tuple[str, ...]) -> str:
         digest.update((REQUIREMENTS / name).read_bytes())
     for directory in EDITABLE:
         settings = tomllib.loads((directory / "pyproject.toml").read_text(encoding="utf-8"))
-        # The rest of the file configures linters and tests; editing that calls for no installation.
+        # The rest of the file configures linters and tests; editing that requires no installation.
         installed = [settings["build-system"], settings["project"], settings["tool"]["setuptools"]]
         digest.update(json.dumps(installed, sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def is_current(names: tuple[str, ...]) -> bool:
-    """Tell whether `.venv` works and was made from exactly these inputs, or from a list that has them all."""
+    """Return whether `.venv` works and was made from exactly these inputs, or from a list that includes them all."""
     if not (VENV_PYTHON.exists() and STAMP.exists()):
         return False
     return STAMP.read_text() in map(fingerprint, LISTS[LISTS.index(names) :])
@@ -107,7 +107,7 @@ def make_venv() -> list[str]:
     flags = ["--disable-pip-version-check", "--no-input"]
     if not venv_matches():
         shutil.rmtree(VENV, ignore_errors=True)
-    # Debian ships ensurepip in a package of its own (python3-venv); without it pip is asked to work from outside.
+    # Debian packages ensurepip separately (python3-venv); without it, use an external pip.
     if subprocess.call([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL) == 0:
         if not VENV.exists():
             run([sys.executable, "-m", "venv", str(VENV)])
@@ -118,7 +118,7 @@ def make_venv() -> list[str]:
 
 
 def venv_matches() -> bool:
-    """Tell whether `.venv` runs and has the minor version of this interpreter."""
+    """Return whether `.venv` runs and has the minor version of this interpreter."""
     if not VENV_PYTHON.exists():
         return False
     code = "import sys; print(sys.version_info[:2])"

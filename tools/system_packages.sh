@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that what the end-to-end tests need is there: builds the Go programs, pinned and verified by
-# tests/system/go/go.sum, and the examples in other languages; unpacks or installs Debian packages where it may; else
-# says what is missing and fails. A test that needs a package adds it to a list, with its reason.
+# Installs the requirements of the end-to-end tests: builds the Go programs, pinned and verified by
+# tests/system/go/go.sum, and the examples in other languages; unpacks or installs Debian packages if permitted, else
+# reports what is missing and fails. A test that needs a package adds it to a list, with its reason.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -14,11 +14,11 @@ from ratelimitd.errors import CheckInvalidError, FieldViolation
 from ratelimitd.model import MAX_TIME_US, US_PER_S
 
 SLEW_DIVISOR: Final = 100
-"""The clock is corrected by at most 1/100 of the time that passes: 10 ms per second."""
+"""A correction slews the clock by at most 1/100 of the elapsed time: 10 ms per second."""
 
-# equivalent: a µs more is reported as well
+# equivalent: an error one µs larger is reported, too
 SKEW_ALARM_US: Final = 1_000_000
-"""An error beyond one second is reported: somebody set the machine's clock."""
+"""An error above one second is reported: the machine's clock was set."""
 
 
 class Clock(Protocol):
@@ -31,14 +31,14 @@ class Clock(Protocol):
         """µs since an arbitrary start, for measuring durations."""
 
     def remeasure(self) -> int:
-        """Compare with the wall clock, about once a second: how far, in µs, the wall is ahead (negative: behind)."""
+        """Compare with the wall clock, about once a second; return its lead in µs (negative: lag)."""
 
 
 class SystemClock:
     """Monotonic time anchored to the wall clock.
 
-    Reading the wall clock at every check would let a step of it (NTP, an operator, a resumed machine) mint or lock
-    tokens. So the wall is read once at the start, and again by :meth:`remeasure`, which closes the gap gradually.
+    If every check read the wall clock, a step of it (NTP, an operator, a resumed machine) would mint or lock tokens.
+    The wall clock is therefore read once at the start, and by :meth:`remeasure`, which closes the gap gradually.
     """
 
     __slots__ = ("_anchor_mono_us", "_anchor_us", "_error_us", "_monotonic_ns", "_wall_ns")
@@ -53,7 +53,7 @@ class SystemClock:
         self.anchor()
 
     def anchor(self) -> None:
-        """Take over the wall's time at once, also backwards: for a node that has not answered anybody yet."""
+        """Adopt the wall time at once, even backwards; only for a node that has not answered a call yet."""
         self._anchor_us = self._wall_ns() // 1000
         self._anchor_mono_us = self._monotonic_ns() // 1000
         self._error_us = 0
@@ -63,7 +63,7 @@ class SystemClock:
         return self._monotonic_ns() // 1000
 
     def now_us(self) -> int:
-        """Wall time in µs: the anchor, the time since, and the part of the correction that is due by now."""
+        """Wall time in µs: the anchor, the time elapsed since, and the part of the correction that is due."""
         elapsed_us = self._monotonic_ns() // 1000 - self._anchor_mono_us
         error_us = self._error_us
         if not error_us:
@@ -77,7 +77,7 @@ class SystemClock:
         """Compare with the wall clock and set the correction; call it about once a second.
 
         Returns:
-            The error in µs: how far the wall clock is ahead of this one (negative: behind).
+            The lead of the wall clock over this one in µs (negative: lag).
         """
         now_us = self.now_us()
         self._anchor_us, self._anchor_mono_us = now_us, self.monotonic_us()
@@ -86,7 +86,7 @@ class SystemClock:
 
 
 TOLERANCE_US: Final = 5 * US_PER_S
-"""A caller's clock may differ by that much, and by a tenth of the window at most."""
+"""Tolerated error of a caller's clock; a tenth of the window if that is less."""
 
 # A timestamp's unit follows its magnitude: seconds below 10^11 (the year 5138), then ms, µs, ns.
 _SECONDS_BELOW: Final = 10**11
@@ -95,7 +95,7 @@ _MICROSECONDS_BELOW: Final = 10**17
 
 
 class TimestampPolicy(enum.StrEnum):
-    """What a caller's timestamp is worth (setting TIMESTAMPS)."""
+    """Which timestamps of callers are used (setting TIMESTAMPS)."""
 
     BOUNDED = "bounded"
     SERVER = "server"
@@ -103,14 +103,14 @@ class TimestampPolicy(enum.StrEnum):
 
 
 class CallerTime(NamedTuple):
-    """A timestamp in µs since the Unix epoch, and the resolution it was sent in, in µs."""
+    """A timestamp in µs since the Unix epoch, and the resolution in which it was sent, in µs."""
 
     at_us: int
     resolution_us: int
 
 
 def caller_time(timestamp: int) -> CallerTime:
-    """Read a timestamp, whose unit follows from its magnitude. Negative ones stay negative."""
+    """Convert a timestamp, whose unit follows from its magnitude. Negative ones stay negative."""
     if timestamp < _SECONDS_BELOW:
         return CallerTime(timestamp * US_PER_S, US_PER_S)
     if timestamp < _MILLISECONDS_BELOW:
@@ -121,7 +121,7 @@ def caller_time(timestamp: int) -> CallerTime:
 
 
 def trusted(timestamp: int) -> int:
-    """The time to judge at under the policy ``caller``, in µs.
+    """Return the time of a check under the policy ``caller``, in µs.
 
     Raises:
         CheckInvalidError: the timestamp is before 1970 or after 2255.
@@ -133,9 +133,9 @@ def trusted(timestamp: int) -> int:
 
 
 def bounded(timestamp: int, now_us: int, window_us: int) -> int | None:
-    """The time to judge at under the policy ``bounded``, in µs; ``None`` when the timestamp is out of tolerance.
+    """Return the time of a check under the policy ``bounded``, in µs; ``None`` if its timestamp is out of tolerance.
 
-    Where the node's clock agrees within the timestamp's resolution, the node's finer reading is the better one.
+    If the node's clock agrees within the timestamp's resolution, its finer reading is used.
     """
     at_us, resolution_us = caller_time(timestamp)
     error_us = abs(at_us - now_us)

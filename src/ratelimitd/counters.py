@@ -1,7 +1,7 @@
-"""The counters that the check path moves: plain integers, collected when somebody asks.
+"""The counters of the check path: plain integers, read when metrics are collected.
 
-A bare integer add costs about 36 ns, a bound counter of a metrics library about 231 ns: so the path adds here, and
-``observe/`` reads. Never reads a clock, never locks; one writer, the event loop.
+An integer add costs about 36 ns, a bound counter of a metrics library about 231 ns, so the check path adds here and
+``observe/`` reads. Reads no clock and takes no lock; the event loop is the only writer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ LATENCY_BOUNDS_S: Final = (
 """Upper bounds of the check latency histogram, in seconds, with edges at 1 ms (the promise) and 2 ms (the alert)."""
 
 MAX_RULE_LABELS: Final = 1_000
-"""Rules that are labels of metrics; further ones share ``OTHER_RULES``, so that labels stay bounded."""
+"""Rules with a metrics label of their own; the others share ``OTHER_RULES``, which bounds the labels."""
 
 MAX_FURTHER_RULES: Final = 20_000
-"""Rules beyond these labels that get counters of their own, 250 bytes each, for the page."""
+"""Rules without a label that have counters of their own, 250 bytes each, for the page."""
 
 OTHER_RULES: Final = "other"
 
@@ -27,11 +27,10 @@ OTHER_RULES: Final = "other"
 class CheckStats:
     """Counters of one process. Every ``*_total`` only grows.
 
-    ``allowed_total`` and ``blocked_total`` count checks decided by a rule, ``NO_RULE`` as allowed, fail-open answers
-    as allowed too (and in their own two counters). Peeks count like checks: they are answered decisions.
+    ``allowed_total`` and ``blocked_total`` count checks decided by a rule. ``NO_RULE`` counts as allowed, and so do
+    fail-open answers, which also have two counters of their own. Peeks count like checks.
 
-    The counters of ``transport_causes`` and ``web_causes`` start at 0: the first error of a kind counts
-    as growth.
+    The counters of ``transport_causes`` and ``web_causes`` start at 0, so that the first error counts as growth.
     """
 
     __slots__ = (
@@ -81,64 +80,64 @@ class CheckStats:
         self.fail_open_error_total = 0
         self.false_positives_total = 0
         self.forwarding_ignored_total = 0
-        """Requests for forward auth whose forwarding headers were ignored: their peer is no trusted proxy."""
+        """Forward-auth requests whose forwarding headers were ignored: their peer is not a trusted proxy."""
         self.shared_state_errors_total = 0
         self.unexpected_total = 0
         """Calls answered INTERNAL: defects."""
         self.invalid_total = 0
         """Malformed checks: single calls refused and batch items answered INVALID_REQUEST."""
         self.clock_rejected_total = 0
-        """Caller timestamps that were out of tolerance, so that the node's own clock was used."""
+        """Caller timestamps out of tolerance, replaced by the node's own clock."""
         self.bucket_missed_total = 0
-        """Decided checks whose bucket was unknown. Hits are not counted: they follow from the answers."""
+        """Decided checks whose bucket was unknown. Hits are derived from the answers."""
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
-        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``:
-        those beyond ``further_rules``, and those of it that are gone."""
+        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids. ``OTHER_RULES`` counts
+        the rules beyond ``further_rules``, and those deleted from it."""
         self.further_rules: dict[str, list[int]] = {}
-        """The same of rules that are no labels; at most ``MAX_FURTHER_RULES``."""
+        """The same for rules without a label; at most ``MAX_FURTHER_RULES``."""
         self.would_deny: dict[str, list[int]] = {}
-        """Rule id and name of a limit that only observes, joined by a comma → [checks it would have denied]; at most
-        ``MAX_RULE_LABELS``, and one for all others."""
+        """Rule id and name of an observing limit, joined by a comma → [checks that it would have denied]; at most
+        ``MAX_RULE_LABELS``, and one entry for all others."""
         self.used_rules: set[str] = set()
-        """Ids of the rules that have judged a check since the start; no more than there are rules."""
+        """Ids of the existing rules that have applied to a check since the start."""
         self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
-        """Transport errors by cause, from a closed set of causes."""
+        """Transport errors by cause; the causes are a closed set."""
         self.token_guesses = {"wrong": 0, "refused": 0}
-        """Wrong tokens that were compared, and calls refused because too many came from their address."""
+        """Wrong tokens that were compared, and calls refused after too many wrong ones from their address."""
         self.holds = {"made": 0, "settled": 0, "expired": 0, "refused": 0}
-        """Holds that were made here; that were settled here; that ended without a settle on this node, of those made
-        here; and that were refused because there are as many as there may be."""
+        """On this node: holds made; holds settled; holds made here that ended without a settle here; and holds refused
+        because their number is bounded."""
         self.hold_tokens = {"held": 0, "refunded": 0, "debt": 0}
-        """Tokens that holds held, that settles gave back, and that settles charged in addition."""
+        """Tokens held, tokens given back by settles, and tokens charged by settles in addition."""
         self.holds_open = 0
         """Holds made here that have neither ended nor been settled here."""
         self.recorded = {"written": 0, "lost": 0}
-        """Checks in whole files of the trace, and those that could not be kept up with or written."""
+        """Checks in complete trace files, and checks lost because the queue was full or a write failed."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
-        """Requests that a page refused by cause, from a closed set of causes."""
+        """Requests that a page refused, by cause; the causes are a closed set."""
 
     @property
     def bucket_looked_total(self) -> int:
-        """Checks that were decided by a rule, so that a bucket was looked up."""
+        """Checks decided by a rule, for which a bucket was looked up."""
         others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
         others += self.breaker_denied_total + self.unlimited_total + self.plan_blocked_total
         return self.allowed_total + self.blocked_total - others
 
     @property
     def bucket_known_total(self) -> int:
-        """Those whose bucket was known."""
+        """Checks decided by a rule whose bucket was known."""
         return self.bucket_looked_total - self.bucket_missed_total
 
     def observe_latency(self, elapsed_s: float, checks: int = 1) -> None:
-        """Count ``checks`` checks that share ``elapsed_s`` seconds, each with its part of the time."""
+        """Count ``checks`` checks that took ``elapsed_s`` seconds together, each with an equal part."""
         each_s = elapsed_s / checks
         self.latency_counts[bisect_left(LATENCY_BOUNDS_S, each_s)] += checks
         self.latency_sum_s += elapsed_s
 
     def rule_counters(self, rule_id: str) -> list[int]:
-        """The [allowed, blocked] pair of a rule, made at its first use."""
+        """Return the [allowed, blocked] pair of a rule, created on first use."""
         counters = self.counters_of(rule_id)
         if counters is not None:
             return counters
@@ -150,11 +149,11 @@ class CheckStats:
         return others
 
     def counters_of(self, rule_id: str) -> list[int] | None:
-        """The pair of a rule that has one of its own."""
+        """Return the rule's own pair, if it has one."""
         return self.by_rule.get(rule_id) or self.further_rules.get(rule_id)
 
     def labelled_rules(self) -> Iterator[tuple[str, int, int]]:
-        """Yield id, allowed and blocked of each label; ``OTHER_RULES`` are all others together."""
+        """Yield (id, allowed, blocked) of each label; ``OTHER_RULES`` is the sum of all others."""
         for rule_id, counters in self.by_rule.items():
             pairs = [counters]
             if rule_id == OTHER_RULES:
@@ -162,14 +161,14 @@ class CheckStats:
             yield rule_id, sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
     def observed_counter(self, rule_id: str, limit: str) -> list[int]:
-        """The cell that counts what a limit would have denied, made at its first use."""
+        """Return the counter of checks that an observing limit would have denied, created on first use."""
         key = f"{rule_id},{limit}"
         if key not in self.would_deny and len(self.would_deny) >= MAX_RULE_LABELS:
             key = f"{OTHER_RULES},{OTHER_RULES}"
         return self.would_deny.setdefault(key, [0])
 
     def forget_rules(self, exists: Callable[[str], bool]) -> None:
-        """Drop what is known of rules that are gone, so that the labels of their counters are free for others.
+        """Drop the counters of deleted rules, which frees their labels for others.
 
         Cached counter pairs of such a rule go stale; increments to them are lost.
         """
@@ -185,22 +184,22 @@ class CheckStats:
             del self.would_deny[key]
 
     def transport_error(self, cause: str) -> None:
-        """Count one transport error of a closed set of causes."""
+        """Count one transport error by its cause; the causes are a closed set."""
         self.errors_by_transport[cause] = self.errors_by_transport.get(cause, 0) + 1
 
     def ignored_forwarding(self) -> None:
-        """Count one request for forward auth whose forwarding headers were ignored."""
+        """Count one forward-auth request whose forwarding headers were ignored."""
         self.forwarding_ignored_total += 1
 
     def web_refusal(self, cause: str) -> None:
-        """Count one request that a page refused, for a cause of a closed set."""
+        """Count one request that a page refused by its cause; the causes are a closed set."""
         self.refused_by_web[cause] = self.refused_by_web.get(cause, 0) + 1
 
 
 class RollingMax:
     """The largest value of the current period of ``stretch_us`` and of the one before it.
 
-    A gauge whose peaks a scrape every 15 s does not miss. Time is passed in.
+    As a gauge it shows peaks between scrapes every 15 s. Time is passed in.
     """
 
     def __init__(self, stretch_us: int) -> None:
@@ -210,7 +209,7 @@ class RollingMax:
         self._before = 0.0
 
     def note(self, now_us: int, value: float) -> float:
-        """Add one value; return the largest of the last one to two periods."""
+        """Add a value; return the largest one of this period and the one before it."""
         stretch = now_us // self._stretch_us
         if stretch != self._stretch:
             self._before = self._current if stretch == self._stretch + 1 else 0.0

@@ -1,6 +1,6 @@
-"""The error tree. ``services/errors.py`` maps it to statuses of gRPC.
+"""The error tree. ``services/errors.py`` maps it to gRPC statuses.
 
-A denial and a fail-open answer are values (:class:`ratelimitd.model.Decision`), never errors. No message ever holds an
+Denials and fail-open answers are values (:class:`ratelimitd.model.Decision`), not errors. No message contains an
 identifier, a token or another secret.
 """
 
@@ -18,26 +18,26 @@ class SettingsError(RateLimitdError):
 
 
 class StartupError(RateLimitdError):
-    """The node cannot start (port taken, state directory in use, database not writable); one line says why."""
+    """The node cannot start (port taken, state directory in use, database not writable); the message is one line."""
 
 
 class TraceInvalidError(RateLimitdError):
-    """A trace is none, or is cut, altered or of another version; the message names the file and the byte."""
+    """A trace file is truncated, altered, foreign or of another version; the message names the file and the byte."""
 
 
 class FieldViolation(NamedTuple):
-    """One violated field of a message: its path in the contract and what is wrong with it."""
+    """One invalid field of a message: its path in the contract, and the error."""
 
     field: str
     description: str
 
 
 MAX_VIOLATIONS: Final = 16
-"""Violations that a message names; of further ones it tells the number."""
+"""Violations that a message names; the others are only counted."""
 
 
 class InvalidInputError(RateLimitdError):
-    """What a caller sent is malformed. Nothing was changed and nothing was charged."""
+    """A caller's input is malformed. Nothing was changed and nothing was charged."""
 
     def __init__(self, *violations: FieldViolation) -> None:
         named = [f"{field}: {description}" for field, description in violations[:MAX_VIOLATIONS]]
@@ -52,11 +52,11 @@ class CheckInvalidError(InvalidInputError):
 
 
 class RuleInvalidError(InvalidInputError):
-    """A rule, or a request about rules, is malformed; every violated field is named at once."""
+    """A rule, or a request about rules, is malformed; the message names every invalid field."""
 
 
 class RuleNotFoundError(RateLimitdError):
-    """No rule has this id, or this endpoint and identifier type; ``name`` is the id or the endpoint."""
+    """No rule has the id, or the endpoint and identifier type; ``name`` is the id or the endpoint."""
 
     def __init__(self, name: str, identifier_type: str = "") -> None:
         super().__init__(
@@ -72,15 +72,15 @@ class RuleExistsError(RateLimitdError):
 
 
 class RulesFullError(RateLimitdError):
-    """The store holds as many rules as it takes; delete one first."""
+    """The store has reached its maximum of rules; delete one first."""
 
 
 class RuleConflictError(RateLimitdError):
-    """The etag is not that of the rule, which was changed meanwhile."""
+    """The rule was changed meanwhile, so that the etag does not match."""
 
 
 class RuleBookConflictError(RuleConflictError):
-    """The rules are not those that a whole set was made for; the message names the field that says so."""
+    """The rules were changed since a complete set was prepared; the message names the field that does not match."""
 
 
 class AssignmentNotFoundError(RateLimitdError):
@@ -91,15 +91,15 @@ class AssignmentNotFoundError(RateLimitdError):
 
 
 class AssignmentConflictError(RateLimitdError):
-    """An etag is not that of the assignment, which was changed meanwhile."""
+    """The assignment was changed meanwhile, so that the etag does not match."""
 
 
 class AssignmentsFullError(RateLimitdError):
-    """The store holds as many assignments as it takes; remove one first."""
+    """The store has reached its maximum of assignments; remove one first."""
 
 
 class HoldEndedError(RateLimitdError):
-    """The time of a hold was over before it was settled or extended."""
+    """A hold ended before it was settled or extended."""
 
     def __init__(self, field: str = "hold") -> None:
         super().__init__(
@@ -108,7 +108,7 @@ class HoldEndedError(RateLimitdError):
 
 
 class HoldSettledError(RateLimitdError):
-    """A settled hold was settled with other tokens (field ``actual``), or extended (``hold``)."""
+    """A settled hold is to be settled with another number of tokens (field ``actual``) or extended (``hold``)."""
 
     def __init__(self, field: str = "actual") -> None:
         how = "" if field == "hold" else ", with another number of tokens"
@@ -116,30 +116,30 @@ class HoldSettledError(RateLimitdError):
 
 
 class HoldsFullError(RateLimitdError):
-    """A bucket, or the node, has as many holds as it may have."""
+    """A bucket, or the node, has reached its maximum of holds."""
 
 
 class StoreUnavailableError(RateLimitdError):
-    """A store cannot be reached or cannot write now; the message, without SQL or values, is shown to the caller.
+    """A store cannot be reached or cannot write; callers see the message, which contains no SQL and no values.
 
-    Counts for the circuit breaker when the shared state raises it.
+    Counts as a failure for the circuit breaker if the shared state raises it.
     """
 
 
 class StoreSlowError(StoreUnavailableError):
-    """A store has not answered in time, and may have done what it was asked. It may be back the next moment."""
+    """A store did not answer in time. It may have executed the request, and may answer the next one."""
 
 
 class StoreMisconfiguredError(StoreUnavailableError):
-    """A store refuses the node until a password, a permission or a setting is corrected."""
+    """A store rejects the node until a password, a permission or a setting is corrected."""
 
 
 class StoreMovingError(StoreUnavailableError):
-    """Keys of a command are being moved to another server: nothing was run. A command for each key works."""
+    """Keys of a command are being moved to another server; nothing was executed. One command per key works."""
 
 
 class BreakerOpenError(StoreUnavailableError):
-    """The circuit breaker is open: the shared state is not asked. ``retry_after_us`` is the time until it is again."""
+    """The circuit breaker is open: the shared state is not called for another ``retry_after_us`` µs."""
 
     def __init__(self, retry_after_us: int) -> None:
         super().__init__("the circuit breaker of the shared state is open")
@@ -147,11 +147,19 @@ class BreakerOpenError(StoreUnavailableError):
 
 
 class StoreOverloadedError(RateLimitdError):
-    """As many requests to a store are under way as may be.
+    """The maximum of concurrent requests to a store is reached.
 
-    Says nothing about the store: never counts for the circuit breaker.
+    Says nothing about the store's health, so it never counts for the circuit breaker.
     """
 
 
 class StoreCorruptError(RateLimitdError):
-    """A store answered with something that is not ours. Never counts for the circuit breaker."""
+    """A store returned data in a foreign format. Never counts for the circuit breaker."""
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line without terminal control characters: a file or another machine may have sent it."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )

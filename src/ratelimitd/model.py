@@ -1,7 +1,7 @@
-"""The values that travel between the layers: rules, checks and decisions.
+"""The values that the layers exchange: rules, checks and decisions.
 
-Never does I/O and never reads a clock. Every type here is immutable, so a value that was handed out can be shared
-between a check in flight and a rule book that is being replaced.
+Does no I/O and reads no clock. Every type is immutable, so a check in flight may keep values of a rule book that is
+being replaced.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ INT32_MAX: Final = 2**31 - 1
 """Largest value of the contract's int32 fields: limit, window_seconds, tokens_requested, retry_after_seconds."""
 
 MAX_IDENTITIES: Final = 8
-"""Identities of one check: each may be one more bucket to look up, and so may their combinations."""
+"""Identities of one check: each identity and each combination may add a bucket to look up."""
 
 MAX_TIME_US: Final = 2**53 - 1
-"""Latest instant that is handled, in µs since the Unix epoch (the year 2255): exact in a double, for the Lua twins."""
+"""Latest supported time, in µs since the Unix epoch (the year 2255); exact in a double, as the Lua scripts require."""
 
 US_PER_S: Final = 1_000_000
 US_PER_MS: Final = 1_000
 
 MAX_WAIT_MS: Final = 60_000
-"""Longest time that a check may be allowed ahead: as long may a bucket's last spend be in the future."""
+"""Longest wait after which a check may be allowed to proceed; a bucket's last spend may be that far in the future."""
 
 ALLOWED: Final = True
 DENIED: Final = False
@@ -35,26 +35,26 @@ GLOBAL_ENDPOINT: Final = "*"
 """The endpoint of a rule that is the default for every endpoint without a rule of its own."""
 
 EVERY_ENDPOINT: Final = "**"
-"""The endpoint of a rule with one bucket over all endpoints, which is judged beside their own rules."""
+"""The endpoint of a rule with one bucket for all endpoints; it applies in addition to their own rules."""
 
 EVERYBODY: Final = "all"
 """The identifier type of a rule with one bucket for all callers."""
 
 DEFAULT_LIMIT: Final = "default"
-"""The name of a rule's first limit, if it was given none."""
+"""The name of a rule's first limit unless it is given another."""
 
 NO_RULE_REMAINING: Final = INT32_MAX
-"""What ``remaining`` says when no rule applies (ADR 0001)."""
+"""``remaining`` when no rule applies (ADR 0001)."""
 
 
 UNLIMITED_PLAN: Final = "unlimited"
-"""The plan whose identities are allowed everything, and charged nothing."""
+"""The plan whose identities are not limited and not charged."""
 
 BLOCKED_PLAN: Final = "blocked"
 """The plan whose identities are denied every check."""
 
 RESERVED_PLANS: Final = (UNLIMITED_PLAN, BLOCKED_PLAN)
-"""Plans that no rule names."""
+"""Plan names that no rule may use."""
 
 
 class Algorithm(enum.StrEnum):
@@ -67,14 +67,14 @@ class Algorithm(enum.StrEnum):
 
 
 class Enforcement(enum.StrEnum):
-    """What a limit does with a check that it denies: deny it, or only count it."""
+    """Whether a limit denies the checks that exceed it or only counts them."""
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
 
 
 class Period(enum.StrEnum):
-    """What a calendar window is, by the lower case of its name on the wire. A week begins on Monday."""
+    """The length of a calendar window: its wire name in lower case. A week begins on Monday."""
 
     DAY = "day"
     WEEK = "week"
@@ -84,7 +84,7 @@ class Period(enum.StrEnum):
 NOMINAL_SECONDS: Final[Mapping[Period, int]] = MappingProxyType(
     {Period.DAY: 86_400, Period.WEEK: 604_800, Period.MONTH: 2_592_000}
 )
-"""What ``window_seconds`` says of a calendar window, whose length differs."""
+"""``window_seconds`` of a calendar window, whose real length varies."""
 
 
 class Calendar(NamedTuple):
@@ -107,11 +107,11 @@ class IdentifierType(enum.StrEnum):
 
 
 TYPE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
-"""An identifier type that a node may declare."""
+"""The form of an identifier type that a node may declare."""
 
 
 def types_within(identifier_type: str) -> tuple[str, ...]:
-    """Return the types of the identities that a bucket of a type is for: several of a product, none of ``all``."""
+    """Return the types of the identities that share a bucket: several for a product, none for ``all``."""
     return () if identifier_type == EVERYBODY else tuple(identifier_type.split("+"))
 
 
@@ -130,7 +130,7 @@ class Reason(enum.IntEnum):
 
 
 class Match(enum.IntEnum):
-    """Whether a rule judges a check, or why it does not; the numbers are those of the contract's ``Match``."""
+    """Whether a rule applies to a check, or why it does not; the numbers are those of the contract's ``Match``."""
 
     JUDGES = 1
     DISABLED = 2
@@ -139,7 +139,7 @@ class Match(enum.IntEnum):
     PASSED_OVER = 5
 
 
-# Finding a member in its class costs 100 ns; a check needs one of these.
+# Looking up an enum member costs 100 ns, and every check needs one.
 WITHIN_LIMIT: Final = Reason.WITHIN_LIMIT
 LIMIT_EXCEEDED: Final = Reason.LIMIT_EXCEEDED
 COST_EXCEEDS_LIMIT: Final = Reason.COST_EXCEEDS_LIMIT
@@ -148,16 +148,15 @@ CONCURRENCY: Final = Algorithm.CONCURRENCY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """One validated limit: so many tokens per window, by one algorithm.
+    """One validated limit: tokens per window, enforced by one algorithm.
 
     ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``name`` is unique in its rule.
-    A limit that only observes has its own bucket, which is charged as if it enforced, and denies nothing.
-    ``revision`` is the book's revision at which its rule was last changed. ``burst`` is the capacity of a token bucket
-    in tokens, 0 = ``limit``. The windows of a fixed window with a ``calendar`` are that one's, and ``window_seconds``
-    says their nominal length.
+    An observing limit charges its own bucket like an enforced one, and denies nothing. ``revision`` is the book's
+    revision at which its rule was last changed. ``burst`` is the capacity of a token bucket in tokens, 0 = ``limit``.
+    A fixed window may follow a ``calendar``; ``window_seconds`` is then the nominal length.
 
-    Derived are ``window_us``, ``capacity``, the most tokens at once, and ``full_after_s``, the seconds after which a
-    bucket that is not used equals a fresh one.
+    Derived are ``window_us``, ``capacity`` (the most tokens at once), and ``full_after_s`` (the seconds after which an
+    unused bucket equals a fresh one).
     """
 
     limit: int
@@ -182,7 +181,7 @@ class Limit:
 
 
 class Plan(NamedTuple):
-    """Limits that take the place of a rule's own for the identities assigned to the plan of this name."""
+    """Limits that replace a rule's own for the identities assigned to the plan ``name``."""
 
     name: str
     limits: tuple[Limit, ...]
@@ -190,11 +189,10 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule(Limit):
-    """One validated rule: what holds for an endpoint and an identifier type.
+    """One validated rule: the limits of an endpoint and an identifier type.
 
-    ``identifier_type`` is one that requests name, a product such as ``ip+user``, in byte order, or ``all``. A rule is
-    its first limit; ``more`` are the others. ``plans`` are in the order of their names. ``etag`` changes with every
-    edit.
+    ``identifier_type`` is a type that requests use, a product such as ``ip+user`` in byte order, or ``all``. The rule
+    itself is its first limit; ``more`` are the others. ``plans`` are sorted by name. ``etag`` changes with every edit.
     """
 
     id: str
@@ -208,12 +206,12 @@ class Rule(Limit):
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """All limits, in the rule's order, without those of plans."""
+        """The rule's own limits, in order."""
         return (self, *self.more)
 
     @property
     def limits_of_all_plans(self) -> tuple[Limit, ...]:
-        """All limits, then those of each plan."""
+        """The rule's own limits, then those of each plan."""
         return (*self.limits, *(limit for plan in self.plans for limit in plan.limits))
 
     def limits_of(self, plan: str) -> tuple[Limit, ...]:
@@ -223,8 +221,8 @@ class Rule(Limit):
     def plan_among(self, assigned: Mapping[str, str]) -> str:
         """Return the plan whose limits judge a check; empty for the rule's own.
 
-        ``assigned`` has the plans of the check's identities, by their types. Of a product it is the first plan, in the
-        order of the types, that the rule names or that is ``unlimited``.
+        ``assigned`` maps the types of the check's identities to their plans. The first type of a product whose plan the
+        rule names or is ``unlimited`` decides.
         """
         for kind in types_within(self.identifier_type) if assigned else ():
             plan = assigned.get(kind)
@@ -234,7 +232,7 @@ class Rule(Limit):
 
     @property
     def has_list(self) -> bool:
-        """Whether the rule is more than its first limit, without a name, a burst or a calendar, and enforced."""
+        """Whether the rule is more than one enforced limit without a name, a burst or a calendar."""
         return (
             bool(self.more)
             or self.burst > 0
@@ -245,16 +243,16 @@ class Rule(Limit):
 
 
 Identity: TypeAlias = tuple[str, bytes]
-"""An identifier type that requests name, and an identifier."""
+"""(identifier type that requests use, identifier)."""
 
 
 class Check(NamedTuple):
-    """One validated question.
+    """One validated check.
 
     ``identifier`` is the canonical UTF-8 text (1 to 256 bytes; an ``ip`` in the form of :mod:`ipaddress`); ``cost`` is
     at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit follows from its magnitude, ADR 0005);
-    ``peek`` asks without spending. ``also`` are further identities that the request counts for, each type once.
-    ``max_wait_ms`` is how long the caller would wait to be allowed, at most ``MAX_WAIT_MS``.
+    ``peek`` judges without charging. ``also`` are further identities that the request counts for, one of each type.
+    ``max_wait_ms`` is the longest time that the caller would wait to be allowed, at most ``MAX_WAIT_MS``.
     """
 
     identifier: bytes
@@ -268,16 +266,16 @@ class Check(NamedTuple):
 
 
 Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, ...] | bytes | None]
-"""What an algorithm says about one check: (allowed, remaining, reset_time, retry_after, reason, state).
+"""An algorithm's answer to one check: (allowed, remaining, reset_time, retry_after, reason, state).
 
 ``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the
-check's own timestamp, at most ``INT32_MAX``. ``state`` is what the bucket holds from now on: after a denial the
-very object that was given. A bare tuple, because that is made and taken apart in 0.05 µs, and a NamedTuple in 0.3.
+check's own timestamp, at most ``INT32_MAX``. ``state`` is the bucket's new state; after a denial it is the same
+object as the given one. A bare tuple is built and unpacked in 0.05 µs, a NamedTuple in 0.3.
 """
 
 
 class LimitStatus(NamedTuple):
-    """What one of several limits says about a check. Units as in :data:`Outcome`."""
+    """The answer of one of several limits to a check. Units as in :data:`Outcome`."""
 
     allowed: bool
     remaining: int
@@ -287,11 +285,11 @@ class LimitStatus(NamedTuple):
     rule: Rule
     limit: Limit | None
     plan: str = ""
-    """That the limit is of; ``unlimited`` without a limit: the rule was passed over."""
+    """The limit's plan; ``unlimited``, without a limit, if the rule was passed over."""
 
 
 class LookedAt(NamedTuple):
-    """A rule that was looked at for a check, and what its limits say if it judges, those of ``plan`` or its own."""
+    """A rule considered for a check and, if it applies, the answers of its limits: its own, or those of ``plan``."""
 
     rule: Rule
     match: Match
@@ -300,7 +298,7 @@ class LookedAt(NamedTuple):
 
 
 class NearRule(NamedTuple):
-    """A rule whose endpoint is nearly that of a check without a rule; ``why`` says in words what differs."""
+    """A rule whose endpoint is close to that of a check without a rule; ``why`` describes the difference."""
 
     rule: Rule
     why: str
@@ -324,10 +322,10 @@ class AssignedPlan(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The answer to one check, with the rule and the limit that decided, ``None`` when none did.
+    """The answer to one check, with the deciding rule and limit, ``None`` without one.
 
-    ``limits`` are all that were judged, the deciding one first; empty when that was the only one. Units as in
-    :data:`Outcome`. After ``wait_ms`` the caller may proceed; the other fields are as of then.
+    ``limits`` are the answers of all limits, the deciding one first; empty if there is only one. Units as in
+    :data:`Outcome`. The caller may proceed after ``wait_ms``; the other fields describe that time.
     """
 
     allowed: bool
@@ -340,13 +338,13 @@ class Decision(NamedTuple):
     limits: tuple[LimitStatus, ...] = ()
     wait_ms: int = 0
     plan: str = ""
-    """That the limit is of, ``unlimited`` or ``blocked``; empty for the rule's own limits."""
+    """The limit's plan, ``unlimited`` or ``blocked``; empty for the rule's own limits."""
 
 
 class Explained(NamedTuple):
-    """What a check would be answered, the rules that were looked at, and the plans of its identities.
+    """The answer that a check would get, the rules considered, and the plans of its identities.
 
-    ``nearest`` are rules that the check may have meant, if its endpoint has none of its own.
+    ``nearest`` are rules with similar endpoints, if the check's endpoint has no rule of its own.
     """
 
     decision: Decision

@@ -1,7 +1,4 @@
-"""Pauses between attempts at something that fails: longer from failure to failure, and not in step with other nodes.
-
-Never waits, and never knows what is attempted.
-"""
+"""Exponential backoff with jitter, and the supervision of background jobs."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from typing import Final
 
 
 class Backoff:
-    """The pauses of one thing that is tried again and again: doubled from ``first_s`` up to ``longest_s``.
+    """The pauses between the attempts of one operation: doubled from ``first_s`` up to ``longest_s``.
 
-    ``random`` (0 to 1) is there for tests.
+    Tests inject ``random`` (0 to 1).
     """
 
     __slots__ = ("_first_s", "_longest_s", "_pause_s", "_random")
@@ -31,7 +28,7 @@ class Backoff:
         self._random = random
 
     def next_s(self) -> float:
-        """Seconds to wait now, less than the whole pause by up to a half at random."""
+        """Return the next pause in seconds, shortened at random by up to a half."""
         pause_s = self._pause_s
         self._pause_s = min(self._longest_s, 2 * pause_s)
         return pause_s * (1 - self._random() / 2)
@@ -43,10 +40,10 @@ class Backoff:
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
-"""Pause before a restart: doubled from crash to crash, up to half a minute, less up to a half at random."""
+"""Pause before a restart: doubled after each crash, at most half a minute, shortened at random by up to a half."""
 
 LONG_RUN_S: Final = 60.0
-"""A job that ran this long before it crashed starts again with the first pause."""
+"""A job that ran this long before a crash restarts after the first pause."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +54,8 @@ Sleep = Callable[[float], Awaitable[None]]
 class Background:
     """The background jobs of a node.
 
-    ``restarts`` maps the name of each job to the times it crashed. ``sleep`` (seconds), ``time_s`` (monotonic seconds)
-    and ``random_share`` (0 to 1) are there for tests.
+    ``restarts`` maps the name of each job to the number of its crashes. Tests inject ``sleep`` (seconds), ``time_s``
+    (monotonic seconds) and ``random_share`` (0 to 1).
     """
 
     def __init__(
@@ -76,14 +73,14 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, name: str, job: Job) -> None:
-        """Run ``job`` until it returns or :meth:`stop` is called; start it again whenever it raises."""
+        """Run ``job`` until it returns or :meth:`stop` is called; restart it when it raises."""
         self._restarts.setdefault(name, 0)
         task = asyncio.create_task(self._supervise(name, job), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def every(self, period_s: float, name: str, tick: Callable[[], Awaitable[None] | None]) -> None:
-        """Call ``tick`` again and again with a pause of ``period_s`` seconds before each call."""
+        """Call ``tick`` repeatedly, with a pause of ``period_s`` seconds before each call."""
 
         async def loop() -> None:
             while True:

@@ -1,7 +1,4 @@
-"""What users and our own tests need to test against ratelimitd without waiting.
-
-A clock that is set by hand, and a real node in the test's own process.
-"""
+"""Helpers for tests against ratelimitd: a clock that is set by hand, and a real node in the test's own process."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _ADMIN = frozenset({"admin_token", "admin_token_file", "admin_sans", "tokens_fil
 
 
 class ManualClock:
-    """A clock that moves only when told to. Implements :class:`ratelimitd.clock.Clock`."""
+    """A clock that only :meth:`advance` and :meth:`step` move. Implements :class:`ratelimitd.clock.Clock`."""
 
     __slots__ = ("_monotonic_us", "_now_us")
 
@@ -38,14 +35,14 @@ class ManualClock:
         return self._monotonic_us
 
     def remeasure(self) -> int:
-        """0: whatever was set is the time."""
+        """Return 0: this clock has no error."""
         return 0
 
     def advance(self, *, seconds: float = 0, us: int = 0) -> None:
         """Let ``seconds`` plus ``us`` microseconds pass.
 
         Raises:
-            ValueError: the sum is negative; use :meth:`step` for a wall clock that is set back.
+            ValueError: the sum is negative; use :meth:`step` to set the wall clock back.
         """
         delta_us = round(seconds * 1_000_000) + us
         if delta_us < 0:
@@ -61,15 +58,15 @@ class ManualClock:
 
 @asynccontextmanager
 async def running_node(*, clock: Clock | None = None, **settings: object) -> AsyncIterator[Node]:
-    """A node that answers calls on free ports of 127.0.0.1, drained at the end.
+    """Run a node that serves on free ports of 127.0.0.1, and drain it at the end.
 
     Args:
-        clock: the node's time; the system's when ``None``. A :class:`ManualClock` moves only when told to.
-        settings: settings by attribute name (``admin_token="…"``), as text or anything whose ``str`` is that text.
-            Database and state directory are temporary ones unless given. Where nothing else holds the admin role,
+        clock: the node's clock; the system's if ``None``.
+        settings: settings by attribute name (``admin_token="…"``), as text or as an object whose ``str`` is that text.
+            Database and state directory are temporary unless given. Unless a setting grants the admin role,
             ``loopback_admin`` is ``on``, so that tests may change rules without a token.
     """
-    # Not at the top: a clock needs no gRPC, SQL or HTTP.
+    # Imported here, because a clock needs no gRPC, SQL or HTTP.
     from ratelimitd.node.node import Node  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="ratelimitd-") as directory:

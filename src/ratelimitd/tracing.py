@@ -1,6 +1,6 @@
-"""Spans as the node's parts see them: begun, described, ended. Who sends them is :mod:`ratelimitd.observe.otel`.
+"""The interface for spans; :mod:`ratelimitd.observe.otel` exports them.
 
-An attribute never holds an identifier, a token or a key: traces are read by more people than logs. See ADR 0031.
+No attribute contains an identifier, a token or a key: more people read traces than logs. See ADR 0031.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 
 _FLAGS_END: Final = slice(54, 55)
 _SAMPLED: Final = frozenset("13579bdf")
-"""The last digit of the flags, and the values of it that say that a trace is recorded."""
+"""The last digit of the flags, and its values for a recorded trace."""
 
 
 class Span(Protocol):
     """One piece of work, from :meth:`Tracer.begin` to :meth:`end`."""
 
     def note(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
-        """Say something about it."""
+        """Set an attribute."""
 
     def end(self, error: str = "") -> None:
-        """It is done; ``error`` says how it failed, as a word of a closed set, empty = well."""
+        """End the span; ``error`` is a word of a closed set, empty after success."""
 
 
 class Tracer(Protocol):
     """Begins spans. Never raises, and never waits."""
 
     def begin(self, name: str, parent: str | None = None) -> Span | None:
-        """A span below the caller's ``traceparent``, or at the root of a trace; ``None``: it is not sampled.
+        """Begin a span below the caller's ``traceparent``, or a root span; ``None`` if it is not sampled.
 
-        A caller who sampled its trace is followed, one who did not as well; without a caller chance decides.
+        Follows the caller's sampling decision; without a caller the decision is random.
         """
 
 
 def is_sampled(traceparent: str | None) -> bool:
-    """Whether a caller says that its trace is recorded."""
-    # The digit first: this runs for every call that sends the header.
+    """Whether the caller records its trace."""
+    # The cheap comparison first: this runs for every call with the header.
     return (
         traceparent is not None
         and traceparent[_FLAGS_END] in _SAMPLED

@@ -1,1 +1,1 @@
-"""Tests of several real nodes: what they allow together, and what becomes of it when something fails."""
+"""Tests of several real nodes: what they allow together, also while something fails."""

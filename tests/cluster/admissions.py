@@ -1,8 +1,9 @@
-"""What callers were answered, and whether so much may have been allowed.
+"""Logs of callers' answers, and the proof of over-admission from them.
 
-A caller knows of a decision only that it was made between sending and receiving. So over-admission is *proven* when
-admissions that surely lie in an interval cost more than that interval is worth; the checks here never accuse wrongly.
-``slack_s`` widens what is known of each, for clocks of nodes that differ. All times are seconds of the monotonic clock.
+A caller only knows that a decision was made between sending and receiving. So over-admission is *proven* when
+admissions that certainly lie in an interval cost more than the interval allows; there are no false positives.
+``slack_s`` widens the interval of each decision, for differing clocks of nodes. All times are seconds of the monotonic
+clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FAIL_OPEN = {Reason.FAIL_OPEN_BREAKER, Reason.FAIL_OPEN_ERROR}
 
 @dataclass(slots=True)
 class Asked:
-    """One check as its caller saw it. Without an answer it may have been charged or not."""
+    """One check as seen by its caller. Without an answer it may or may not have been charged."""
 
     key: str
     cost: int
@@ -44,17 +45,17 @@ class Asked:
 
 @dataclass
 class Log:
-    """What callers asked; the first ``entries`` were sent first. ``wall_s`` is what to add for seconds since 1970."""
+    """Checks of callers, in the order of sending. Adding ``wall_s`` to their times yields Unix time."""
 
     entries: list[Asked]
     wall_s: float = 0.0
 
     def of(self, key: str) -> Log:
-        """What was asked about one key."""
+        """Return the checks of one key."""
         return Log([entry for entry in self.entries if entry.key == key], self.wall_s)
 
     def between(self, from_s: float, to_s: float = math.inf) -> Log:
-        """What was sent in an interval."""
+        """Return the checks sent in an interval."""
         return Log([one for one in self.entries if from_s <= one.sent_s < to_s], self.wall_s)
 
     @property
@@ -63,17 +64,17 @@ class Log:
 
     @property
     def admitted(self) -> list[Asked]:
-        """What was decided and allowed."""
+        """Checks that were decided and allowed."""
         return [one for one in self.entries if one.allowed and not one.failed_open]
 
     @property
     def unknown(self) -> list[Asked]:
-        """What was not answered."""
+        """Checks without an answer."""
         return [entry for entry in self.entries if not entry.answered]
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How often each reason was given, for messages."""
+        """Count of each reason, for messages."""
         names = sorted(
             Reason(entry.reason).name if entry.answered else "NO_ANSWER" for entry in self.entries
         )
@@ -81,12 +82,12 @@ class Log:
 
 
 def tokens(entries: Iterable[Asked]) -> int:
-    """What they cost together."""
+    """Return their total cost."""
     return sum(entry.cost for entry in entries)
 
 
 def entitled(log: Log, rule: Rule) -> int:
-    """What one node alone, with the project's own algorithm, would have allowed of one key's checks."""
+    """Return the tokens of one key's checks that a single node would have allowed, by the project's own algorithm."""
     decide, state, total = DECIDE[rule.algorithm], None, 0
     for entry in log.entries:
         now_us = int((entry.sent_s + log.wall_s) * 1_000_000)
@@ -97,10 +98,10 @@ def entitled(log: Log, rule: Rule) -> int:
 
 
 def excess(log: Log, rule: Rule, *, slack_s: float = 0.0) -> float:
-    """What the worst interval surely has over what it is worth, for the worst of the keys; below 0 when none has.
+    """Return the largest proven excess of any key in any interval; below 0 if there is none.
 
-    An interval is worth, with a token bucket, the limit and what flows in meanwhile; with the windows, the limit for
-    each window that it touches (fixed), or for each that fits in it, and one more (sliding).
+    An interval allows, with a token bucket, the limit and the refill of its length; with windows, the limit for each
+    window that it touches (fixed), or for each that fits in it, and one more (sliding).
     """
     worst = -math.inf
     for key in log.keys:
@@ -113,7 +114,7 @@ def excess(log: Log, rule: Rule, *, slack_s: float = 0.0) -> float:
 
 
 class Span(NamedTuple):
-    """An admission: not before, not after, for so much."""
+    """An admission: earliest and latest time, and cost."""
 
     earliest_s: float
     latest_s: float
@@ -121,10 +122,10 @@ class Span(NamedTuple):
 
 
 def _bucket_excess(spans: Sequence[Span], rule: Rule, _wall_s: float) -> float:
-    """The most that any beginning and any end have between them, over limit + rate × length.
+    """Return the largest excess between any start and any end, over limit + rate × length.
 
-    A tree over the beginnings holds what was surely allowed since each of them, and the best of them; admissions come
-    in the order in which they had surely happened.
+    A tree over the starts stores the tokens certainly allowed since each of them, and the best start; admissions are
+    added by their latest time.
     """
     rate = rule.limit / rule.window_seconds
     begins = sorted(spans)
@@ -147,7 +148,7 @@ def _bucket_excess(spans: Sequence[Span], rule: Rule, _wall_s: float) -> float:
 
 
 def _log_excess(spans: Sequence[Span], rule: Rule, _wall_s: float) -> float:
-    """The most that so many windows in a row have over as many limits."""
+    """Return the largest excess of consecutive windows over as many limits."""
     if not spans:
         return -math.inf
     length_s = max(span.latest_s for span in spans) - min(span.earliest_s for span in spans)
@@ -158,7 +159,7 @@ def _log_excess(spans: Sequence[Span], rule: Rule, _wall_s: float) -> float:
 
 
 def _most_within(spans: Sequence[Span], length_s: float) -> int:
-    """The most that surely happened in any interval that is open at its beginning."""
+    """Return the most tokens that were certainly allowed in any interval with an open start."""
     most = level = 0
     inside: list[tuple[float, int]] = []
     for span in sorted(spans, key=lambda span: span.latest_s):
@@ -171,7 +172,7 @@ def _most_within(spans: Sequence[Span], length_s: float) -> int:
 
 
 def _window_excess(spans: Sequence[Span], rule: Rule, wall_s: float) -> float:
-    """The most that so many aligned windows in a row have over as many limits."""
+    """Return the largest excess of consecutive aligned windows over as many limits."""
     length_s = rule.window_seconds
     sure: dict[tuple[int, int], int] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""Nodes, their store and what is between them, for the tests of one module, whole again for each."""
+"""Nodes, their store and the proxies between them, shared by the tests of a module and healed for each."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Callers that hold on one node and settle on another, and what they know of it; as a program, some that may be killed.
+"""Callers that hold on one node and settle on another, and their records; as a program, callers that may be killed.
 
-A caller says what it does before and after each call. So whoever hears it knows the most that it may have been charged,
-also if it says no more.
+A caller reports before and after each call. So its listener knows the most that it may have been charged, even if the
+reports stop.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ TIMEOUT_S = 1.0
 A = TypeVar("A")
 
 Tell = Callable[[str, str, int], None]
-"""Hears who does what with how many tokens."""
+"""Takes the reports of callers: name, action and tokens."""
 
 
 class Book:
-    """What callers have said.
+    """Records of the callers' reports.
 
-    ``settled`` are the tokens of holds whose settle was answered, ``unsure`` the most that others may be charged.
+    ``settled`` are the tokens of holds whose settle was answered, ``unsure`` the most that the others may be charged.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Book:
         self._open: dict[str, int] = {}
 
     def tell(self, who: str, does: str, tokens: int = 0) -> None:
-        """Hear what a caller does."""
+        """Record the action of a caller."""
         if does == "asks":
             self._open[who] = HELD
         elif does == "runs":
@@ -58,17 +58,17 @@ class Book:
                 self.unsure += most
 
     def killed(self, callers: str) -> None:
-        """Hear that the callers whose names begin so say no more."""
+        """Record the end of the callers whose names have this prefix."""
         for who in [one for one in self._open if one.startswith(callers)]:
             self.tell(who, "unsure")
 
     def settled_between(self, from_s: float, until_s: float) -> int:
-        """Return the tokens of settles that were answered in this time."""
+        """Return the tokens of settles that were answered in this interval."""
         return sum(tokens for at_s, tokens in self._settles if from_s <= at_s <= until_s)
 
 
 class Caller:
-    """One user's caller; another hold follows each one, until it is cancelled or ``stop`` is set."""
+    """A caller of one user; it makes one hold after the other, until it is cancelled or ``stop`` is set."""
 
     def __init__(
         self, nodes: Sequence[AsyncNodeClient], endpoint: str, who: str, tell: Tell
@@ -89,7 +89,7 @@ class Caller:
             self._tell(self._who, "asks", HELD)
             held = await self._hold()
             if held is None or held.answer.reason not in {pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED}:
-                # Let through unchecked: what an attempt before has charged ends by itself.
+                # Allowed without a check: the charges of an earlier attempt expire.
                 self._tell(self._who, "unsure", 0)
             elif held.answer.allowed:
                 await self._use(held.hold)
@@ -112,7 +112,7 @@ class Caller:
         self._tell(self._who, "settled" if is_known else "unsure", actual)
 
     async def _tried(self, call: Callable[[AsyncNodeClient], Awaitable[A]]) -> A | None:
-        """The answer of some node, asked one after the other; ``None`` if none has answered."""
+        """Ask random nodes in turn; return the first answer, ``None`` if there is none."""
         for _ in range(3):
             try:
                 return await call(self._random.choice(self._nodes))
@@ -122,7 +122,7 @@ class Caller:
 
 
 def say(who: str, does: str, tokens: int) -> None:
-    """Tell whoever reads the standard output, at once: the next moment may be the last."""
+    """Write to the standard output and flush it: the process may be killed at any time."""
     sys.stdout.write(f"{who} {does} {tokens}\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
-"""Load from many callers on several nodes: a schedule made beforehand, and a log of what each check was answered.
+"""Load from many callers on several nodes: a schedule made beforehand, and a log of the answers.
 
-Checks are sent when the schedule says so, whatever became of those before; only a connection that has too many of them
-open, or none at all, makes the caller pass over what it has to send.
+Checks are sent on schedule, regardless of earlier answers. A check is skipped only if its connection is closed or has
+too many open calls.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.cluster.admissions import Asked, Log
 from tests.system.callers import CHECK, Caller, Kind, block, connected, framed
 
 MOST_OPEN = 250
-"""Calls at a time on a connection; a node allows 256."""
+"""Limit of open calls on a connection; a node allows 256."""
 SENT_BETWEEN_READS = 16
-"""However much is overdue, answers are read."""
+"""Checks sent between two reads of answers, even if more are overdue."""
 RECONNECT_S = 0.05
 LAST_ANSWERS_S = 5.0
-"""How long answers are waited for that are still missing when everything was sent."""
+"""Longest wait for answers after everything was sent."""
 
 
 class Due(NamedTuple):
-    """One check to be sent, so long after the beginning."""
+    """One check to be sent, ``at_s`` after the start."""
 
     at_s: float
     node: int
@@ -48,7 +48,7 @@ def steady(
     cost: int = 1,
     seed: int = 1,
 ) -> list[Due]:
-    """Checks that come by chance, so many in a second altogether, each to any node and about any key."""
+    """Return checks at random times with this total rate, each for a random node and key."""
     source = random.Random(seed)
     schedule, at_s = [], 0.0
     while (at_s := at_s + source.expovariate(rate_per_s)) < seconds:
@@ -59,7 +59,7 @@ def steady(
 def bursts(
     size: int, every_s: float, seconds: float, *, nodes: int, key: str = "u", cost: int = 1
 ) -> list[Due]:
-    """As many checks at once, to all nodes in turn, again and again."""
+    """Return repeated bursts of concurrent checks, to all nodes in turn."""
     times = int(seconds / every_s)
     return [
         Due(number * every_s, one % nodes, key, cost)
@@ -69,7 +69,9 @@ def bursts(
 
 
 def draining(limit: int, every_s: float, seconds: float, *, nodes: int) -> list[Due]:
-    """What exceeds a limit most: all nodes but one spend their shares, then the one is asked for twice the limit."""
+    """Return the checks that exceed a limit most: all nodes but one spend their shares, then that one gets twice the
+    limit.
+    """
     share, asked_s = limit // (2 * nodes) - 1, 0.05
     schedule = []
     for number in range(int(seconds / every_s)):
@@ -81,12 +83,12 @@ def draining(limit: int, every_s: float, seconds: float, *, nodes: int) -> list[
 
 
 def together(*schedules: Sequence[Due]) -> list[Due]:
-    """All of them at the same time."""
+    """Merge schedules by time."""
     return list(heapq.merge(*schedules))
 
 
 class Event(NamedTuple):
-    """Something to do meanwhile, so long after the beginning; it may block, and does so elsewhere."""
+    """An action during a load, ``at_s`` after the start; it runs in a thread, so it may block."""
 
     at_s: float
     act: Callable[[], object]
@@ -94,7 +96,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Counts:
-    """What ``Caller`` counts beside answers."""
+    """Counters of ``Caller`` other than answers."""
 
     lost: int = 0
     refused: int = 0
@@ -104,12 +106,12 @@ class Counts:
 
 @dataclass
 class Offered:
-    """What came of a load."""
+    """The result of a load."""
 
     log: Log
     counts: Counts
     passed_over: int
-    """Checks that were never sent: the connection was gone, or full."""
+    """Checks that were never sent: the connection was closed or full."""
 
 
 def offer(
@@ -119,7 +121,9 @@ def offer(
     endpoint: str = "/a",
     events: Sequence[Event] = (),
 ) -> Offered:
-    """Send a schedule to nodes, and wait for the answers. It blocks: asyncio's debug mode would cost half the rate."""
+    """Send a schedule to nodes, and wait for the answers. Blocks, in its own loop: asyncio's debug mode halves the
+    rate.
+    """
     with asyncio.Runner(debug=False) as runner:
         return runner.run(_Load(addresses, endpoint).run(schedule, events))
 
@@ -174,7 +178,7 @@ class _Load:
                     await caller.answered()
 
     async def _keep(self, node: int) -> None:
-        """Keep one connection to a node; while there is none, what is meant for it is passed over."""
+        """Keep one connection to a node; while there is none, its checks are skipped."""
         while True:
             with contextlib.suppress(OSError):
                 caller = await connected(self._addresses[node], self._counts)  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ def _kind(entry: Asked) -> Kind:
 
 @lru_cache(maxsize=100_000)
 def _message(endpoint: str, key: str, cost: int) -> bytes:
-    """A key may be a user, or a user of a tenant: ``user@tenant``."""
+    """Encode a check; a key is a user, or a user of a tenant: ``user@tenant``."""
     user, _, tenant = key.partition("@")
     also = [pb.Identity(identifier_type="api_key", identifier=tenant)] if tenant else []
     request = pb.RateLimitRequest(
@@ -219,5 +223,5 @@ def _message(endpoint: str, key: str, cost: int) -> bytes:
 
 
 def keys(count: int) -> list[str]:
-    """So many identifiers."""
+    """Return ``count`` identifiers."""
     return [f"u{number}" for number in range(count)]

@@ -1,4 +1,4 @@
-"""Several real nodes on one machine, with one rule book, and one shared state or one each."""
+"""Several real nodes on one machine, with one rule book, and with a common or separate shared states."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ QUICK = ("--drain-s", "1", "--log-format", "json")
 class Nodes:
     """Processes of ``ratelimitd serve``; ``redis_urls`` is the address of the shared state, for all or for each.
 
-    ``environments`` holds, for each of the first nodes, what its environment has more than that of the others.
-    Killed nodes can be started again, under their name and on their ports.
+    ``environments`` has additional environment variables for each of the first nodes. Killed nodes can be restarted
+    with the same name and ports.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Nodes:
 
     @property
     def addresses(self) -> list[str]:
-        """Where they answer checks."""
+        """Their gRPC addresses."""
         return [listen for listen, _ in self._listen]
 
     def __enter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.callback(self._end)
-            # The first makes the rule book; the others start side by side.
+            # The first creates the rule book; the others start concurrently.
             self.served = [self._ready(0, self._popen(0))]
             rest = [(number, self._popen(number)) for number in range(1, len(self))]
             self.served += [self._ready(number, process) for number, process in rest]
@@ -70,28 +70,28 @@ class Nodes:
         self._end()
 
     def start(self, number: int) -> Served:
-        """Start one again that was ended."""
+        """Restart a node that has ended."""
         self.served[number] = self._ready(number, self._popen(number))
         return self.served[number]
 
     def kill(self, number: int) -> None:
-        """End one as a crash would."""
+        """Kill a node, as a crash would."""
         self._end_one(self.served[number], signal.SIGKILL)
 
     def stop(self, number: int) -> int:
-        """End one in good order; returns its exit status."""
+        """Stop a node by a signal; returns its exit status."""
         return self._end_one(self.served[number], signal.SIGTERM)
 
     def pause(self, number: int) -> None:
-        """Let one hang."""
+        """Suspend a node."""
         self.served[number].signal(signal.SIGSTOP)
 
     def resume(self, number: int) -> None:
-        """Let it go on."""
+        """Resume a suspended node."""
         self.served[number].signal(signal.SIGCONT)
 
     def log(self, number: int) -> str:
-        """What one wrote."""
+        """Return the log of a node."""
         return self._log(number).read_text()
 
     def rule(self, number: int = 0, **fields: Any) -> pb.RateLimit:
@@ -108,25 +108,25 @@ class Nodes:
         return made
 
     def agree(self) -> None:
-        """Wait until all nodes that run have the same rule book."""
+        """Wait until all running nodes have the same rule book."""
         until(lambda: len(set(self.metric(REVISION))) == 1, "nodes agree")
 
     def meet(self) -> None:
-        """Wait until all nodes that run know of each other."""
+        """Wait until all running nodes count each other."""
         count = float(len(self._running))
         until(lambda: set(self.metric(NODES)) == {count}, "nodes know of each other")
 
     def settled(self) -> None:
-        """Wait until the shared state knows of all spends."""
+        """Wait until all spends are in the shared state."""
         name = "rate_limiter_unsettled_buckets"
         until(lambda: self.metric_sum(name) == 0, "everything is settled")
 
     def metric(self, name: str) -> list[float]:
-        """A number of each node that runs."""
+        """Return a metric of each running node."""
         return [node.metric(name) for node in self._running]
 
     def metric_sum(self, name: str) -> float:
-        """The sum of a number over the nodes that run."""
+        """Return the sum of a metric over the running nodes."""
         return sum(self.metric(name))
 
     @property
@@ -140,7 +140,7 @@ class Nodes:
         listen, http_listen = self._listen[number]
         more = self._environments[number] if number < len(self._environments) else {}
         with self._log(number).open("a") as log:
-            # A node under load may log more than a pipe holds that nobody reads.
+            # A file, because a node under load may log more than an unread pipe holds.
             process = subprocess.Popen(
                 [
                     *COMMAND, "serve", "--node-id", f"n{number}", "--listen", listen,

@@ -1,4 +1,4 @@
-"""Nodes that share one Valkey, each through a proxy of its own, and what it takes to make them whole again."""
+"""Nodes that share one Valkey, each through its own proxy, and their recovery from faults."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.servers import Valkey, until
 from tests.system.process import NEVER_ENDING_S, START_S, Served
 
 RECOVERY_S = 1
-"""BREAKER_RECOVERY_S, where nobody has time for 30 s; the second of jitter comes on top."""
+"""BREAKER_RECOVERY_S of the tests, instead of 30 s; the jitter is added."""
 
 KEY_SECRET = "known to the tests, which look for buckets"
 
 TIMEOUT_MS = 200
-"""REDIS_TIMEOUT_MS: ten times the usual, so that a busy machine does not pass for the fault that is tested."""
+"""REDIS_TIMEOUT_MS: ten times the default, so that a busy machine is not mistaken for the tested fault."""
 
 OPTIONS = (
     *("--breaker-recovery-s", str(RECOVERY_S)),
@@ -41,7 +41,7 @@ OPTIONS = (
 
 
 class Shared:
-    """A Valkey, so many nodes, and between each of them and it a proxy. ``arguments`` are of ``serve``."""
+    """A Valkey and ``count`` nodes, each behind a proxy. ``arguments`` are those of ``serve``."""
 
     def __init__(self, directory: Path, *arguments: str, count: int = 3) -> None:
         self.valkey = Valkey(directory / "valkey")
@@ -71,7 +71,7 @@ class Shared:
         return self.nodes[number]
 
     def new_rule(self, limit: int = 1_000_000, **fields: Any) -> str:
-        """A rule for users on an endpoint of its own, which is returned; in a window that never ends, unless told."""
+        """Create a rule for users on a new endpoint, and return that; by default its window never ends."""
         endpoint = f"/{next(self._numbers)}"
         kind: dict[str, Any] = {"algorithm": "fixed_window", "window_seconds": NEVER_ENDING_S}
         kind |= fields
@@ -89,23 +89,23 @@ class Shared:
         return endpoint
 
     def load(self, endpoint: str, seconds: float, *events: Event) -> Log:
-        """Checks by three users on all nodes, and what happens meanwhile."""
+        """Send checks of three users to all nodes, with events meanwhile."""
         schedule = steady(300.0, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
         return self.offer(endpoint, schedule, *events)
 
     def offer(self, endpoint: str, schedule: list[Due], *events: Event) -> Log:
-        """Send a schedule; everything that was sent is answered."""
+        """Send a schedule, and wait for all answers."""
         offered = offer(self.nodes.addresses, schedule, endpoint=endpoint, events=events)
         assert offered.log.entries
         return offered.log
 
     def stored(self, endpoint: str, identifier: str) -> int:
-        """What the shared state has of a user's spends, once everything is settled."""
+        """Return a user's spends in the shared state, once everything is settled."""
         self.settled()
         return spent(self.valkey.ask, self.rules[endpoint], identifier)
 
     def fail_opens(self) -> tuple[int, int]:
-        """Answers while a breaker was open, and answers of errors; over all nodes."""
+        """Return the fail-open answers of all nodes: by an open breaker, and by errors."""
         total = self.nodes.metric_sum
         return (
             int(total("rate_limiter_fail_open_total")),
@@ -113,7 +113,7 @@ class Shared:
         )
 
     def heal(self) -> None:
-        """End all faults, and wait until every node is as good as new."""
+        """End all faults, and wait until every node has recovered."""
         with contextlib.suppress(AssertionError):
             self.valkey.resume()
         if not self.valkey.runs:
@@ -137,7 +137,7 @@ class Shared:
 
 
 def spent(ask: Callable[[str, bytes], Any], rule: Rule, identifier: str) -> int:
-    """What the shared state has of a user's spends."""
+    """Return a user's spends in the shared state."""
     keys = BucketKeys(KEY_SECRET.encode())
     name = keys.stored(identifier.encode() + keys.scope(rule, rule.endpoint))
     shared = state_of(ask("GET", b"rl1:{%02x}:" % name[0] + name), rule)
@@ -147,27 +147,27 @@ def spent(ask: Callable[[str, bytes], Any], rule: Rule, identifier: str) -> int:
 
 
 def use_up(node: Served, endpoint: str) -> None:
-    """Ask until a user's limit is used up."""
+    """Send checks until a user's limit is used up."""
     until(lambda: not node.check(endpoint).allowed, "the limit is used up")
 
 
 def down(node: Served) -> bool:
-    """Whether a node says that it does not reach the shared state."""
+    """Return whether a node reports the shared state as disconnected."""
     return node.metric("rate_limiter_shared_state_up") == 0.0
 
 
 def health(node: Served) -> pb.HealthResponse:
-    """What a node says of itself."""
+    """Return the health of a node."""
     return node.node.GetHealthStatus(Empty(), timeout=START_S)
 
 
 def is_ready(node: Served) -> bool:
-    """Whether a load balancer would send it calls."""
+    """Return whether a load balancer would send it calls."""
     return httpx.get(f"http://{node.http_address}/readyz").is_success
 
 
 def change_rule(node: Served, rule_id: str, **fields: Any) -> pb.RateLimit:
-    """Change some fields of a rule, by way of one node."""
+    """Change fields of a rule through a node."""
     request = pb.UpdateRateLimitRequest(
         rate_limit=pb.RateLimit(id=rule_id, **fields), update_mask=FieldMask(paths=list(fields))
     )
@@ -175,7 +175,7 @@ def change_rule(node: Served, rule_id: str, **fields: Any) -> pb.RateLimit:
 
 
 def open_breaker(node: Served, endpoint: str, identifier: str = "opener") -> pb.RateLimitResponse:
-    """Ask a node about users that it has not heard of, until it no longer asks the shared state; its last answer."""
+    """Check unknown users on a node until its breaker is open; returns the last answer."""
     deadline_s = time.monotonic() + START_S
     for number in itertools.count():
         answer = node.check(endpoint, f"{identifier}-{number}")

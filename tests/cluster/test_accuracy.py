@@ -1,7 +1,7 @@
 """What real nodes allow together, measured by their callers: the bound of the ledger (ADR 0023), and hardly less than
 one node alone would allow.
 
-A limit of 100,000 in a second would be more load than fits on a machine beside its nodes: there each check costs 100.
+One machine cannot generate 100,000 checks a second beside its nodes: with that limit, each check costs 100.
 """
 
 import itertools
@@ -19,16 +19,17 @@ BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algor
 
 WINDOW_S = 1
 ROUND_TRIP_S = 0.01
-"""What a settlement takes where nobody is late, and what the clocks of the nodes may differ by."""
+"""Time of a settlement without delays, and the largest difference of the nodes' clocks."""
 MOST_CHECKS_IN_A_WINDOW = 1_000
 SHORT_S, LONG_S = 4.0, 10.0
 
 BURST_EVERY_S = WINDOW_S / 10.3
-"""Ten in a window, and none just when an earlier one leaves it: a millisecond would decide on both."""
+"""Ten bursts in a window, none at the moment when an earlier one leaves it, where a millisecond would decide."""
 
 MOST_ABOVE = 0.02
-"""Of what callers were entitled to, where a limit is large enough for a node to have a share of it: nobody is promised
-less than half a limit, but that is what it comes to."""
+"""Largest measured excess, as a fraction of the entitled tokens, for limits large enough for shares. The promise is
+only half a limit.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Cell:
     algorithm: Algorithm
     limit: int
     load: float
-    """Of the limit."""
+    """As a multiple of the limit."""
     bursts: bool = False
-    """Whether it comes ten times in a window, to all nodes at once."""
+    """Whether the load comes in ten bursts per window, to all nodes at once."""
     drains: bool = False
-    """Whether callers exceed the limit as far as they can, every second window."""
+    """Whether callers exceed the limit as far as possible in every second window."""
 
     def __str__(self):
         how = "-bursts" if self.bursts else "-drains" if self.drains else ""
@@ -70,7 +71,7 @@ class Cell:
 
     @property
     def burst(self):
-        """Checks that come at once."""
+        """Number of concurrent checks."""
         return max(1, int(self.checks_per_s * BURST_EVERY_S)) if self.bursts else 1
 
     def schedule(self, seconds):
@@ -84,7 +85,7 @@ class Cell:
 
 SETTINGS = {
     "eventual": [],
-    # Accuracy is measured here: a machine that is busy with its own load is no outage of the shared state.
+    # A long timeout: a machine that is busy with its own load must not look like an outage of the shared state.
     "patient": ["--redis-timeout-ms", "200"],
     "tight": ["--accuracy", "tight", "--redis-timeout-ms", "200"],
     "strict": ["--consistency", "strict", "--redis-timeout-ms", "1000"],
@@ -93,7 +94,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def nodes(request, tmp_path_factory):
-    """So many nodes, of such settings; pytest runs those tests together that ask for the same."""
+    """Nodes by number and settings; pytest groups the tests with the same parameter."""
     count, settings = request.param
     directory = tmp_path_factory.mktemp("nodes")
     with (
@@ -111,11 +112,11 @@ SLICE = frozenset(
         Cell(3, FIXED, 10, 4.0),
     }
 )
-"""One cell for each algorithm, of nodes with the default settings."""
+"""One cell per algorithm, for nodes with the default settings."""
 
 
 def on(*cells, settings="eventual"):
-    """Parameters of a test: each cell, and the nodes that it is measured on."""
+    """Parametrize a test with each cell, and the nodes for its measurement."""
     return pytest.mark.parametrize(
         ("cell", "nodes"),
         [
@@ -133,7 +134,7 @@ def on(*cells, settings="eventual"):
 
 
 class Measured:
-    """What a cell came to. Its bounds are those of an idle machine, and what the nodes were late."""
+    """The result of a cell. Its bounds are those of an idle machine, plus the measured delays of the nodes."""
 
     def __init__(self, cell, nodes, seconds):
         rule = cell.rule
@@ -187,7 +188,7 @@ class Measured:
         assert not self.unanswered
         assert self.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}, self
         assert self.strict_excess <= 0, self
-        # What comes at the edge of a window, a burst at most, may be judged in the next one: by the time of the store.
+        # Checks at the edge of a window, one burst at most, may be decided in the next one, by the store's time.
         at_the_edge = self.rate * self.late_s + self.cell.burst * self.cell.cost
         assert self.admitted >= 0.99 * self.entitled - at_the_edge, self
 
@@ -210,14 +211,14 @@ ALL = [
 
 
 @on(*DIAGONAL)
-def test_nodes_allow_together_what_one_would(cell, nodes):
+def test_nodes_together_allow_what_one_would(cell, nodes):
     Measured(cell, nodes, SHORT_S).holds()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @on(*ALL)
-def test_nodes_allow_together_what_one_would_everywhere(cell, nodes):
+def test_nodes_together_allow_what_one_would_in_all_cells(cell, nodes):
     Measured(cell, nodes, LONG_S).holds()
 
 
@@ -227,12 +228,12 @@ def test_nodes_allow_together_what_one_would_everywhere(cell, nodes):
     *(cell for cell in ALL if cell.limit > 10 and cell.load == 4 and cell.bursts),
     settings="patient",
 )
-def test_nodes_that_are_answered_in_time_allow_little_more_even_in_bursts(cell, nodes):
+def test_nodes_without_late_answers_allow_little_more_even_in_bursts(cell, nodes):
     Measured(cell, nodes, LONG_S).holds_within_two_per_cent()
 
 
 @on(Cell(5, BUCKET, 1_000, 1, drains=True), Cell(5, SLIDING, 100, 1, drains=True), settings="tight")
-def test_tight_nodes_allow_a_tenth_more_at_most(cell, nodes):
+def test_tight_nodes_allow_at_most_a_tenth_more(cell, nodes):
     Measured(cell, nodes, SHORT_S).holds(shares=1 / 10)
 
 
@@ -250,5 +251,5 @@ def test_strict_nodes_never_allow_more(cell, nodes):
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @on(*(cell for cell in ALL if cell.limit != 100_000), settings="strict")
-def test_strict_nodes_never_allow_more_anywhere(cell, nodes):
+def test_strict_nodes_never_allow_more_in_all_cells(cell, nodes):
     Measured(cell, nodes, LONG_S).holds_strictly()

@@ -1,4 +1,4 @@
-"""The checker bites: it accuses what was surely too much, and nothing else."""
+"""The checker of over-admission reports certain excess, and nothing else."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def rule_of(algorithm, limit=10):
 
 
 def admitted(*times_s, key="k", cost=1, late_s=0.0):
-    """What was allowed at these times, and answered so much later."""
+    """Return admissions at these times, answered ``late_s`` later."""
     return [
         Asked(key, cost, 0, at_s, at_s + late_s, allowed=True, reason=Reason.WITHIN_LIMIT)
         for at_s in times_s
@@ -33,7 +33,7 @@ def log_of(entries):
 
 
 def played(rule, seed, *, nodes=1, load=3.0, seconds=5.0, latency_s=0.0, most_cost=1):
-    """Callers of so many nodes, each of which decides as if it were alone; answers take up to ``latency_s``."""
+    """Return the log of callers on nodes that each decide alone; answers take up to ``latency_s``."""
     source = random.Random(seed)
     states, entries, at_s = [None] * nodes, [], 100.0
     while at_s < 100.0 + seconds:
@@ -51,7 +51,7 @@ def played(rule, seed, *, nodes=1, load=3.0, seconds=5.0, latency_s=0.0, most_co
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("latency_s", [0.0, 0.02, 2.5])
 @pytest.mark.parametrize("seed", range(5))
-def test_one_node_is_never_accused(algorithm, latency_s, seed):
+def test_one_node_never_has_an_excess(algorithm, latency_s, seed):
     rule = rule_of(algorithm, limit=50)
     log = played(rule, seed, latency_s=latency_s, most_cost=3)
     assert len(log.admitted) > 50
@@ -60,46 +60,46 @@ def test_one_node_is_never_accused(algorithm, latency_s, seed):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("nodes", [2, 5])
-def test_nodes_that_know_nothing_of_each_other_are_found_out(algorithm, nodes):
+def test_unshared_nodes_have_an_excess(algorithm, nodes):
     rule = rule_of(algorithm, limit=50)
     log = played(rule, 1, nodes=nodes, load=20, latency_s=0.005)
     assert excess(log, rule) > 0.9 * (nodes - 1) * rule.limit
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_token_too_many_is_one_too_many(algorithm):
+def test_one_excess_token_is_an_excess_of_one(algorithm):
     rule = rule_of(algorithm)
     enough = [101.0 + 0.000_1 * n for n in range(10)]
-    # What flows into the bucket in 0.9 ms is less than a token.
+    # The refill of 0.9 ms is less than a token.
     assert excess(log_of(admitted(*enough)), rule) <= 0
     assert excess(log_of(admitted(*enough, 101.001)), rule) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_cost_weighs_what_it_says(algorithm):
+def test_costs_are_counted(algorithm):
     rule = rule_of(algorithm)
     log = log_of(admitted(101.0, cost=10) + admitted(101.0, cost=5))
     assert excess(log, rule) == pytest.approx(5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_may_have_happened_at_another_time_is_no_proof(algorithm):
+def test_admissions_with_uncertain_times_are_no_excess(algorithm):
     rule = rule_of(algorithm)
     burst = [101.5] * 20
     assert excess(log_of(admitted(*burst)), rule) == pytest.approx(10)
-    # Of the later ones any might have been decided in the next window, or when the bucket was full again.
+    # Any of the later ones might have been decided in the next window, or when the bucket was full again.
     late = admitted(*burst[:10]) + admitted(*burst[10:], late_s=1.5)
     assert excess(log_of(late), rule) <= 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_clocks_that_differ_are_allowed_for(algorithm):
+def test_slack_allows_for_differing_clocks(algorithm):
     rule = rule_of(algorithm)
     log = log_of(admitted(*[101.0 - 0.001] * 10, *[102.0 - 0.002] * 10))
     assert excess(log, rule, slack_s=0.002) <= 0
 
 
-def test_a_bucket_is_worth_its_limit_once_and_then_its_rate():
+def test_a_bucket_allows_its_limit_once_then_its_rate():
     rule = rule_of(BUCKET)
     steady = [102.0 + 0.1 * n for n in range(40)]
     assert excess(log_of(admitted(*[101.99] * 10, *steady)), rule) == pytest.approx(0.9, abs=0.01)
@@ -107,38 +107,38 @@ def test_a_bucket_is_worth_its_limit_once_and_then_its_rate():
     assert excess(log_of(admitted(*[101.99] * 10, *steady, *again)), rule) > 5
 
 
-def test_an_interval_in_the_middle_is_looked_at():
+def test_an_interval_in_the_middle_is_checked():
     rule = rule_of(BUCKET)
     log = log_of(admitted(101.0, *[150.0] * 25, 199.0))
     assert excess(log, rule) == pytest.approx(15)
 
 
-def test_a_fixed_window_may_be_used_up_at_its_end_and_again_at_the_beginning_of_the_next():
+def test_a_fixed_window_may_be_used_up_at_its_end_and_the_next_at_its_start():
     log = log_of(admitted(*[101.99] * 10, *[102.0] * 10))
     assert excess(log, rule_of(FIXED)) == 0
     assert excess(log, rule_of(SLIDING)) == 10
 
 
-def test_many_windows_in_a_row_add_up():
+def test_the_excess_of_consecutive_windows_adds_up():
     one_too_many = [101.5 + n for n in range(8) for _ in range(11)]
     for algorithm in (FIXED, SLIDING):
         assert excess(log_of(admitted(*one_too_many)), rule_of(algorithm)) == 8
 
 
-def test_a_sliding_window_does_not_hold_its_own_beginning():
+def test_the_start_of_a_sliding_window_is_exclusive():
     rule = rule_of(SLIDING)
     log = log_of(admitted(*[101.0] * 10, *[102.0] * 10))
     assert excess(log, rule) == 0
     assert excess(log_of(admitted(*[101.0] * 10, *[101.999] * 10)), rule) == 10
 
 
-def test_keys_are_judged_by_themselves_and_the_worst_counts():
+def test_the_worst_of_separate_keys_counts():
     rule = rule_of(BUCKET)
     entries = admitted(*[101.0] * 10, key="a") + admitted(*[101.0] * 12, key="b")
     assert excess(log_of(entries), rule) == pytest.approx(2)
 
 
-def test_what_failed_open_was_denied_or_is_unknown_was_not_admitted():
+def test_fail_open_denied_and_unknown_checks_are_not_admissions():
     rule = rule_of(BUCKET)
     entries = admitted(*[101.0] * 10)
     entries += [Asked("k", 1, 0, 101.0, 101.0, True, Reason.FAIL_OPEN_BREAKER)] * 5
@@ -161,7 +161,7 @@ def test_without_admissions_there_is_no_excess():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_one_node_alone_would_have_allowed(algorithm):
+def test_entitled_is_what_one_node_would_have_allowed(algorithm):
     rule = rule_of(algorithm, limit=50)
     log = played(rule, 3, most_cost=3)
     assert entitled(log, rule) == tokens(log.admitted)

@@ -1,4 +1,4 @@
-"""A rule whose limit is a month of the calendar, on nodes that share it: one count, until the month ends."""
+"""A rule with a limit per calendar month, on nodes that share it: one count until the month ends."""
 
 import datetime as dt
 import itertools
@@ -42,17 +42,17 @@ def end_s():
 
 
 def spend(cluster, endpoint, checks, identifier="ada"):
-    """Ask the nodes in turn; return how many checks they allowed."""
+    """Send checks to the nodes in turn; return the number allowed."""
     nodes = itertools.cycle(cluster.nodes.served)
     return sum(next(nodes).check(endpoint, identifier).allowed for _ in range(checks))
 
 
 def most_allowed(cluster):
-    """What one limit allows: exact in the shared state, and with the ledger's bound beyond it."""
+    """Return the most that one limit allows: exact if strict, else with the ledger's bound."""
     return LIMIT if cluster.is_strict else LIMIT * 3 // 2
 
 
-def test_nodes_have_one_count_that_ends_with_the_month(cluster, endpoint):
+def test_nodes_share_one_count_that_ends_with_the_month(cluster, endpoint):
     assert LIMIT <= spend(cluster, endpoint, 2 * LIMIT) <= most_allowed(cluster)
     cluster.settled()
     for node in cluster.nodes.served:
@@ -64,7 +64,7 @@ def test_nodes_have_one_count_that_ends_with_the_month(cluster, endpoint):
         assert node.check(endpoint, "bob").allowed
 
 
-def test_a_cost_above_the_limit_is_told_the_length_of_the_month(cluster, endpoint):
+def test_a_denied_cost_above_the_limit_reports_the_length_of_the_month(cluster, endpoint):
     window = window_at(MONTH, time.time_ns() // 1_000)
     request = pb.RateLimitRequest(
         identifier="ada", identifier_type="user", endpoint=endpoint, tokens_requested=LIMIT + 1
@@ -84,7 +84,7 @@ def test_a_reset_frees_the_month_on_every_node(cluster, endpoint):
         until(lambda node=node: node.check(endpoint, "ada").allowed, "the reset has arrived")
 
 
-def test_the_server_keeps_a_bucket_until_the_month_ends(cluster, endpoint):
+def test_the_server_keeps_a_bucket_until_the_end_of_the_month(cluster, endpoint):
     cluster[0].check(endpoint, "cleo")
     cluster.settled()
     keys = BucketKeys(KEY_SECRET.encode())
@@ -98,7 +98,7 @@ def test_the_server_keeps_a_bucket_until_the_month_ends(cluster, endpoint):
     assert left_s < cluster.valkey.ask("TTL", bucket_key(name)) <= left_s + 3_700
 
 
-def test_a_flushed_server_costs_one_more_limit_and_what_nodes_know_is_denied(cluster, endpoint):
+def test_a_flushed_server_costs_at_most_one_limit_and_known_denials_stay(cluster, endpoint):
     spend(cluster, endpoint, 2 * LIMIT)
     cluster.settled()
     knows = cluster[0]
@@ -113,7 +113,7 @@ def test_a_flushed_server_costs_one_more_limit_and_what_nodes_know_is_denied(clu
     assert allowed <= most_allowed(cluster)
 
 
-def test_times_of_callers_that_are_out_of_bounds_find_no_other_month(cluster, endpoint):
+def test_out_of_bounds_timestamps_select_no_other_month(cluster, endpoint):
     for at_s in (end_s() + 1, end_s() - 40 * 86_400):
         request = pb.RateLimitRequest(
             identifier="dan", identifier_type="user", endpoint=endpoint, timestamp=at_s

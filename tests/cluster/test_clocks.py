@@ -1,4 +1,4 @@
-"""Wall clocks that are wrong, or are set while nodes serve: nobody gets a token more for it, or fewer (I8)."""
+"""Wall clocks that are wrong, or set while nodes serve, change no caller's tokens (I8)."""
 
 import time
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ ERROR = "rate_limiter_clock_error_seconds"
 BOUND = "rate_limiter_over_admission_bound_ratio"
 
 LIMIT = {"limit": 20, "window_seconds": HOUR_S}
-"""Of a token bucket: one every three minutes, so that a test lasts for less than one."""
+"""Token bucket with one token every three minutes, longer than a test."""
 REFILL_S = 180
 
 
@@ -27,15 +27,15 @@ def is_near(figure, expected, within=1.0):
 
 
 def true_times(node, identifier="u"):
-    """That a node tells the time of the real world to somebody who has used up the limit."""
+    """Assert that a node reports the real time to a caller that has used up the limit."""
     answer = node.check("/a", identifier)
     assert answer.reason == pb.LIMIT_EXCEEDED
     assert 0 < answer.retry_after_seconds <= REFILL_S
-    # Less the time since the limit was used up; the clocks are off by 30 s and more.
+    # Tolerates the time since the limit was used up; the clocks are off by at least 30 s.
     assert is_near(answer.reset_time, time.time() + HOUR_S, within=25)
 
 
-def test_a_node_by_itself_follows_a_clock_that_was_set_slowly_and_lets_nobody_have_more(tmp_path):
+def test_a_single_node_follows_a_set_clock_slowly_and_allows_no_more(tmp_path):
     with (
         WallClock(tmp_path) as clock,
         Nodes(tmp_path / "nodes", "", count=1, environments=[clock.environment]) as nodes,
@@ -53,7 +53,7 @@ def test_a_node_by_itself_follows_a_clock_that_was_set_slowly_and_lets_nobody_ha
         assert told in nodes.log(0)
 
 
-def test_nodes_of_a_cluster_go_by_the_shared_states_clock_whatever_is_done_to_theirs(tmp_path):
+def test_nodes_of_a_cluster_use_the_shared_states_clock(tmp_path):
     with ExitStack() as stack:
         valkey = stack.enter_context(Valkey(tmp_path / "valkey"))
         clocks = [
@@ -68,7 +68,7 @@ def test_nodes_of_a_cluster_go_by_the_shared_states_clock_whatever_is_done_to_th
         for node in nodes.served:
             use_up(node, "/a")
             true_times(node)
-        # Each clock for as long as it takes to be measured again.
+        # Each clock until it is measured again.
         events = [
             Event(1.2 * number, lambda step_s=step_s: clocks[1].set(step_s))
             for number, step_s in enumerate(STEPS_S)
@@ -82,7 +82,7 @@ def test_nodes_of_a_cluster_go_by_the_shared_states_clock_whatever_is_done_to_th
         assert all(abs(error_s) < 1 for error_s in nodes.metric(ERROR))
 
 
-def test_a_node_that_met_the_shared_state_late_says_how_far_its_clock_is_off(tmp_path):
+def test_a_node_that_connected_late_reports_its_clock_error(tmp_path):
     with ExitStack() as stack:
         valkey = stack.enter_context(Valkey(tmp_path / "valkey"))
         clock = stack.enter_context(WallClock(tmp_path, 30))

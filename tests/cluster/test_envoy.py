@@ -48,7 +48,7 @@ def test_strict_nodes_charge_nothing_unless_all_pass(tmp_path, valkey):
         assert nodes.metric_sum("rate_limiter_requests_allowed_total") == 6 * 2 + 3 + 4
 
 
-def test_eventual_nodes_come_to_agree_and_without_the_shared_state_let_pass_what_is_well_formed(
+def test_eventual_nodes_converge_and_without_the_shared_state_allow_valid_requests(
     tmp_path, valkey
 ):
     with Nodes(tmp_path / "nodes", valkey.url, *OPTIONS, count=2) as nodes:
@@ -59,7 +59,7 @@ def test_eventual_nodes_come_to_agree_and_without_the_shared_state_let_pass_what
         [status] = ask(nodes[0], ADA).statuses
         assert status.code == Response.OVER_LIMIT
         valkey.kill()
-        # Of a bucket that no node knows.
+        # For a bucket unknown to all nodes.
         assert passes(nodes[0], [("user_id", "bob")], [("user_id", "bob"), ("path", "/login")])
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
             ask(nodes[0], ADA, [])

@@ -1,4 +1,4 @@
-"""What becomes of checks when the shared state fails: what callers see, what operators see, and that it ends."""
+"""Faults of the shared state: what callers and operators see, and the recovery."""
 
 import socket
 import time
@@ -68,7 +68,7 @@ FAULTS = {
     ),
     "paused": (
         lambda c: c.valkey.ask("CLIENT", "PAUSE", PAUSE_MS, "ALL"),
-        lambda c: c.valkey.ask("PING"),  # it ends by itself: nobody could say so
+        lambda c: c.valkey.ask("PING"),  # it ends without a command
     ),
     "read-only": (
         lambda c: c.valkey.ask("REPLICAOF", "127.0.0.1", 1),
@@ -91,7 +91,7 @@ FAULTS = {
 
 
 ALWAYS = {"killed", "hung", "replies lost", "read-only", "out of memory", "password changed"}
-"""Each kind once; the others take minutes together."""
+"""One fault of each kind; all others together take minutes."""
 
 READS_WORK = {"out of memory", "scripts forbidden"}
 
@@ -100,7 +100,7 @@ READS_WORK = {"out of memory", "scripts forbidden"}
     "fault",
     [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in FAULTS],
 )
-def test_a_shared_state_that_fails_opens_the_breakers_until_it_is_back(cluster, fault):
+def test_a_failed_shared_state_opens_the_breakers_until_it_recovers(cluster, fault):
     begin, end = FAULTS[fault]
     endpoint = cluster.new_rule(limit=5)
     node = cluster[0]
@@ -111,19 +111,19 @@ def test_a_shared_state_that_fails_opens_the_breakers_until_it_is_back(cluster, 
     assert answer.allowed
     assert answer.remaining_tokens == 1
     assert abs(answer.reset_time - (time.time() + 60)) < 5
-    assert node.check(endpoint, "u").reason == pb.FAIL_OPEN_BREAKER  # also those that it knows
+    assert node.check(endpoint, "u").reason == pb.FAIL_OPEN_BREAKER  # known ones, too
     assert node.metric("rate_limiter_redis_errors_total") >= errors + 5
     opens = cluster.fail_opens()
     assert opens[0] == fail_opens[0] + 2
     if (
         fault not in READS_WORK
-    ):  # there the node knows the bucket, and decides by itself what is not decided for it
+    ):  # there the node has a view of the bucket, which decides after a timeout
         assert opens[1] >= fail_opens[1] + 4
     until(lambda: down(node), "the node says that it is cut off")
     report = health(node)
     assert report.status == pb.DEGRADED
     assert report.breaker_state in {"open", "half_open"}
-    assert is_ready(node)  # a degraded node is better than none
+    assert is_ready(node)  # a degraded node still serves
     end(cluster)
     until(lambda: not down(node), "the node is whole again")
     assert health(node).breaker_state == "closed"
@@ -150,31 +150,31 @@ def test_a_pause_of_the_shared_state_opens_no_breaker(cluster, pause_s):
     assert not log.unknown
     late = [one for one in log.entries if one.failed_open]
     assert {one.reason for one in late} == {pb.FAIL_OPEN_ERROR}
-    # A check that is sent a timeout later has nothing left to wait for.
+    # Checks sent later than one timeout after the resume find no backlog.
     assert all(one.sent_s < resumed_s[0] + TIMEOUT_MS / 1_000 for one in late)
     assert cluster.fail_opens()[0] == fail_opens
 
 
-def test_a_shared_state_that_is_always_late_opens_no_breaker(cluster):
+def test_a_shared_state_with_late_answers_opens_no_breaker(cluster):
     endpoint, node = cluster.new_rule(limit=5), cluster[0]
     for _ in range(4):
         assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
     each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
     for number in range(8):
         assert node.check(endpoint, f"unknown-{number}").reason == pb.FAIL_OPEN_ERROR
-    # What the node knows it decides by itself.
+    # The node decides known buckets by its views.
     answers = [node.check(endpoint, "u").reason for _ in range(3)]
     assert answers == [pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED, pb.LIMIT_EXCEEDED]
     assert health(node).breaker_state == "closed"
 
 
-def test_what_is_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):
+def test_a_batch_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):
     recovery_s, jitter_s, watch_s = 3, 0.5, 1.0
     with Shared(tmp_path, "--breaker-recovery-s", str(recovery_s), count=1) as shared:
         node, endpoint = shared[0], shared.new_rule(limit=2)
         assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
         shared.valkey.pause()
-        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT  # it has asked, and waited
+        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT  # after it asked and waited
         open_breaker(node, endpoint)
         opened_s = time.monotonic()
         shared.valkey.resume()
@@ -186,18 +186,18 @@ def test_what_is_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_pat
 
 
 def exact(cluster, endpoint, log):
-    """That the shared state was charged for what was allowed, once. The limit must be one that nobody comes near."""
+    """Assert that the shared state was charged once for all that was allowed. The limit must be out of reach."""
     assert not log.unknown
     for key in log.keys:
         of_key = log.of(key)
         stored = cluster.stored(endpoint, key)
-        # Nobody knows whether a check was charged whose answer the node did not get.
+        # A check whose answer the node did not get may or may not have been charged.
         errors = sum(entry.reason == pb.FAIL_OPEN_ERROR for entry in of_key.entries)
         least = tokens(of_key.admitted)
         assert least <= stored <= least + errors, of_key.reasons
 
 
-def test_a_load_goes_on_while_the_shared_state_is_killed_and_started_again(cluster):
+def test_all_checks_are_answered_while_the_shared_state_is_restarted(cluster):
     endpoint = cluster.new_rule()
     before = cluster.fail_opens()
     log = cluster.load(
@@ -213,7 +213,7 @@ def test_a_load_goes_on_while_the_shared_state_is_killed_and_started_again(clust
 
 
 @pytest.mark.parametrize("fault", ["silent", "refused", "late by 2 s"])
-def test_what_cuts_off_one_node_does_not_concern_the_others(cluster, fault):
+def test_a_fault_at_one_node_does_not_affect_the_others(cluster, fault):
     endpoint = cluster.new_rule()
     proxy, others = cluster.proxies[0], cluster.proxies[1:]
     cluster.proxies = [proxy]
@@ -225,7 +225,7 @@ def test_what_cuts_off_one_node_does_not_concern_the_others(cluster, fault):
         assert health(node).shared_state_connected
 
 
-def test_scripts_that_are_gone_are_brought_again_and_nobody_notices(cluster):
+def test_flushed_scripts_are_reloaded_without_failed_checks(cluster):
     endpoint = cluster.new_rule()
     flushes = [Event(0.2 * n, lambda: cluster.valkey.ask("SCRIPT", "FLUSH")) for n in range(5)]
     log = cluster.load(endpoint, 1.5, *flushes)
@@ -233,7 +233,7 @@ def test_scripts_that_are_gone_are_brought_again_and_nobody_notices(cluster):
     exact(cluster, endpoint, log)
 
 
-def test_what_was_charged_and_not_confirmed_is_charged_once(cluster):
+def test_charges_without_an_acknowledgement_are_charged_once(cluster):
     endpoint = cluster.new_rule()
 
     def cut():
@@ -255,7 +255,7 @@ def test_what_was_charged_and_not_confirmed_is_charged_once(cluster):
         pytest.param("hold", "down", marks=pytest.mark.long),
     ],
 )
-def test_what_travels_one_way_only_is_charged_once(cluster, way, fault):
+def test_spends_are_charged_once_while_one_direction_is_lost(cluster, way, fault):
     endpoint = cluster.new_rule()
 
     def begin():
@@ -266,7 +266,7 @@ def test_what_travels_one_way_only_is_charged_once(cluster, way, fault):
     exact(cluster, endpoint, log)
 
 
-def test_replies_in_pieces_are_replies(cluster):
+def test_fragmented_replies_are_decoded(cluster):
     endpoint = cluster.new_rule()
     for proxy in cluster.proxies:
         proxy.down.slice_bytes, proxy.up.slice_bytes = 3, 5
@@ -274,7 +274,7 @@ def test_replies_in_pieces_are_replies(cluster):
     exact(cluster, endpoint, log)
 
 
-def test_a_reset_is_heard_although_messages_are_lost(cluster):
+def test_a_reset_reaches_all_nodes_although_messages_are_lost(cluster):
     endpoint = cluster.new_rule(limit=20)
     for node in cluster.nodes.served:
         use_up(node, endpoint)
@@ -283,27 +283,27 @@ def test_a_reset_is_heard_although_messages_are_lost(cluster):
     until(lambda: cluster[2].check(endpoint).allowed, "the other node has heard of the reset")
 
 
-def test_nodes_that_hear_nothing_of_each_other_still_share_their_limit(cluster):
-    """Spends travel by the shared state; messages are news of them, and no more."""
+def test_nodes_without_messages_still_share_their_limit(cluster):
+    """Spends are shared through the store; messages only announce them."""
     cluster.valkey.ask("ACL", "SETUSER", "default", "-publish", "-spublish")
     endpoint = cluster.new_rule(limit=100)
     log = cluster.offer(endpoint, bursts(60, 0.2, 2.0, nodes=3))
     assert 100 <= tokens(log.admitted) <= 150, log.reasons
 
 
-def test_a_wrong_password_is_not_tried_over_and_over(cluster):
+def test_a_wrong_password_is_retried_slowly(cluster):
     password_changed(cluster)
     until(lambda: down(cluster[0]), "the node is cut off")
     before, since_s = cluster.proxies[0].accepted, time.monotonic()
     open_breaker(cluster[0], cluster.new_rule())
     until(lambda: time.monotonic() > since_s + 2, "two seconds have passed")
     attempts = cluster.proxies[0].accepted - before
-    # Two connections, one for messages, each at most twice a second once it has given up hope.
+    # Two connections, one of them for messages, each retried at most twice a second in the end.
     assert attempts <= 6 * (time.monotonic() - since_s) + 4
     assert NEW_PASSWORD not in cluster.nodes.log(0)
 
 
-def test_a_script_of_somebody_else_that_never_ends_is_an_outage(cluster):
+def test_a_foreign_endless_script_is_an_outage(cluster):
     endpoint = cluster.new_rule()
     cluster.valkey.ask("CONFIG", "SET", "busy-reply-threshold", 50)
     with socket.create_connection(("127.0.0.1", cluster.valkey.port)) as other:
@@ -314,12 +314,12 @@ def test_a_script_of_somebody_else_that_never_ends_is_an_outage(cluster):
 
 
 LOADING = ("--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024")
-"""1 ms for each key."""
+"""1 ms per key."""
 
 FILL = "for i = 1, 5000 do redis.call('SET', 'filler:' .. i, i) end"
 
 
-def test_a_server_that_is_still_loading_is_an_outage(cluster):
+def test_a_loading_server_is_an_outage(cluster):
     valkey, endpoint = cluster.valkey, cluster.new_rule(limit=5)
     node = cluster[0]
     use_up(node, endpoint)
@@ -340,8 +340,8 @@ def test_a_server_that_is_still_loading_is_an_outage(cluster):
         valkey.ask("FLUSHALL")
 
 
-def test_a_herd_of_breakers_asks_gently(cluster):
-    """All nodes' breakers open at once; until they close, each node sends a probe now and then, and nothing else."""
+def test_open_breakers_of_all_nodes_send_only_probes(cluster):
+    """The breakers of all nodes open at once; until they close, each node sends occasional probes and no checks."""
     endpoint = cluster.new_rule()
     FAULTS["forbidden"][0](cluster)
     for node in cluster.nodes.served:
@@ -352,5 +352,5 @@ def test_a_herd_of_breakers_asks_gently(cluster):
     told = cluster.valkey.info("commandstats")
     asked = {name: count["calls"] + count["rejected_calls"] for name, count in told.items()}
     assert log.reasons.keys() == {"FAIL_OPEN_BREAKER"}
-    # Each node: a probe and a sign of life a second. Each batch that is left: after 60, 120 … ms. None of the checks.
+    # Per node: a probe and a heartbeat a second; each remaining batch after 60, 120 … ms; no checks.
     assert 1 <= asked["cmdstat_evalsha"] <= 3 * (3 + 3) + 6 * unsettled, asked

@@ -1,4 +1,4 @@
-"""Holds on real shared buckets: on several servers, through crashes of servers and nodes, a failover, a moved slot."""
+"""Holds on real shared buckets: on several servers, with crashes of servers and nodes, a failover, a moved slot."""
 
 import asyncio
 import os
@@ -28,10 +28,10 @@ OF_TOKENS = (WINDOW, TOKENS, LOG)
 
 
 class Node(Member):
-    """A node's part in a cluster, and the holds that are made by way of it."""
+    """A node's part in a cluster, and holds through it."""
 
     async def hold(self, buckets, cost=10, *, number=None, ttl_s=60):
-        """Hold something of the buckets of these keys, with their limits; returns the number and what came of it."""
+        """Make a hold on the buckets of these keys, with their limits; returns its number and result."""
         number = number or os.urandom(16)
         charges = [(key, limit, DECIDE[limit.algorithm]) for key, limit in buckets.items()]
         now_us = self.clock.now_us()
@@ -43,7 +43,7 @@ class Node(Member):
         return await self.cluster.holds.settle(number, names, actual, self.clock.now_us())
 
     async def left(self, buckets):
-        """What is left of each bucket, without what a check would take."""
+        """Return the tokens left in each bucket, by peeks."""
         answers = []
         for key, limit in buckets.items():
             now_us = self.clock.now_us()
@@ -56,7 +56,7 @@ class Node(Member):
         return self.keys.stored(key)
 
     def key_on(self, cluster, server):
-        """The key of a new bucket that is on a server of a Cluster."""
+        """Return the key of a new bucket on a server of a Cluster."""
         while True:
             key = os.urandom(8)
             if SLOT_OF_TAG[self.name(key)[0]] in cluster.slots(server):
@@ -77,7 +77,7 @@ def cluster(tmp_path_factory):
 
 
 def on_all(node, cluster, *limits):
-    """A new bucket on each server, with one of these limits."""
+    """Return a new bucket on each server, with one of these limits."""
     return {
         node.key_on(cluster, server): limit
         for server, limit in zip(range(3), limits or OF_TOKENS, strict=False)
@@ -85,7 +85,7 @@ def on_all(node, cluster, *limits):
 
 
 @pytest.mark.slice
-async def test_what_one_node_holds_another_settles_on_every_server(cluster):
+async def test_a_node_settles_the_hold_of_another_on_every_server(cluster):
     async with nodes(cluster.url, CONSISTENCY="strict") as (one, two):
         buckets = on_all(one, cluster) | {one.key_on(cluster, 1): SLOTS}
         number, held = await one.hold(buckets)
@@ -101,7 +101,7 @@ async def test_what_one_node_holds_another_settles_on_every_server(cluster):
         assert await one.left(buckets) == [96, 96, 96, 3]
 
 
-async def test_where_one_server_denies_the_others_are_as_they_were(cluster):
+async def test_a_denial_by_one_server_leaves_the_others_unchanged(cluster):
     async with nodes(cluster.url, CONSISTENCY="strict") as (one, two):
         buckets = on_all(one, cluster, WINDOW, LOG, WINDOW)
         scarce = {one.key_on(cluster, 2): SLOTS}
@@ -113,7 +113,7 @@ async def test_where_one_server_denies_the_others_are_as_they_were(cluster):
         await has(one, buckets, [100, 100, 100])
 
 
-async def test_repeated_at_the_same_time_by_several_nodes_a_hold_is_one(cluster):
+async def test_a_hold_repeated_concurrently_by_several_nodes_is_made_once(cluster):
     async with nodes(cluster.url, CONSISTENCY="strict") as (one, two):
         buckets = on_all(one, cluster, WINDOW, LOG, LOG) | {one.key_on(cluster, 0): SLOTS}
         for _ in range(20):
@@ -127,7 +127,7 @@ async def test_repeated_at_the_same_time_by_several_nodes_a_hold_is_one(cluster)
             assert await one.left(buckets) == [100, 100, 100, 3]
 
 
-async def test_a_server_that_is_killed_loses_what_it_held_and_nothing_is_minted(cluster):
+async def test_a_killed_server_loses_its_holds_and_creates_no_tokens(cluster):
     async with nodes(cluster.url, CONSISTENCY="strict", REDIS_TIMEOUT_MS="300") as (one, two):
         buckets = on_all(one, cluster, LOG, WINDOW, WINDOW)
         [_, _, lost] = buckets
@@ -139,7 +139,7 @@ async def test_a_server_that_is_killed_loses_what_it_held_and_nothing_is_minted(
             await one.hold(buckets, 20)
         with pytest.raises(StoreUnavailableError):
             await two.settle(number, buckets, 10)
-        # Nothing stays charged for a hold that was not made; what is reached is settled.
+        # A hold that was not made leaves no charges; reachable buckets are settled.
         await has(one, alive, [90, 90])
         cluster.nodes[2].start()
         await soon(lambda: cluster.nodes[2].ask("CLUSTER", "INFO").startswith(b"cluster_state:ok"))
@@ -154,7 +154,7 @@ async def test_a_server_that_is_killed_loses_what_it_held_and_nothing_is_minted(
 
 
 async def has(node, buckets, expected):
-    """Wait until so much is left: what is withdrawn, or told to nodes, is on its way."""
+    """Wait until this much is left: withdrawals and messages may be in flight."""
     for _ in range(200):
         left = await node.left(buckets)
         if left == expected:
@@ -164,7 +164,7 @@ async def has(node, buckets, expected):
 
 
 async def again(call):
-    """What a call comes to, which is repeated while a server is not back."""
+    """Return the result of a call, repeated until the server is back."""
     while True:
         try:
             return await call()
@@ -172,7 +172,7 @@ async def again(call):
             await asyncio.sleep(0.05)
 
 
-async def test_a_slot_that_is_moved_takes_its_holds_along(cluster):
+async def test_a_moved_slot_keeps_its_holds(cluster):
     async with nodes(cluster.url, CONSISTENCY="strict") as (one, two):
         buckets = {one.key_on(cluster, 0): WINDOW}
         [key] = buckets
@@ -187,7 +187,7 @@ async def test_a_slot_that_is_moved_takes_its_holds_along(cluster):
             await asyncio.to_thread(cluster.move_slot, slot, target, source)
 
 
-async def test_a_failover_between_a_hold_and_its_settle_mints_nothing(tmp_path):
+async def test_a_failover_between_a_hold_and_its_settle_creates_no_tokens(tmp_path):
     with ValkeySentinel(tmp_path / "valkey", replicas=1, sentinels=1, down_after_ms=300) as servers:
         async with nodes(servers.url, CONSISTENCY="strict", BREAKER_RECOVERY_S="1") as (one, two):
             buckets = {b"a": WINDOW, b"b": TOKENS, b"c": LOG, b"s": SLOTS}
@@ -211,7 +211,7 @@ async def test_a_failover_between_a_hold_and_its_settle_mints_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("consistency", ["eventual", "strict"])
-async def test_slots_are_never_more_than_there_are(cluster, consistency):
+async def test_slots_in_use_never_exceed_the_limit(cluster, consistency):
     async with nodes(cluster.url, 3, CONSISTENCY=consistency) as found:
         buckets = {os.urandom(8): SLOTS, os.urandom(8): replace(WINDOW, limit=100_000)}
         in_use, most, made = 0, 0, 0
@@ -233,7 +233,7 @@ async def test_slots_are_never_more_than_there_are(cluster, consistency):
         await has(found[0], buckets, [3, 100_000 - made])
 
 
-async def test_a_node_that_goes_by_its_view_hears_of_holds(tmp_path):
+async def test_a_node_that_decides_by_its_view_is_notified_of_holds(tmp_path):
     with Valkey(tmp_path / "valkey") as valkey:
         async with nodes(valkey.url) as (one, two):
             buckets = {b"a": WINDOW}

@@ -1,6 +1,6 @@
-"""Holds on real nodes: made on one, settled on another, while nodes, callers, or the store's primary are killed.
+"""Holds on real nodes, made on one and settled on another, while nodes, callers or the store's primary are killed.
 
-What is charged is what was settled, no slot is taken twice, and none stays taken.
+The charge is what was settled, no slot is taken twice, and none stays taken.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.servers import ValkeySentinel, until
 
 CALLERS = 20
 KILLS = int(os.environ.get("KILLS", "3"))
-"""In a run of `deep` tests; 100 take some minutes."""
+"""Kills in a run of `deep` tests; 100 take some minutes."""
 BETWEEN_KILLS_S = 0.7
 PROCESSES = 4
 MONTH, SLOTS = 10_000_000, 12
@@ -30,7 +30,7 @@ LIMITS = [
     pb.Limit(name="slots", limit=SLOTS, window_seconds=60, algorithm="concurrency"),
 ]
 NOT_REPLICATED_S = 1.0
-"""How far the replica of a busy machine may be behind when its primary is killed."""
+"""Longest replication delay on a busy machine when the primary is killed."""
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(120 + 10 * KILLS)]
 
@@ -43,7 +43,7 @@ def rule_on(nodes):
 
 @asynccontextmanager
 async def calling(nodes, endpoint, book):
-    """Callers at work within the block; after it their last holds are settled."""
+    """Run callers within the block, and settle their last holds after it."""
     channels = [open_async_channel(address) for address in nodes.addresses]
     clients = [AsyncNodeClient(channel) for channel in channels]
     callers = [Caller(clients, endpoint, str(number), book.tell) for number in range(CALLERS)]
@@ -59,7 +59,7 @@ async def calling(nodes, endpoint, book):
 
 
 async def started(number, nodes, endpoint, book):
-    """Start a process of callers; returns it, and the task that hears it until it is killed."""
+    """Start a process of callers; returns it, and the task that reads its reports until it is killed."""
     names = [f"{number}.{one}" for one in range(CALLERS // PROCESSES)]
     arguments = ("-m", "tests.cluster.holding", endpoint, ",".join(nodes.addresses), *names)
     process = await asyncio.create_subprocess_exec(
@@ -68,7 +68,7 @@ async def started(number, nodes, endpoint, book):
 
     async def hear():
         async for line in process.stdout:
-            if line.endswith(b"\n"):  # else it was killed while it spoke
+            if line.endswith(b"\n"):  # else it was killed during a report
                 who, does, tokens = line.decode().split()
                 book.tell(who, does, int(tokens))
         book.killed(f"{number}.")
@@ -83,7 +83,7 @@ async def more_holds(book, more=20):
 
 
 def told(node, endpoint):
-    """What is left of each limit."""
+    """Return the tokens left of each limit."""
     answer = node.check(endpoint, "u", peek=True)
     return {one.name: one.remaining_tokens for one in answer.limits}
 
@@ -93,7 +93,7 @@ def spent_when_all_is_over(node, endpoint):
     return MONTH - told(node, endpoint)["month"] - 1
 
 
-def test_holds_are_charged_once_whichever_node_is_killed(cluster):
+def test_holds_are_charged_once_when_any_node_is_killed(cluster):
     endpoint, book, random = rule_on(cluster.nodes), Book(), Random(5)
 
     async def run():
@@ -137,7 +137,7 @@ def test_holds_of_killed_callers_end_and_are_charged(cluster):
     assert book.settled <= spent <= book.settled + book.unsure
 
 
-def test_a_failover_loses_what_the_replica_had_not_received_and_mints_nothing(tmp_path):
+def test_a_failover_loses_only_unreplicated_settles_and_creates_no_tokens(tmp_path):
     book, killed_s = Book(), []
 
     async def run(nodes, servers, endpoint):
@@ -151,7 +151,7 @@ def test_a_failover_loses_what_the_replica_had_not_received_and_mints_nothing(tm
                 await asyncio.to_thread(servers.start_as_replica, old)
 
     with (
-        # A busy machine must not pass for a dead one: the replica may not yet have what it would be chosen for.
+        # A busy machine must not be taken for a dead one: the replica may not have caught up for its election.
         ValkeySentinel(tmp_path / "valkey", sentinels=1, down_after_ms=3_000) as servers,
         Nodes(tmp_path / "nodes", servers.url, *OPTIONS) as nodes,
     ):

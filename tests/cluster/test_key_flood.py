@@ -1,4 +1,4 @@
-"""Callers who come under ever new names: they get no fresh bucket for an old name, and no more memory than is set."""
+"""Callers with ever new names get no fresh bucket for an old name, and no more memory than configured."""
 
 import pytest
 
@@ -16,14 +16,14 @@ def cluster(tmp_path_factory):
         yield shared
 
 
-def test_a_bucket_that_had_to_go_is_not_full_when_it_comes_back(cluster):
+def test_an_evicted_bucket_is_not_full_when_it_returns(cluster):
     endpoint = cluster.new_rule(limit=5)
     for node in cluster.nodes.served:
         use_up(node, endpoint)
     schedule = steady(500, 3.0, nodes=2, keys=keys(3_000))
     log = offer(cluster.nodes.addresses, schedule, endpoint=endpoint).log
     assert not log.unknown
-    assert log.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}  # they harm nobody else
+    assert log.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}  # no other caller is affected
     assert min(cluster.nodes.metric("rate_limiter_buckets_evicted_total")) > 0
     assert max(cluster.nodes.metric("rate_limiter_active_buckets")) <= ENTRIES
     for node in cluster.nodes.served:

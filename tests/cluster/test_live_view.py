@@ -1,4 +1,4 @@
-"""Any node's page shows all nodes: on a Valkey Cluster, with one that was killed, and with statuses that are none."""
+"""Any node's page shows all nodes: on a Valkey Cluster, with a killed node, and with malformed statuses."""
 
 import html
 import re
@@ -36,12 +36,12 @@ def page_of(node, query=""):
 
 
 def states_on(node):
-    """What the page of a node says of each node."""
+    """Return the state of each node on a node's page."""
     table = page_of(node).partition('<div id="nodes">')[2].partition('<div id="denials">')[0]
     return dict(ROW.findall(table))
 
 
-def test_every_node_shows_all_nodes_and_who_was_denied_masked(nodes):
+def test_every_node_shows_all_nodes_and_masked_denied_identifiers(nodes):
     assert states_on(nodes[1]).keys() == {"n0", "n1"}
     nodes.rule(endpoint="/a", limit=1, window_seconds=3_600)
     for _ in range(5):
@@ -55,7 +55,7 @@ def test_every_node_shows_all_nodes_and_who_was_denied_masked(nodes):
     assert "lovelace" not in nodes.log(0)
 
 
-def test_events_renew_the_page(nodes):
+def test_events_update_the_page(nodes):
     address, headers = f"http://{nodes[0].http_address}/events", nodes[0].authorization
     with httpx.stream("GET", address, headers=headers, timeout=20) as stream:
         lines = stream.iter_lines()
@@ -64,21 +64,21 @@ def test_events_renew_the_page(nodes):
         assert '"parts":{"state":' in next(lines)
 
 
-def test_a_node_that_was_killed_is_gone_until_it_comes_back(nodes):
+def test_a_killed_node_is_shown_as_gone_until_it_restarts(nodes):
     nodes.kill(1)
     until(lambda: states_on(nodes[0]).get("n1") == "gone", "n0 shows that n1 is gone")
     nodes.start(1)
     until(lambda: states_on(nodes[0]).get("n1") == "healthy", "n1 is back, and not gone any more")
 
 
-def test_what_is_no_status_is_left_out_and_told(nodes, store):
-    """Somebody who may write there: a name that is none, and a status that no node can show."""
+def test_a_malformed_status_is_left_out_and_reported(nodes, store):
+    """Foreign writes: an invalid name, and a status that no node can show."""
     [server] = [one for one in store.nodes if one.runs and one.ask("KEYS", "rl1:*:members")]
     server.ask("SET", "rl1:{00}:status:<evil>/1", b'{"v":1,"node_id":"<script>"}')
 
     def has_told():
         server.ask("ZADD", "rl1:{00}:members", int(time.time() * 1e6), "<evil>/1")
-        # To look at the page has it read more often.
+        # Viewing the page makes the node read statuses more often.
         return page_of(nodes[0]) and "another version, or damaged" in nodes.log(0)
 
     until(has_told, "n0 has told")

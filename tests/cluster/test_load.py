@@ -1,4 +1,4 @@
-"""The load generator sends what it was told, and logs what was answered; the nodes here know nothing of each other."""
+"""The load generator sends its schedule and logs the answers; the nodes here do not share state."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_schedule_is_sent_and_logged(nodes):
     assert log.reasons.keys() == {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}
 
 
-def test_one_node_is_not_accused_and_two_that_do_not_share_are(nodes):
+def test_one_node_has_no_excess_and_two_unshared_nodes_have(nodes):
     alone = offer(nodes.addresses, bursts(300, 0.5, 1.0, nodes=1, key="alone")).log
     assert excess(alone, RULE, slack_s=0.001) <= 0
     assert tokens(alone.admitted) == pytest.approx(entitled(alone, RULE), abs=2)
@@ -40,7 +40,7 @@ def test_one_node_is_not_accused_and_two_that_do_not_share_are(nodes):
     assert excess(both, RULE) > 0.8 * LIMIT
 
 
-def test_a_connection_may_end_and_come_back_meanwhile(nodes):
+def test_a_connection_may_be_renewed_during_a_load(nodes):
     with ChaosProxy(int(nodes.addresses[1].rpartition(":")[2])) as proxy:
         addresses = [nodes.addresses[0], proxy.address]
         events = Event(0.3, proxy.kill), Event(0.6, proxy.heal)
@@ -50,7 +50,7 @@ def test_a_connection_may_end_and_come_back_meanwhile(nodes):
     assert len(offered.log.unknown) == offered.counts.lost
 
 
-def test_a_node_that_hangs_holds_up_nobody_else(nodes):
+def test_a_hanging_node_does_not_delay_the_others(nodes):
     events = [Event(0.1, lambda: nodes.pause(1)), Event(0.6, lambda: nodes.resume(1))]
     offered = offer(nodes.addresses, steady(1_000, 1.0, nodes=2), events=events)
     log = offered.log
@@ -76,6 +76,6 @@ def test_an_event_that_fails_fails_the_load(nodes):
         offer(nodes.addresses, steady(100, 0.2, nodes=2), events=[Event(0.1, fail)])
 
 
-def test_nodes_agree_on_a_rule_made_by_any(nodes):
+def test_nodes_agree_on_a_rule_created_on_any_node(nodes):
     nodes.rule(1, endpoint="/b", limit=3, window_seconds=60)
     until(lambda: nodes[0].check("/b").limit == 3, "the other node has the rule")

@@ -1,4 +1,4 @@
-"""What becomes of limits when nodes hear of each other too late, twice, out of order, or not at all."""
+"""Limits while messages between nodes are late, duplicated, out of order, or lost."""
 
 import itertools
 import struct
@@ -16,17 +16,17 @@ CHANNEL = "rl1:bus:0"
 MEMORY = "rate_limiter_memory_usage_bytes"
 GAPS = "rate_limiter_message_gaps_total"
 HEAD = struct.Struct(">B8sQ")
-"""Of a message: its form, the sender, and the number that the sender gave it."""
+"""Head of a message: its form, the sender, and the sender's number."""
 
 MIB = 2**20
 
 
 def spend(node, endpoint, times, identifier="u"):
-    """Spend so much, all of it allowed."""
+    """Spend tokens, all of them allowed."""
     assert all(node.check(endpoint, identifier).allowed for _ in range(times))
 
 
-def test_a_subscription_that_fell_silent_is_made_anew_and_what_was_missed_is_looked_up(cluster):
+def test_a_silent_subscription_is_renewed_and_missed_changes_are_read(cluster):
     endpoint, changed = cluster.new_rule(limit=1_000), cluster.new_rule(limit=1_000)
     node, proxy = cluster[2], cluster.proxies[2]
     rule_id = node.check(changed, peek=True).rule_id
@@ -36,12 +36,12 @@ def test_a_subscription_that_fell_silent_is_made_anew_and_what_was_missed_is_loo
     proxy.silence(b"SUBSCRIBE")
     cluster[0].reset(endpoint)
     change_rule(cluster[0], rule_id, limit=500)
-    assert node.spent(endpoint) == 60  # it has not heard of it, and decides as before
+    assert node.spent(endpoint) == 60  # it got no message, and decides as before
     assert node.metric("rate_limiter_shared_state_up") == 1.0
     until(lambda: node.spent(endpoint) == 0, "the node has heard of the reset")
     until(lambda: node.check(changed, peek=True).limit == 500, "the node has the changed rule")
     assert node.metric(GAPS) == gaps + 1
-    assert proxy.accepted == connections + 1  # its spends travel on as before
+    assert proxy.accepted == connections + 1  # its spends are still sent
     spend(node, changed, 7)
     cluster.settled()
     cluster[0].reset(changed)
@@ -52,11 +52,11 @@ def listeners(valkey):
     return valkey.ask("CLIENT", "LIST", "TYPE", "pubsub").decode()
 
 
-def test_a_node_that_hears_too_slowly_is_cut_off_by_the_server_and_looks_up_what_it_missed(
+def test_a_slow_subscriber_is_disconnected_and_reads_missed_changes(
     tmp_path,
 ):
     valkey = Valkey(tmp_path / "valkey")
-    url = f"unix://{valkey.unix_path}"  # the kernel keeps less for a socket than for a connection
+    url = f"unix://{valkey.unix_path}"  # the kernel buffers less for a Unix socket than for TCP
     with valkey, Nodes(tmp_path / "nodes", url, *OPTIONS, count=2) as nodes:
         nodes.meet()
         valkey.ask("CONFIG", "SET", "client-output-buffer-limit", "pubsub 1mb 0 0")
@@ -83,7 +83,7 @@ def test_a_node_that_hears_too_slowly_is_cut_off_by_the_server_and_looks_up_what
 
 
 class Recorded:
-    """What nodes say to each other, to be said again."""
+    """Messages between nodes, recorded to be sent again."""
 
     def __init__(self, valkey):
         self._client = redis.Redis(unix_socket_path=str(valkey.unix_path), protocol=2)
@@ -100,7 +100,7 @@ class Recorded:
         self._client.close()
 
     def kinds(self):
-        """Record what was said until now; returns what tells the kinds of messages."""
+        """Record the messages so far; return their kinds."""
         while (heard := self._listener.get_message()) is not None:
             self.messages.append(heard["data"])
         return {message[HEAD.size : HEAD.size + 1] for message in self.messages}
@@ -110,12 +110,12 @@ class Recorded:
             self._client.publish(CHANNEL, message)
 
     def as_news(self, messages):
-        """The same, but of a sender whose numbers give no reason to pass them over."""
+        """Return the same messages from a new sender, so that their numbers are not old."""
         for number, message in enumerate(messages, 1):
             yield HEAD.pack(1, b"an echo!", number) + message[HEAD.size :]
 
 
-def test_messages_that_come_twice_or_late_or_in_another_order_change_nothing(cluster):
+def test_duplicate_late_and_reordered_messages_change_nothing(cluster):
     endpoint, marker = cluster.new_rule(limit=200), cluster.new_rule(limit=1_000)
     users = keys(3)
     spend(cluster[2], marker, 3)

@@ -1,4 +1,4 @@
-"""What becomes of a limit when one of the nodes that hold it dies, hangs or leaves."""
+"""A shared limit while one of its nodes dies, hangs or leaves."""
 
 import pytest
 
@@ -10,10 +10,10 @@ from tests.cluster.shared import health, use_up
 from tests.servers import until
 
 UNSETTLED_S = 0.5
-"""What a node allowed longer ago than this is charged, unless the machine is very slow: the sync takes 0.1 s."""
+"""Age at which a node's spends are settled, unless the machine is very slow: a sync takes 0.1 s."""
 
 
-def test_a_node_that_is_killed_takes_its_last_spends_along_and_nothing_else(cluster):
+def test_a_killed_node_loses_only_its_last_spends(cluster):
     endpoint = cluster.new_rule()
     log = cluster.load(endpoint, 3.0, Event(1.5, lambda: cluster.nodes.kill(1)))
     others = [entry for entry in log.entries if entry.node != 1]
@@ -27,7 +27,7 @@ def test_a_node_that_is_killed_takes_its_last_spends_along_and_nothing_else(clus
         assert tokens(admitted) - tokens(last) <= stored <= tokens(admitted) + unknown
 
 
-def test_a_node_that_comes_back_asks_before_it_allows(cluster):
+def test_a_restarted_node_asks_before_it_allows(cluster):
     endpoint = cluster.new_rule(limit=5)
     node = cluster[0]
     use_up(node, endpoint)
@@ -37,12 +37,12 @@ def test_a_node_that_comes_back_asks_before_it_allows(cluster):
     assert again.check(endpoint).reason == pb.LIMIT_EXCEEDED
 
 
-def test_a_node_that_leaves_settles_first(cluster):
+def test_a_leaving_node_settles_first(cluster):
     endpoint = cluster.new_rule()
     ended = []
     log = cluster.load(endpoint, 2.0, Event(1.0, lambda: ended.append(cluster.nodes.stop(2))))
     assert ended == [0]
-    assert set(cluster.nodes.metric("rate_limiter_cluster_nodes")) == {2.0}  # it said goodbye
+    assert set(cluster.nodes.metric("rate_limiter_cluster_nodes")) == {2.0}  # it reported its end
     for key in log.keys:
         of_key = log.of(key)
         least = tokens(of_key.admitted)
@@ -50,7 +50,7 @@ def test_a_node_that_leaves_settles_first(cluster):
     assert len(log.unknown) < 0.05 * len(log.entries)
 
 
-def test_a_node_that_hangs_for_a_moment_is_charged_for_everything(cluster):
+def test_a_briefly_hanging_node_is_charged_for_everything(cluster):
     endpoint = cluster.new_rule()
     events = (
         Event(0.5, lambda: cluster.nodes.pause(1)),
@@ -64,7 +64,7 @@ def test_a_node_that_hangs_for_a_moment_is_charged_for_everything(cluster):
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_a_node_that_hangs_for_long_is_no_member_until_it_goes_on(cluster):
+def test_a_long_hanging_node_is_no_member_until_it_resumes(cluster):
     cluster.nodes.pause(1)
     others = cluster[0], cluster[2]
     count = "rate_limiter_cluster_nodes"
@@ -74,7 +74,7 @@ def test_a_node_that_hangs_for_long_is_no_member_until_it_goes_on(cluster):
     assert health(cluster[1]).status == pb.HEALTHY
 
 
-def test_nodes_of_two_secrets_do_not_share_a_store(cluster, tmp_path):
+def test_nodes_with_different_secrets_do_not_share_a_store(cluster, tmp_path):
     secret = "--key-secret", "another than that of the others"
     with (
         pytest.raises(AssertionError, match="KEY_SECRET"),

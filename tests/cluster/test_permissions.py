@@ -1,4 +1,4 @@
-"""The users that docs/cluster.md gives to operators may do what nodes do, with each kind of server."""
+"""The users in docs/cluster.md have the permissions that nodes need, with each kind of server."""
 
 import re
 from pathlib import Path
@@ -26,12 +26,12 @@ def let_in(servers, command):
 
 
 def refused(servers):
-    """What the user was not allowed to do, on servers that run."""
+    """Return the commands refused to the user on running servers."""
     return [entry for server in servers if server.runs for entry in server.ask("ACL", "LOG")]
 
 
 def live(nodes):
-    """Do everything that takes the shared state."""
+    """Use everything that needs the shared state."""
     nodes.meet()
     nodes.rule(endpoint="/a", limit=20, window_seconds=3_600)
     allowed = sum(node.check("/a").allowed for node in nodes.served for _ in range(15))
@@ -44,7 +44,7 @@ def live(nodes):
 
 
 @pytest.mark.parametrize("consistency", ["eventual", "strict"])
-def test_one_server_serves_the_user_of_the_page(tmp_path, consistency):
+def test_the_documented_user_suffices_for_one_server(tmp_path, consistency):
     with Valkey(tmp_path / "valkey") as valkey:
         let_in([valkey], NODES)
         url = as_the_user(valkey.url)
@@ -53,7 +53,7 @@ def test_one_server_serves_the_user_of_the_page(tmp_path, consistency):
         assert not refused([valkey])
 
 
-def test_another_database_takes_one_permission_more(tmp_path):
+def test_another_database_needs_one_more_permission(tmp_path):
     with Valkey(tmp_path / "valkey") as valkey:
         let_in([valkey], [*NODES, "+select"])
         with Nodes(tmp_path / "nodes", f"{as_the_user(valkey.url)}/3", count=2) as nodes:
@@ -61,7 +61,7 @@ def test_another_database_takes_one_permission_more(tmp_path):
         assert not refused([valkey])
 
 
-def test_a_cluster_serves_the_user_of_the_page(tmp_path):
+def test_the_documented_user_suffices_for_a_cluster(tmp_path):
     with ValkeyCluster(tmp_path / "valkey") as cluster:
         let_in(cluster.nodes, [*NODES, *IN_A_CLUSTER])
         with Nodes(tmp_path / "nodes", as_the_user(cluster.url), count=2) as nodes:
@@ -69,7 +69,7 @@ def test_a_cluster_serves_the_user_of_the_page(tmp_path):
         assert not refused(cluster.nodes)
 
 
-def test_sentinels_and_their_servers_serve_the_users_of_the_page(tmp_path):
+def test_the_documented_users_suffice_for_sentinels_and_their_servers(tmp_path):
     with ValkeySentinel(tmp_path / "valkey") as sentinel:
         let_in(sentinel.nodes, NODES)
         let_in(sentinel.sentinels, SENTINELS)

@@ -1,6 +1,6 @@
-"""A rule, or a plan of an identity, that is changed on one node holds on all of them.
+"""A change of a rule, or of an identity's plan, on one node applies on all of them.
 
-Soon by message, and by the poll where messages are lost.
+Soon by message, and by the poll if messages are lost.
 """
 
 import time
@@ -16,11 +16,11 @@ from tests.system.process import START_S
 
 SOON_S = 1.0
 POLL_S = 2.4
-"""Every 2 s, and up to 20 % more."""
+"""Poll interval: 2 s, and up to 20 % more."""
 
 
 def taken_s(cluster, rule_id, endpoint, limit):
-    """How long a new limit, set on the first node, takes to hold on the last."""
+    """Return the time until a new limit, set on the first node, applies on the last."""
     change_rule(cluster[0], rule_id, limit=limit)
     began_s = time.monotonic()
     until(lambda: cluster[2].check(endpoint, peek=True).limit == limit, "the other node has it")
@@ -31,15 +31,15 @@ def rule_id_of(cluster, endpoint):
     return cluster[0].check(endpoint, peek=True).rule_id
 
 
-def test_a_changed_limit_holds_everywhere_before_anybody_polls(cluster):
+def test_a_changed_limit_applies_on_all_nodes_before_a_poll(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     rule_id = rule_id_of(cluster, endpoint)
     times_s = [taken_s(cluster, rule_id, endpoint, 1_000 + n) for n in range(1, 11)]
-    # By the poll alone it would be ten seconds, and hardly ever less than eight.
+    # By polls alone it would take ten seconds, and rarely less than eight.
     assert sum(times_s) < 5
 
 
-def test_a_burst_is_one_for_all_nodes_and_edited_as_a_limit_is(cluster):
+def test_a_burst_is_shared_by_all_nodes_and_edited_like_a_limit(cluster):
     numbers = {"limit": 10, "window_seconds": 10_000_000, "algorithm": "token_bucket"}
     endpoint = cluster.new_rule(**numbers)
     rule_id = rule_id_of(cluster, endpoint)
@@ -48,7 +48,7 @@ def test_a_burst_is_one_for_all_nodes_and_edited_as_a_limit_is(cluster):
     for node in cluster.nodes.served:
         until(lambda node=node: node.check(endpoint, peek=True).remaining_tokens == 39, "it knows")
     answers = [cluster[number % 3].check(endpoint) for number in range(100)]
-    # The bound is half of the burst and a hundredth more.
+    # The bound is 51 % of the burst.
     assert 40 <= sum(answer.allowed for answer in answers) <= 60
     cluster.settled()
     limit.burst = 100
@@ -57,7 +57,7 @@ def test_a_burst_is_one_for_all_nodes_and_edited_as_a_limit_is(cluster):
         until(lambda node=node: node.check(endpoint).allowed, "there is more at once")
 
 
-def test_nodes_that_share_state_refuse_to_let_a_check_wait(cluster):
+def test_nodes_with_shared_state_refuse_waiting_checks(cluster):
     request = pb.RateLimitRequest(
         identifier="u", identifier_type="user", endpoint="/wait", max_wait_ms=5
     )
@@ -67,14 +67,14 @@ def test_nodes_that_share_state_refuse_to_let_a_check_wait(cluster):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_changed_limit_holds_everywhere_within_a_second_a_hundred_times_in_a_row(cluster):
+def test_a_hundred_changed_limits_each_apply_on_all_nodes_within_a_second(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     rule_id = rule_id_of(cluster, endpoint)
     times_s = [taken_s(cluster, rule_id, endpoint, 1_000 + n) for n in range(1, 101)]
     assert max(times_s) < SOON_S
 
 
-def test_where_every_message_is_lost_the_poll_brings_it(cluster):
+def test_a_changed_limit_applies_by_poll_if_all_messages_are_lost(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     rule_id = rule_id_of(cluster, endpoint)
     cluster.valkey.ask("ACL", "SETUSER", "default", "-publish", "-spublish")
@@ -82,7 +82,7 @@ def test_where_every_message_is_lost_the_poll_brings_it(cluster):
     assert max(times_s) < POLL_S + SOON_S
 
 
-def test_a_rule_that_is_gone_is_gone_everywhere(cluster):
+def test_a_deleted_rule_is_deleted_on_all_nodes(cluster):
     endpoint = cluster.new_rule(limit=1)
     rule_id = rule_id_of(cluster, endpoint)
     for node in cluster.nodes.served:
@@ -95,7 +95,7 @@ def test_a_rule_that_is_gone_is_gone_everywhere(cluster):
         until(lambda node=node: node.check(endpoint).reason == pb.LIMIT_EXCEEDED, "it is back")
 
 
-def test_what_was_spent_counts_under_the_new_limit(cluster):
+def test_earlier_spends_count_under_the_new_limit(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     rule_id = rule_id_of(cluster, endpoint)
     for _ in range(30):
@@ -118,7 +118,7 @@ def reason_of(node, endpoint, identifier):
 
 
 def blocked_s(cluster, endpoint, identifier):
-    """How long an identity that is blocked on the first node is still let through by the last."""
+    """Return the time until an identity blocked on the first node is blocked on the last."""
     identity = pb.Identity(identifier_type="user", identifier=identifier)
     assign(cluster[0], identity, "blocked")
     began_s = time.monotonic()
@@ -131,21 +131,21 @@ def blocked_s(cluster, endpoint, identifier):
     return time.monotonic() - began_s
 
 
-def test_who_is_blocked_on_one_node_is_blocked_on_all_within_a_poll(cluster):
+def test_an_identity_blocked_on_one_node_is_blocked_on_all_within_a_poll(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     times_s = [blocked_s(cluster, endpoint, f"u{number}") for number in range(10)]
     assert max(times_s) < POLL_S + SOON_S
     assert sum(times_s) < 5, "most come by message"
 
 
-def test_who_is_blocked_is_blocked_on_all_by_the_poll_where_every_message_is_lost(cluster):
+def test_a_blocked_identity_is_blocked_on_all_by_poll_if_all_messages_are_lost(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     cluster.valkey.ask("ACL", "SETUSER", "default", "-publish", "-spublish")
     times_s = [blocked_s(cluster, endpoint, f"v{number}") for number in range(3)]
     assert max(times_s) < POLL_S + SOON_S
 
 
-def test_a_plan_that_is_taken_away_is_gone_everywhere_and_stays_so_after_a_restart(cluster):
+def test_a_removed_plan_is_removed_on_all_nodes_also_after_a_restart(cluster):
     endpoint = cluster.new_rule(limit=1_000)
     identity = pb.Identity(identifier_type="user", identifier="w")
     assign(cluster[0], identity, "blocked")
@@ -165,7 +165,7 @@ def test_a_plan_that_is_taken_away_is_gone_everywhere_and_stays_so_after_a_resta
         )
 
 
-def test_a_whole_set_of_rules_holds_everywhere_before_anybody_polls(cluster):
+def test_a_set_of_rules_applies_on_all_nodes_before_a_poll(cluster):
     kept, gone = cluster.new_rule(limit=1_000), cluster.new_rule(limit=1_000)
     listed = cluster[0].rules.ListRateLimits(pb.ListRateLimitsRequest(page_size=1_000))
     rules = {rule.endpoint: rule for rule in listed.rate_limits if rule.endpoint != gone}
@@ -178,5 +178,5 @@ def test_a_whole_set_of_rules_holds_everywhere_before_anybody_polls(cluster):
         answer = partial(cluster[2].check, kept, peek=True)
         until(lambda answer=answer, limit=limit: answer().limit == limit, "the other node has it")
         assert cluster[2].check(gone, peek=True).reason == pb.NO_RULE
-    # By the poll alone it would be five seconds, and hardly ever less than four.
+    # By polls alone it would take five seconds, and rarely less than four.
     assert time.monotonic() - began_s < 4

@@ -1,6 +1,6 @@
-"""A user within a tenant within everybody, per second and per day, on several real nodes.
+"""Limits of a user, its tenant and everybody, per second and per day, on several real nodes.
 
-Each limit is held, and callers get what the tightest leaves them.
+Each limit is kept, and callers get what the tightest allows.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.servers import Valkey
 
 COUNT = 3
 LOAD = 4
-"""Of what everybody may."""
+"""As a multiple of the limit for everybody."""
 KEYS = ("u1@t1", "u2@t1", "u3@t2", "u4@t2")
 DAY_S = 86_400
 ROUND_TRIP_S = 0.01
@@ -48,7 +48,7 @@ def bucket_of(kind, key):
 
 
 def entitled_by_all(log):
-    """What one node would have allowed."""
+    """Return the tokens that one node would have allowed."""
     states, total = {}, 0
     for entry in log.entries:
         places = [
@@ -114,11 +114,11 @@ def measure(nodes, seconds):
     assert admitted >= 0.97 * ideal - edges
 
 
-def test_each_limit_is_held_and_the_tightest_is_used_up(nodes):
+def test_each_limit_is_kept_and_the_tightest_is_used_up(nodes):
     measure(nodes, 4.0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_each_limit_is_held_for_longer(nodes):
+def test_each_limit_is_kept_in_a_long_run(nodes):
     measure(nodes, 60.0)

@@ -1,4 +1,4 @@
-"""Nodes on a Valkey Cluster, and behind Sentinel: what one shard's end, a moved slot and a failover do to checks."""
+"""Nodes on a Valkey Cluster, and behind Sentinel: checks during the loss of a shard, a moved slot, and a failover."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ PASSWORD = "not-for-the-logs"
 
 
 class Served:
-    """Nodes on a shared state of several servers; each test has a rule of its own."""
+    """Nodes on a shared state of several servers; each test has its own rule."""
 
     def __init__(self, nodes, servers):
         self.nodes, self.settled = nodes, nodes.settled
@@ -101,19 +101,19 @@ def test_nodes_share_a_limit_on_every_shard(on_cluster):
 
 
 def a_move(servers, rule):
-    """The slot of "a", the server that has it, and another that may take it."""
+    """Return the slot of "a", its server, and another server to move it to."""
     slot = slot_of(rule, "a")
     home = next(number for number in range(3) if slot in servers.slots(number))
     return slot, servers.nodes[home], servers.nodes[(home + 1) % 3]
 
 
 def names_in(slot, rule, prefix, count):
-    """Identifiers whose buckets are in a slot."""
+    """Return identifiers whose buckets are in a slot."""
     names = (f"{prefix}{number}" for number in itertools.count())
     return list(itertools.islice((name for name in names if slot_of(rule, name) == slot), count))
 
 
-def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
+def test_a_slot_that_moves_under_load_keeps_its_counts(on_cluster):
     rule = on_cluster.rule()
     servers = on_cluster.servers
     slot, here, there = a_move(servers, rule)
@@ -134,7 +134,7 @@ def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
     on_cluster.whole()
 
 
-def test_checks_of_new_buckets_in_a_slot_that_is_being_moved_are_decided(on_cluster):
+def test_checks_of_new_buckets_in_a_migrating_slot_are_decided(on_cluster):
     rule = on_cluster.rule(limit=5)
     servers, node = on_cluster.servers, on_cluster.nodes[0]
     slot, here, there = a_move(servers, rule)
@@ -151,20 +151,20 @@ def test_checks_of_new_buckets_in_a_slot_that_is_being_moved_are_decided(on_clus
     on_cluster.whole()
 
 
-def test_a_slot_that_stands_half_moved_opens_no_breaker_and_each_node_limits_its_buckets(
+def test_a_half_moved_slot_opens_no_breaker_and_each_node_limits_its_buckets(
     on_cluster,
 ):
     rule = on_cluster.rule(limit=10)
     servers, node = on_cluster.servers, on_cluster.nodes[0]
     slot, here, there = a_move(servers, rule)
     together = names_in(slot, rule, "half", 6)
-    for _ in range(2):  # met, and then known
+    for _ in range(2):  # first unknown, then known
         assert {one.allowed for one in node.check_batch(rule.endpoint, together)} == {True}
     on_cluster.settled()
     servers.begin_to_move_slot(slot, here, there)
     try:
         keys = here.ask("CLUSTER", "GETKEYSINSLOT", slot, 1_000)
-        buckets = [key for key in keys if b":s:" not in key]  # what is known of senders stays
+        buckets = [key for key in keys if b":s:" not in key]  # the records of senders stay
         here.ask("MIGRATE", "127.0.0.1", there.port, "", 0, 5_000, "KEYS", *buckets)
         reasons = []
         since_s = time.monotonic()
@@ -172,7 +172,7 @@ def test_a_slot_that_stands_half_moved_opens_no_breaker_and_each_node_limits_its
             reasons += [one.reason for one in node.check_batch(rule.endpoint, together)]
         assert reasons.count(pb.WITHIN_LIMIT) == 8 * len(together)
         assert set(reasons) == {pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED}
-        assert down(node)  # spends do not arrive
+        assert down(node)  # spends are not settled
         assert health(node).breaker_state == "closed"
     finally:
         servers.move_slot(slot, here, there)
@@ -182,7 +182,7 @@ def test_a_slot_that_stands_half_moved_opens_no_breaker_and_each_node_limits_its
     assert [spent(here.ask, rule, name) for name in together] == [10] * len(together)
 
 
-def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(on_cluster):
+def test_the_loss_of_one_shard_affects_only_its_own_checks(on_cluster):
     rule = on_cluster.rule(limit=5)
     servers, node = on_cluster.servers, on_cluster.nodes[0]
     names = [f"u{number}" for number in range(300)]
@@ -205,8 +205,8 @@ def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(o
     assert reasons == {pb.WITHIN_LIMIT}
 
 
-def test_a_shard_that_dies_between_two_charges_leaves_the_other_limits_in_force(on_cluster):
-    """Each check is for a user, on any shard, and for everybody, on one that lives."""
+def test_a_shard_lost_between_two_charges_leaves_the_other_limits_in_force(on_cluster):
+    """Each check is for a user, on any shard, and for everybody, on a live one."""
     rule = on_cluster.rule(limit=5)
     for_all = replace(rule, id="all", identifier_type="all", limit=250)
     name = bucket_name(for_all, "")
@@ -232,7 +232,7 @@ def test_a_shard_that_dies_between_two_charges_leaves_the_other_limits_in_force(
     allowed = tokens(one for one in log.entries if one.allowed)
     errors = tokens(one for one in log.entries if one.reason == pb.FAIL_OPEN_ERROR)
     charged = spent(servers.nodes[home].ask, for_all, "")
-    # Everybody's limit is charged for whatever was allowed, but for what its own shard did not answer in time.
+    # Everybody's limit is charged for all that was allowed, except for late answers of its own shard.
     assert allowed - errors <= charged <= allowed + errors
     assert charged <= for_all.limit + COUNT * 5
     assert max(tokens(log.of(user).admitted) for user in users) <= rule.limit + COUNT
@@ -257,7 +257,7 @@ def test_a_failover_is_followed(on_sentinel):
     assert again.reasons.keys() == {"WITHIN_LIMIT"}
     on_sentinel.settled()
     for key in ("a", "b"):
-        # What the old primary had confirmed, and its replica had not, is gone: a moment's spends at most.
+        # Spends that the old primary acknowledged but did not replicate are lost: those of a moment.
         admitted = log.of(key).admitted
         safe = [one for one in admitted if one.received_s < killed_s[0] - 0.5]
         most = [*log.of(key).entries, *again.of(key).entries]

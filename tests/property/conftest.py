@@ -1,4 +1,4 @@
-"""A real Valkey for the tests of each module that runs scripts."""
+"""A real Valkey server for tests that run scripts."""
 
 import pytest
 import redis
@@ -8,7 +8,7 @@ from tests.servers import Valkey
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A client of the server."""
+    """Return a client of the server."""
     with Valkey(tmp_path_factory.mktemp("valkey")) as server:
         client = redis.Redis(unix_socket_path=str(server.unix_path))
         yield client

@@ -1,7 +1,4 @@
-"""The three algorithms as the specification words them, in exact fractions.
-
-Slow and obvious: the oracle of the tests.
-"""
+"""The three algorithms as specified, in exact fractions: slow and obvious, the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ INT32_MAX = 2**31 - 1  # the contract's retry_after_seconds is an int32
 class Model:
     """One bucket. Times in µs; every answer is (allowed, remaining, reset_time, retry_after, reason).
 
-    ``limit`` and ``burst`` may be changed between checks: what was spent stays spent (ADR 0008).
+    ``limit`` and ``burst`` may change between checks; spends are kept (ADR 0008).
     """
 
     def __init__(self, algorithm, limit, window_seconds, burst=0):
@@ -26,7 +23,7 @@ class Model:
 
     @property
     def most(self):
-        """Tokens of a bucket that is full."""
+        """Tokens of a full bucket."""
         return self.burst or self.limit
 
     def check(self, now_us, cost):
@@ -41,7 +38,7 @@ class Model:
         return (True, left, math.ceil(full_at()), retry, "WITHIN_LIMIT")
 
     def answer(self, now_us, cost):
-        """The whole answer if the check is denied, else (True,); and its effective time in seconds."""
+        """Return the complete answer of a denied check, else (True,); and its effective time in seconds."""
         own = Fraction(now_us, 10**6)
         at = own if self.latest is None else max(own, self.latest)
         full_at, wait_for = getattr(self, "_" + self.algorithm)(at)
@@ -62,7 +59,7 @@ class Model:
         self.latest = at
 
     def left(self, at):
-        """Tokens left; fewer than none when the limit was lowered below what a window holds."""
+        """Return the tokens left; negative if the limit was lowered below the content of a window."""
         if self.algorithm == "token_bucket":
             elapsed = 0 if self.latest is None else at - self.latest
             owed = min(self.spent, Fraction(self.most))

@@ -1,6 +1,6 @@
-"""The native transport without its sockets, fed with whatever comes: what must hold after each step.
+"""The native transport without sockets, fed with arbitrary octets, and its invariants after each step.
 
-Any octets lead to a documented outcome: never an exception out of the protocol, and never a table over its bound.
+Any octets lead to a documented outcome: no exception leaves the protocol, and no table exceeds its bound.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def echo(message, _call):
 
 
 def half(messages):
-    """Answer every other message, as if the others were not for the short way."""
+    """Answer every other message, as if the others could not take the fast path."""
     return [message if place % 2 else None for place, message in enumerate(messages)]
 
 
@@ -77,7 +77,7 @@ async def deaf(_questions, _call):
 
 
 def demand_bounds(connection: Connection, limits: Limits) -> None:
-    """See that nothing which a peer can make a connection keep is over its bound."""
+    """Assert the bounds of all state that a peer can fill."""
     streams, sender, receiver = connection._streams, connection._sender, connection._receiver
     assert not streams.opening
     assert len(streams.live) <= limits.max_streams
@@ -92,7 +92,7 @@ def demand_bounds(connection: Connection, limits: Limits) -> None:
     if receiver._block is not None:
         fragments = receiver._block.fragments
         if connection.ended is not None and connection.ended.cause is Cause.HEADER_BLOCK:
-            fragments = fragments[:-1]  # that one was too much
+            fragments = fragments[:-1]  # the last one exceeded the bound
         assert len(fragments) <= 1 + limits.max_continuations
         assert sum(map(len, fragments)) <= limits.max_header_block_bytes
     assert receiver.reader._decoder._table.used_bytes <= 4_096
@@ -105,13 +105,13 @@ def demand_bounds(connection: Connection, limits: Limits) -> None:
 
 
 def cut(octets: bytes, at: Sequence[int]) -> list[bytes]:
-    """Octets in parts."""
+    """Split octets at these positions."""
     edges = [0, *sorted({min(edge, len(octets)) for edge in at}), len(octets)]
     return [octets[low:high] for low, high in pairwise(edges)]
 
 
 class Fuzzed:
-    """One connection and its calls, in a world that is otherwise empty."""
+    """One connection and its calls, without anything else."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -139,7 +139,7 @@ class Fuzzed:
         raise KeyError
 
     def receive(self, octets: bytes) -> None:
-        """Take octets as the owner of a connection does, slice by slice."""
+        """Process octets like the owner of a connection, slice by slice."""
         self._slice(octets)
         while self.connection.has_more:
             self._slice(b"")
@@ -163,7 +163,7 @@ class Fuzzed:
         self.write()
 
     def demand(self) -> None:
-        """See that nothing is over its bound, and that what is counted is what is there."""
+        """Assert all bounds, and that counters match the state."""
         demand_bounds(self.connection, HTTP2_LIMITS)
         calls, shared = self.calls, self.shared
         assert shared.stats.errors_by_transport.get("unexpected", 0) == self.broken
@@ -180,7 +180,7 @@ class Fuzzed:
                 assert open_call.waiting_bytes == open_call.held_bytes
 
     async def end(self) -> None:
-        """Lose the connection: nothing may be left of it."""
+        """Lose the connection; no state of it may be left."""
         self.calls.lose_all()
         await self.shared.all_ended()
         shared = self.shared
@@ -189,7 +189,7 @@ class Fuzzed:
 
 
 async def drive(steps: Iterable[bytes | str]) -> Fuzzed:
-    """Feed octets; between them, ``turn`` lets the handlers go on and ``minute`` lets time pass."""
+    """Feed octets; ``turn`` lets handlers run, and ``minute`` lets a minute pass."""
     fuzzed = Fuzzed()
     for step in steps:
         if step == "turn":

@@ -1,6 +1,6 @@
-"""Checks in every way protobuf lets a caller spell them, from the canonical one to octets that are no message.
+"""Checks in every encoding that protobuf allows, from the canonical one to octets that are not a message.
 
-Knows nothing of the code that is tested: it has its own idea of the wire format.
+Independent of the tested code: implements the wire format itself.
 """
 
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ ODD_ADDRESSES = [
     "10.0.0",
     "167772161",
     "10.0.0.1/32",
-    "\u0661\u0660.0.0.1",  # digits, but not of ASCII
+    "\u0661\u0660.0.0.1",  # digits outside ASCII
     "ada",
     "",
     b"\xff",
@@ -51,7 +51,7 @@ def octets(text):
 def canonical(  # noqa: PLR0917 -- the fields in their order
     identifier, identifier_type, endpoint, cost=0, timestamp=0, *, peek=False
 ):
-    """The one spelling: each field once, in order, zeros left out, shortest varints."""
+    """Return the canonical encoding: each field once, in order, no zeros, shortest varints."""
     texts = (identifier, identifier_type, endpoint)
     parts = [field(number, octets(text)) for number, text in enumerate(texts, 1) if text]
     numbers = (cost, timestamp, int(peek))
@@ -61,7 +61,7 @@ def canonical(  # noqa: PLR0917 -- the fields in their order
 
 @st.composite
 def questions(draw, odd):
-    """Whose bucket, and what about it: the arguments of :func:`canonical`; ``odd`` ones are mostly refused."""
+    """Draw the arguments of :func:`canonical`; ``odd`` ones are mostly refused."""
     identifier_type = draw(st.sampled_from(ODD_TYPES if odd == "type" else TYPES))
     if identifier_type == "ip":
         names = ODD_ADDRESSES if odd == "identifier" else ADDRESSES
@@ -81,7 +81,7 @@ uncommon = st.sampled_from(["identifier", "type", "endpoint", "cost"]).flatmap(q
 
 @st.composite
 def long_varint(draw, number):
-    """A varint that is longer than it has to be, mostly one that parsers take (up to ten octets)."""
+    """Draw a varint that is longer than necessary, mostly one that parsers accept (up to ten octets)."""
     encoded = varint(number)
     more = draw(st.integers(1, 10))
     return bytes(byte | 0x80 for byte in encoded) + b"\x80" * (more - 1) + b"\x00"
@@ -102,7 +102,7 @@ def unknown_fields(draw):
 
 @st.composite
 def one_field(draw, number, value):
-    """A field: its tag, its length and its number as short as can be or longer."""
+    """Draw a field whose tag, length and number are of minimal size or longer."""
     is_text = number <= 3
     tag = number << 3 | (LENGTH_DELIMITED if is_text else VARINT)
     length_or_number = len(octets(value)) if is_text else value
@@ -116,7 +116,7 @@ def one_field(draw, number, value):
 
 @st.composite
 def respelled(draw):
-    """Octets that say what a canonical request says, or nearly so, in another way."""
+    """Draw another encoding of a canonical request, or nearly of it."""
     question = draw(common)
     numbered = [*enumerate(question[:3], 1), (4, question[3])]
     if draw(st.booleans()):
@@ -128,7 +128,7 @@ def respelled(draw):
     if draw(st.booleans()):
         numbered = draw(st.permutations(numbered))
     if draw(st.booleans()):
-        # Repeated: of scalars, the last one counts.
+        # Repeated fields: the last value of a scalar counts.
         numbered = [draw(st.sampled_from(numbered)), *numbered]
         numbered = [(1, draw(st.sampled_from(NAMES + ADDRESSES))), *numbered]
     parts = [draw(one_field(number, value)) for number, value in numbered]
@@ -139,7 +139,7 @@ def respelled(draw):
 
 @st.composite
 def damaged(draw):
-    """Canonical octets, of which one is changed, missing or too many."""
+    """Draw canonical octets of which one is changed, missing or extra."""
     message = canonical(*draw(common))
     at = draw(st.integers(0, len(message) - 1))
     byte = bytes([draw(st.integers(0, 255))])

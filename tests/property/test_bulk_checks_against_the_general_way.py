@@ -1,4 +1,4 @@
-"""Checks answered in bulk get the octets, and leave the buckets and counters, of a node that takes them one by one."""
+"""Bulk checks get the same octets, and leave the same buckets and counters, as checks one by one."""
 
 import asyncio
 from collections import Counter
@@ -66,7 +66,7 @@ OTHERS = (
     ),
 )
 
-# One with one limit, one with several, and one whose answers are too long to be made of bytes.
+# One with one limit, one with several, and one whose answers are too long for the fast encoding.
 PLANS = (
     Plan("few", OTHERS[:1]),
     Plan("long", tuple(replace(OTHERS[0], name=f"{n}".zfill(32)) for n in range(8))),
@@ -97,13 +97,13 @@ class Node:
         [self.bulk] = self.service.methods().bulk.values()
 
     def put(self, rules):
-        """Change the rules as a node does."""
+        """Change the rules like a node does."""
         book = RuleBook.of(rules, 1)
         self.limiter.replace_book(book)
         self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
 
     def check(self, message):
-        """The octets of the answer, or what is wrong with the message."""
+        """Return the octets of the answer, or the error of the message."""
         try:
             return self.service.check_rate_limit(message, CALL)
         except InvalidInputError as error:
@@ -121,10 +121,10 @@ class Node:
 
     @property
     def state(self):
-        """All that checks leave behind."""
+        """Return all state that checks leave."""
         table, stats = self.table, self.stats
         counted = {name: getattr(stats, name) for name in CheckStats.__slots__}
-        # A rule that was looked up, and never charged, may have its counters already, and be noted as used.
+        # A rule that was looked up but never charged may already have counters, and count as used.
         del counted["used_rules"]
         for name in ("by_rule", "further_rules", "would_deny"):
             counted[name] = {key: some for key, some in counted[name].items() if any(some)}
@@ -133,7 +133,7 @@ class Node:
 
 
 class Pair:
-    """A node that answers in bulk beside one that does not."""
+    """A node with bulk checks beside one without."""
 
     def __init__(self, timestamps, algorithms):
         self.node, self.plain = Node(Limiter, timestamps), Node(OneByOne, timestamps)
@@ -171,7 +171,7 @@ class Pair:
                 Rule("b", "/b", USER, limit=9, window_seconds=9, algorithm=own, more=OTHERS),
             )
         }
-        # Everybody is one more limit of each check, so not always there.
+        # A rule for all callers adds a limit to each check, so it is not always present.
         self.everybody = Rule("all", "**", "all", limit=20, window_seconds=9, algorithm=other)
 
     def put(self):
@@ -179,7 +179,7 @@ class Pair:
             node.put(self.rules.values())
 
     def calls(self, asked):
-        """All at once as a transport does it: what the bulk way leaves to the general one is decided after it."""
+        """Send all at once like a transport: checks left by the bulk path are decided after it."""
         answers = list(self.node.bulk(asked))
         assert len(answers) == len(asked)
         MET["in bulk"] += len(answers) - answers.count(None)
@@ -205,14 +205,13 @@ class Pair:
         assert self.node.batch(message) == self.plain.batch(message)
 
     def long_batch(self, asked, rule_id, changes):
-        """More than a slice of it; the rules change between the first and the second."""
+        """Send more than one slice; the rules change between the first and the second."""
         message = b"".join(field(1, item) for item in asked * (250 // len(asked)))
         running = [node.batch(message) for node in (self.node, self.plain)]
         if not all(map(asyncio.iscoroutine, running)):
             assert running[0] == running[1]
             return
-        # Each in a loop of its own, which runs iteration by iteration: the general way reads the items in another
-        # number of iterations.
+        # Each in its own event loop, iteration by iteration, because the general path takes another number of them.
         loops = [asyncio.new_event_loop() for _ in running]
         tasks = [loop.create_task(each) for loop, each in zip(loops, running, strict=True)]
         for node, loop, task in zip((self.node, self.plain), loops, tasks, strict=True):
@@ -260,7 +259,7 @@ class Pair:
             asyncio.run(node.limiter.reset(identifier.encode(), USER, endpoint))
 
     def agree(self):
-        """See that nothing differs, neither what is there nor what can be seen of it."""
+        """Assert that both have the same state and report the same."""
         assert self.node.state == self.plain.state
         for identifier_type in TYPES:
             for name in ADDRESSES if identifier_type == "ip" else NAMES:
@@ -270,7 +269,7 @@ class Pair:
 
 
 def _step_until(loop, is_enough, task):
-    """Run iterations until that is enough; the answer, or what is wrong, if the task has ended."""
+    """Run iterations until ``is_enough``; return the answer, or the error, if the task has ended."""
     while not task.done() and not is_enough():
         loop.call_soon(loop.stop)
         loop.run_forever()
@@ -339,7 +338,7 @@ def run(examples, *, derandomize):
     )
     def agree(timestamps, algorithms, early, *, assigned, course):
         pair = Pair(timestamps, algorithms)
-        pair.calls(early)  # before there are any rules
+        pair.calls(early)  # before any rules exist
         pair.put()
         for name, plan in assigned.items():
             pair.assign("user", name, plan, 0)
@@ -351,9 +350,9 @@ def run(examples, *, derandomize):
 
 
 @pytest.mark.timeout(300)
-def test_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
+def test_bulk_checks_are_answered_and_charged_like_single_checks():
     run(400, derandomize=True)
-    # Without the cases that are meant the agreement says little.
+    # Without the intended cases the agreement would mean little.
     assert MET["in bulk"] > 500
     assert MET["several"] > 50
     assert MET["of a plan"] > 50
@@ -362,5 +361,5 @@ def test_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
 
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
-def test_very_many_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
+def test_very_many_bulk_checks_are_answered_and_charged_like_single_checks():
     run(10_000, derandomize=False)

@@ -1,6 +1,6 @@
-"""The scripts of holds, in a real server, against the pure model: the same traces end in the same states and answers.
+"""The hold scripts, in a real server, against the pure model: the same traces end in the same states and answers.
 
-The server's clock is replaced by one that is set by hand, in the text of the scripts.
+A manual clock replaces the server's, in the text of the scripts.
 """
 
 import os
@@ -60,7 +60,7 @@ class Trace:
     def cost(self):
         return self.chance.choice([1, 1, 2, 2, 3, 3, 9, INT32_MAX])
 
-    # What happens
+    # Steps
 
     def hold(self):
         chance = self.chance
@@ -100,7 +100,7 @@ class Trace:
         assert hold_codec.step_reply(call, reply) == self.model.step(call), call
 
     def settle_soon(self):
-        """The last hold, much or little later."""
+        """Settle the last hold, a short or long time later."""
         if self.holds:
             self.pass_time()
             self.holds.append(self.holds.pop())
@@ -161,12 +161,12 @@ class Trace:
 
     def pass_time(self):
         self.model.now_us += int(self.chance.choice([0, 0.01, 0.2, 0.5, 1, 5, 100]) * US_PER_S)
-        # The server's own time has not passed, by which it forgets.
+        # The server expires keys by its own clock, which has not advanced.
         for number in [*self.model.records]:
             if self.model.record(number) is None:
                 self.client.delete(codec.prefix(TAG) + b"hold:" + number)
 
-    # What must be the same
+    # Comparison
 
     def slots_key(self, name):
         is_bucket = self.rules[NAMES.index(name)].algorithm is Algorithm.CONCURRENCY
@@ -198,7 +198,7 @@ def _eval(script, request):
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slice), *range(1, SEEDS)])
-def test_a_trace_of_holds_ends_as_in_the_model(store, seed):
+def test_a_trace_of_holds_matches_the_model(store, seed):
     store.flushall()
     trace = Trace(store, seed)
     happen = [

@@ -1,7 +1,7 @@
-"""How much of a limit callers get who do not know their costs, beside callers who do.
+"""Utilisation of a limit by callers who do not know their costs, compared with callers who do.
 
-Costs are skewed, as those of language models are: the 99th percentile is 50 times the median. Estimates are four times
-too high. Callers run for seconds, and there are always some that wait.
+Costs are skewed like those of language models: the 99th percentile is 50 times the median. Estimates are four times too
+high. Calls take seconds, and some callers always wait.
 """
 
 import heapq
@@ -25,7 +25,7 @@ SIGMA = math.log(50) / 2.326
 TOO_HIGH = 4
 CALLERS = 200
 WARM_UP_S, SECONDS = 120, 480
-"""All buckets are full at first: what is counted begins when that does not matter any more."""
+"""Warm-up: counting begins when the initially full buckets no longer matter."""
 
 RATE = 1_000
 """Tokens a second."""
@@ -34,7 +34,7 @@ CAPACITY = 60 * RATE
 
 
 async def admitted(seed, algorithm, estimate, *, settles=True):
-    """Tokens that requests have cost which were admitted; ``estimate`` of a cost is held."""
+    """Return the total cost of admitted requests; each holds ``estimate`` of its cost."""
     clock, keys = ManualClock(), BucketKeys(b"k" * 32)
     table = BucketTable(10)
     holds = OwnHolds(table, keys, clock.now_us)
@@ -43,7 +43,7 @@ async def admitted(seed, algorithm, estimate, *, settles=True):
     names = [keys.stored(b"tenant")]
     random, total = Random(seed), 0
     costs = [Random(seed + number) for number in range(CALLERS)]
-    # (when, caller, what it has to do: a new request, or the end of one)
+    # (time, caller, its action: a new request, or the end of one)
     due = [(clock.now_us(), number, None) for number in range(CALLERS)]
     begin_us, made = clock.now_us() + WARM_UP_S * US_PER_S, 0
     end_us = begin_us + SECONDS * US_PER_S
@@ -82,7 +82,7 @@ async def admitted(seed, algorithm, estimate, *, settles=True):
 @pytest.mark.parametrize(
     "algorithm", [Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW]
 )
-async def test_callers_who_settle_get_nearly_what_callers_get_who_know_their_costs(algorithm):
+async def test_callers_who_settle_get_nearly_as_much_as_callers_who_know_their_costs(algorithm):
     oracle = await admitted(1, algorithm, 1)
     with_holds = await admitted(1, algorithm, TOO_HIGH)
     without_settles = await admitted(1, algorithm, TOO_HIGH, settles=False)

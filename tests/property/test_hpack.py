@@ -1,4 +1,4 @@
-"""HPACK against the ``hpack`` library: same lists, same blocks, and the same verdict on blocks that are broken."""
+"""HPACK against the ``hpack`` library: same lists, same blocks, and the same verdict on malformed blocks."""
 
 from itertools import zip_longest
 
@@ -40,7 +40,7 @@ def dynamic_of(their_decoder):
 
 
 def theirs(decoder, block):
-    """Return what the library makes of a block: the fields, or the kind of refusal."""
+    """Decode a block with the library; return the fields, or the kind of refusal."""
     try:
         return tuple((name, value) for name, value in decoder.decode(block, raw=True))
     except hpack.OversizedHeaderListError:
@@ -83,7 +83,7 @@ def test_the_static_tables_are_equal():
     ],
     ids=lambda examples: examples[0].section if isinstance(examples, tuple) else "",
 )
-def test_the_examples_of_appendix_c_are_what_the_library_takes_them_for(examples, table_bytes):
+def test_the_examples_of_appendix_c_decode_as_in_the_library(examples, table_bytes):
     decoder = hpack.Decoder()
     decoder.max_allowed_table_size = decoder.header_table_size = table_bytes
     for example_ in examples:
@@ -97,7 +97,7 @@ def test_the_examples_of_appendix_c_are_what_the_library_takes_them_for(examples
     st.binary(max_size=300)
     | st.text(st.characters(max_codepoint=126), max_size=300).map(str.encode)
 )
-def test_huffman_codes_are_equal_and_come_back(string):
+def test_huffman_codes_are_equal_and_decode_to_the_same_string(string):
     code = huffman.encode(string)
     assert code == their_encode_huffman(string)
     assert huffman.decode(code) == string
@@ -108,7 +108,7 @@ def test_huffman_codes_are_equal_and_come_back(string):
 )
 @example(b"\xff\xff\xff\xff")
 @example(b"\xff\xff\xff\xfc")
-def test_any_octets_are_the_same_huffman_code_or_none(code):
+def test_any_octets_decode_as_huffman_code_like_in_the_library(code):
     try:
         expected = decode_huffman(code)
     except hpack.HPACKDecodingError:
@@ -121,7 +121,7 @@ def test_any_octets_are_the_same_huffman_code_or_none(code):
 
 
 @given(lists, st.lists(sizes, max_size=12), st.booleans())
-def test_what_they_encode_we_decode(their_lists, resizes, with_huffman):
+def test_blocks_of_the_library_are_decoded(their_lists, resizes, with_huffman):
     encoder, decoder = hpack.Encoder(), Decoder(max_list_bytes=100_000)
     for number, some in enumerate(their_lists):
         if number < len(resizes):
@@ -131,7 +131,7 @@ def test_what_they_encode_we_decode(their_lists, resizes, with_huffman):
 
 
 def octets_changed(block, change):
-    """A block with one octet replaced, or cut there."""
+    """Return a block with one octet replaced, or truncated there."""
     at, octet = change
     at %= len(block) + 1
     return block[:at] if octet is None else block[:at] + bytes((octet,)) + block[at + 1 :]
@@ -145,9 +145,7 @@ turns = st.lists(
 
 
 @given(st.lists(fields, max_size=4), turns, sizes, st.integers(0, 70))
-def test_a_block_that_follows_another_is_what_it_would_be_by_itself(
-    constant, several, table_bytes, before
-):
+def test_a_following_block_decodes_as_if_alone(constant, several, table_bytes, before):
     encoder, quick, plain = hpack.Encoder(), Decoder(), Decoder()
     encoder.header_table_size = table_bytes
     before_it = ()
@@ -174,8 +172,8 @@ def test_a_block_that_follows_another_is_what_it_would_be_by_itself(
 
 
 @given(lists, st.lists(wide_sizes, max_size=12))
-def test_what_we_encode_they_decode(our_lists, settings):
-    """Blocks without a dynamic table, the first after a setting below the default with the update that is due."""
+def test_the_library_decodes_our_blocks(our_lists, settings):
+    """Blocks do not use the dynamic table; the first one after a setting below the default has the required update."""
     decoder = hpack.Decoder(max_header_list_size=100_000)
     is_empty = False
     for some, setting in zip_longest(our_lists, settings):
@@ -190,7 +188,7 @@ def test_what_we_encode_they_decode(our_lists, settings):
 
 
 @given(lists)
-def test_our_two_ends_agree(our_lists):
+def test_our_decoder_decodes_our_blocks(our_lists):
     decoder = Decoder(max_list_bytes=100_000)
     for some in our_lists:
         assert decoder.decode(static_block(some)) == tuple(some)
@@ -219,7 +217,7 @@ made_blocks = st.lists(pieces, max_size=12).map(b"".join)
 
 @st.composite
 def mutated_blocks(draw):
-    """A well-formed block in which some octets were changed, left out or put in."""
+    """Draw a well-formed block in which some octets were changed, removed or inserted."""
     block = bytearray(hpack.Encoder().encode(draw(st.lists(fields, max_size=8))))
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(block)))
@@ -230,7 +228,7 @@ def mutated_blocks(draw):
 @given(st.lists(made_blocks | mutated_blocks() | st.binary(max_size=30), max_size=8))
 @example([b"\x20\x20\x20"])
 @example([b"\x40\x01a\x7f\xb0\x02" + b"b" * 431, b"\xbe\xbe\xbe\xbe\xbe"])
-def test_any_octets_get_the_same_verdict_from_both(blocks):
+def test_any_octets_get_the_same_verdict_as_in_the_library(blocks):
     our_decoder = Decoder(max_list_bytes=MAX_LIST_BYTES)
     their_decoder = hpack.Decoder(max_header_list_size=MAX_LIST_BYTES)
     for block in blocks:
@@ -238,7 +236,7 @@ def test_any_octets_get_the_same_verdict_from_both(blocks):
         try:
             found = ours(our_decoder, block)
         except HpackError as error:
-            # They do not count the updates of a block, and stop at the field that makes a list too large.
+            # The library does not count the updates of a block, and stops at the field that makes a list too large.
             more_lenient = (
                 str(error) == errors.UPDATE_MISPLACED or expected is HeaderListTooLargeError
             )
@@ -246,7 +244,7 @@ def test_any_octets_get_the_same_verdict_from_both(blocks):
             return
         assert found == expected
         if expected is HeaderListTooLargeError:
-            return  # their table is lost; that ours is not, is tested below
+            return  # the library loses its table; another test covers ours
         assert_same_table(our_decoder._table, their_decoder.header_table)
 
 
@@ -254,7 +252,7 @@ def test_any_octets_get_the_same_verdict_from_both(blocks):
     st.lists(made_blocks | mutated_blocks() | st.binary(max_size=60), max_size=8),
     st.integers(32, 500),
 )
-def test_a_list_over_the_limit_leaves_the_table_as_a_decoder_without_limit_has_it(blocks, limit):
+def test_a_list_over_the_limit_leaves_the_same_table_as_without_a_limit(blocks, limit):
     limited, unlimited = Decoder(max_list_bytes=limit), Decoder(max_list_bytes=1_000_000)
     for block in blocks:
         try:
@@ -273,7 +271,7 @@ def test_a_list_over_the_limit_leaves_the_table_as_a_decoder_without_limit_has_i
 
 
 @given(st.lists(st.tuples(names, values) | sizes, max_size=60))
-def test_the_table_never_holds_more_than_it_may_and_counts_right(steps):
+def test_the_table_stays_within_its_size_and_counts_correctly(steps):
     table = HeaderTable()
     for step in steps:
         if isinstance(step, int):

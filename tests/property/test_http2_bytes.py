@@ -1,4 +1,4 @@
-"""Any octets, and valid conversations cut anywhere: only what is documented comes out, and memory stays bounded."""
+"""Arbitrary octets, and valid conversations cut anywhere, have only documented outcomes, with bounded memory."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -50,7 +50,7 @@ SMALL = Limits(
 
 
 def answer(connection: Connection, event) -> None:
-    """Do what an owner does, sloppily: it answers at every chance it gets."""
+    """Answer like a careless owner, at every opportunity."""
     if type(event) is tuple:
         stream_id, head, body = event
         assert isinstance(head, RequestHead)
@@ -67,7 +67,7 @@ def answer(connection: Connection, event) -> None:
 
 
 def talk(parts, limits) -> list:
-    """Feed parts and answer them; return the events. Checks all that must hold in between."""
+    """Feed parts and answer them; return the events. Asserts the invariants in between."""
     connection, events, sent = Connection(limits), [], b""
     for part in parts:
         fed = part
@@ -127,28 +127,28 @@ CUTS = st.lists(st.integers(0, 2_000), max_size=20)
 @given(st.binary(max_size=400), CUTS)
 @example(b"GET / HTTP/1.1\r\n\r\n", [1, 2, 3])
 @example(b"\x16\x03\x01", [1])
-def test_any_octets_at_all(octets, at):
+def test_any_octets(octets, at):
     talk(cut(octets, at), SMALL)
 
 
 @given(st.binary(max_size=600), CUTS)
-def test_any_octets_behind_a_greeting(octets, at):
+def test_any_octets_after_a_handshake(octets, at):
     talk(cut(GREETING + octets, at), SMALL)
 
 
 @settings(max_examples=300)
 @given(st.lists(FRAMES, max_size=40), CUTS)
-def test_any_frames_behind_a_greeting(frames, at):
+def test_any_frames_after_a_handshake(frames, at):
     talk(cut(GREETING + b"".join(frames), at), SMALL)
 
 
-# The same events however the octets are cut
+# The same events for any division of the octets
 
 EVENTS_OF_THE_PEER = (RequestReceived, DataReceived, TrailersReceived, HeadTooLarge, StreamReset)
 
 
 def per_stream(events) -> dict:
-    """What was told of each stream, whether in one event or in several; 0 is the connection."""
+    """Return the reports on each stream, merged from one or several events; 0 is the connection."""
     told: dict = {}
     for event in events:
         if type(event) is tuple:
@@ -167,7 +167,7 @@ def per_stream(events) -> dict:
 
 
 def listen(parts, limits) -> tuple[dict, list]:
-    """Feed parts to an owner that never answers; return what it was told, and what it has to send."""
+    """Feed parts to an owner that never answers; return the reports, and the octets to send."""
     connection, events, sent = Connection(limits), [], b""
     for part in parts:
         events += connection.receive(part)
@@ -179,7 +179,7 @@ def listen(parts, limits) -> tuple[dict, list]:
 
 @settings(max_examples=300)
 @given(st.lists(FRAMES, max_size=30), CUTS, st.integers(1, 5), st.integers(9, 500))
-def test_cuts_and_slices_never_change_what_is_told_nor_what_is_sent(frames, at, count, size):
+def test_the_division_of_octets_does_not_change_events_and_output(frames, at, count, size):
     octets = GREETING + b"".join(frames)
     told, sent = listen([octets], Limits(max_streams=4))
     sliced = Limits(max_streams=4, frames_per_slice=count, bytes_per_slice=size)

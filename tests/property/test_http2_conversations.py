@@ -1,4 +1,4 @@
-"""Whole conversations with a client that somebody else wrote: the `h2` library."""
+"""Complete conversations with an independent client: the `h2` library."""
 
 import contextlib
 from typing import Any
@@ -38,7 +38,7 @@ class Server:
         return self.connection.data_to_send()
 
     def _told(self, event: Any) -> int | None:
-        """Take in an event; return the stream whose request it ends."""
+        """Process an event; return the stream whose request it ends."""
         if type(event) is tuple:
             stream_id: int = event[0]
             self.bodies[stream_id] = event[2]
@@ -57,7 +57,7 @@ class Server:
 
 
 class Client:
-    """Sends requests, and reads answers through windows that open bit by bit."""
+    """Sends requests, and reads answers through windows that open gradually."""
 
     def __init__(self, window_bytes: int, table_bytes: int) -> None:
         config = h2.config.H2Configuration(client_side=True, header_encoding=None)
@@ -115,7 +115,7 @@ CALLS = st.lists(st.tuples(FIELDS, PARTS, st.booleans()), min_size=1, max_size=1
 
 @settings(max_examples=100)
 @given(CALLS, st.integers(1, 400), st.integers(0, 400), st.sampled_from([0, 100, 4_096, 8_192]))
-def test_calls_of_any_shape_are_heard_and_answered(calls, size, window_bytes, table_bytes):
+def test_calls_of_any_shape_are_received_and_answered(calls, size, window_bytes, table_bytes):
     client, server = Client(window_bytes, table_bytes), Server()
     wanted = {}
     for number, (fields, parts, trailers) in enumerate(calls):

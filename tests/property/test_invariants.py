@@ -1,4 +1,4 @@
-"""The invariants of docs/ARCHITECTURE.md that a single node owes, each checked through the limiter."""
+"""The invariants in docs/ARCHITECTURE.md of a single node, each tested through the limiter."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ START_US = 1_700_006_400_000_000
 
 
 class Node:
-    """A limiter whose times are given with each check, and which may be set back."""
+    """A limiter whose time is given with each check, and may step back."""
 
     def __init__(self, *rules, timestamps="server", max_entries=10_000):
         self.clock, self.stats = ManualClock(START_US), CheckStats()
@@ -43,7 +43,7 @@ class Node:
         return self.check(at_us, cost, name, peek=True)
 
     def value(self):
-        """What the one bucket there is holds, or None."""
+        """Return the value of the only bucket, or None."""
         keys = [key for index in range(self.table.shard_count) for key in self.table.keys(index)]
         return self.table.value(keys[0]) if keys else None
 
@@ -72,7 +72,7 @@ any_rule = algorithms.flatmap(rules_of)
 
 @st.composite
 def courses(draw, rule, *, back=True, max_size=40):
-    """(time, cost) of checks, most of them about as far apart as the rule allows them."""
+    """Draw (time, cost) of checks, most of them about as far apart as the rule allows."""
     window_us = rule.window_us
     gaps = st.one_of(
         st.integers(0, max(1, 3 * window_us // rule.limit)),
@@ -92,7 +92,7 @@ def rules_and_courses(rules=any_rule, **options):
 
 
 def admits(rule, course):
-    """(effective time, cost) of every check that was admitted."""
+    """Return (effective time, cost) of every admitted check."""
     node, admitted, latest = Node(rule), [], 0
     for at_us, cost in course:
         if node.check(at_us, cost).allowed:
@@ -125,7 +125,7 @@ def test_a_sliding_window_admits_at_most_its_limit_in_any_window(case):
 
 
 @given(rules_and_courses(rules_of(Algorithm.FIXED_WINDOW)))
-def test_a_fixed_window_admits_its_limit_in_each_and_twice_that_in_any_interval_of_its_length(case):
+def test_a_fixed_window_admits_its_limit_per_window_and_twice_that_per_interval(case):
     """I2: ≤ limit in every aligned window, ≤ 2 × limit in every (t − window, t]."""
     rule, course = case
     admitted = admits(rule, course)
@@ -140,8 +140,8 @@ states = st.builds(StoredState, *[st.integers(0, 2)] * 4)
 
 
 @given(st.lists(states, min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_nodes_that_hear_of_the_same_states_agree_whatever_the_order_and_the_repeats(heard, rng):
-    """I5; and a later generation, then a later revision, wins before anything else does."""
+def test_nodes_that_receive_the_same_states_agree_in_any_order_and_with_repeats(heard, rng):
+    """I5; a later generation wins first, then a later revision."""
     again = heard + rng.choices(heard, k=3)
     rng.shuffle(again)
     results = []
@@ -190,8 +190,8 @@ def test_a_denied_check_passes_at_its_retry_time_and_not_a_second_earlier(case, 
 
 
 @given(rules_and_courses())
-def test_an_emptied_bucket_says_when_its_next_token_comes_and_when_it_is_full(case):
-    """I7 for allowed checks: retry_after is that of a check for one token; reset_time that of the whole limit."""
+def test_an_emptied_bucket_reports_the_time_of_its_next_token_and_of_its_last(case):
+    """I7 for allowed checks: retry_after is that of a check of one token, reset_time that of the whole limit."""
     rule, course = case
     node = Node(rule)
     for at_us, cost in course:
@@ -209,7 +209,7 @@ def test_an_emptied_bucket_says_when_its_next_token_comes_and_when_it_is_full(ca
 
 @given(rules_and_courses())
 def test_a_clock_that_steps_back_mints_nothing_and_delays_by_the_step_at_most(case):
-    """I8: every answer is the one that a clock which had stood still instead would have given."""
+    """I8: every answer is as if the clock had stood still instead."""
     rule, course = case
     stepping, standing, latest_accepted_us = Node(rule), Node(rule), 0
     for at_us, cost in course:
@@ -233,7 +233,7 @@ questions = st.tuples(
 @given(questions, questions, algorithms)
 @example((b"a", USER, "/a"), (b"a/", USER, "a"), Algorithm.TOKEN_BUCKET)
 @example((b"a:b", USER, "c"), (b"a", USER, "b:c"), Algorithm.TOKEN_BUCKET)
-def test_two_different_questions_never_share_a_bucket(one, other, algorithm):
+def test_different_checks_never_share_a_bucket(one, other, algorithm):
     """I11."""
     assume(one != other)
     node = Node(
@@ -249,7 +249,7 @@ def test_two_different_questions_never_share_a_bucket(one, other, algorithm):
 
 @given(rules_and_courses(back=False), st.data())
 def test_sweeping_expired_buckets_changes_no_answer(case, data):
-    """I12: a bucket is dropped only once it equals a fresh one, for callers who are as late as they may be, too."""
+    """I12: a bucket is dropped only once it equals a fresh one, even for callers as late as tolerated."""
     rule, course = case
     swept, kept = Node(rule, timestamps="bounded"), Node(rule, timestamps="bounded")
     for at_us, cost in course:
@@ -261,8 +261,8 @@ def test_sweeping_expired_buckets_changes_no_answer(case, data):
 
 
 @given(rules_and_courses(max_size=15), algorithms, windows, st.data())
-def test_an_algorithm_never_meets_the_state_of_another(case, algorithm, window_seconds, data):
-    """I14: another algorithm or window starts afresh; back again, the old state is found as it was."""
+def test_an_algorithm_never_gets_the_state_of_another(case, algorithm, window_seconds, data):
+    """I14: another algorithm or window starts afresh; after a change back, the old state is unchanged."""
     rule, course = case
     burst = rule.burst if algorithm is Algorithm.TOKEN_BUCKET else 0
     other = replace(rule, algorithm=algorithm, window_seconds=window_seconds, burst=burst)
@@ -281,8 +281,8 @@ def test_an_algorithm_never_meets_the_state_of_another(case, algorithm, window_s
 
 
 @given(rules_and_courses(), limits)
-def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_until_it_is_full(case, limit):
-    """I14: an old limit never outlives its change; what was spent stays spent."""
+def test_an_edited_limit_applies_at_once_and_denies_no_longer_than_its_time_to_full(case, limit):
+    """I14: an old limit has no effect after its change; spends are kept."""
     rule, course = case
     node, edited = Node(rule), replace(rule, limit=limit)
     for at_us, cost in course:
@@ -292,9 +292,9 @@ def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_until_it_is_f
     assert answer.rule is edited
     if (
         rule.algorithm is not Algorithm.TOKEN_BUCKET
-    ):  # whose new rate holds from its latest check on
+    ):  # its new rate applies from its latest check on
         assert answer.remaining == max(0, limit - (rule.limit - left) - answer.allowed)
-    # The latest accepted check may be later than a clock that was set back: its window counts.
+    # The latest accepted check may be ahead of a clock that was set back; its window counts.
     value = node.value()
     latest = at_us if value is None else max(at_us, latest_us(value))
     assert node.peek(latest + edited.full_after_s * SECOND, edited.capacity).allowed
@@ -305,10 +305,8 @@ def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_until_it_is_f
     st.integers(1, 8),
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 3), st.integers(0, 2)), max_size=80),
 )
-def test_only_the_bound_on_entries_refills_a_bucket_and_each_time_is_counted(
-    rule, max_entries, uses
-):
-    """I18 as a node without a shared store keeps it: an answer that is too kind was preceded by a counted eviction."""
+def test_only_a_counted_eviction_refills_a_bucket(rule, max_entries, uses):
+    """I18 for a node without a shared store: a counted eviction precedes any answer that allows too much."""
     bounded, unbounded = Node(rule, max_entries=max_entries), Node(rule)
     names_seen, at_us = set(), START_US
     for name, cost, seconds in uses:
@@ -337,7 +335,7 @@ items = st.builds(
 
 @given(any_rule, any_rule, st.lists(st.lists(items, max_size=20), max_size=4))
 def test_a_batch_equals_the_same_checks_in_order(own, everywhere, batches):
-    """I20: answer i is to check i, and what is left afterwards is the same."""
+    """I20: answer i belongs to check i, and the remaining tokens are the same."""
     rules = (own, replace(everywhere, id="2", endpoint="*"))
     batched, single = (Node(*rules, timestamps="bounded") for _ in range(2))
     for batch in batches:

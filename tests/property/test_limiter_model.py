@@ -1,4 +1,4 @@
-"""Any course of events at a limiter – checks, edits, resets, clocks set back – gets the answers of exact fractions."""
+"""A limiter answers like exact fractions in any sequence of checks, edits, resets and clock steps."""
 
 import asyncio
 import copy
@@ -104,7 +104,7 @@ class LimiterMachine(RuleBasedStateMachine):
             model = copy.copy(model)
             model.log = model.log.copy()
         else:
-            # A bucket expires by the rule that it was last used under.
+            # A bucket expires by the rule of its last use.
             model.full_after = Fraction(model.most * found.window_seconds, found.limit)
         expected = model.check(self.clock.now_us(), cost)
         MET[f"{found.algorithm} {expected[4]}"] += 1
@@ -164,7 +164,7 @@ class LimiterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.clock.now_us() >= self.swept_at_us)
     @rule()
     def sweep(self):
-        """A node's own clock does not step back, and what has been swept may be late by ``LATE_US`` at most."""
+        """The node's own clock does not step back, and checks are late by at most ``LATE_US``."""
         self.swept_at_us = self.clock.now_us()
         self.table.sweep(self.swept_at_us, 1_000)
         for place, model in list(self.models.items()):
@@ -218,16 +218,16 @@ def run(examples, *, derandomize):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    # Without the rare cases the agreement says little: each must have come about.
+    # Without the rare cases the agreement would mean little: each must have occurred.
     assert {case for case in RARE if not MET[case]} == set()
 
 
-@pytest.mark.timeout(300)  # to find the shortest failing course takes longer than to find one
-def test_any_course_of_events_gets_the_answers_of_exact_fractions():
+@pytest.mark.timeout(300)  # shrinking a failing course takes longer than finding one
+def test_any_sequence_of_events_gets_the_answers_of_exact_fractions():
     run(400, derandomize=True)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_any_of_very_many_courses_of_events_gets_the_answers_of_exact_fractions():
+def test_very_many_sequences_of_events_get_the_answers_of_exact_fractions():
     run(5_000, derandomize=False)

@@ -1,4 +1,4 @@
-"""Any octets to the whole of the native transport but its sockets: known ones in every run, new ones for minutes."""
+"""Arbitrary octets to the native transport without sockets: known ones in every run, new ones for minutes."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ EXAMPLES_AT_A_TIME = 500
 
 
 def literal(name: str, value: str) -> bytes:
-    """A field that is not indexed, so that any order of blocks can be decoded."""
+    """Return a field that is not indexed, so that any order of blocks can be decoded."""
     return b"\x00%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
 
 
@@ -50,8 +50,8 @@ EXTRAS = st.sampled_from(
         literal("Upper", "case"),
         literal("connection", "close"),
         b"\x40\x01a\x01b",  # into the dynamic table
-        b"\xbe",  # the newest of it, if there is one
-        b"\x20",  # a change of size where none may be
+        b"\xbe",  # its newest entry, if any
+        b"\x20",  # a size update where none is allowed
     ]
 )
 BLOCKS = st.builds(
@@ -71,7 +71,7 @@ SMALL_FRAMES = st.builds(frame, st.integers(0, 12), st.integers(0, 255), IDS, st
 
 
 def split_head(stream_id: int, block: bytes, at: int) -> bytes:
-    """A head in two frames."""
+    """Return a header block in two frames."""
     return frame(1, 0, stream_id, block[:at]) + frame(9, 4, stream_id, block[at:])
 
 
@@ -94,12 +94,12 @@ CONVERSATIONS = st.lists(STEPS, max_size=40)
 
 @pytest.mark.parametrize("size", [1, 7, 1_000_000])
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
-async def test_known_octets_keep_every_table_within_its_bound_however_they_are_cut(path, size):
+async def test_known_octets_keep_every_table_within_its_bound_for_any_division(path, size):
     octets = path.read_bytes()
     await drive([octets[at : at + size] for at in range(0, len(octets), size)])
 
 
-def test_there_are_known_octets():
+def test_known_octets_exist():
     assert len(SEEDS) >= 20
 
 
@@ -112,7 +112,7 @@ async def test_any_conversation_keeps_every_table_within_its_bound(steps):
 @pytest.mark.long
 @pytest.mark.timeout(60 * (MINUTES + 5))
 @pytest.mark.parametrize("kind", ["conversations", "octets"])
-def test_for_minutes_nothing_is_found(kind):
+def test_minutes_of_fuzzing_find_nothing(kind):
     strategy = (
         CONVERSATIONS.map(lambda steps: [GREETING + SETTINGS_ACK, *steps])
         if kind == "conversations"
@@ -148,7 +148,7 @@ def test_for_minutes_nothing_is_found(kind):
 
 
 def mutated(octets: bytes) -> st.SearchStrategy[bytes]:
-    """Octets with some of them replaced, left out or repeated."""
+    """Draw octets of which some are replaced, removed or repeated."""
 
     def edited(edits: list[tuple[int, bytes, int]]) -> bytes:
         found = bytearray(octets)

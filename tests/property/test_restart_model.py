@@ -1,8 +1,8 @@
-"""A node that is killed at any point forgets no reset that was answered, and no spend of before its last look.
+"""A node killed at any point loses no answered reset, and no spend from before its last visit.
 
-Checks, resets, passes and the writes of both threads are interleaved at random, and every few steps the state directory
-is copied as a kill would leave it, restored, and compared with what the buckets have held. The threads are played by
-queues: what is submitted to one runs in order, but whenever the course of events says so; and some writes fail.
+Checks, resets, passes and the writes of both threads are interleaved at random. Every few steps the state directory is
+copied as a kill would leave it, restored, and compared with the history of the buckets. Queues stand for the threads:
+their jobs run in order, but at random times; and some writes fail.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from ratelimitd.testing import ManualClock
 USER = IdentifierType.USER
 SECRET = b"k" * 32
 KEYS = BucketKeys(SECRET)
-# No bucket expires, and every spend moves its latest time: so no bucket is ever twice in the same state, but afresh.
+# No bucket expires, and every spend moves its latest time, so no bucket has the same state twice unless it is fresh.
 RULES = [
     Rule(
         "1",
@@ -62,7 +62,7 @@ REAL_PWRITE = os.pwrite
 
 
 class Thread:
-    """An executor of one thread, which runs a job when it is told to."""
+    """An executor of one thread, which runs a job when the test calls :meth:`run_one`."""
 
     def __init__(self):
         self.jobs = deque()
@@ -87,10 +87,10 @@ class Thread:
 
 
 class World:
-    """A state directory, the node that lives on it now, and what each of its buckets has held.
+    """A state directory, its current node, and the history of its buckets.
 
-    ``history`` of a bucket is its states and when (in steps of ``now``) it came to each; ``floor`` is the time before
-    which a kill may not take it back.
+    ``history`` of a bucket is its states and their times, in steps of ``now``; a kill must not restore a state from
+    before ``floor``.
     """
 
     def __init__(self, directory, rng, monkeypatch):
@@ -102,13 +102,13 @@ class World:
         self.floor = dict.fromkeys(PLACES, 0)
         monkeypatch.setattr(asyncio, "to_thread", self.in_other_thread)
         monkeypatch.setattr(os, "pwrite", self.pwrite)
-        # What a power failure would lose is not modelled, so no step waits for the disk.
+        # Power failures are not modelled, so no step waits for the disk.
         monkeypatch.setattr(os, "fsync", lambda _fd: None)
         monkeypatch.setattr(os, "fdatasync", lambda _fd: None)
         self.start()
 
     def start(self):
-        """Begin a life of the node on what the last one left."""
+        """Start a node on the files of the previous one."""
         self.passing: asyncio.Task[None] | None = None
         self.table = BucketTable(3 * SHARD_ENTRIES)
         self.snapshot: Any = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)
@@ -125,7 +125,7 @@ class World:
         )
         self.limiter.replace_book(RuleBook.of(RULES, 1))
         self.tasks: set[asyncio.Task[None]] = set()
-        # Resets wait for each other, so that the next may take its bucket out before the last one is told its end.
+        # Resets wait for each other, so the next may remove its bucket before the previous one returns.
         self.removals: dict[bytes, deque[int]] = {key: deque() for key in PLACES}
         self.missed: set[bytes] = set()
         self.now += 1
@@ -134,13 +134,13 @@ class World:
         self.watch()
 
     def watch(self):
-        """Learn of the moments that matter: a bucket is taken out, a look begins, a look is complete."""
+        """Observe the relevant events: a bucket is removed, a visit begins, a visit is complete."""
         look, remove = self.snapshot._visit, self.table.remove
 
         async def watched_visit(index):
             self.note()
             began = self.now
-            # A bucket that is taken out for a reset is written by the next look, should the reset fail.
+            # If a reset fails, the next visit writes the bucket that was removed for it.
             self.missed = {key for key, removals in self.removals.items() if removals}
             await look(index)
             for key in PLACES.keys() - self.missed:
@@ -174,12 +174,12 @@ class World:
                 history.append((self.now, self.state(key)))
 
     def possible(self, key):
-        """The states that a kill may bring back: that of the floor and all later ones."""
+        """Return the states that a kill may restore: that of the floor and all later ones."""
         history, floor = self.history[key], self.floor[key]
         first = max(index for index, (since, _) in enumerate(history) if since <= floor)
         return [state for _, state in history[first:]]
 
-    # What may happen.
+    # Steps.
 
     def spend(self):
         self.clock.advance(us=1)
@@ -224,7 +224,7 @@ class World:
         self.disk_is_full = not self.disk_is_full and self.rng.random() < 0.3
 
     def look_after_a_kill(self):
-        """Restore a copy of the directory as it is at this moment, and compare."""
+        """Restore a copy of the current directory, and compare."""
         shutil.copytree(self.directory, self.copy)
         restored = restore(self.copy, KEYS, snapshot_format.header(SECRET), self.clock.now_us())
         for key in PLACES:
@@ -238,13 +238,13 @@ class World:
     async def kill(self):
         self.look_after_a_kill()
         await self.end()
-        self.disk_is_full = False  # else the node would not start, as it should
+        self.disk_is_full = False  # otherwise the node would, correctly, not start
         self.start()
 
     async def stop(self):
-        """A clean stop keeps every bucket as it is."""
+        """Stop cleanly, which keeps every bucket unchanged."""
         self.disk_is_full = False
-        await self.finish(self.tasks - {self.passing})  # resets under way are answered
+        await self.finish(self.tasks - {self.passing})  # resets in progress are answered
         await self.end()
         await self.finish({self.spawn(self.snapshot.drain())})
         states = {key: self.state(key) for key in PLACES}
@@ -262,7 +262,7 @@ class World:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    # What it happens with.
+    # Scheduling and the disk.
 
     def spawn(self, job):
         task = asyncio.ensure_future(job)
@@ -274,7 +274,7 @@ class World:
         return await asyncio.wrap_future(self.others.submit(job, *args))
 
     def pwrite(self, fd, data, offset):
-        """Write all, or a part that looks like a kill in the middle, or a part and then no more."""
+        """Write all; or a part, as if killed in the middle; or a part and then nothing more."""
         if len(data) < 2 or self.rng.random() < 0.8:
             part = bytes(data)
         else:
@@ -319,7 +319,7 @@ class World:
 
 @pytest.fixture
 def _small_steps(monkeypatch):
-    """Everything that happens at a size happens early, and between any two buckets there is a turn of the loop."""
+    """Reach every size bound early, and run the event loop between any two buckets."""
     monkeypatch.setattr(table, "RESTORED_SHARDS", 5)
     monkeypatch.setattr(snapshot, "STEP_BUCKETS", 2)
     monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 2_000)
@@ -354,16 +354,14 @@ CASES = {
 
 
 @pytest.mark.usefixtures("_small_steps")
-async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_visited_at(
-    tmp_path, monkeypatch
-):
+async def test_no_kill_undoes_a_reset_or_loses_a_visited_spend(tmp_path, monkeypatch):
     await run(tmp_path, monkeypatch, range(5), 1_000, at_least=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("_small_steps")
-async def test_no_kill_in_many_long_lives_undoes_a_reset_or_loses_what_was_visited_at(
+async def test_no_kill_in_many_long_runs_undoes_a_reset_or_loses_a_visited_spend(
     tmp_path, monkeypatch
 ):
     await run(tmp_path, monkeypatch, range(100, 200), 4_000, at_least=10)

@@ -1,4 +1,4 @@
-"""The rule book, shared and sharded, against a plain list of rules through any sequence of changes."""
+"""The sharded rule book against a plain list of rules, through any sequence of changes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ changes = st.tuples(st.lists(rules, max_size=4), st.lists(st.sampled_from(IDS), 
 
 
 def changed_model(model, changed, removed_ids):
-    """The same change on a list: removals first, then every changed rule leaves its old place, then takes its new."""
+    """Apply the same change to a list: removals first, then all changed rules leave their old places for new ones."""
     gone = {*removed_ids, *(rule.id for rule in changed)}
     model = [rule for rule in model if rule.id not in gone]
     for new in changed:
@@ -57,7 +57,7 @@ def assert_same(book, model):
 
 
 @given(st.lists(changes, max_size=8))
-def test_any_sequence_of_changes_gives_the_book_a_plain_list_gives(sequence):
+def test_any_sequence_of_changes_gives_the_same_book_as_a_plain_list(sequence):
     book = RuleBook.empty()
     model: list[Rule] = []
     history = []
@@ -65,13 +65,13 @@ def test_any_sequence_of_changes_gives_the_book_a_plain_list_gives(sequence):
         book = successor(book, changed, removed_ids, revision)
         model = changed_model(model, changed, removed_ids)
         history.append((book, model, revision))
-    for old_book, old_model, revision in history:  # the older ones, too: no change reached back
+    for old_book, old_model, revision in history:  # no change affected older books
         assert old_book.revision == revision
         assert_same(old_book, old_model)
 
 
 @given(st.lists(rules, max_size=12))
-def test_a_book_made_at_once_is_the_one_made_step_by_step(given_rules):
+def test_a_book_made_at_once_equals_one_made_in_steps(given_rules):
     at_once, step_by_step = RuleBook.of(given_rules, 1), RuleBook.empty()
     for rule in given_rules:
         step_by_step = successor(step_by_step, [rule], [], 1)

@@ -33,7 +33,7 @@ KEYS = tuple(key_of(number) for number in range(3))
 REVISIONS = 3
 
 
-# The ledger, told what a store does differently: it forgets a full bucket, and repeats grants beside present states.
+# The ledger with the differences of the store: it drops full buckets, and repeats grants beside current states.
 
 
 @dataclass
@@ -98,7 +98,7 @@ def same_buckets(client, model, rules):
         assert plain(state_of(value, rule)) == plain(model.buckets.get(key))
 
 
-# What a trace is made of
+# Parts of a trace
 
 sizes = st.one_of(
     st.integers(1, 5), st.integers(1, 1000), st.integers(1, INT32_MAX), st.just(INT32_MAX)
@@ -107,7 +107,7 @@ sizes = st.one_of(
 
 @st.composite
 def rule_books(draw):
-    """For each key the rule at each revision: only limit and burst are edited, for all else has a key of its own."""
+    """Draw the rule of each key at each revision; only limit and burst are edited, since the rest changes the key."""
     book = []
     for _ in KEYS:
         algorithm, window_s = draw(st.sampled_from([*ACCOUNTS])), draw(sizes)
@@ -131,7 +131,7 @@ def rule_books(draw):
 
 
 def refillable(burst, limit, window_s):
-    """The burst, or the largest that a rule may have."""
+    """Return the burst, or the largest allowed one."""
     return min(burst, INT32_MAX * limit // window_s)
 
 
@@ -199,7 +199,7 @@ every_trace = settings(
 
 @every_trace
 @given(data=st.data(), rules=rule_books(), around_us=starts)
-def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
+def test_a_trace_matches_the_ledger(store, data, rules, around_us):
     store.flushall()
     model = Model()
     number = 0
@@ -263,16 +263,16 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
         same_buckets(store, model, rules)
 
 
-# Numbers of every size
+# Numbers of all sizes
 
 
 def any_size(chance, most):
-    """Small and large numbers alike; now and then the largest."""
+    """Draw small and large numbers alike, sometimes the largest."""
     return most if chance.random() < 0.05 else min(most, int(most ** chance.random()))
 
 
 def bucket_of_any_size(chance):
-    """A rule, a state of it that is neither full nor necessarily in bounds, and a time when part of it is left."""
+    """Draw a rule, a state of it that is not full and may exceed its bounds, and a time before it is full."""
     algorithm = chance.choice((Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW))
     limit, window_s = any_size(chance, INT32_MAX), any_size(chance, INT32_MAX)
     burst = 0
@@ -292,19 +292,19 @@ def bucket_of_any_size(chance):
 
 
 def bucket_with_nearly_whole_tokens_refilled(chance):
-    """The same, at a time when a few units more or less would make it another token, and doubles cannot tell."""
+    """Draw the same at a time when a few units decide about a token, and doubles cannot distinguish them."""
     limit, window_s = 0, 0
     while gcd(limit, window_s * US_PER_S) != 1:
         limit, window_s = (chance.randrange(2**20, INT32_MAX) for _ in range(2))
     rule = rule_of(Algorithm.TOKEN_BUCKET, limit, window_s)
-    # Units are coprime to those of a token, so that some time refills any rest.
+    # The rate is coprime to the units of a token, so some time refills to any remainder.
     elapsed_us = chance.randint(-3, 3) * pow(limit, -1, rule.window_us) % rule.window_us
     shared = SharedState(0, rule.revision, limit, (limit * rule.window_us, 0))
     return rule, shared, elapsed_us
 
 
 def bucket_that_is_full_at_about_a_whole_second(chance):
-    """The same, at a time from which on it takes whole seconds to refill, but for a unit."""
+    """Draw the same at a time from which the refill takes whole seconds, up to a unit."""
     limit, window_s = (chance.randrange(2**20, INT32_MAX) for _ in range(2))
     rule = rule_of(Algorithm.TOKEN_BUCKET, limit, window_s)
     spent = chance.randint(1, window_s) * US_PER_S * limit + chance.randint(-1, 1)
@@ -321,7 +321,7 @@ def bucket_that_is_full_at_about_a_whole_second(chance):
     ],
 )
 @pytest.mark.parametrize("seed", range(15))
-def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
+def test_numbers_of_all_sizes_are_exact(store, bucket, seed):
     store.flushall()
     chance = Random(seed)
     cases = {key_of(number): bucket(chance) for number in range(100)}
@@ -351,7 +351,7 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
 
 
 def refunds_to(shared, rule, chance):
-    """Refunds of what a bucket may hold, some of it charged before its latest spend."""
+    """Draw refunds of possible charges of a bucket, some from before its latest spend."""
     if shared is None:
         return []
     latest_us, _ = ACCOUNTS[rule.algorithm].standing(shared.state)
@@ -372,14 +372,14 @@ def refunds_to(shared, rule, chance):
         (Algorithm.TOKEN_BUCKET, (7, 2, 3, 3)),
     ],
 )
-def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
+def test_small_numbers_cover_every_boundary(store, algorithm, bursts, seed):
     store.flushall()
     chance = Random(seed)
     model = Model()
     [key, *_] = KEYS
     now_us = 1_700_000_000 * US_PER_S
-    # The last one contradicts its revision: what is stored holds. Of spends under an older revision only those of
-    # another limit are cut to what fits.
+    # The last one contradicts its revision: the stored limit applies. Of spends under an older revision, only those
+    # under another limit are capped.
     rules = [
         rule_of(algorithm, limit, 1, revision, burst=burst)
         for (limit, revision), burst in zip(((5, 1), (3, 2), (3, 3), (4, 3)), bursts, strict=True)
@@ -410,7 +410,7 @@ def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_log_with_runs_whose_tokens_were_given_back_answers_alike(store, seed):
+def test_a_log_with_refunded_runs_answers_like_the_ledger(store, seed):
     store.flushall()
     chance = Random(seed)
     for number in range(250):

@@ -1,4 +1,4 @@
-"""Several limits on a check give, in every field of every status, what exact fractions give."""
+"""Several limits on a check match exact fractions in every field of every status."""
 
 import math
 import random
@@ -41,7 +41,7 @@ KINDS = ("user", "tenant", "tenant+user", "ip+tenant", "ip+tenant+user", "all")
 
 
 class Policies:
-    """Rules by (endpoint, identifier type), the plans of identities, and what the buckets hold."""
+    """Rules by (endpoint, identifier type), the plans of identities, and the model of the buckets."""
 
     def __init__(self, rules):
         self.rules = {(rule.endpoint, rule.identifier_type): rule for rule in rules}
@@ -49,7 +49,7 @@ class Policies:
         self.assigned = {}
 
     def plans(self, check, now_us):
-        """Return (plan, end) by the type of each identity that is assigned now."""
+        """Return {identity type: (plan, end)} of the current assignments."""
         identities = [(check.identifier_type, check.identifier), *check.also]
         found = {
             kind: self.assigned[kind, who]
@@ -63,9 +63,9 @@ class Policies:
         }
 
     def judging(self, check, now_us):
-        """Return (rule, limit, bucket) of all that judge a check, in the order of the answers.
+        """Return (rule, limit, bucket) of all limits of a check, in the order of the answers.
 
-        The limit is ``None`` if the rule is passed over for an unlimited identity; those are last.
+        The limit is ``None`` if the rule is passed over for an unlimited identity; these are last.
         """
         found = [*self._judging(check, self.plans(check, now_us))]
         return sorted(found, key=lambda one: one[1] is None)
@@ -93,7 +93,7 @@ class Policies:
                     yield rule, limit, (kind, who, place, *like, rule.id, limit.name)
 
     def check(self, check, now_us):
-        """Return ((rule id, name), its answer) of all limits, the deciding one first."""
+        """Return ((rule id, name), answer) of all limits, the deciding one first."""
         plans = self.plans(check, now_us)
         for plan, end_s in plans.values():
             if plan == "blocked":
@@ -159,7 +159,7 @@ def model_of(limit, now_us):
 
 
 def window_of(limit, now_us):
-    """The window of a calendar in a zone whose clocks are never set."""
+    """Return the calendar window in a zone without daylight saving time."""
     if limit.calendar is None:
         return None
     period, time_zone, anchor_day = limit.calendar
@@ -172,7 +172,7 @@ def window_of(limit, now_us):
         end = start + timedelta(days=7)
     else:
         start = day
-        while start.day != anchor_day:  # of those drawn every month has
+        while start.day != anchor_day:  # every month has the days that are drawn
             start -= timedelta(days=1)
         end = start + timedelta(days=1)
         while end.day != anchor_day:
@@ -192,7 +192,7 @@ def held(table):
 
 
 def random_rules(rng):
-    """Return one rule with several limits, or several rules for what the identities of a check make."""
+    """Return one rule with several limits, or several rules for the identities of a check."""
     places = [(endpoint, kind) for endpoint in ("/e", "*", "**") for kind in KINDS]
     if rng.random() < 0.4:
         return [random_rule(rng, 0, ("/e", USER), rng.randint(2, 8))]
@@ -217,7 +217,7 @@ def random_rule(rng, number, place, count):
 
 
 def random_plans(rng, own):
-    """Return plans whose limits are partly those of the rule, with other numbers."""
+    """Return plans, some of whose limits are the rule's with other numbers."""
     plans = rng.sample(["free", "pro"], rng.choice([0, 0, 1, 2]))
     return tuple(
         Plan(
@@ -259,7 +259,7 @@ def as_rule(rule_id, place, limits, plans=()):
 
 
 def edited(rng, policies):
-    """Change the number of one limit: what was spent stays spent."""
+    """Change the number of one limit, which keeps its spends."""
     place, rule = rng.choice(list(policies.rules.items()))
     limits = list(rule.limits)
     at = rng.randrange(len(limits))
@@ -271,7 +271,7 @@ def edited(rng, policies):
 
 
 def assign(rng, policies, assignments, now_us):
-    """Assign an identity to a plan, for good or for some seconds, or to none."""
+    """Assign an identity to a plan, for good or for some seconds, or remove its assignment."""
     kind, who = rng.choice([(USER, b"ada"), (USER, b"bob"), ("tenant", b"t"), ("ip", b"::1")])
     policies.assigned.pop((kind, who), None)
     assignments.remove(kind, who)
@@ -290,7 +290,7 @@ def random_check(rng, cost):
 
 
 def at_once(coroutine):
-    """Run what waits for nothing on a node's own buckets; it only lets others have their turn."""
+    """Run a coroutine that only yields, as on a node's own buckets."""
     try:
         while coroutine.send(None) is None:
             pass
@@ -357,7 +357,7 @@ def check_policy(rng, met):
 
 
 def note(met, decision, judging):
-    """Count which of the rare cases this one is."""
+    """Count the rare cases."""
     denials = [status.allowed for status in decision.limits].count(False)
     of_last = not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]
     limits = [one.limit for one in decision.limits]
@@ -374,7 +374,7 @@ def check_many(checks):
     rng, met = random.Random(1), Counter[str]()
     for _ in range(checks // CHECKS_PER_POLICY):
         check_policy(rng, met)
-    # The rare cases must be among them, or the agreement says little.
+    # Without the rare cases the agreement would mean little.
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
         "others allow a denied check", "only the last denies", "of several rules", "NO_RULE",

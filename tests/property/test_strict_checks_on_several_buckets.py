@@ -1,4 +1,4 @@
-"""Strict checks on several buckets, in a real server, against the pure algorithms: all are charged, or none."""
+"""Strict checks on several buckets, in a real server, against the pure algorithms: all are charged, or none is."""
 
 from dataclasses import replace
 from random import Random
@@ -17,7 +17,7 @@ NOW = 1_700_000_000 * US_PER_S
 
 
 def joined(rules, keys, now_us, cost, *, peek):
-    """One check on several buckets."""
+    """Return one check on several buckets."""
     last = len(keys) - 1
     return [
         StoreCheck(
@@ -34,7 +34,7 @@ def joined(rules, keys, now_us, cost, *, peek):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_trace_is_that_of_the_algorithms(store, seed):
+def test_a_trace_matches_the_algorithms(store, seed):
     store.flushall()
     chance = Random(seed)
     rules = [
@@ -61,7 +61,7 @@ def test_a_trace_is_that_of_the_algorithms(store, seed):
         assert decide(store, *calls) == expected
 
 
-def test_a_part_that_is_no_bucket_is_told_once_and_denies_nothing(store):
+def test_a_key_that_is_not_a_bucket_is_reported_once_and_denies_nothing(store):
     store.flushall()
     rules = [rule_of(Algorithm.FIXED_WINDOW, 5, 60)] * 2
     store.set(bucket_key(key_of(0)), b"something else")

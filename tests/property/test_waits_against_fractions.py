@@ -1,4 +1,4 @@
-"""Checks that wait: in no interval do more proceed than their buckets hold and refill, and none waits too long."""
+"""Checks that wait: no interval admits more than its buckets hold and refill, and no check waits too long."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ def random_rule(rng):
 
 
 class Node:
-    """The decisions of one node, and when what it allowed proceeds."""
+    """The decisions of one node, and the times at which allowed checks proceed."""
 
     def __init__(self, rule):
         self.limiter = limiter_of(timestamps="server", buckets=BucketTable(1_000))
@@ -55,7 +55,7 @@ class Node:
 
 
 def most_at_once(proceeds, limit):
-    """What an exact bucket that is never empty would have given out at most, in tokens."""
+    """Return the highest level of a leaky bucket filled by these checks, in tokens."""
     level, before, worst = Fraction(0), 0, Fraction(0)
     for at_us, cost in sorted(proceeds):
         level = max(Fraction(0), level - Fraction((at_us - before) * limit.limit, limit.window_us))
@@ -77,7 +77,7 @@ def play(rng, met):
         peeked = node.check(now_us, cost, max_wait_ms, peek=True)
         wait_ms = peeked.wait_ms
         if wait_ms:
-            # It would pass then, and a millisecond before it would not.
+            # It would pass at that time, and not a millisecond earlier.
             assert node.check(now_us + 1_000 * wait_ms, cost, 0, peek=True).allowed
             assert not node.check(now_us + 1_000 * (wait_ms - 1), cost, 0, peek=True).allowed
         elif not at_once.allowed and at_once.reason is Reason.LIMIT_EXCEEDED:
@@ -97,7 +97,7 @@ def play(rng, met):
         assert most_at_once(node.proceeds, limit) <= limit.capacity, (rule, node.proceeds)
 
 
-def test_no_interval_holds_more_than_the_bucket_and_its_refill():
+def test_no_interval_admits_more_than_the_bucket_and_its_refill():
     rng, met = random.Random(1), Counter[str]()
     for _ in range(300):
         play(rng, met)
@@ -108,18 +108,18 @@ def test_no_interval_holds_more_than_the_bucket_and_its_refill():
     }  # fmt: skip
 
 
-def test_callers_that_wait_use_all_that_is_refilled():
+def test_callers_that_wait_use_the_whole_refill():
     rule = Rule(
         "r", "/e", USER, limit=100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=5
     )
     node = Node(rule)
     for step in range(10_000):
         node.check(START_US + step * 1_000, 1, 50)
-    # 10 s of refill, what the bucket held at first, and what is promised for the next 50 ms.
+    # 10 s of refill, the initial tokens, and those promised for the next 50 ms.
     assert len(node.proceeds) == 1_000 + 5 + 5 - 1
 
 
-def test_a_limit_that_observes_makes_nobody_wait_and_is_charged_where_it_would_pass():
+def test_an_observing_limit_causes_no_wait_and_is_charged_if_it_passes():
     observed = Limit(
         limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET, name="candidate",
         enforcement=Enforcement.OBSERVE,
@@ -136,7 +136,7 @@ def test_a_limit_that_observes_makes_nobody_wait_and_is_charged_where_it_would_p
 
 @pytest.mark.parametrize("algorithm", [Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW])
 @pytest.mark.parametrize("place", [0, 1])
-def test_beside_a_window_nobody_waits(algorithm, place):
+def test_no_check_waits_on_a_window(algorithm, place):
     bucket = Limit(limit=1, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, name="a")
     window = replace(bucket, limit=9, window_seconds=60, algorithm=algorithm, name="b")
     first, second = (bucket, window)[:: 1 if place else -1]
@@ -149,13 +149,13 @@ def test_beside_a_window_nobody_waits(algorithm, place):
     assert [(one.allowed, one.wait_ms) for one in answers] == [(True, 0), (False, 0)]
 
 
-def test_a_check_that_waits_leaves_nothing_to_those_that_do_not():
+def test_a_check_that_waits_leaves_no_tokens_to_others():
     rule = Rule("r", "/e", USER, limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
     node = Node(rule)
     assert node.check(START_US, 8, 0).allowed
     waiting = node.check(START_US, 5, 500)
     assert (waiting.allowed, waiting.wait_ms, waiting.remaining) == (True, 300, 0)
-    # Two tokens are there, and promised.
+    # Two tokens are refilled, but promised.
     denied = node.check(START_US, 1, 0)
     assert (denied.allowed, denied.retry_after) == (False, 1)
     behind = node.check(START_US + 100_000, 1, 500)

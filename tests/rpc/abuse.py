@@ -1,4 +1,4 @@
-"""What the tests of abuse have in common: a native server whose clock they move, peers that speak in octets, floods."""
+"""Helpers of the abuse tests: a native server with a manual clock, and peers that send octets."""
 
 import asyncio
 import contextlib
@@ -26,18 +26,18 @@ from tests.http2_peer import (
 )
 
 PATIENCE_S = 30.0
-"""For what must happen on a busy machine; nothing here is measured in time."""
+"""Timeout for events on a busy machine; the tests measure no time."""
 
 LINES = ["tcp", "unix", "tls"]
 
 AMPLIFICATION = 20
-"""What a batch of empty checks is answered by, in its own size."""
+"""Size of the answer to a batch of empty checks, as a multiple of the batch."""
 
 
 class Serving:
     """A started native server on TCP, TLS or a socket file.
 
-    Its clock stands still but for :meth:`passes`, and its timer runs only there.
+    Only :meth:`passes` advances its clock and runs its timer.
     """
 
     def __init__(self, directory, line="tcp", **limits: Any) -> None:
@@ -75,7 +75,7 @@ class Serving:
         await self.server.stop(0)
 
     def passes(self, seconds: int) -> None:
-        """Let time pass, with all that the server does meanwhile."""
+        """Advance the clock, and run the server's timer."""
         for _ in range(seconds * 10):
             self.now_s += 0.1
             self.server._timer.cancel()
@@ -83,7 +83,7 @@ class Serving:
         self.server._timer.cancel()
 
     async def line(self, octets: bytes = GREETING + SETTINGS_ACK, *, tls=True, **options) -> "Line":
-        """A new connection on which ``octets`` were sent."""
+        """Open a connection and send ``octets``."""
         if self._line == "unix":
             opened = await asyncio.open_unix_connection(self._directory / "s", **options)
         else:
@@ -96,7 +96,7 @@ class Serving:
         return line
 
     def drop(self, line: "Line") -> None:
-        """Cut a connection, and keep nothing of it."""
+        """Abort a connection, and release it."""
         line.writer.transport.abort()
         self._lines.remove(line)
 
@@ -106,7 +106,7 @@ class Serving:
 
     @property
     def places(self) -> int:
-        """Connections that there are."""
+        """Open connections."""
         return len(self.server._acceptor.places)
 
     def _echo(self, message, _call):
@@ -144,7 +144,7 @@ async def _ask(questions, _call):
 
 
 class Line:
-    """One connection to the server, from the peer's side."""
+    """The peer's side of one connection to the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -152,7 +152,7 @@ class Line:
         self._next_id = 1
 
     def send(self, *parts: bytes) -> None:
-        """Send what the server can take or leave: nobody waits for it."""
+        """Send octets without waiting for the server to read them."""
         self.writer.write(b"".join(parts))
 
     def head(self, stream_id: int, path="/echo", flags=END_HEADERS, **fields: str) -> bytes:
@@ -183,7 +183,7 @@ class Line:
             return await self.reader.read()
 
     async def outcome(self, stream_id: int) -> dict[bytes, bytes]:
-        """The fields of a call's answer, when it has ended."""
+        """Return the fields of a call's answer after its end."""
         fields: dict[bytes, bytes] = {}
         while True:
             sent = await self.frame()

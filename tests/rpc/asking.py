@@ -1,4 +1,4 @@
-"""One call, asked through grpcio's blocking client or its asyncio one; and all that a caller can see of its end."""
+"""Makes one call with grpcio's blocking or asyncio client, and records all that the caller observes."""
 
 import asyncio
 import threading
@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 
 MAX_ANSWER_BYTES = 8 << 20
-"""What the clients take: twice what a node sends, so that the bound that is met is the node's."""
+"""Bound of the clients: twice that of a node, so that the node's applies."""
 
 OPTIONS = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
 
 PATIENCE_S = 30.0
-"""Deadline of a call that is not about deadlines: far above what it takes."""
+"""Deadline of calls that do not test deadlines, far above their duration."""
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -26,10 +26,10 @@ class Asked:
     """A call as a client makes it.
 
     Attributes:
-        kind: ``unary_unary`` and its three siblings: what the client believes the method to be.
-        messages: the questions; exactly one where the client's kind begins with ``unary``.
-        cancel_after: leave after so many answers; ``None`` waits for the end.
-        hold: never say that there are no more questions; for a call that is cancelled.
+        kind: kind of the method for the client: ``unary_unary`` or one of its three siblings.
+        messages: the requests; exactly one if ``kind`` begins with ``unary``.
+        cancel_after: cancel after this number of answers; ``None`` waits for the end.
+        hold: never half-close, for a call that is cancelled.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Asked:
         }
 
     def __repr__(self) -> str:
-        """Short also for messages of megabytes: what it takes to ask again by hand."""
+        """Return a text to repeat the call by hand, short even for messages of megabytes."""
         messages = [
             message.hex() if len(message) < 200 else len(message) for message in self.messages
         ]
@@ -62,7 +62,7 @@ class Asked:
 
 
 class Seen(NamedTuple):
-    """How a call ended, as its caller sees it."""
+    """The end of a call as its caller observes it."""
 
     code: grpc.StatusCode
     text: str
@@ -72,7 +72,7 @@ class Seen(NamedTuple):
 
 
 class Client(Protocol):
-    """A way to ask one node."""
+    """A client of one node."""
 
     async def ask(self, asked: Asked) -> Seen:
         """Make the call and wait for its end."""
@@ -167,7 +167,7 @@ def _held(messages: Iterable[bytes], until: threading.Event) -> Iterable[bytes]:
 
 
 def _pairs(metadata: Iterable[Any] | None) -> tuple[tuple[str, str | bytes], ...]:
-    """Metadata in the order they came in."""
+    """Metadata in order of arrival."""
     return tuple((key, value) for key, value in metadata or ())
 
 

@@ -1,4 +1,4 @@
-"""Values made by chance from a seed, sound and not: what generated calls are made of."""
+"""Random values from a seed, valid and invalid, for generated calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RULE_IDS: Final = tuple(f"00000000-0000-4000-8000-{number:012}" for number in ra
 
 
 class Chance(random.Random):
-    """A generator of numbers, and of the values that calls are made of."""
+    """A generator of random numbers, and of values for calls."""
 
     def happens(self, share: float) -> bool:
-        """True in ``share`` of all cases."""
+        """Return true with this probability."""
         return self.random() < share
 
     def garbage(self, most: int = 60) -> bytes:
-        """Octets without meaning, or fields that no message expects."""
+        """Random octets, or fields that no message expects."""
         if self.happens(0.5):
             return self.randbytes(self.randint(0, most))
         fields = (
@@ -39,7 +39,7 @@ class Chance(random.Random):
         return b"".join(fields)
 
     def target(self) -> dict[str, str]:
-        """Whose bucket: an identifier of its type on an endpoint."""
+        """The fields of a bucket: an identifier of a type on an endpoint."""
         kind = self.choice(list(IDENTIFIERS))
         return {
             "identifier": self.choice(IDENTIFIERS[kind]),
@@ -48,7 +48,7 @@ class Chance(random.Random):
         }
 
     def text(self) -> str:
-        """Text that hardly any field takes."""
+        """Text that hardly any field accepts."""
         odd = (
             "",
             "x",
@@ -65,7 +65,7 @@ class Chance(random.Random):
         return self.choice(odd)
 
     def check(self) -> pb.RateLimitRequest:
-        """A check, sound or not."""
+        """A check, valid or not."""
         message = pb.RateLimitRequest()
         for name, value in self.target().items():
             setattr(message, name, value)
@@ -81,7 +81,7 @@ class Chance(random.Random):
         return message
 
     def rule(self, etags: Mapping[str, str]) -> pb.RateLimit:
-        """A rule, sound or not; ``etags`` are those of the rules that are there, by id."""
+        """A rule, valid or not; ``etags`` are those of the existing rules, by id."""
         message = pb.RateLimit(
             endpoint=self.choice((*ENDPOINTS, "*")),
             identifier_type=self.choice(list(IDENTIFIERS)),

@@ -1,7 +1,7 @@
-"""Calls made by chance from a seed: every method of a node, in the forms that callers get right and wrong.
+"""Random calls from a seed: every method of a node, well-formed and malformed.
 
-A call depends on its seed, its number and what earlier answers said (ids, etags, page tokens), so that two nodes that
-answer alike are asked the same.
+A call depends on its seed, its number and data of earlier answers (ids, etags, page tokens), so that two nodes with
+equal answers receive the same calls.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ ADMIN_TOKEN: Final = "the-admin-token"
 CHECK_TOKEN: Final = "the-check-token"
 
 NOTHING_SPENT: Final = (LIST, METRICS, STATUS, HEALTH, "/grpc.health.v1.Health/List")
-"""Methods that leave no trace: for calls of which nobody can say whether they reached the node."""
+"""Methods that change no state, for calls that may or may not reach the node."""
 
 MOMENT_S: Final = 0.05
-"""A deadline that is there to pass."""
+"""A deadline that is meant to pass."""
 
 
 @dataclass
 class Memory:
-    """What the answers of a node have told so far."""
+    """Data of a node's earlier answers."""
 
     etags: dict[str, str] = field(default_factory=dict)
     page_tokens: list[str] = field(default_factory=list)
 
     def learn(self, asked: Asked, seen: Seen) -> None:
-        """Keep what later calls can use."""
+        """Store data that later calls can use."""
         method = asked.path.rpartition("/")[2]
         if seen.code is not grpc.StatusCode.OK or not seen.answers:
             return
@@ -75,7 +75,7 @@ def _check(chance: Chance, _memory: Memory) -> Asked:
 def _batch(chance: Chance, _memory: Memory) -> Asked:
     size = chance.choice((0, 1, 2, 5, 20, 100, 1_000, 1_001))
     checks = [chance.check() for _ in range(min(size, 20))]
-    # A long one repeats, since it is the length that matters.
+    # A long batch repeats its checks, since only the length matters.
     checks = (checks * (size // 20 + 1))[:size]
     data = pb.BatchRateLimitRequest(requests=checks).SerializeToString()
     if chance.happens(0.2):
@@ -187,7 +187,7 @@ def _health(chance: Chance, _memory: Memory) -> Asked:
     if path != WATCH:
         return Asked(path, (data,))
     asked = Asked(path, (data,), "unary_stream")
-    # It never ends by itself.
+    # A watch has no end.
     if chance.happens(0.7):
         return replace(asked, cancel_after=1)
     return replace(asked, timeout_s=MOMENT_S)
@@ -210,11 +210,11 @@ def _reflection(chance: Chance, _memory: Memory) -> Asked:
         for _ in range(chance.randint(0, 4))
     ]
     if chance.happens(0.2):
-        # Last, because it ends the call: grpc.aio loses the status of a call that ends while it still writes.
+        # Last, because it ends the call: grpc.aio loses the status of a call that ends while the client writes.
         questions.append(chance.garbage())
     asked = Asked(chance.choice(REFLECTIONS), tuple(questions), "stream_stream")
     if questions and chance.happens(0.2):
-        # The client that leaves has not said that it is done, so that the call cannot end before it does.
+        # A client that cancels does not half-close, so that the call cannot end before.
         asked = replace(asked, cancel_after=chance.randint(1, len(questions)), hold=True)
     return asked
 
@@ -238,7 +238,7 @@ UNKNOWN: Final = (
     "/\u00e9",
     "/" + "n" * 5_000,
 )
-"""Paths that no node knows."""
+"""Paths without a method."""
 
 
 def _unknown_method(chance: Chance, _memory: Memory) -> Asked:
@@ -253,7 +253,7 @@ def _large(chance: Chance, _memory: Memory) -> Asked:
 
 
 def _other_kind(chance: Chance, _memory: Memory) -> Asked:
-    """A client that takes a unary method for one with streams."""
+    """A client that calls a unary method as a streaming one."""
     data = chance.choice((b"", chance.garbage(), chance.check().SerializeToString()))
     return Asked(
         chance.choice(UNARY),
@@ -263,7 +263,7 @@ def _other_kind(chance: Chance, _memory: Memory) -> Asked:
 
 
 def _late(chance: Chance, memory: Memory) -> Asked:
-    """A deadline that has passed, may pass, or is far away; or none at all."""
+    """A deadline that has passed, may pass, or is far away; or none."""
     timeout_s = chance.choice((0.0, -1.0, 1e-9, 1e-6, 1e-4, 1e-3, 1e5, 1e9, None))
     may_pass = timeout_s is not None and timeout_s < 1
     return replace(_unspent(chance) if may_pass else _check(chance, memory), timeout_s=timeout_s)
@@ -299,11 +299,11 @@ MAKERS: Final[dict[Maker, int]] = {
     _late: 3,
     _left: 2,
 }
-"""What makes calls, and of a hundred calls how many."""
+"""Makers of calls, with their shares in per cent."""
 
 
 def _credentials(chance: Chance, *, with_tokens: bool) -> Metadata:
-    """Mostly the right ones; ``with_tokens``: the node asks for them."""
+    """Mostly valid credentials; ``with_tokens``: the node requires them."""
     usual = ("authorization", f"Bearer {ADMIN_TOKEN}")
     if chance.happens(0.8):
         return (usual,) if with_tokens else ()
@@ -326,7 +326,7 @@ def _credentials(chance: Chance, *, with_tokens: bool) -> Metadata:
 
 
 def _odd_metadata(chance: Chance) -> Metadata:
-    """Some fields, also repeated ones."""
+    """Some fields, including repeated ones."""
     kinds: tuple[tuple[str, str | bytes], ...] = (
         ("x-bin", chance.randbytes(chance.randint(0, 40))),
         ("x-trace-bin", b""),
@@ -345,7 +345,7 @@ def _odd_metadata(chance: Chance) -> Metadata:
 
 
 def generated(seed: str, number: int, memory: Memory, *, with_tokens: bool) -> Asked:
-    """Call ``number`` of those that ``seed`` stands for; ``with_tokens``: the node asks for them."""
+    """Return call ``number`` of a seed; ``with_tokens``: the node requires tokens."""
     chance = Chance(f"{seed}-{number}")
     [maker] = chance.choices(list(MAKERS), list(MAKERS.values()))
     asked = maker(chance, memory)

@@ -1,4 +1,4 @@
-"""A node as its callers meet it: the real services, limiter, store and feed behind a real server on a free port."""
+"""A node for tests: the real services, limiter, store and feed behind a real server on a free port."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -50,7 +50,7 @@ ENVOY_IDENTIFIERS = ("remote_address=ip", "user_id=user", "api_key=api_key")
 
 
 def check(**fields):
-    """A check of a user, or as told."""
+    """A check of a user, unless ``fields`` differ."""
     return pb.RateLimitRequest(
         **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
     )
@@ -58,7 +58,7 @@ def check(**fields):
 
 @dataclass
 class Node:
-    """A running node and its insides, which tests look at and never stand in for."""
+    """A running node and its parts, which tests inspect but do not replace."""
 
     address: str
     server: Server
@@ -92,22 +92,22 @@ class Node:
         return pb_grpc.RateLimiterHealthStub(self.channel)
 
     async def raw(self, path: str, data: bytes, **options) -> bytes:
-        """Call a method with bytes, whatever they are."""
-        method: Any = self.channel.unary_unary(path)  # bytes in, bytes out: the stub cannot say so
+        """Call a method with any bytes."""
+        method: Any = self.channel.unary_unary(path)  # bytes in, bytes out: not in the stub
         answer: bytes = await method(data, timeout=10, **options)
         return answer
 
     async def outcome(
         self, path: str, data: bytes, **options
     ) -> tuple[grpc.StatusCode, bytes | str]:
-        """What a call ends with: its status, and the answer or the status's text."""
+        """Return the status of a call, and its answer or the status's text."""
         try:
             return grpc.StatusCode.OK, await self.raw(path, data, **options)
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or ""
 
     async def rule(self, endpoint: str = "/a", identifier_type: str = "user", **fields):
-        """Create a rule of 10 a minute, or as told."""
+        """Create a rule of 10 a minute, unless ``fields`` differ."""
         rule = {"limit": 10, "window_seconds": 60, "algorithm": "fixed_window", **fields}
         message = pb.RateLimit(endpoint=endpoint, identifier_type=identifier_type, **rule)
         return await self.config.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=message))
@@ -132,7 +132,7 @@ async def running_node(
     store_options: Mapping[str, Any] | None = None,
     **options,
 ) -> AsyncIterator[Node]:
-    """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
+    """A node with its database in ``directory`` and a manual clock; ``options`` go to its server."""
     clock, stats, assignments = ManualClock(), CheckStats(), Assignments()
     keys = BucketKeys(b"k" * 32)
     table = BucketTable(10_000)

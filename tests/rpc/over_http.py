@@ -1,4 +1,4 @@
-"""Calls over the HTTP port of a node, in each protocol that it takes, made by hand; and what came of them."""
+"""Hand-made calls over the HTTP port of a node, in each of its protocols, and their ends."""
 
 import base64
 import enum
@@ -25,7 +25,7 @@ class Protocol(enum.StrEnum):
 
 
 class Ended(NamedTuple):
-    """How a call ended: its status, and the answer or the details of the error."""
+    """The end of a call: its status, and the answer or the details of the error."""
 
     code: StatusCode
     text: str = ""
@@ -60,7 +60,7 @@ def request_body(message, protocol, *, camel=False):
 
 
 async def called(client: httpx.AsyncClient, path, body, protocol, *, answer_class, **headers):
-    """Make a call and read its end, whatever the protocol."""
+    """Make a call in a protocol and read its end."""
     headers = {"content-type": protocol, **headers}
     response = await client.post(path, content=body, headers=headers)
     if protocol is Protocol.GRPC_WEB:
@@ -71,7 +71,7 @@ async def called(client: httpx.AsyncClient, path, body, protocol, *, answer_clas
     answer = answer_class()
     if protocol is Protocol.JSON:
         json_format.Parse(response.content, answer)
-        # Every field is there, under the name of the contract, at its default, too.
+        # Every field is present under the name of the contract, even at its default.
         expected = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )

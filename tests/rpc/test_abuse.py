@@ -1,4 +1,4 @@
-"""What a peer may do to its own connection on the native transport, over real sockets, and never to that of others."""
+"""Abuse of a connection to the native transport, over real sockets, never affects other connections."""
 
 import gc
 import tracemalloc
@@ -33,7 +33,7 @@ from tests.http2_peer import (
 )
 from tests.rpc.abuse import Serving, until
 
-# Floods. Each yields frames for ever; a limit has to end it.
+# Floods. Each yields frames until a limit ends the connection.
 
 
 def rapid_reset(line):
@@ -85,7 +85,7 @@ def large_continuations(line):
 
 
 def header_bomb(line):
-    # A field of 3 KB into the table, then references to it: an octet each.
+    # Adds a field of 3 KB to the table, then refers to it: an octet each.
     yield frame(HEADERS, END_HEADERS, 1, line.peer.block([*POST, ("x", "a" * 3_000)]))
     yield frame(HEADERS, END_HEADERS, 3, b"\xbe" * 16_384)
 
@@ -174,7 +174,7 @@ FLOODS = {
 }
 
 MOST = max(allowance.burst for allowance in ALLOWANCES.values()) + Limits().max_streams + 10
-"""Frames, or pairs of them, of which any flood has one too many."""
+"""Frames, or pairs of them, that exceed the limit of every flood."""
 
 
 def some(flood, line, number=MOST):
@@ -207,7 +207,7 @@ async def test_a_flood_ends_its_connection_on_every_kind_of_line(serving):
 
 
 @pytest.mark.parametrize("flood", [rapid_reset, made_you_reset_by_window, header_bomb, pings])
-async def test_floods_on_one_connection_after_the_other_leave_nothing_behind(plain, flood):
+async def test_repeated_floods_leak_no_memory(plain, flood):
     async def attack(times):
         for _ in range(times):
             attacker = await plain.line()
@@ -228,7 +228,7 @@ async def test_floods_on_one_connection_after_the_other_leave_nothing_behind(pla
     assert plain.server.shared.open_requests == 0
 
 
-# Peers that speak something else
+# Peers of other protocols
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ async def test_another_protocol_gets_a_clear_answer_then_a_close(tmp_path, said,
         await until(lambda: serving.places == 0)
 
 
-# Odds and ends that a hostile engineer tries
+# Unusual but bounded input
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ async def test_a_path_of_8_kib_is_an_unknown_method(plain):
     assert await line.status("/" + "a" * 8_191) == StatusCode.UNIMPLEMENTED
 
 
-async def test_thousands_of_cookies_are_a_list_that_is_too_large(plain):
+async def test_thousands_of_cookies_exceed_the_header_list_limit(plain):
     line = await plain.line()
     fields = [*POST, *[("cookie", "a")] * 1_000]
     block = line.peer.encoder.encode(fields)
@@ -298,7 +298,7 @@ async def test_thousands_of_cookies_are_a_list_that_is_too_large(plain):
     assert int(outcome[b"grpc-status"]) == StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_data_of_one_octet_each_is_a_call_like_any_other(plain):
+async def test_data_frames_of_one_octet_make_a_valid_call(plain):
     line = await plain.line()
     octets = framed(b"x" * 2_000)
     line.send(line.head(1), *(data(1, octets[at : at + 1]) for at in range(len(octets))))
@@ -306,7 +306,7 @@ async def test_data_of_one_octet_each_is_a_call_like_any_other(plain):
     assert (await line.outcome(1))[b"grpc-status"] == b"0"
 
 
-async def test_settings_that_change_in_the_middle_of_answers_lose_none_of_them(plain):
+async def test_settings_changes_during_answers_lose_no_answer(plain):
     line = await plain.line(GREETING + settings(s4=10) + SETTINGS_ACK)
     ids = range(1, 60, 2)
     for number, stream_id in enumerate(ids):
@@ -324,13 +324,13 @@ async def test_settings_that_change_in_the_middle_of_answers_lose_none_of_them(p
     assert set(bodies.values()) == {5 + 20 * 50}
 
 
-async def test_a_goaway_of_the_peer_changes_nothing_about_its_calls(plain):
+async def test_calls_continue_after_a_goaway_of_the_peer(plain):
     line = await plain.line()
     line.send(frame(GOAWAY, 0, 0, bytes(4) + NO_ERROR.to_bytes(4, "big") + b"x" * 5_000))
     assert await line.status() == StatusCode.OK
 
 
-async def test_header_blocks_that_never_end_on_many_connections_are_bounded_in_time(plain):
+async def test_unfinished_header_blocks_on_many_connections_time_out(plain):
     quiet = await plain.line()
     lines = [await plain.line() for _ in range(20)]
     for _ in range(3):

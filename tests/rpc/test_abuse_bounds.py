@@ -1,4 +1,4 @@
-"""What a peer cannot make us hold, wait for or put off on the native transport, over real sockets."""
+"""Bounds on memory, waiting and delay that a peer of the native transport can cause, over real sockets."""
 
 import tracemalloc
 
@@ -25,7 +25,7 @@ from tests.http2_peer import (
 )
 from tests.rpc.abuse import LINES, Serving, bomb, until
 
-# Slow peers, under a clock that the test moves
+# Slow peers, with a manual clock
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from tests.rpc.abuse import LINES, Serving, bomb, until
         (GREETING + SETTINGS_ACK + b"\0", "slow_frame"),
     ],
 )
-async def test_a_peer_that_owes_the_rest_is_ended_after_twenty_seconds(plain, octets, cause):
+async def test_incomplete_input_ends_the_connection_after_20_s(plain, octets, cause):
     line = await plain.line(octets)
     await until(lambda: plain.places and plain.server._connections)
     await until(lambda: not octets or next(iter(plain.server._connections))._received)
@@ -52,7 +52,7 @@ async def test_a_peer_that_owes_the_rest_is_ended_after_twenty_seconds(plain, oc
     assert cause.encode() in await line.octets()
 
 
-async def test_a_slow_frame_that_grows_an_octet_a_second_is_slow_all_the_same(plain):
+async def test_a_frame_that_grows_by_an_octet_per_second_times_out(plain):
     line = await plain.line(GREETING + SETTINGS_ACK + b"\0\x40\0\1\4\0\0\0\1")
     await until(lambda: plain.server._connections)
     [connection] = plain.server._connections
@@ -64,7 +64,7 @@ async def test_a_slow_frame_that_grows_an_octet_a_second_is_slow_all_the_same(pl
     assert plain.errors == {"slow_frame": 1}
 
 
-async def test_the_rest_of_a_request_has_a_minute(plain):
+async def test_an_unfinished_request_times_out_after_a_minute(plain):
     line = await plain.line()
     line.send(line.head(1), data(1, framed(b"ab")[:-1]))
     line.send(line.head(3, content_type="text/plain"))
@@ -79,7 +79,7 @@ async def test_the_rest_of_a_request_has_a_minute(plain):
     assert plain.server.shared.open_requests == 0
 
 
-async def test_windows_that_stay_shut_hold_a_bounded_answer_for_a_bounded_time(plain):
+async def test_closed_windows_hold_bounded_answers_for_a_bounded_time(plain):
     quiet = await plain.line()
     line = await plain.line(GREETING + settings(s4=0) + SETTINGS_ACK)
     size = 10_000
@@ -97,7 +97,7 @@ async def test_windows_that_stay_shut_hold_a_bounded_answer_for_a_bounded_time(p
     await until(lambda: plain.server.shared.unread_bytes == 0)
 
 
-async def test_a_window_that_opens_by_an_octet_at_a_time_does_not_outwit_the_bound_over_all(
+async def test_single_octet_window_updates_do_not_evade_the_global_bound(
     tmp_path,
 ):
     async with Serving(tmp_path, max_unread_bytes=1_000_000) as serving:
@@ -115,7 +115,7 @@ async def test_a_window_that_opens_by_an_octet_at_a_time_does_not_outwit_the_bou
 
 
 @pytest.mark.parametrize("path", ["/batch", "/endless", "/ask"])
-async def test_a_peer_that_does_not_read_makes_us_hold_no_more_than_a_buffer(serving, path):
+async def test_a_peer_that_does_not_read_fills_at_most_one_buffer(serving, path):
     quiet = await serving.line()
     attacker = await serving.line(
         GREETING + SETTINGS_ACK + settings(s4=2**31 - 1) + window_update(0, 2**31 - 65_536),
@@ -135,13 +135,13 @@ async def test_a_peer_that_does_not_read_makes_us_hold_no_more_than_a_buffer(ser
     for _ in range(200):
         assert await quiet.status() == StatusCode.OK
         assert serving.server.shared.unread_bytes <= bound
-    if path != "/ask":  # a window of questions has no more answers than the kernel takes
+    if path != "/ask":  # the kernel buffers all answers to one window of requests
         await until(lambda: any(each._writing_paused for each in serving.server._connections))
         serving.passes(22)
         assert serving.errors["stalled_window"] == 1
 
 
-async def test_a_peer_that_is_silent_for_good_is_asked_then_ended(plain):
+async def test_a_silent_peer_is_pinged_then_closed(plain):
     line = await plain.line()
     await until(lambda: plain.server._connections)
     [connection] = plain.server._connections
@@ -173,7 +173,7 @@ async def test_connections_over_the_bound_are_closed_and_the_others_answered(tmp
         assert await (await serving.line()).status() == StatusCode.OK
 
 
-async def test_a_tls_handshake_that_never_ends_does(tmp_path):
+async def test_an_unfinished_tls_handshake_times_out(tmp_path):
     async with Serving(tmp_path, "tls") as serving:
         quiet = await serving.line()
         assert await quiet.status() == StatusCode.OK
@@ -197,7 +197,7 @@ async def test_streams_over_the_bound_are_refused_and_safe_to_retry(plain):
     assert (sent.stream_id, sent.code) == (refused, REFUSED_STREAM)
 
 
-async def test_requests_that_never_end_on_many_connections_are_bounded_over_all(tmp_path):
+async def test_unfinished_requests_are_bounded_over_all_connections(tmp_path):
     async with Serving(tmp_path, max_open_requests=1_000) as serving:
         quiet = await serving.line()
         lines = [await serving.line() for _ in range(8)]
@@ -236,10 +236,10 @@ async def test_a_gzip_bomb_is_inflated_no_further_than_the_bound(plain, path):
     assert peak < 4 * MAX_MESSAGE_BYTES
 
 
-# Fairness: what one turn of the loop does for one connection is bounded, so others have theirs
+# Fairness: the work for one connection per event-loop iteration is bounded
 
 
-async def test_a_peer_that_calls_without_pause_takes_turns_with_the_others(plain, monkeypatch):
+async def test_a_busy_peer_shares_the_event_loop_with_others(plain, monkeypatch):
     turns, take_turn = [], NativeConnection._turn
 
     def turn(connection, *arguments):
@@ -268,7 +268,7 @@ async def test_a_peer_that_calls_without_pause_takes_turns_with_the_others(plain
     )
 
 
-async def test_questions_that_are_all_there_do_not_keep_calls_waiting(plain):
+async def test_a_window_of_stream_messages_does_not_delay_calls(plain):
     quiet, attacker = await plain.line(), await plain.line()
     packed = bomb(4_000_000)
     attacker.send(settings(s4=2**31 - 1) + window_update(0, 2**31 - 65_536))
@@ -285,7 +285,7 @@ async def test_questions_that_are_all_there_do_not_keep_calls_waiting(plain):
     assert waiting > 0, "the calls were answered before the questions were through"
 
 
-async def test_broken_peers_do_not_keep_a_new_connection_from_being_accepted(plain):
+async def test_broken_peers_do_not_block_new_connections(plain):
     for _ in range(100):
         line = await plain.line(b"\0" * 100)
         line.writer.transport.abort()

@@ -1,4 +1,4 @@
-"""I9: no byte string causes fail-open. Every one is answered with a decision or a status that blames the caller."""
+"""I9: no byte string causes fail-open. Each is answered with a decision or a status for a caller's error."""
 
 import grpc
 import pytest
@@ -35,7 +35,7 @@ ANY_BYTES = st.one_of(st.binary(max_size=60), MESSAGES, NESTED)
 @pytest.mark.parametrize("path", UNARY)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=ANY_BYTES)
-async def test_any_bytes_are_answered_or_blamed_on_the_caller(node, path, data):
+async def test_any_bytes_get_a_decision_or_a_callers_error(node, path, data):
     code, _ = await node.outcome(path, data)
     assert code in DOCUMENTED
     assert node.fail_opens() == (0, 0)

@@ -1,4 +1,4 @@
-"""A whole set of rules through a real channel and over HTTP: in force whole, on every node, or refused whole."""
+"""A whole set of rules, applied over gRPC and HTTP: takes effect on every node or is refused as a whole."""
 
 import asyncio
 import sqlite3
@@ -43,7 +43,7 @@ def in_force(node):
     return {one.endpoint: one.limit for one in node.feed.book.rules()}
 
 
-async def test_a_set_is_in_force_when_it_is_answered_and_its_changes_are_told(node):
+async def test_a_set_is_in_force_on_the_answer_which_lists_its_changes(node):
     kept, changed, gone = [await node.rule(place) for place in ("/kept", "/changed", "/gone")]
     rules = [rule("/new", enabled=False), rule("/changed", 5), kept]
     answer = await apply(node, *rules, prune=True)
@@ -61,7 +61,7 @@ async def test_a_set_is_in_force_when_it_is_answered_and_its_changes_are_told(no
     assert not deleted.HasField("after")
 
 
-async def test_a_dry_run_tells_the_same_without_ids_and_etags_that_there_are_not(node):
+async def test_a_dry_run_lists_the_same_changes_without_new_ids_and_etags(node):
     before = await node.rule("/a")
     answer = await apply(node, rule("/a", 5), rule("/new"), dry_run=True)
     assert (answer.created, answer.updated, answer.deleted, answer.revision) == (1, 1, 0, 1)
@@ -71,7 +71,7 @@ async def test_a_dry_run_tells_the_same_without_ids_and_etags_that_there_are_not
     assert await listed(node) == [before]
 
 
-async def test_what_is_listed_may_be_changed_and_applied_unless_it_was_changed_meanwhile(node):
+async def test_listed_rules_can_be_edited_and_applied_unless_changed_meanwhile(node):
     await node.rule("/a")
     await node.rule("/b")
     answer = await apply(node, *await listed(node), prune=True)
@@ -87,7 +87,7 @@ async def test_what_is_listed_may_be_changed_and_applied_unless_it_was_changed_m
     assert in_force(node) == {"/a": 7, "/b": 10}
 
 
-async def test_rules_go_back_to_an_earlier_revision(node):
+async def test_rules_revert_to_an_earlier_revision(node):
     await node.rule("/a")
     before = await listed(node)
     await apply(node, rule("/b"), prune=True)
@@ -98,7 +98,7 @@ async def test_rules_go_back_to_an_earlier_revision(node):
     assert after.id == before[0].id
 
 
-async def test_the_trail_has_one_row_for_a_set_and_beside_it_what_it_changed(node, tmp_path):
+async def test_the_audit_trail_has_one_row_per_set_and_its_changes(node, tmp_path):
     first = await node.rule("/a")
     await apply(node, rule("/a", 5), rule("/b"))
     with sqlite3.connect(tmp_path / "rules.db") as connection:
@@ -115,7 +115,7 @@ async def test_the_trail_has_one_row_for_a_set_and_beside_it_what_it_changed(nod
     assert changes == [(1, "update", 10, 5), (0, "create", None, 10)]
 
 
-async def test_the_other_nodes_of_the_database_hear_of_a_set_as_of_any_edit(tmp_path, transport):
+async def test_other_nodes_of_the_database_load_an_applied_set(tmp_path, transport):
     async with (
         running_node(tmp_path, transport=transport) as node,
         running_node(tmp_path, transport=transport) as other,
@@ -138,7 +138,7 @@ async def test_ten_thousand_rules_are_one_revision_while_checks_go_on(node):
         await node.checks.CheckRateLimit(check)
         checks += 1
     answer = await applying
-    assert time.monotonic() - began_s < 30  # on a busy machine; alone 1 s
+    assert time.monotonic() - began_s < 30  # 1 s on an idle machine
     assert checks > 20
     assert (answer.created, answer.revision, len(answer.changes)) == (10_000, 1, MAX_CHANGES)
     assert len(node.feed.book) == 10_000
@@ -146,7 +146,7 @@ async def test_ten_thousand_rules_are_one_revision_while_checks_go_on(node):
     assert (again.unchanged, again.revision) == (10_000, 1)
 
 
-async def test_an_answer_about_long_rules_has_as_many_of_them_as_fit(node):
+async def test_the_answer_lists_as_many_long_rules_as_fit(node):
     limits = [
         pb.Limit(name=f"{n}" * 32, limit=1, window_seconds=60, algorithm="token_bucket")
         for n in range(8)
@@ -169,7 +169,7 @@ async def test_fields_may_come_in_any_order(node):
     assert (answer.created, answer.deleted) == (2, 1)
 
 
-async def test_a_set_of_more_rules_than_one_may_have_is_refused(node):
+async def test_a_set_above_the_rule_limit_is_refused(node):
     with pytest.raises(grpc.aio.AioRpcError, match=f"rate_limits: must be at most {MAX_APPLIED}"):
         await apply(node, *[pb.RateLimit()] * (MAX_APPLIED + 1))
 

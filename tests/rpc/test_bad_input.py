@@ -1,7 +1,6 @@
-"""Hostile and broken input through a real channel: the stated status, the field named, and nothing changed.
+"""Hostile and broken input through a real channel: the documented status, the named field, and no change.
 
-Each case is judged by the same fixture: the bucket and the rules are as before, no fail-open counter moved, and no
-line was logged.
+One fixture checks each case: the bucket and the rules are unchanged, no fail-open was counted, and nothing was logged.
 """
 
 import gzip
@@ -49,7 +48,7 @@ def limit_of(name, **fields):
     return pb.Limit(name=name, **{**valid, **fields})
 
 
-# No case may change the node, so that all have one for each transport.
+# No case may change the node, so all share one per transport.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -65,13 +64,13 @@ async def node(request, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def unharmed(node, caplog):
-    """The node, which must be the same after the test."""
+    """The node, which the test must not change."""
     caplog.set_level(logging.DEBUG)
     before = await state(node)
     caplog.clear()
     yield node
     assert await state(node) == before
-    # In debug mode asyncio tells what takes long: that is the machine's doing, not the input's.
+    # In debug mode asyncio logs slow callbacks, which depend on the machine, not the input.
     lines = [record for record in caplog.records if record.name != "asyncio"]
     assert [line for line in lines if line.levelno >= logging.INFO] == []
 
@@ -79,7 +78,7 @@ async def unharmed(node, caplog):
 async def state(node):
     peek = await node.checks.CheckRateLimit(check(peek=True))
     assigned = await node.plans.ListAssignments(pb.ListAssignmentsRequest())
-    # The feed's own look-up too: nothing half applied.
+    # Includes the feed's own look-up, to detect partial changes.
     served = list(node.feed.assignments.items())
     rules = await node.config.ListRateLimits(pb.ListRateLimitsRequest())
     return peek, rules, assigned, served, node.fail_opens(), node.stats.unexpected_total
@@ -91,7 +90,7 @@ def burst(number, **fields):
 
 
 def calendar(**fields):
-    """A limit of each month, or what else ``fields`` say."""
+    """A limit per month, unless ``fields`` differ."""
     valid = {"name": "month", "limit": 1, "algorithm": "fixed_window", "period": pb.MONTH}
     return pb.Limit(**{**valid, **fields})
 
@@ -109,7 +108,7 @@ def assignment(identifier="u", identifier_type="user", **fields):
 
 
 async def refusal(node, path, message):
-    """The status and the named fields with which a call is refused."""
+    """Return the status and the named fields of a refused call."""
     data = message if isinstance(message, bytes) else message.SerializeToString()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await node.raw(path, data)
@@ -144,12 +143,12 @@ async def refusal(node, path, message):
 @pytest.mark.parametrize(
     "path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET, EXPLAIN, *PLANS]
 )
-async def test_bytes_that_are_no_message_are_refused_with_a_fixed_text(unharmed, path, data):
+async def test_malformed_bytes_are_refused_with_a_fixed_text(unharmed, path, data):
     assert await refusal(unharmed, path, data) == (INVALID, ["request"])
 
 
 @pytest.mark.parametrize("name", ["identifier", "identifier_type", "endpoint"])
-async def test_text_that_is_no_utf8_is_named_by_its_field(unharmed, name):
+async def test_invalid_utf8_names_its_field(unharmed, name):
     number = pb.RateLimitRequest.DESCRIPTOR.fields_by_name[name].number
     data = check().SerializeToString() + field(number, b"\xff\xfe")
     assert await refusal(unharmed, CHECK, data) == (INVALID, [name])
@@ -157,7 +156,7 @@ async def test_text_that_is_no_utf8_is_named_by_its_field(unharmed, name):
 
 
 @pytest.mark.parametrize("wait_ms", [-1, 60_001, 2**31 - 1])
-async def test_a_wait_that_no_caller_would_wait_is_refused_and_named(unharmed, wait_ms):
+async def test_a_wait_out_of_range_is_refused_and_named(unharmed, wait_ms):
     message = check(max_wait_ms=wait_ms)
     for path in (CHECK, EXPLAIN):
         assert await refusal(unharmed, path, message) == (INVALID, ["max_wait_ms"])
@@ -247,12 +246,12 @@ async def test_a_malformed_further_identity_is_refused_and_named(unharmed, furth
     assert answer.error.startswith(f"requests[0].{named[0]}: ")
 
 
-async def test_an_identifier_that_is_no_utf8_is_named_by_its_identity(unharmed):
+async def test_an_identifier_with_invalid_utf8_names_its_identity(unharmed):
     data = check().SerializeToString() + field(7, field(1, b"api_key") + field(2, b"\xff"))
     assert await refusal(unharmed, CHECK, data) == (INVALID, ["also[0].identifier"])
 
 
-async def test_the_endpoint_of_the_rule_over_all_is_none_of_a_check(unharmed):
+async def test_the_endpoint_of_a_global_rule_is_invalid_in_a_check(unharmed):
     for path in (CHECK, EXPLAIN):
         assert await refusal(unharmed, path, check(endpoint="**")) == (INVALID, ["endpoint"])
     batch = pb.BatchRateLimitRequest(requests=[check(endpoint="**")])
@@ -260,7 +259,7 @@ async def test_the_endpoint_of_the_rule_over_all_is_none_of_a_check(unharmed):
     assert answer.error.startswith("requests[0].endpoint: ")
 
 
-async def test_a_mask_changes_no_rule_to_limits_that_are_none(unharmed):
+async def test_an_update_with_a_mask_refuses_invalid_limits(unharmed):
     existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
     for limits, named in (([FIRST, DAY, DAY], "limits[2].name"), ([FIRST] + [DAY] * 8, "limits")):
         message = pb.UpdateRateLimitRequest(
@@ -278,7 +277,7 @@ async def test_a_mask_changes_no_rule_to_limits_that_are_none(unharmed):
         ({"endpoint": "*"}, ["endpoint"]),
     ],
 )
-async def test_a_reset_of_everybody_names_nobody(unharmed, fields, named):
+async def test_a_reset_of_all_callers_refuses_an_identity(unharmed, fields, named):
     reset = pb.ResetRequest(**{"identifier_type": "all", "endpoint": "/a", **fields})
     assert await refusal(unharmed, RESET, reset) == (INVALID, named)
 
@@ -299,14 +298,14 @@ async def test_a_cost_that_is_negative_or_beyond_int32_is_refused_not_wrapped(un
     assert await refusal(unharmed, CHECK, data) == (INVALID, ["tokens_requested"])
 
 
-async def test_the_widest_cost_is_a_denial_that_says_waiting_will_not_help(unharmed):
+async def test_the_largest_cost_is_denied_as_above_the_limit(unharmed):
     answer = await unharmed.checks.CheckRateLimit(check(tokens_requested=2**31 - 1))
     assert (answer.allowed, answer.reason) == (False, pb.COST_EXCEEDS_LIMIT)
     assert answer.retry_after_seconds == 60
 
 
 @pytest.mark.parametrize("timestamp", [-1, 1, 2**63 - 1, -(2**63)])
-async def test_a_timestamp_out_of_tolerance_gives_way_to_the_nodes_clock(unharmed, timestamp):
+async def test_a_timestamp_out_of_tolerance_is_replaced_by_the_nodes_clock(unharmed, timestamp):
     before = unharmed.stats.clock_rejected_total
     answer = await unharmed.checks.CheckRateLimit(check(timestamp=timestamp, peek=True))
     assert answer == await unharmed.checks.CheckRateLimit(check(peek=True))
@@ -336,7 +335,7 @@ async def test_endpoints_are_compared_byte_for_byte(unharmed):
         assert (answer.reason, answer.remaining_tokens) == (pb.NO_RULE, 2**31 - 1)
 
 
-async def test_unknown_repeated_and_reordered_fields_are_read_as_protobuf_reads_them(unharmed):
+async def test_unknown_repeated_and_reordered_fields_are_parsed_as_by_protobuf(unharmed):
     plain = check(peek=True)
     odd = field(3, b"/x") + field(2, b"user") + field(99, b"z" * 1_000_000) + b"\x30\x01"
     odd += field(3, b"/a") + field(1, b"u")
@@ -366,20 +365,20 @@ async def test_a_small_message_that_unpacks_to_more_than_4_mib_is_resource_exhau
         (20_000, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-async def test_long_metadata_is_always_taken_and_longer_metadata_never(unharmed, length, code):
+async def test_metadata_is_always_accepted_up_to_the_bound_and_never_above(unharmed, length, code):
     data = check(peek=True).SerializeToString()
-    # Many times: between two bounds of grpc that differ, chance decides. A refusal takes grpc 0.3 s.
+    # Repeated, since grpc decides at random between its two bounds if they differ. A refusal takes grpc 0.3 s.
     for _ in range(40 if code is grpc.StatusCode.OK else 4):
         found, _answer = await unharmed.outcome(CHECK, data, metadata=(("x-long", "v" * length),))
         assert found is code
 
 
-async def test_an_empty_batch_is_answered_with_none(unharmed):
+async def test_an_empty_batch_gets_an_empty_answer(unharmed):
     answer = await unharmed.checks.CheckRateLimitBatch(pb.BatchRateLimitRequest())
     assert len(answer.responses) == 0
 
 
-async def test_a_batch_of_the_bound_is_answered_and_one_more_is_refused_uncharged(unharmed):
+async def test_a_batch_at_the_bound_is_answered_and_a_longer_one_refused_uncharged(unharmed):
     items = [check(peek=True)] * 1000
     answer = await unharmed.checks.CheckRateLimitBatch(pb.BatchRateLimitRequest(requests=items))
     assert len(answer.responses) == 1000
@@ -418,7 +417,7 @@ async def test_a_million_empty_entries_are_refused_before_they_are_parsed(unharm
     assert await refusal(unharmed, path, data) == (INVALID, ["request"])
 
 
-async def test_a_malformed_item_is_answered_in_place_and_its_neighbours_are_not_touched(unharmed):
+async def test_a_malformed_item_is_answered_in_place_without_effect_on_others(unharmed):
     batch = pb.BatchRateLimitRequest(
         requests=[check(peek=True), check(endpoint="*"), check(peek=True)]
     )
@@ -523,7 +522,7 @@ async def test_numbers_of_a_rule_that_do_not_fit_are_refused_not_wrapped(unharme
 
 
 @pytest.mark.parametrize("name", ["endpoint", "identifier_type", "algorithm", "id"])
-async def test_text_of_a_rule_that_is_no_utf8_is_named_by_its_field(unharmed, name):
+async def test_invalid_utf8_in_a_rule_names_its_field(unharmed, name):
     number = pb.RateLimit.DESCRIPTOR.fields_by_name[name].number
     data = field(1, rule(id=OTHER_ID).SerializeToString() + field(number, b"\xc3\x28"))
     for path in (CREATE, UPDATE):
@@ -545,7 +544,7 @@ async def test_a_create_without_a_rule_names_what_is_missing(unharmed):
     assert "rate_limit.endpoint" in named
 
 
-async def test_an_id_that_is_no_uuid_is_refused(unharmed):
+async def test_an_id_that_is_not_a_uuid_is_refused(unharmed):
     message = pb.CreateRateLimitRequest(rate_limit=rule(id="not-a-uuid"))
     assert await refusal(unharmed, CREATE, message) == (INVALID, ["rate_limit.id"])
     message = pb.UpdateRateLimitRequest(rate_limit=rule())
@@ -561,7 +560,7 @@ async def test_an_unknown_id_is_not_found(unharmed):
     assert (await refusal(unharmed, DELETE, message))[0] is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_second_rule_for_the_pair_or_under_the_id_already_exists(unharmed):
+async def test_a_second_rule_with_the_same_place_or_id_already_exists(unharmed):
     existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
     for duplicate in (rule(endpoint="/a"), rule(id=existing.id)):
         message = pb.CreateRateLimitRequest(rate_limit=duplicate)
@@ -569,7 +568,7 @@ async def test_a_second_rule_for_the_pair_or_under_the_id_already_exists(unharme
         assert code is grpc.StatusCode.ALREADY_EXISTS
 
 
-async def test_an_etag_that_is_not_the_rules_aborts(unharmed):
+async def test_a_stale_etag_aborts(unharmed):
     existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
     message = pb.DeleteRateLimitRequest(id=existing.id, etag="stale")
     assert (await refusal(unharmed, DELETE, message))[0] is grpc.StatusCode.ABORTED
@@ -578,7 +577,7 @@ async def test_an_etag_that_is_not_the_rules_aborts(unharmed):
 
 
 @pytest.mark.parametrize("path", ["nope", "id", "etag", "Limit", "rate_limit.limit", "*", "\u2028"])
-async def test_a_mask_that_names_what_cannot_be_changed_is_refused(unharmed, path):
+async def test_a_mask_with_an_immutable_field_is_refused(unharmed, path):
     existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
     message = pb.UpdateRateLimitRequest(
         rate_limit=rule(id=existing.id), update_mask=FieldMask(paths=["limit", path])
@@ -594,7 +593,7 @@ async def test_a_mask_of_many_unknown_paths_is_refused_in_a_short_answer(unharme
     assert await refusal(unharmed, UPDATE, message) == (INVALID, ["update_mask"] * 16)
 
 
-async def test_a_masked_field_that_is_not_sent_is_its_zero_and_refused_as_such(unharmed):
+async def test_an_unset_field_in_the_mask_is_zero_and_refused(unharmed):
     existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
     message = pb.UpdateRateLimitRequest(
         rate_limit=pb.RateLimit(id=existing.id), update_mask=FieldMask(paths=["limit"])
@@ -617,14 +616,14 @@ async def test_a_masked_field_that_is_not_sent_is_its_zero_and_refused_as_such(u
         (pb.ListRateLimitsRequest(identifier_type="x").SerializeToString(), "identifier_type"),
     ],
 )
-async def test_what_a_listing_refuses_is_named_and_a_huge_page_is_cut(unharmed, data, named):
+async def test_a_malformed_listing_is_named_and_a_huge_page_size_is_capped(unharmed, data, named):
     if named is None:
         assert await unharmed.raw(LIST, data)
     else:
         assert await refusal(unharmed, LIST, data) == (INVALID, [named])
 
 
-async def test_a_token_that_was_changed_or_moved_to_other_filters_is_refused(unharmed):
+async def test_an_altered_page_token_or_one_of_other_filters_is_refused(unharmed):
     await unharmed.rule("/b")
     first = await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest(page_size=1))
     token = first.next_page_token
@@ -640,7 +639,7 @@ async def test_a_token_that_was_changed_or_moved_to_other_filters_is_refused(unh
     await unharmed.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rules[1].id))
 
 
-async def test_the_reset_of_an_unknown_bucket_is_fine(unharmed):
+async def test_the_reset_of_an_unknown_bucket_succeeds(unharmed):
     await unharmed.health.ResetRateLimit(
         pb.ResetRequest(identifier="stranger", identifier_type="user", endpoint="/nowhere")
     )
@@ -651,8 +650,8 @@ async def test_too_many_metric_names_are_refused(unharmed):
     assert await refusal(unharmed, METRICS, message) == (INVALID, ["names"])
 
 
-async def test_the_widest_rule_is_answered_within_the_fields(node):
-    """The numbers of an answer fit its fields at the extremes, so no answer can fail to be written."""
+async def test_answers_of_the_largest_rule_fit_their_fields(node):
+    """The extreme numbers of an answer fit its fields, so every answer can be encoded."""
     for algorithm in ("token_bucket", "sliding_window", "fixed_window"):
         for limit, window_seconds in ((2**31 - 1, 1), (1, 2**31 - 1), (2**31 - 1, 2**31 - 1)):
             created = await node.rule(
@@ -684,7 +683,7 @@ async def test_the_widest_rule_is_answered_within_the_fields(node):
         ("", "all", ["identifier", "identifier_type"]),
     ],
 )
-async def test_an_identity_that_no_check_may_name_has_no_plan(
+async def test_an_identity_invalid_in_checks_is_refused_for_plans(
     unharmed, identifier, identifier_type, named
 ):
     wrong = assignment(identifier, identifier_type)
@@ -730,14 +729,14 @@ async def test_a_malformed_field_of_an_assignment_is_refused_and_named(unharmed,
     ("number", "name"),
     [(2, "plan"), (4, "note")],
 )
-async def test_text_of_an_assignment_that_is_no_utf8_is_named_by_its_field(unharmed, number, name):
+async def test_invalid_utf8_in_an_assignment_names_its_field(unharmed, number, name):
     data = field(1, assignment().SerializeToString() + field(number, b"\xc3\x28"))
     assert await refusal(unharmed, ASSIGN, data) == (INVALID, [f"assignment.{name}"])
     identity = field(1, field(1, b"user") + field(2, b"\xff"))
     assert await refusal(unharmed, UNASSIGN, identity) == (INVALID, ["identity.identifier"])
 
 
-async def test_a_batch_of_assignments_is_of_1_to_1000_with_each_identity_once(unharmed):
+async def test_a_batch_of_assignments_has_1_to_1000_distinct_identities(unharmed):
     many = [assignment(f"v{number}") for number in range(1_001)]
     for batch in ([], many):
         message = pb.BatchAssignPlansRequest(assignments=batch)
@@ -748,7 +747,7 @@ async def test_a_batch_of_assignments_is_of_1_to_1000_with_each_identity_once(un
     assert await refusal(unharmed, ASSIGN_BATCH, twice) == (INVALID, ["assignments[1].identity"])
 
 
-async def test_one_stale_etag_in_a_batch_keeps_all_of_it_out(unharmed):
+async def test_one_stale_etag_refuses_the_whole_batch(unharmed):
     message = pb.BatchAssignPlansRequest(
         assignments=[assignment("v"), assignment(plan="free", etag="stale")]
     )
@@ -823,12 +822,12 @@ def whole_set(*rules, **options):
         ([{"endpoint": "/b"}], {"as_of": 1}, ["as_of"]),
     ],
 )  # fmt: skip
-async def test_a_wrong_rule_keeps_a_whole_set_out_and_is_named(unharmed, rules, options, named):
+async def test_an_invalid_rule_refuses_the_whole_set_and_is_named(unharmed, rules, options, named):
     message = whole_set(*rules, **options)
     assert await refusal(unharmed, APPLY, message) == (INVALID, named)
 
 
-async def test_of_many_wrong_rules_fifteen_are_named_and_the_others_counted(unharmed):
+async def test_fifteen_of_many_invalid_rules_are_named_and_the_rest_counted(unharmed):
     message = whole_set(*({"endpoint": f"/{n}", "limit": 0} for n in range(40)))
     named = [*(f"rate_limits[{n}].limit" for n in range(15)), "rate_limits"]
     assert await refusal(unharmed, APPLY, message) == (INVALID, named)
@@ -846,11 +845,11 @@ async def test_of_many_wrong_rules_fifteen_are_named_and_the_others_counted(unha
         field(1, b"\x4a\x00" * 9_000),
     ],
 )
-async def test_bytes_that_are_no_whole_set_are_refused(unharmed, data):
+async def test_malformed_bytes_of_a_whole_set_are_refused(unharmed, data):
     assert await refusal(unharmed, APPLY, data) == (INVALID, ["request"])
 
 
-async def test_text_of_a_rule_that_is_no_utf8_is_named_with_its_place(unharmed):
+async def test_invalid_utf8_in_a_rule_of_a_set_names_its_place(unharmed):
     sound = whole_set({"endpoint": "/b"}).SerializeToString()
     broken = field(1, whole_set({}).rate_limits[0].SerializeToString() + field(2, b"\xc3\x28"))
     assert await refusal(unharmed, APPLY, sound + broken) == (

@@ -34,7 +34,7 @@ async def test_a_cost_of_zero_is_one_and_a_peek_spends_nothing(node):
         assert (await node.checks.CheckRateLimit(check(**fields))).remaining_tokens == left
 
 
-async def test_no_rule_allows_and_says_so(node):
+async def test_a_check_without_a_rule_is_allowed_with_that_reason(node):
     answer = await node.checks.CheckRateLimit(check())
     expected = pb.RateLimitResponse(
         allowed=True, remaining_tokens=2**31 - 1, reset_time=0, reason=pb.NO_RULE
@@ -42,7 +42,7 @@ async def test_no_rule_allows_and_says_so(node):
     assert answer == expected
 
 
-async def test_an_unexpected_error_inside_a_check_is_the_specifications_fail_open(node):
+async def test_an_unexpected_error_in_a_check_fails_open(node):
     await node.rule("/a")
 
     def broken(*_args):

@@ -1,4 +1,4 @@
-"""Many calls in one write on one connection of the native transport: each stream has one answer, and the right one."""
+"""Many calls in one write on one connection of the native transport: each stream gets exactly one correct answer."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ async def node(tmp_path):
 
 
 async def outcomes(line, calls, pieces=1):
-    """(status, body) of each call by its place; all are written at once, or cut into so many pieces."""
+    """Return (status, body) of each call, in order; all are written at once, or cut into this number of pieces."""
     timeouts = ({}, {"grpc_timeout": "9S"}, {"grpc_timeout": "20S"})
     octets = b"".join(
         line.call_octets(2 * place + 1, path, message, **timeouts[place % 3])
@@ -61,7 +61,7 @@ async def outcomes(line, calls, pieces=1):
             if frame.flags & END_STREAM:
                 ends[place] += 1
                 statuses[place] = int(fields[b"grpc-status"])
-    # Whatever else was sent comes before the answer to a PING.
+    # All other frames of the server precede the answer to a PING.
     line.send(ping(b"the end."))
     while (frame := await line.frame()).type != PING:
         assert frame.type not in (DATA, HEADERS)
@@ -70,7 +70,7 @@ async def outcomes(line, calls, pieces=1):
 
 
 def checks_of_all_kinds():
-    """A check of each kind, each about a bucket of its own."""
+    """A check of each kind, each with its own bucket."""
     names = (f"n{number}" for number in range(1_000))
     plain = [canonical(next(names), "user", "/a", cost) for cost in (0, 1, 2, 10, 11)]
     addresses = [canonical(f"10.0.0.{number}", "ip", "/b") for number in range(5)]
@@ -97,7 +97,7 @@ def checks_of_all_kinds():
 
 
 def expected_of(node):
-    """Answers as of a service that takes one check at a time, with buckets of its own."""
+    """Answers of a service that handles one check at a time, with its own buckets."""
     stats = CheckStats()
     limiter = OneByOne(
         buckets=BucketTable(1_000),
@@ -148,7 +148,7 @@ async def test_checks_of_all_kinds_among_other_methods_are_each_answered_once(no
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-async def test_together_checks_get_no_more_than_there_is(node, pieces):
+async def test_checks_sent_together_never_exceed_the_limit(node, pieces):
     one = canonical("ada", "user", "/a")
     spellings = [one, one, one + b"\x20\x01", one + b"\x28\x00", one[5:] + one[:5]]
     async with line_to(node.address) as line:
@@ -184,5 +184,5 @@ async def test_checks_that_fail_are_answered_fail_open_and_counted_once(node, br
     assert len(errors) == sum(failed)
     stats = node.stats
     assert (stats.allowed_total, stats.blocked_total, sum(stats.latency_counts)) == (60, 0, 60)
-    # Its own memory is all of the state: a bucket that was never seen is no miss.
+    # The node's memory is the whole state, so a new bucket is not a miss.
     assert (stats.bucket_looked_total, stats.bucket_missed_total) == (60 - sum(failed), 0)

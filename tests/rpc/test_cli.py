@@ -1,4 +1,4 @@
-"""The command line against a real node: every group of commands, and the ends that only a process can show."""
+"""The command line against a real node: every group of commands, and exits that only a process can show."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ HEEDS_CTRL_C = (
     "-c",
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
 )
-"""Starts a command as a terminal would: what runs in the background of a script inherits that SIGINT is ignored."""
+"""Starts a command as a terminal would: background processes of a script inherit an ignored SIGINT."""
 
 UNKNOWN_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 
@@ -36,7 +36,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def ask(capsys, monkeypatch):
-    """Run a command line beside the node: in a thread, since the node needs the loop of this one."""
+    """Run a command line in a thread, since the node needs this event loop."""
     monkeypatch.delenv("RATELIMITD_TOKEN", raising=False)
 
     async def run(node, *arguments):
@@ -76,7 +76,7 @@ async def test_a_limit_is_made_used_up_and_reset(node, ask):
     assert "remaining  1\n" in (await ask(node, "check", *LOGIN)).out
 
 
-async def test_more_checks_than_a_batch_holds_are_all_asked(node, ask):
+async def test_checks_above_the_batch_size_are_all_sent(node, ask):
     await ask(node, "rules", "create", "*", "user", "--limit", 1001, "--window-seconds", 60)
     ended = await ask(node, "check", "user", "alice", "/x", "--count", 1002)
     assert ended.status == 3
@@ -111,7 +111,7 @@ async def test_the_example_book_is_applied_and_exported_without_a_difference(nod
         assert (await ask(other, "rules", "export")).out == exported.read_text()
 
 
-async def test_rules_move_and_make_room_for_each_other_in_one_apply(node, ask, tmp_path):
+async def test_one_apply_moves_rules_into_each_others_places(node, ask, tmp_path):
     file = tmp_path / "rules.yaml"
     fields = "identifier_type: user, limit: 5, window_seconds: 60, algorithm: token_bucket"
     ids = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(3)]
@@ -156,7 +156,7 @@ async def test_a_file_is_compared_and_applied_only_if_no_rule_was_changed_since(
     assert "  rules[0].id: the rule for this endpoint and identifier_type has the id" in taken.err
 
 
-async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
+async def test_rules_revert_from_the_command_line(node, ask, tmp_path):
     create = ("rules", "create", "/a", "user", "--limit", 5, "--window-seconds", 60)
     assert (await ask(node, *create)).status == 0
     exported = (await ask(node, "rules", "export")).out
@@ -183,7 +183,7 @@ async def test_rules_go_back_to_what_they_were(node, ask, tmp_path):
     assert (await ask(node, "rules", "revert", 0)).status == 2
 
 
-async def test_a_change_tells_the_command_that_takes_it_back(node, ask):
+async def test_a_change_prints_the_command_that_reverts_it(node, ask):
     create = ("rules", "create", "/a", "user", "--limit", 5, "--window", "1m")
     assert (await ask(node, *create)).out.endswith("\nthe rules are at revision 1\n")
     same = await ask(node, "rules", "update", "/a", "user", "--limit", 5)
@@ -204,7 +204,7 @@ async def test_every_wrong_field_of_a_rule_is_named(node, ask):
         assert field in ended.err
 
 
-async def test_an_update_changes_what_was_named_and_an_old_etag_nothing(node, ask):
+async def test_an_update_changes_named_fields_only_and_a_stale_etag_none(node, ask):
     create = ("rules", "create", "/x", "user", "--limit", 5, "--window-seconds", 60, "--json")
     rule = json.loads((await ask(node, *create)).out)
     update = ("rules", "update", rule["id"], "--limit", 7, "--disable", "--etag", rule["etag"])
@@ -244,14 +244,14 @@ async def test_health_and_metrics_are_shown(node, ask):
 
 
 @pytest.mark.parametrize("options", [[], ["--count", 2]])
-async def test_an_identifier_that_is_no_address_is_an_error_and_no_denial(node, ask, options):
+async def test_an_invalid_address_is_an_error_and_not_a_denial(node, ask, options):
     ended = await ask(node, "check", "ip", "not-an-address", "/login", *options)
     assert ended.status == 1
     assert ended.err.startswith("Error: invalid argument: identifier: ")
     assert "not-an-address" not in ended.err
 
 
-async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path, transport):
+async def test_a_token_grants_access_and_is_never_shown(ask, tmp_path, transport):
     token = tmp_path / "token"
     token.write_text("an-admin-token\n")
     async with running_node(
@@ -267,7 +267,7 @@ async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path, tr
         assert (await ask(node, "check", "user", "alice", "/x")).status == 0
 
 
-async def test_a_node_that_has_stopped_is_status_2(ask, transport):
+async def test_a_stopped_node_is_exit_status_2(ask, transport):
     async with running_node(log_level="error", transport=transport) as node:
         pass
     ended = await ask(node, "health")
@@ -275,7 +275,7 @@ async def test_a_node_that_has_stopped_is_status_2(ask, transport):
     assert "cannot reach a node" in ended.err
 
 
-async def test_the_http_port_is_named_as_what_it_is(capsys):
+async def test_the_error_for_an_http_port_names_it(capsys):
     async with running_node(log_level="error") as node:
         command = ["health", "--target", node.http_address]
         assert await asyncio.to_thread(main, command) == 2
@@ -299,7 +299,7 @@ def test_ctrl_c_while_waiting_is_quiet():
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
-def test_a_reader_that_went_away_is_quiet():
+def test_a_closed_stdout_is_quiet():
     process = subprocess.Popen(
         [COMMAND, "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

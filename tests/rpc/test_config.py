@@ -1,4 +1,4 @@
-"""The rules as an operator works with them: created, changed, deleted and listed through a real channel."""
+"""Rules are created, changed, deleted and listed through a real channel."""
 
 import sqlite3
 import uuid
@@ -78,7 +78,7 @@ async def test_an_update_with_a_mask_changes_exactly_the_named_fields(node):
     changed = await update(node, pb.RateLimit(id=created.id, limit=9, endpoint="/z"), "limit")
     created.limit, created.etag = 9, changed.etag
     assert changed == created
-    # Named and not sent is the type's zero, which is how a caller without "optional" disables a rule.
+    # An unset field in the mask is the type's zero, with which a caller without "optional" disables a rule.
     disabled = await update(node, pb.RateLimit(id=created.id), "enabled")
     assert not disabled.enabled
     assert (await node.checks.CheckRateLimit(check())).reason == pb.NO_RULE
@@ -161,7 +161,7 @@ async def write_while_locked(node, tmp_path):
         lock.close()
 
 
-async def test_who_changed_a_rule_is_kept(node, tmp_path):
+async def test_the_actor_of_a_change_is_recorded(node, tmp_path):
     await node.rule("/a")
     with sqlite3.connect(tmp_path / "rules.db") as connection:
         assert connection.execute("SELECT actor FROM rule_audit").fetchall() == [

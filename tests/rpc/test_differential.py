@@ -1,7 +1,7 @@
-"""Thousands of generated calls to two nodes that differ in nothing but their transport: equal answers, equal state.
+"""Thousands of generated calls to two nodes that differ only in their transport: equal answers, equal state.
 
-grpcio is the reference. What the two may answer differently, and why, is the table ``DIFFERENCES`` and nothing else. A
-call that fails prints what it takes to ask it again.
+grpcio is the reference. ``DIFFERENCES`` lists all permitted differences and their reasons. A failed call prints a text
+to repeat it.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ OPEN, GUARDED = (
 
 COUNTED = ("allowed_total", "blocked_total", "invalid_total", "clock_rejected_total", "bucket_looked_total",
            "bucket_known_total", "fail_open_breaker_total", "fail_open_error_total")  # fmt: skip
-"""What every decision is counted by."""
+"""The counters of decisions."""
 
 LEFT = {
     (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"),
@@ -48,12 +48,12 @@ LEFT = {
     (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival"),
     (grpc.StatusCode.CANCELLED, "Locally cancelled by application!"),
 }
-"""How a call ends whose client did not wait; which of the two ends is first to say so is chance."""
+"""Ends of a call whose client did not wait; client or server may report it first."""
 
 A_PEEK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a", peek=True)
 PEEK = Asked(CHECK, (A_PEEK.SerializeToString(),))
 NO_PATIENCE_S = 0.5
-"""Deadline of a call that one of the two never answers."""
+"""Deadline of a call that one of the two transports never answers."""
 
 Verdict = tuple[grpc.StatusCode, str]
 """A status, and a pattern for the whole of its text."""
@@ -85,7 +85,7 @@ def _messages(number, **changes):
 
 
 DIFFERENCES = {
-    # RFC 9113 calls these requests malformed, and a malformed request is a stream error; grpcio looks away.
+    # RFC 9113 makes these malformed requests a stream error; grpcio accepts them.
     "8.2.1: a value that begins or ends with a space": Difference(_with("x", " a "), _OK, _RESET),
     "8.2.2: fields that are about connections": Difference(
         _with("connection", "close"), _OK, _RESET
@@ -95,7 +95,7 @@ DIFFERENCES = {
     "8.2.1: an octet 0 in the path": Difference(
         replace(PEEK, path="/\x00"), _UNIMPLEMENTED, _RESET
     ),
-    # A method of one question got another number of them. grpcio passes over the second, and waits for the first.
+    # A unary method received another number of messages. grpcio ignores the second, and waits for the first.
     "two messages for one": Difference(_messages(2), _OK, _TOO_MANY),
     "no message": Difference(_messages(0, timeout_s=NO_PATIENCE_S), _NEVER, _TOO_FEW),
     "two messages for a watch": Difference(
@@ -103,7 +103,7 @@ DIFFERENCES = {
         (grpc.StatusCode.CANCELLED, "Locally cancelled by application!"),
         _TOO_MANY,
     ),
-    # The status is the same. We stop before we know a size that grpcio, which read all of it, can name.
+    # The status is the same. We stop before the size is known; grpcio reads the whole message and names it.
     "metadata above 16 KiB": Difference(
         _with("x", "v" * (16 << 10)),
         (_TOO_LARGE, r"received metadata size exceeds hard limit \(.*"),
@@ -114,14 +114,14 @@ DIFFERENCES = {
         (_TOO_LARGE, r"SERVER: Received message larger than max \(4194305 vs\. 4194304\)"),
         (_TOO_LARGE, "Decompressed message larger than max"),
     ),
-    # A block of header fields that is larger still would cost us its memory; HTTP/2 leaves only to close.
+    # An even larger header block would cost us its memory; in HTTP/2 only closing the connection avoids that.
     "metadata above 64 KiB": Difference(
         _with("x", "v" * (80 << 10)),
         (_TOO_LARGE, r"received metadata size exceeds hard limit \(.*"),
         (grpc.StatusCode.UNAVAILABLE, ".*a header block is too large.*"),
     ),
 }
-"""All there is, by name; docs/protocol.md tells callers."""
+"""All permitted differences by name; docs/protocol.md documents them."""
 
 
 class Side(NamedTuple):
@@ -134,7 +134,7 @@ class Side(NamedTuple):
 
 @pytest.fixture
 async def sides(tmp_path, client, credentials):
-    """A node on grpcio and one on the native transport, equal in everything else, chance included."""
+    """A node on grpcio and one on the native transport, equal in everything else, including random numbers."""
     async with AsyncExitStack() as stack:
         found = []
         for transport in ("grpcio", "native"):
@@ -184,7 +184,7 @@ async def test_generated_calls_are_answered_alike_and_leave_the_same_state(
 @pytest.mark.parametrize("name", DIFFERENCES)
 @pytest.mark.parametrize("client", ["aio"])
 @pytest.mark.parametrize("credentials", [OPEN], ids=["open"])
-async def test_a_known_difference_is_as_told(sides, client, credentials, name):
+async def test_a_known_difference_is_as_documented(sides, client, credentials, name):
     difference = DIFFERENCES[name]
     for side, (code, pattern) in zip(sides, difference[1:], strict=True):
         seen = await side.client.ask(difference.asked)
@@ -194,7 +194,7 @@ async def test_a_known_difference_is_as_told(sides, client, credentials, name):
 
 
 async def agree(sides: Sequence[Side], asked: Asked) -> Seen:
-    """Ask both nodes, see that they say the same, and return it."""
+    """Call both nodes, check that the answers are equal, and return them."""
     first, second = await asyncio.gather(*(side.client.ask(asked) for side in sides))
     if inflates_too_far(asked):
         assert (first.code, second.code) == (_TOO_LARGE, _TOO_LARGE), asked
@@ -210,12 +210,12 @@ def inflates_too_far(asked: Asked) -> bool:
 
 
 def may_be_left(asked: Asked) -> bool:
-    """Whether the client may be gone before the answer comes."""
+    """Whether the client may have left before the answer arrives."""
     return asked.cancel_after == 0 or (asked.timeout_s is not None and asked.timeout_s < 1)
 
 
 async def agree_but_for_chance(sides: Sequence[Side], asked: Asked) -> Seen:
-    """Ask both; each must answer as to a client with patience, or end as for one without."""
+    """Call both; each must answer as for a client that waits, or end as for one that leaves."""
     patient = replace(
         asked, timeout_s=PATIENCE_S, cancel_after=1 if "_stream" in asked.kind else None
     )
@@ -241,7 +241,7 @@ def looks_at_the_state():
 
 
 def insides(side: Side):
-    """What a node has counted, and what it wrote down about the edits of its rules."""
+    """The counters of a node, and its audit trail of the rules."""
     with sqlite3.connect(side.database) as connection:
         audit = connection.execute("SELECT * FROM rule_audit ORDER BY revision").fetchall()
     connection.close()

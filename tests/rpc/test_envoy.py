@@ -1,4 +1,4 @@
-"""Envoy's rate limit service as Envoy meets it: over both transports, on the port of everything else."""
+"""Envoy's rate limit service as Envoy calls it: over both transports, on the common port."""
 
 import asyncio
 
@@ -59,7 +59,7 @@ async def test_nothing_is_charged_unless_all_descriptors_pass(node):
     assert status.limit_remaining == 3
 
 
-async def test_many_at_once_never_get_more_than_the_limit(node):
+async def test_concurrent_requests_never_exceed_the_limit(node):
     await node.rule("edge/path=/login", "ip", limit=7)
     await node.rule("edge", "user", limit=100)
     answers = await asyncio.gather(*(ask(node, "edge", LOGIN, ADA) for _ in range(20)))
@@ -93,19 +93,19 @@ async def hold(node, cost=4, metadata=(), endpoint="/a"):
 
 
 async def give_back(node, *holds, **options):
-    """Give tokens of holds back: pairs of the text and the tokens."""
+    """Refund tokens of holds, as pairs of the hold's text and the tokens."""
     request = giving_back(*(([("hold", text)], hits) for text, hits in holds))
     return await node.outcome(METHOD, request.SerializeToString(), **options)
 
 
 async def left(node):
-    """Tokens left of 10; a peek answers as if it spent one."""
+    """Return the tokens left of 10; a peek answers as if it consumed one."""
     check = pb.RateLimitRequest(identifier="ada", identifier_type="user", endpoint="/a", peek=True)
     answer = await node.checks.CheckRateLimit(check)
     return answer.remaining_tokens + answer.allowed
 
 
-async def test_hits_of_holds_are_given_back_once(node):
+async def test_hits_of_holds_are_refunded_once(node):
     rule = await node.rule()
     held = [(await hold(node), 3), (await hold(node), 4)]
     assert await left(node) == 2
@@ -121,7 +121,7 @@ async def test_hits_of_holds_are_given_back_once(node):
     assert node.stats.hold_tokens == {"held": 8, "refunded": 7, "debt": 0}
 
 
-async def test_a_settle_and_hits_that_are_given_back_are_one(node):
+async def test_a_hold_settled_before_refunds_only_the_same_hits(node):
     await node.rule()
     text = await hold(node)
     assert (await node.holds.Settle(pb.SettleRequest(hold=text, actual=1))).known
@@ -132,7 +132,7 @@ async def test_a_settle_and_hits_that_are_given_back_are_one(node):
     assert await left(node) == 9
 
 
-async def test_hits_of_a_hold_that_has_ended_are_not_given_back(node):
+async def test_hits_of_an_ended_hold_are_not_refunded(node):
     await node.rule(window_seconds=3_600)
     text = await hold(node)
     node.clock.advance(seconds=60)
@@ -142,7 +142,7 @@ async def test_hits_of_a_hold_that_has_ended_are_not_given_back(node):
     assert await left(node) == 6
 
 
-async def test_the_limit_that_would_decide_a_check_is_told_of_several(node):
+async def test_the_answer_shows_the_limit_that_would_decide_a_check(node):
     limits = [
         pb.Limit(name="minute", limit=10, window_seconds=60, algorithm="token_bucket"),
         pb.Limit(name="hour", limit=100, window_seconds=3_600, algorithm="fixed_window"),
@@ -158,7 +158,7 @@ async def test_the_limit_that_would_decide_a_check_is_told_of_several(node):
     assert (status.limit_remaining, status.current_limit.requests_per_unit) == (7, 10)
 
 
-async def test_where_nothing_was_held_nothing_is_given_back_and_the_answer_is_ok(node):
+async def test_an_empty_hold_refunds_nothing_and_the_answer_is_ok(node):
     code, data = await give_back(node, (await hold(node), 3))
     assert code is grpc.StatusCode.OK
     answer = Response.FromString(data)
@@ -166,7 +166,7 @@ async def test_where_nothing_was_held_nothing_is_given_back_and_the_answer_is_ok
     assert not answer.statuses[0].HasField("current_limit")
 
 
-async def test_a_limit_that_is_deleted_meanwhile_is_left_out(node):
+async def test_a_limit_deleted_meanwhile_is_omitted(node):
     rule = await node.rule()
     text = await hold(node)
     await node.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rule.id))
@@ -175,7 +175,7 @@ async def test_a_limit_that_is_deleted_meanwhile_is_left_out(node):
     assert not Response.FromString(data).statuses[0].HasField("current_limit")
 
 
-async def test_hits_are_given_back_to_the_caller_alone_that_made_the_hold(tmp_path, transport):
+async def test_hits_are_refunded_only_to_the_caller_that_made_the_hold(tmp_path, transport):
     credentials = Credentials(admin_token="admin-token", check_token="check-token")
     as_check = (("authorization", "Bearer check-token"),)
     as_admin = (("authorization", "Bearer admin-token"),)
@@ -203,7 +203,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-async def test_bad_input_is_refused_by_name_and_never_let_through(node, field):
+async def test_bad_input_is_refused_and_named(node, field):
     await node.rule("edge", "user")
     code, text = await node.outcome(METHOD, WRONG[field].SerializeToString())
     assert (code, text.partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
@@ -211,7 +211,7 @@ async def test_bad_input_is_refused_by_name_and_never_let_through(node, field):
     assert node.stats.allowed_total == 0
 
 
-async def test_it_asks_for_the_check_role(tmp_path, transport):
+async def test_the_check_role_is_required(tmp_path, transport):
     credentials = Credentials(check_token="the-check-token")
     async with running_node(tmp_path, transport=transport, credentials=credentials) as node:
         data = request_of("edge", ADA).SerializeToString()

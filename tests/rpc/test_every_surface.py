@@ -1,4 +1,4 @@
-"""The table of roles, cell by cell: each method on each surface under each credential, asked of real nodes."""
+"""The table of roles, cell by cell: each role on each interface with each credential, against real nodes."""
 
 from contextlib import contextmanager
 from itertools import groupby
@@ -13,7 +13,7 @@ from tests.system.process import Files
 CREDENTIALS = ("none", "wrong", "check", "admin")
 
 OWN = {"none": "c--", "wrong": "c--", "check": "c--", "admin": "cra"}
-"""Which of check, read and admin a credential holds on a node without settings: anybody may check."""
+"""Roles (check, read, admin) of each credential on a node without settings, where every caller may check."""
 
 GUARDED = {"none": "---", "wrong": "---", "check": "c--", "admin": "cra"}
 """The same with CHECK_TOKEN and ADMIN_TOKEN."""
@@ -24,14 +24,14 @@ CHECK_ONLY = GUARDED
 
 @contextmanager
 def node_with(directory, transport, *settings):
-    # What HTTP answers does not depend on the transport of gRPC.
+    # HTTP does not depend on the transport of gRPC.
     http = () if transport == "native" else ("--http-listen", "")
     with Files(directory).serving("--transport", transport, *http, *settings) as node:
         yield node
 
 
 def holds(node, credential):
-    """The headers of a credential."""
+    """Return the headers of a credential."""
     tokens = {
         "none": None,
         "wrong": "wrong",
@@ -42,7 +42,7 @@ def holds(node, credential):
 
 
 def observed(node, credential):
-    """Which of check, read and admin the credential holds on every surface, by surface."""
+    """Return the roles (check, read, admin) of a credential by interface."""
     found = sorted(attempts(node.grpc_address, node.http_address, holds(node, credential)))
     surfaces = 4 if node.http_address != "off" else 1
     assert len(found) >= 2 * len(REQUESTS) * surfaces

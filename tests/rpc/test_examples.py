@@ -1,4 +1,4 @@
-"""The examples do what they say, against a node that was seeded with the example book."""
+"""The examples work as documented, against a node with the example book."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ README = (EXAMPLES / "first_check" / "README.md").read_text(encoding="utf-8")
 
 
 def example(path):
-    """Load a script by its path, as nobody imports it."""
+    """Load a script by its path, since it is not in a package."""
     spec = spec_from_file_location("example", path)
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,7 @@ def example(path):
 
 
 def snippets(command):
-    """The indented command lines of the page that begin so, each in one line."""
+    """Return the indented command lines of the page that begin with ``command``, each in one line."""
     text = README.replace("\\\n", "")
     return [line.strip() for line in re.findall(rf"^    {command} .*$", text, re.MULTILINE)]
 
@@ -74,12 +74,12 @@ async def test_the_python_example_answers_as_a_web_application_would(node):
     assert answers[5:] == ["429 Too Many Requests (Retry-After: 60)"] * 2
 
 
-def test_the_python_example_asks_the_node_that_the_command_asks(monkeypatch):
+def test_the_python_example_uses_the_target_of_the_command(monkeypatch):
     monkeypatch.setenv("RATELIMITD_TARGET", "127.0.0.1:9191")
     assert example(EXAMPLES / "first_check" / "first_check.py").TARGET == "127.0.0.1:9191"
 
 
-async def test_the_python_example_lets_requests_through_when_nobody_answers():
+async def test_the_python_example_fails_open_without_a_node():
     script = example(EXAMPLES / "first_check" / "first_check.py")
 
     def once():

@@ -1,4 +1,4 @@
-"""What is told beforehand is what happens: an explanation and the check after it, a limit on paper and in force."""
+"""Predictions hold: explanations match the checks after them, observed limits match enforced ones."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ NAMES = {"user": ("ada", "bob"), "tenant": ("t", "u"), "ip": ("::1", "::2")}
 
 
 class Asked:
-    """A node with a declared type, a clock of the test, and stubs of its services."""
+    """A node with a declared type, a manual clock, and stubs of its services."""
 
     def __init__(self, node, channel, clock):
         self.address, self.stats, self.clock = node.grpc_address, node.stats, clock
@@ -77,7 +77,7 @@ def check_of(rng, scarce):
 
 
 async def agree(node, rng, met):
-    """Ask a random policy random checks, each explained beforehand."""
+    """Send random checks to a random policy, each explained beforehand."""
     rules = [await node.create(rule) for rule in policy_of(rng)]
     limits = [limit for rule in rules for limit in (*rule.limits, rule)]
     scarce = min(limit.limit for limit in limits)
@@ -103,7 +103,7 @@ async def agree_on(node, checks):
     rng, met = random.Random(7), Counter[str]()
     for _ in range(checks // CHECKS_PER_POLICY):
         await agree(node, rng, met)
-    # The rare cases must be among them, or the agreement says little.
+    # The rare cases must occur, or the agreement proves little.
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "NO_RULE", "several limits",
         "would be denied",
@@ -111,13 +111,13 @@ async def agree_on(node, checks):
     assert min(met.values()) >= checks // 200, met
 
 
-async def test_1_000_explanations_say_what_the_check_after_them_is_answered(node):
+async def test_1_000_explanations_match_the_checks_after_them(node):
     await agree_on(node, 1_000)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-async def test_100_000_explanations_say_what_the_check_after_them_is_answered(node):
+async def test_100_000_explanations_match_the_checks_after_them(node):
     await agree_on(node, 100_000)
 
 
@@ -127,7 +127,7 @@ BESIDE = pb.Limit(enforcement=pb.OBSERVE)
 BESIDE.MergeFrom(CANDIDATE)
 
 
-async def test_a_candidate_denies_on_paper_what_it_denies_in_force_and_is_promoted_with_its_count(
+async def test_an_observed_candidate_denies_as_if_enforced_and_keeps_its_count_when_promoted(
     node, transport, capsys
 ):
     rng, seen = random.Random(3), Counter[bool]()

@@ -1,4 +1,4 @@
-"""One table of answers for every form of a credential, asked of both transports and over HTTP, for every method."""
+"""One table of results for every form of a credential, on both transports and HTTP, for every method."""
 
 import re
 import socket
@@ -21,7 +21,7 @@ from tests.system.process import Files
 CHECK, ADMIN = b"Bearer the-check-token", b"Bearer the-admin-token"
 WRONG = b"Bearer wrong"
 ENCODED = b"QmVhcmVyIHRoZS1hZG1pbi10b2tlbg=="
-"""The admin credential as binary metadata have it."""
+"""The admin credential, encoded as binary metadata."""
 
 NOTHING = frozenset[Role]()
 EVERYTHING = frozenset({Role.CHECK, Role.READ, Role.ADMIN})
@@ -46,24 +46,24 @@ FORMS = {
     "repeated, the right one last": ((WRONG, ADMIN), NOTHING),
     "empty, then the right one": ((b"", ADMIN), NOTHING),
 }
-"""Values of ``authorization``, in order, and the roles that they hold."""
+"""Values of ``authorization``, in order, and their roles."""
 
 BINARY = {
     "binary": ((), ENCODED, NOTHING),
     "binary beside the right one": ((CHECK,), ENCODED, CHECKS),
     "binary beside a wrong one": ((WRONG,), ENCODED, NOTHING),
 }
-"""The same with a value of ``authorization-bin``, which is no credential anywhere."""
+"""The same with a value of ``authorization-bin``, which is never a credential."""
 
 NOT_BASE64 = [ADMIN, b"Q", b"QR==", b"a-_b", b"QQ==QQ=="]
 
 METHODS = {path: role for path, role in ROLES.items() if role is not Role.OPEN}
 OURS = [path for path in METHODS if path.rpartition("/")[2] in REQUESTS]
-"""Envoy's is on gRPC alone."""
+"""Without Envoy's method, which only gRPC serves."""
 
 
 def over_grpc(address, paths, fields):
-    """The status that a call of each path ends with; its message is none. All go over one connection."""
+    """Return the status of a call of each path with an invalid message, all over one connection."""
     connection = h2.connection.H2Connection(
         h2.config.H2Configuration(validate_outbound_headers=False)
     )
@@ -87,7 +87,7 @@ def over_grpc(address, paths, fields):
 
 
 def over_http(address, paths, fields):
-    """The statuses that the same calls have over HTTP, as JSON."""
+    """Return the statuses of the same calls over HTTP, as JSON."""
     lines = [b"%s: %s" % (name.encode(), value) for name, value in fields]
     fixed = [b"host: localhost", b"content-type: application/json", *lines, b"content-length: 1"]
     codes = {}
@@ -106,13 +106,13 @@ def connected(address):
 
 
 def expected(role, roles):
-    """3: the message was looked at, so the call got past its guard."""
+    """Return the expected status; 3 means that the message was parsed, so the call passed its guard."""
     return 3 if role in roles else 7 if roles else 16
 
 
 @pytest.fixture(scope="module")
 def surfaces(tmp_path_factory):
-    """How each surface is asked, by its name; of two nodes with the same tokens."""
+    """Functions to call each interface, by name, of two nodes with the same tokens."""
     tokens = ("--check-token", "the-check-token", "--admin-token", "the-admin-token")
     files = {name: Files(tmp_path_factory.mktemp(name)) for name in sorted(TRANSPORTS)}
     with (
@@ -135,7 +135,7 @@ def test_a_form_holds_the_same_roles_everywhere(surfaces, values, roles):
 
 
 @pytest.mark.parametrize(("values", "binary", "roles"), BINARY.values(), ids=BINARY)
-def test_binary_metadata_are_no_credential(surfaces, values, binary, roles):
+def test_binary_metadata_are_not_a_credential(surfaces, values, binary, roles):
     fields = [("authorization", value) for value in values]
     for beside in (
         [*fields, ("authorization-bin", binary)],
@@ -171,17 +171,17 @@ def test_wrong_tokens_are_slowed_on_every_surface_together(tmp_path, transport):
             right = {"authorization": ADMIN.decode()}
             kinds = ("application/json", "application/grpc-web+proto")
             json, web = ({"content-type": kind} for kind in kinds)
-            # This connection has shown no wrong token yet, so it has some to spare; and then it has.
+            # A connection without a wrong token has spare guesses; this wrong token ends that.
             wrong = json | {"authorization": WRONG.decode()}
             assert client.post(lists, content="{}", headers=wrong).status_code == 401
             asked = 1
 
             def slowed(ask, is_refused=lambda answer: answer.status_code == 429):
-                """Ask until it is refused; what the bucket is given meanwhile is guessed away."""
+                """Call until refused; wrong guesses consume the tokens that the bucket regains meanwhile."""
                 nonlocal asked
                 for _ in range(100):
                     answer = ask()
-                    # Refused, or the guess that follows: a right token counts as neither.
+                    # Counts the refusal, or the wrong guess that follows; a right token adds nothing.
                     asked += 1
                     if is_refused(answer):
                         return answer

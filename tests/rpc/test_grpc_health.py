@@ -25,20 +25,20 @@ async def test_every_service_serves_until_the_node_drains(node, client, name):
     assert (await client.Check(request)).status == NOT_SERVING
 
 
-async def test_the_list_says_the_same_of_all_of_them(client):
+async def test_the_list_has_the_same_status_for_all_services(client):
     answer = await client.List(health_pb2.HealthListRequest())
     assert {name: each.status for name, each in answer.statuses.items()} == dict.fromkeys(
         NAMES, SERVING
     )
 
 
-async def test_a_service_that_is_not_there_is_not_found(client):
+async def test_a_missing_service_is_not_found(client):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.Check(health_pb2.HealthCheckRequest(service="nope"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_watch_tells_the_state_and_the_change_of_it(node, client):
+async def test_a_watch_reports_the_status_and_its_change(node, client):
     watch = client.Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watch.read()).status == SERVING
     node.grpc_health.drain()
@@ -47,7 +47,7 @@ async def test_a_watch_tells_the_state_and_the_change_of_it(node, client):
     watch.cancel()
 
 
-async def test_a_watch_of_an_unknown_service_says_so_and_stays_open(node, client):
+async def test_a_watch_of_an_unknown_service_reports_it_and_stays_open(node, client):
     watch = client.Watch(health_pb2.HealthCheckRequest(service="nope"))
     assert (await watch.read()).status == SERVICE_UNKNOWN
     node.grpc_health.drain()

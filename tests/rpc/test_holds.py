@@ -1,4 +1,4 @@
-"""Holds as callers work with them, through a real channel on both transports: made, settled, extended, listed."""
+"""Holds are made, settled, extended and listed through a real channel on both transports."""
 
 import logging
 import uuid
@@ -37,7 +37,7 @@ async def settle(node, held, actual, metadata=()):
 
 
 async def left(node, identifier="u"):
-    """Tokens left; a peek answers as if it spent one."""
+    """Return the tokens left; a peek answers as if it consumed one."""
     answer = await node.checks.CheckRateLimit(check_of(1, identifier, peek=True))
     return answer.remaining_tokens + answer.allowed
 
@@ -49,9 +49,7 @@ async def refusal(call):
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window", "fixed_window"])
-async def test_a_settle_gives_back_what_was_not_used_and_charges_what_was_used_beyond(
-    node, algorithm
-):
+async def test_a_settle_refunds_unused_tokens_and_charges_additional_ones(node, algorithm):
     rule = await node.rule(limit=LIMIT, algorithm=algorithm)
     first, second = await hold(node), await hold(node)
     assert first.answer.allowed
@@ -69,7 +67,7 @@ async def test_a_settle_gives_back_what_was_not_used_and_charges_what_was_used_b
     assert not (await node.checks.CheckRateLimit(check_of(1))).allowed
 
 
-async def test_a_settle_of_nothing_cancels_and_a_denied_hold_holds_nothing(node):
+async def test_a_settle_of_zero_cancels_and_a_denied_hold_holds_nothing(node):
     await node.rule(limit=LIMIT)
     held = await hold(node, LIMIT)
     denied = await hold(node, 1)
@@ -79,7 +77,7 @@ async def test_a_settle_of_nothing_cancels_and_a_denied_hold_holds_nothing(node)
     assert await left(node) == LIMIT
 
 
-async def test_a_settle_is_done_once_and_refused_with_another_amount(node):
+async def test_a_settle_applies_once_and_is_refused_with_another_amount(node):
     await node.rule(limit=LIMIT)
     held = await hold(node)
     for _ in range(3):
@@ -90,7 +88,7 @@ async def test_a_settle_is_done_once_and_refused_with_another_amount(node):
     assert await left(node) == LIMIT - 1
 
 
-async def test_the_same_id_is_the_same_hold_of_the_same_check(node):
+async def test_the_same_id_and_check_return_the_same_hold(node):
     await node.rule(limit=LIMIT)
     hold_id = str(uuid.uuid4())
     first, again = await hold(node, hold_id=hold_id), await hold(node, hold_id=hold_id)
@@ -103,7 +101,7 @@ async def test_the_same_id_is_the_same_hold_of_the_same_check(node):
     assert await left(node) == LIMIT - 2
 
 
-async def test_the_id_of_a_hold_that_is_over_is_refused(node):
+async def test_the_id_of_an_ended_hold_is_refused(node):
     await node.rule(limit=LIMIT, window_seconds=3_600)
     for seconds in (0, 5):
         hold_id = str(uuid.uuid4())
@@ -117,7 +115,7 @@ async def test_the_id_of_a_hold_that_is_over_is_refused(node):
     assert await left(node) == LIMIT - 4
 
 
-async def test_a_hold_that_is_not_settled_stays_charged_and_ends(node):
+async def test_an_unsettled_hold_stays_charged_and_expires(node):
     await node.rule(limit=LIMIT, window_seconds=3_600)
     held = await hold(node, ttl=5)
     node.clock.advance(seconds=5)
@@ -131,7 +129,7 @@ async def test_a_hold_that_is_not_settled_stays_charged_and_ends(node):
     assert code == PRECONDITION
 
 
-async def test_a_hold_that_is_extended_ends_later(node):
+async def test_an_extended_hold_expires_later(node):
     await node.rule(limit=LIMIT, window_seconds=3_600)
     held = await hold(node, ttl=5)
     node.clock.advance(seconds=4)
@@ -163,7 +161,7 @@ async def test_slots_are_taken_by_holds_and_free_when_these_are_settled_or_end(n
     assert code == PRECONDITION
 
 
-async def test_a_stream_of_an_hour_keeps_its_slot_and_a_caller_who_dies_gives_it_back(node):
+async def test_an_hour_long_stream_keeps_its_slot_and_a_dead_caller_releases_it(node):
     await node.rule(limit=2, window_seconds=3_600, algorithm="concurrency")
     stream, died = await hold(node), await hold(node)
     for minute in range(1, 120):
@@ -197,7 +195,7 @@ async def test_several_limits_are_held_and_settled_as_one(node):
     assert len((await node.holds.ListHolds(pb.ListHoldsRequest())).limits) == 0
 
 
-async def test_without_a_limit_a_hold_is_one_that_settles_nothing(node):
+async def test_a_hold_without_a_limit_settles_nothing(node):
     await node.rule("/other")
     held = await hold(node)
     assert held.answer.reason == pb.NO_RULE
@@ -221,7 +219,7 @@ async def test_holds_in_flight_are_listed_by_limit_and_counted(node):
     assert node.stats.holds_open == 0
 
 
-async def test_a_reset_forgets_what_was_held(node):
+async def test_a_reset_discards_held_tokens(node):
     await node.rule(limit=LIMIT, window_seconds=3_600)
     held = await hold(node, 6)
     bucket = pb.ResetRequest(identifier="u", identifier_type="user", endpoint="/a")
@@ -235,7 +233,7 @@ FORGED = "A" * 88
 
 
 @pytest.mark.parametrize("text", ["", "x", "é", FORGED, "A" * 20_000, "A=A", "\x00"])
-async def test_what_is_no_hold_is_refused_and_named(node, text):
+async def test_an_invalid_hold_is_refused_and_named(node, text):
     await node.rule(limit=LIMIT)
     for call in (
         settle(node, text, 0),
@@ -245,7 +243,7 @@ async def test_what_is_no_hold_is_refused_and_named(node, text):
         assert (code, details.split(":")[0]) == (INVALID, "hold")
 
 
-async def test_an_altered_hold_is_refused_wherever_it_is_altered(node):
+async def test_a_hold_altered_at_any_place_is_refused(node):
     await node.rule(limit=LIMIT)
     held = await hold(node)
     for place in range(len(held.hold)):
@@ -256,7 +254,7 @@ async def test_an_altered_hold_is_refused_wherever_it_is_altered(node):
     assert await left(node) == LIMIT - 4
 
 
-async def test_a_hold_is_worthless_to_another_role(tmp_path, transport):
+async def test_a_hold_is_invalid_for_another_role(tmp_path, transport):
     credentials = Credentials(admin_token="admin-token", check_token="check-token")
     as_check = (("authorization", "Bearer check-token"),)
     as_admin = (("authorization", "Bearer admin-token"),)
@@ -300,7 +298,7 @@ async def test_bad_input_is_named_and_changes_nothing(node, request_, field):
     assert node.stats.holds["made"] == 0
 
 
-async def test_numbers_out_of_range_are_named_beside_a_hold_that_is_none(node):
+async def test_numbers_out_of_range_are_named_together_with_an_invalid_hold(node):
     await node.rule(limit=LIMIT)
     held = await hold(node)
     code, details = await refusal(settle(node, held, -1))
@@ -315,7 +313,7 @@ async def test_numbers_out_of_range_are_named_beside_a_hold_that_is_none(node):
         assert (code, details.split(":")[0]) == (INVALID, "ttl_seconds")
 
 
-async def test_a_lease_is_not_given_where_a_limit_is_one_of_concurrency(node):
+async def test_a_lease_is_refused_under_a_concurrency_limit(node):
     await node.rule(limit=LIMIT, algorithm="concurrency")
     code, details = await refusal(node.holds.Hold(pb.HoldRequest(check=check_of(), lease=True)))
     assert (code, details.split(":")[0]) == (INVALID, "lease")
@@ -324,7 +322,7 @@ async def test_a_lease_is_not_given_where_a_limit_is_one_of_concurrency(node):
     assert (await node.holds.Hold(pb.HoldRequest(check=check, lease=True))).hold
 
 
-async def test_neither_logs_nor_errors_nor_holds_hold_an_identifier(node, caplog):
+async def test_logs_errors_and_holds_contain_no_identifier(node, caplog):
     caplog.set_level(logging.DEBUG)
     await node.rule(limit=LIMIT)
     held = await hold(node, identifier="secret-user", hold_id="h")

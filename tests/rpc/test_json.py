@@ -1,4 +1,4 @@
-"""The JSON side of a real node: bad input, other sites, roles, the document's examples, and a client not of ours."""
+"""The JSON API of a real node: bad input, other sites, roles, the document's examples, and a third-party client."""
 
 import argparse
 import json
@@ -75,7 +75,7 @@ async def test_a_denial_can_be_forwarded(limited):
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_the_node_and_envoy_send_the_revision_that_is_set(revision):
+async def test_the_node_and_envoy_send_the_configured_revision(revision):
     endpoint = "edge/path=/a"
     rule = {**RULE, "endpoint": endpoint, "identifier_type": "ip"}
     request = request_of("edge", [("remote_address", "192.0.2.1"), ("path", "/a")])
@@ -99,7 +99,7 @@ async def test_the_node_and_envoy_send_the_revision_that_is_set(revision):
     assert ("RateLimit-Remaining" in of_envoy) == (revision == "draft-6")
 
 
-async def test_the_method_itself_answers_200_also_when_it_denies(limited):
+async def test_the_method_answers_200_even_for_a_denial(limited):
     answers = [await limited.post(CHECK, json=A_CHECK) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
     assert [answer.json()["allowed"] for answer in answers] == [True, True, False]
@@ -169,14 +169,14 @@ async def test_bad_input_is_a_client_error_that_changes_nothing(node, limited, p
     assert answer.status_code == 413
     assert await state(limited) == before
     assert node.stats.fail_open_error_total == 0
-    # Bad input is no event for the operator; the change of the fixture may still be logged.
+    # Bad input is not logged; the fixture's change may still be.
     logged = {
         record.getMessage() for record in caplog.records if record.name.startswith("ratelimitd")
     }
     assert not {line for line in logged if not line.startswith("rules in force")}
 
 
-async def test_a_header_that_is_no_utf_8_harms_nobody(limited):
+async def test_a_header_with_invalid_utf8_has_no_effect(limited):
     answer = await limited.post(CHECK, json=A_CHECK, headers={"x-note": b"\xff\xfe"})
     assert answer.status_code == 200
 
@@ -186,9 +186,7 @@ SIMPLE_TYPES = ["text/plain", "application/x-www-form-urlencoded", "multipart/fo
 
 @pytest.mark.parametrize("origin", [{}, {"origin": "http://evil.example"}])
 @pytest.mark.parametrize("content_type", SIMPLE_TYPES)
-async def test_what_a_browser_sends_to_another_site_unasked_creates_no_rule(
-    client, content_type, origin
-):
+async def test_simple_cross_site_requests_create_no_rule(client, content_type, origin):
     body = json.dumps({"rate_limit": RULE}).encode()
     answer = await client.post(
         CREATE, content=body, headers={"content-type": content_type, **origin}
@@ -198,7 +196,7 @@ async def test_what_a_browser_sends_to_another_site_unasked_creates_no_rule(
 
 
 @pytest.mark.parametrize("path", [CHECK, CREATE, "/v1/check", "/openapi.json"])
-async def test_a_browser_that_asks_for_another_site_is_not_told_that_it_may(client, path):
+async def test_cross_site_preflight_requests_get_no_permission(client, path):
     asking = {
         "origin": "http://evil.example",
         "access-control-request-method": "POST",
@@ -210,7 +208,7 @@ async def test_a_browser_that_asks_for_another_site_is_not_told_that_it_may(clie
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_a_page_of_another_site_is_refused_whatever_it_sends(client):
+async def test_requests_of_another_site_are_refused(client):
     for headers in (
         {"origin": "http://evil.example"},
         {"origin": "null"},
@@ -222,7 +220,7 @@ async def test_a_page_of_another_site_is_refused_whatever_it_sends(client):
 
 
 @pytest.mark.parametrize("path", [CHECK, CREATE, "/v1/check", "/RateLimiter/CheckRateLimit"])
-async def test_a_name_that_was_pointed_here_is_refused(client, path):
+async def test_a_rebound_host_name_is_refused(client, path):
     answer = await client.post(path, json={}, headers={"host": "evil.example"})
     assert answer.status_code == 421
 
@@ -241,7 +239,7 @@ async def test_roles_are_those_of_grpc():
             (LIST, wrong, 401),
             (LIST, checking, 403),
             (LIST, ADMIN, 200),
-            # The session of a page is for pages.
+            # A session of the page is not valid here.
             (LIST, {"cookie": "session=admin-secret"}, 401),
         ]:
             body = A_CHECK if path != LIST else {}
@@ -252,7 +250,7 @@ async def test_roles_are_those_of_grpc():
         assert (await client.post("/v1/check", json=A_CHECK, headers=checking)).status_code == 200
 
 
-async def test_nobody_behind_a_proxy_is_local(client):
+async def test_callers_behind_a_proxy_are_not_local(client):
     answer = await client.post(LIST, json={}, headers={"x-forwarded-for": "192.0.2.7"})
     assert (answer.status_code, answer.json()["code"]) == (403, "permission_denied")
 
@@ -305,7 +303,7 @@ async def test_the_client_of_connect_is_served(node, limited, protocol, codec):
 
 
 def resolved(document, schema):
-    """A schema that finds what it refers to."""
+    """Return a schema that resolves its references."""
     return {**schema, "components": document["components"]}
 
 
@@ -343,7 +341,7 @@ async def test_the_document_is_valid_and_its_examples_work_in_their_order(client
         OAS31Validator(resolved(document, told)).validate(answer.json())
 
 
-async def test_errors_are_as_the_document_says(client):
+async def test_errors_are_as_documented(client):
     document = (await client.get("/openapi.json")).json()
     operation = document["paths"][CREATE]["post"]["responses"]
     schema = resolved(document, document["components"]["schemas"]["Error"])
@@ -389,7 +387,7 @@ async def test_the_command_lines_of_the_page_work(node, client):
 
 
 async def asked(client, line):
-    """The request that curl makes of a command line, to this node."""
+    """Make the request of a curl command line to this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("-s", "-i", action="store_true")
@@ -447,7 +445,7 @@ async def test_a_rule_with_bad_limits_is_refused_and_named_and_nothing_is_stored
     assert (await limited.post(LIST, json={})).json() == before
 
 
-async def test_an_enforcement_that_is_none_is_refused(limited):
+async def test_an_unknown_enforcement_is_refused(limited):
     limits = [MADE, {**DAY, "enforcement": "IGNORE"}]
     answer = await limited.post(CREATE, json={"rate_limit": {**RULE, "limits": limits}})
     assert answer.status_code == 400
@@ -514,7 +512,7 @@ async def test_a_check_may_wait_for_a_bucket_with_a_burst():
         assert fields_in(answer) == ["rate_limit.limits[0].burst"]
 
 
-async def test_a_limit_of_the_calendar_is_made_read_refused_and_holds(client):
+async def test_a_calendar_limit_is_created_read_validated_and_enforced(client):
     month = {
         "limit": 2,
         "period": "MONTH",

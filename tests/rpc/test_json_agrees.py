@@ -1,4 +1,4 @@
-"""Generated calls to two nodes that start alike, over gRPC to one and over HTTP to the other: equal ends and states."""
+"""Generated calls to two equal nodes, over gRPC to one and HTTP to the other, have equal ends and states."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -171,7 +171,7 @@ def answer_class(path):
 
 
 class Pair:
-    """The two nodes, in a loop of their own."""
+    """The two nodes, with an event loop of their own."""
 
     def __init__(self, runner):
         self._runner = runner
@@ -208,7 +208,7 @@ class Pair:
             self.ends.add((path, spoken.code))
 
     def _settling(self, side, message):
-        """A message with the hold that this node has made last, in place of its name."""
+        """Return a message with this node's last hold in place of its name."""
         if getattr(message, "hold", "") != HELD:
             return message
         return type(message)(
@@ -228,7 +228,7 @@ class Pair:
 
 
 def same(end):
-    """An end without what no two nodes have alike: how long things took, and the seal of a page's token."""
+    """Return an end without the parts that always differ: durations, and the seals of page tokens."""
     if isinstance(end.answer, pb.HealthResponse):
         end.answer.ClearField("average_latency_ms")
     pages = pb.ListRateLimitsResponse | pb.ListAssignmentsResponse
@@ -313,5 +313,5 @@ def test_the_life_of_a_rule_is_the_same_in_every_protocol(pair, protocol, prefix
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CALLS, min_size=4, max_size=12))
-def test_every_call_ends_alike_however_it_is_made(pair, calls):
+def test_every_call_ends_alike_in_every_protocol(pair, calls):
     pair.check(calls)

@@ -1,4 +1,4 @@
-"""The log of a whole node under a fault that repeats: one line, and no word of who asked for what."""
+"""The log of a whole node under a repeated fault: limited lines, and no data of callers."""
 
 import io
 import json
@@ -19,7 +19,7 @@ CALLS = 40
 
 @pytest.fixture
 def log():
-    """What is logged from now on, as `serve` does it."""
+    """The log from now on, configured as by `serve`."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     levels = {name: logging.getLogger(name).level for name in logs.QUIET}
@@ -32,7 +32,7 @@ def log():
     logging.captureWarnings(capture=False)
 
 
-async def test_a_database_that_is_away_is_told_once_and_not_at_each_call(tmp_path, log):
+async def test_an_unavailable_database_is_logged_at_most_once_per_second(tmp_path, log):
     rule = pb.RateLimit(
         endpoint=ENDPOINT,
         identifier_type="user",
@@ -57,7 +57,7 @@ async def test_a_database_that_is_away_is_told_once_and_not_at_each_call(tmp_pat
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     assert all(line["node_id"] == "n1" and line["rules_revision"] == 0 for line in lines)
     refused = [line for line in lines if "was answered UNAVAILABLE" in line["event"]]
-    # As many as seconds have passed, on however slow a machine; the others are counted.
+    # One per elapsed second, even on a slow machine; the others are counted.
     assert 1 <= len(refused) < CALLS / 4
     assert sum(line.get("left_out", 0) for line in refused) <= CALLS - len(refused)
     for secret in (IDENTIFIER, TOKEN, ENDPOINT):

@@ -1,4 +1,4 @@
-"""Assignments as an operator works with them: made, listed and taken away through a real channel."""
+"""Assignments are made, listed and removed through a real channel."""
 
 import logging
 
@@ -76,7 +76,7 @@ async def test_assignments_are_listed_page_by_page(node):
         await listed(node, page_size=1, page_token=token)
 
 
-async def test_a_batch_is_answered_in_its_order_and_in_force_whole(node):
+async def test_a_batch_is_answered_in_order_and_takes_effect_as_a_whole(node):
     wanted = [pb.Assignment(identity=identity(f"v{n % 7}{n}"), plan="pro") for n in range(1_000)]
     answer = await node.plans.BatchAssignPlans(pb.BatchAssignPlansRequest(assignments=wanted))
     assert [one.identity for one in answer.assignments] == [one.identity for one in wanted]
@@ -106,7 +106,7 @@ async def test_a_full_store_takes_no_more_assignments(tmp_path, transport):
         assert in_force(node, b"c") is None
 
 
-async def test_neither_logs_nor_errors_hold_an_identifier(node, caplog):
+async def test_logs_and_errors_contain_no_identifier(node, caplog):
     caplog.set_level(logging.DEBUG)
     await assign(node, "secret-user")
     stale = pb.UnassignPlanRequest(identity=identity("secret-user"), etag="stale")
@@ -118,7 +118,7 @@ async def test_neither_logs_nor_errors_hold_an_identifier(node, caplog):
     assert "secret" not in "".join(record.getMessage() for record in caplog.records)
 
 
-async def test_the_plan_decides_the_very_next_check_and_its_end_is_the_plans(node):
+async def test_a_plan_decides_from_the_next_check_until_its_assignment_expires(node):
     await node.rule("/a", limit=1)
     check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
     assert [(await node.checks.CheckRateLimit(check)).allowed for _ in range(2)] == [True, False]

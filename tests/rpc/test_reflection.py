@@ -1,4 +1,4 @@
-"""Reflection with the real client of the library, and with v1's path."""
+"""Reflection with the library's client, and with v1's path."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ SERVICES = [
 ]
 
 
-async def test_a_client_that_knows_nothing_can_find_every_service_and_its_messages(node):
+async def test_a_client_without_schemas_finds_every_service_and_its_messages(node):
     def explore():
         with grpc.insecure_channel(node.address) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)

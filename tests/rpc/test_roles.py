@@ -1,4 +1,4 @@
-"""Who may call what, as callers meet it: every method under every kind of credentials."""
+"""Authorization of every method with every kind of credentials."""
 
 import grpc
 import pytest
@@ -19,12 +19,12 @@ def bearer(token):
 
 
 async def verdict(node, path, metadata=()):
-    """``None`` when the call got past its guard, else the status it was refused with."""
+    """Return ``None`` if the call passed its guard, else the status of the refusal."""
     for form in (path, path.replace("ratelimiter.v1.", "")):
         code, _ = await node.outcome(form, b"\xff", metadata=metadata)
         if code in DENIED:
             return code
-        assert code is grpc.StatusCode.INVALID_ARGUMENT  # the bytes were looked at
+        assert code is grpc.StatusCode.INVALID_ARGUMENT  # the bytes were parsed
     return None
 
 
@@ -59,7 +59,7 @@ async def test_with_tokens_the_check_token_opens_checks_and_nothing_else(guarded
 
 @pytest.mark.parametrize("path", GUARDED)
 @pytest.mark.parametrize("metadata", [(), bearer("wrong"), (("authorization", "the-admin-token"),)])
-async def test_with_tokens_no_or_a_wrong_one_is_unauthenticated_even_here(
+async def test_with_tokens_a_missing_or_wrong_one_is_unauthenticated_even_locally(
     guarded_node, path, metadata
 ):
     assert await verdict(guarded_node, path, metadata) is grpc.StatusCode.UNAUTHENTICATED
@@ -107,7 +107,7 @@ async def test_each_call_on_one_connection_has_its_own_credentials(guarded_node)
     method = guarded_node.channel.unary_unary("/ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
     codes = []
     for token in ("the-admin-token", "wrong", "the-check-token", "the-admin-token"):
-        # Without a deadline: alike but for the token.
+        # Without a deadline, so that the calls differ only in the token.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await method(b"\xff", metadata=bearer(token))
         codes.append(caught.value.code())
@@ -116,7 +116,7 @@ async def test_each_call_on_one_connection_has_its_own_credentials(guarded_node)
     assert codes == [past_the_guard, *refused, past_the_guard]
 
 
-async def test_health_and_reflection_are_open_to_everybody(guarded_node):
+async def test_health_and_reflection_are_open_to_all_callers(guarded_node):
     code, _ = await guarded_node.outcome("/grpc.health.v1.Health/Check", b"", metadata=FORWARDED)
     assert code is grpc.StatusCode.OK
 

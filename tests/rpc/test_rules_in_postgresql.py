@@ -1,4 +1,4 @@
-"""Whole nodes with their rules on one PostgreSQL, which is stopped, crashed and made to hang under them."""
+"""Whole nodes with their rules on one PostgreSQL that stops, crashes and hangs."""
 
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,7 +19,7 @@ CHECK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a
 
 
 class Caller:
-    """A node as its callers and its operator meet it."""
+    """A client of a node, as its callers and its operator use it."""
 
     def __init__(self, channel):
         self._checks = pb_grpc.RateLimiterStub(channel)
@@ -31,7 +31,7 @@ class Caller:
         return pb.Reason.Name(answer.reason)
 
     async def checked_until(self, reason):
-        """Check until this is the answer; the limit on every test bounds it."""
+        """Check until the answer has this reason; the timeout of the test bounds it."""
         while (found := await self.check()) != reason:
             assert found in {"NO_RULE", "FAIL_OPEN_ERROR", "WITHIN_LIMIT"}
 
@@ -51,7 +51,7 @@ class Caller:
         return caught.value.code()
 
     async def metric(self, name):
-        """A number that the node reports."""
+        """Return a metric of the node."""
         reported = await self._health.GetMetrics(empty_pb2.Empty())
         [value] = [metric.value for metric in reported.metrics if metric.name == name]
         return value
@@ -63,9 +63,9 @@ class Caller:
 
 @pytest.fixture
 def serve(postgresql_url, tmp_path, monkeypatch):
-    """Runs a node, with a state directory of its name."""
+    """Run a node with a state directory of its own."""
     monkeypatch.setattr(app, "open_database", partial(open_database, command_timeout_s=1.0))
-    # Nothing else tells a node of the edits of others.
+    # Only polling shows a node the edits of others.
     monkeypatch.setattr(rule_feed, "POLL_S", 0.05)
 
     @asynccontextmanager
@@ -107,7 +107,7 @@ async def test_an_edit_on_a_server_that_hangs_is_unavailable_and_checks_go_on(se
         await node.create("/b")
 
 
-async def test_a_server_that_crashed_keeps_what_was_answered_and_edits_go_on_when_it_is_back(
+async def test_a_crashed_server_keeps_answered_edits_and_accepts_more_after_its_restart(
     serve, postgres
 ):
     async with serve() as node:
@@ -120,7 +120,7 @@ async def test_a_server_that_crashed_keeps_what_was_answered_and_edits_go_on_whe
         await node.create("/b")
 
 
-async def test_a_node_starts_without_the_server_and_fails_open_until_it_is_there(serve, postgres):
+async def test_a_node_starts_without_the_server_and_fails_open_until_it_is_up(serve, postgres):
     postgres.stop()
     async with serve() as node:
         assert await node.check() == "FAIL_OPEN_ERROR"
@@ -139,7 +139,7 @@ async def test_a_node_that_starts_without_the_server_serves_its_last_good_book(s
         assert await node.check() == "WITHIN_LIMIT"
 
 
-async def test_a_node_without_the_schema_says_what_to_run_and_goes_on_trying(
+async def test_a_node_without_the_schema_names_the_command_and_keeps_retrying(
     serve, postgres, caplog
 ):
     async with serve(database_url=postgres.new_database("template0")) as node:
@@ -147,7 +147,7 @@ async def test_a_node_without_the_schema_says_what_to_run_and_goes_on_trying(
     assert "run `ratelimitd db upgrade`" in caplog.text
 
 
-async def test_a_database_of_somebody_else_ends_the_start(serve, postgres):
+async def test_a_foreign_database_prevents_the_start(serve, postgres):
     url = postgres.new_database("template0")
     postgres.sql("CREATE TABLE customers (name TEXT)", database=url.rpartition("/")[2])
     with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
@@ -166,7 +166,7 @@ NO_GUARDS = (
     ),
     'ALTER TABLE rules ALTER "limit" TYPE bigint, ALTER endpoint TYPE text, ALTER algorithm TYPE text',
 )
-"""What an operator does who knows better, to the checks of the database."""
+"""Statements of an operator who removes the database's constraints."""
 
 BAD_ROWS = {
     '"limit"': ("NULL", "0", "-1", "2147483648"),
@@ -176,7 +176,7 @@ BAD_ROWS = {
 }
 
 
-async def test_rows_that_are_no_rules_are_not_served_and_the_others_are(serve, postgres, caplog):
+async def test_invalid_rows_are_skipped_and_valid_ones_served(serve, postgres, caplog):
     url = postgres.new_database()
     behind = partial(postgres.sql, database=url.rpartition("/")[2])
     behind(*NO_GUARDS)

@@ -1,4 +1,4 @@
-"""TLS and mTLS with real handshakes: who gets in, who they are, and what happens when the files change."""
+"""TLS and mTLS with real handshakes: admission, identity, and changed files."""
 
 import grpc
 import grpc.aio
@@ -43,7 +43,7 @@ def mutual(tmp_path, ca, files):
 
 
 async def call(node, ca, path=CHECK, *, client=None, metadata=()):
-    """The status of a call over a new connection, with the certificate of ``client``."""
+    """Return the status of a call over a new connection, with the certificate of ``client``."""
     identity = {}
     if client is not None:
         identity = {
@@ -51,7 +51,7 @@ async def call(node, ca, path=CHECK, *, client=None, metadata=()):
             "certificate_chain": client.cert_chain_pems[0].bytes(),
         }
     credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes(), **identity)
-    # Channels of one target and one set of options share a connection, unless told not to.
+    # Without this option, channels with the same target and options share a connection.
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(node.address, credentials, options=options) as channel:
         try:
@@ -71,7 +71,7 @@ async def test_a_caller_who_trusts_the_ca_is_answered_and_plain_text_is_not(
         assert (await node.outcome(CHECK, A_CHECK))[0] is UNAVAILABLE
 
 
-async def test_with_a_client_ca_only_its_certificates_get_in(tmp_path, transport, ca, mutual):
+async def test_with_a_client_ca_only_its_certificates_are_accepted(tmp_path, transport, ca, mutual):
     async with running_node(tmp_path, transport=transport, tls=mutual) as node:
         assert await call(node, ca, client=ca.issue_cert("anybody")) is OK
         assert await call(node, ca) is UNAVAILABLE
@@ -108,7 +108,7 @@ async def test_a_new_certificate_is_served_from_the_next_connection_on(
         assert await call(node, ca) is UNAVAILABLE
 
 
-async def test_a_new_client_ca_is_asked_for_from_the_next_connection_on(
+async def test_a_new_client_ca_is_required_from_the_next_connection_on(
     tmp_path, transport, ca, mutual
 ):
     async with running_node(tmp_path, transport=transport, tls=mutual) as node:
@@ -132,9 +132,7 @@ async def test_a_broken_new_file_keeps_the_old_certificate_and_is_reported_once(
         assert await call(node, ca) is OK
 
 
-async def test_files_that_cannot_be_used_stop_the_start_and_name_the_setting(
-    tmp_path, transport, files
-):
+async def test_unusable_files_prevent_the_start_and_name_the_setting(tmp_path, transport, files):
     files.key.write_text("not a key")
     with pytest.raises(StartupError, match=r"TLS_KEY: .*key\.pem holds no unencrypted PEM"):
         async with running_node(tmp_path, transport=transport, tls=files):

@@ -1,4 +1,4 @@
-"""A node that is traced, from the caller's header to the collector; no identifier ever gets there."""
+"""Traces of a node, from the caller's header to the collector, without identifiers."""
 
 import grpc
 import pytest
@@ -27,7 +27,7 @@ def parent(number, *, sampled):
 
 
 @pytest.mark.parametrize("transport", ["native", "grpcio"])
-async def test_calls_are_traced_for_whom_it_may_concern(receiver, transport):
+async def test_edits_of_rules_and_sampled_checks_are_traced(receiver, transport):
     check = pb.RateLimitRequest(identifier=SECRET, identifier_type="user", endpoint="/a")
     settings = {"transport": transport, "otel_endpoint": receiver.url, "node_id": "n1"}
     async with (
@@ -73,7 +73,7 @@ async def test_a_node_of_a_cluster_traces_what_it_settles(receiver, tmp_path):
             rules = stubs.RateLimiterConfigStub(channel)
             await rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
             check = pb.RateLimitRequest(identifier=SECRET, identifier_type="user", endpoint="/a")
-            # The store decides the first one, and the node those after it, which it has to settle.
+            # The store decides the first check; the node decides the later ones and must settle them.
             for _ in range(3):
                 assert (await stubs.RateLimiterStub(channel).CheckRateLimit(check)).allowed
         assert "ratelimitd.sync" in {span.name for span in receiver.spans}

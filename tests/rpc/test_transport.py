@@ -1,4 +1,4 @@
-"""What the transport owes callers and handlers: pings, deadlines, cancellation, limits, addresses, an orderly stop."""
+"""Guarantees of transports: pings, deadlines, cancellation, limits, addresses, graceful stop."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.rpc.abuse import line_to, until
 
 
 class Serving:
-    """A server with handlers of the test's own, and a channel to it."""
+    """A server with the test's handlers, and a channel to it."""
 
     def __init__(self, transport, listen="127.0.0.1:0", limits=None, **methods):
         self.stats = CheckStats()
@@ -48,7 +48,7 @@ class Serving:
 
 @pytest.fixture
 def serve(transport):
-    """Makes a server of the transport in turn."""
+    """Make a server of the current transport."""
     return partial(Serving, transport)
 
 
@@ -57,7 +57,7 @@ def echo(data, _call):
 
 
 async def pinged(address, pings, pause_s):
-    """Ping over a connection without calls; the types of the frames that came back."""
+    """Ping over a connection without calls; return the types of the received frames."""
     seen = []
     async with line_to(address) as line:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -69,8 +69,8 @@ async def pinged(address, pings, pause_s):
     return seen
 
 
-async def test_a_caller_that_pings_twice_as_seldom_as_allowed_lives_without_any_call(serve):
-    # The shipped proportion of interval to pings, 200 times faster.
+async def test_pings_at_half_the_allowed_rate_keep_an_idle_connection_open(serve):
+    # The default interval and the pings of clients, 200 times faster.
     limits = TransportLimits(min_ping_interval_ms=TransportLimits().min_ping_interval_ms // 200)
     async with serve(limits=limits, unary={"/s/m": echo}) as serving:
         frames = await pinged(serving.address, pings=20, pause_s=10 / 200)
@@ -78,14 +78,14 @@ async def test_a_caller_that_pings_twice_as_seldom_as_allowed_lives_without_any_
     assert GOAWAY not in frames
 
 
-async def test_a_caller_that_floods_with_pings_is_sent_away(serve):
+async def test_a_flood_of_pings_ends_the_connection(serve):
     async with serve(unary={"/s/m": echo}) as serving:
         frames = await pinged(serving.address, pings=2_000, pause_s=0)
     assert GOAWAY in frames
     assert frames.count(PING) < 2_000
 
 
-async def test_a_deadline_that_passed_before_the_handler_stops_the_call_uncalled(serve):
+async def test_a_handler_is_not_called_after_the_deadline(serve):
     called = []
     unary = {"/s/m": lambda data, _call: called.append(data) or b""}
     async with serve(unary=unary) as serving, line_to(serving.address) as line:
@@ -113,7 +113,7 @@ async def test_a_deadline_that_passes_cancels_the_handler(serve):
         await cancelled.wait()
 
 
-async def test_a_handler_sees_how_long_its_caller_waits(serve):
+async def test_a_handler_sees_the_remaining_time_of_its_caller(serve):
     async def left(_data, call):
         return str(call.time_remaining_s()).encode()
 
@@ -152,7 +152,7 @@ async def test_an_rpc_error_is_the_status_of_the_call_with_its_details_in_the_tr
     assert dict(error.trailing_metadata())["grpc-status-details-bin"] == b"\x00details"
 
 
-async def test_anything_else_a_handler_raises_is_internal_and_tells_nothing(serve, caplog):
+async def test_any_other_exception_of_a_handler_is_internal_without_details(serve, caplog):
     async def broken(_data, _call):
         raise KeyError("secret")  # noqa: EM101
 
@@ -185,7 +185,7 @@ async def test_calls_beyond_the_bound_are_refused_at_once_and_others_go_on(serve
         assert [await serving.call() for _ in range(3)] == [b"done"] * 3
 
 
-async def test_open_streams_leave_the_whole_bound_of_calls_and_no_more(serve):
+async def test_open_streams_do_not_change_the_bound_of_calls(serve):
     async def wait(_data, _call):
         await asyncio.Event().wait()
 
@@ -198,7 +198,7 @@ async def test_open_streams_leave_the_whole_bound_of_calls_and_no_more(serve):
     async with serve(limits=limits, **methods) as serving:
         stream = serving.channel.unary_stream("/s/w")(b"")
         assert await stream.read() == b"now"
-        # Which of the two is refused is theirs to settle; that it is exactly one, is not.
+        # Exactly one of the two is refused, no matter which.
         calls = [asyncio.ensure_future(serving.call()) for _ in range(2)]
         done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         [refused] = [call.exception() for call in done]
@@ -208,7 +208,7 @@ async def test_open_streams_leave_the_whole_bound_of_calls_and_no_more(serve):
         running.pop().cancel()
 
 
-async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_checks(serve):
+async def test_streams_have_their_own_bound_and_leave_room_for_checks(serve):
     async def watch(_data, _call):
         yield b"now"
         await asyncio.Event().wait()
@@ -227,7 +227,7 @@ async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_checks(
         first.cancel()
 
 
-async def test_a_stream_of_questions_is_answered_one_by_one(serve):
+async def test_messages_of_a_stream_are_answered_one_by_one(serve):
     async def upper(questions, _call):
         async for question in questions:
             yield question.upper()
@@ -254,7 +254,7 @@ async def test_a_stream_whose_handler_fails_ends_with_its_status(serve):
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_new(serve):
+async def test_a_draining_server_finishes_calls_in_flight_and_refuses_new_ones(serve):
     started, release = asyncio.Event(), asyncio.Event()
 
     async def wait(_data, _call):
@@ -270,7 +270,7 @@ async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_ne
         async with grpc.aio.insecure_channel(serving.address) as newcomer:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await newcomer.unary_unary("/s/e")(b"", timeout=10)
-        # On a busy machine grpcio may have taken the connection before it closed the port; it cancels the call then.
+        # On a busy machine grpcio may accept the connection before it closes the port; it then cancels the call.
         late = {grpc.StatusCode.CANCELLED} if serve.args == ("grpcio",) else set()
         assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE} | late
         release.set()
@@ -278,7 +278,7 @@ async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_ne
         assert await in_flight == b"done"
 
 
-async def test_a_stream_that_was_told_of_the_stop_has_its_last_word(serve):
+async def test_a_stream_can_send_a_last_message_during_the_stop(serve):
     going = asyncio.Event()
 
     async def watch(_data, _call):
@@ -298,7 +298,7 @@ async def test_a_stream_that_was_told_of_the_stop_has_its_last_word(serve):
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_stop_cancels_what_outlasts_the_grace(serve):
+async def test_a_stop_cancels_calls_that_outlast_the_grace(serve):
     started = asyncio.Event()
 
     async def wait(_data, _call):
@@ -321,7 +321,7 @@ async def test_a_second_server_on_the_port_does_not_start(serve, capfd):
     assert capfd.readouterr().err == ""
 
 
-async def test_a_server_listens_on_ipv6_and_tells_handlers_so(serve):
+async def test_a_server_listens_on_ipv6_and_handlers_see_the_address(serve):
     async with serve("[::1]:0", unary={"/s/m": lambda _data, call: call.peer.encode()}) as serving:
         assert serving.address.startswith("[::1]:")
         assert (await serving.call()).startswith(b"ipv6:[::1]:")

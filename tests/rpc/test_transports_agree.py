@@ -47,7 +47,7 @@ def metadata(data, call):
 
 def times(_data, call):
     left_s = call.time_remaining_s()
-    # Its order of magnitude: grpcio rounds what it sends up to about 1 %, the next step of which is a matter of time.
+    # The order of magnitude: grpcio rounds up to about 1 %, and the next step depends on timing.
     return b"none" if left_s is None else b"%d" % round(math.log10(left_s))
 
 
@@ -98,7 +98,7 @@ class Both:
         self.channels = channels
 
     async def agree(self, ask):
-        """Ask both, see that they say the same, and return it."""
+        """Call both, check that the results are equal, and return them."""
         first, second = [await outcome(ask(channel)) for channel in self.channels]
         assert first == second
         return first
@@ -111,7 +111,7 @@ class Both:
 
 
 async def outcome(call):
-    """All that a caller can see of how its call ended."""
+    """Return all that a caller can observe of the end of its call."""
     answers = []
     try:
         if isinstance(call, grpc.aio.UnaryUnaryCall):
@@ -141,7 +141,7 @@ async def both():
 
 
 def generated(examples):
-    """Hypothesis over the servers of one test."""
+    """Return hypothesis's settings for the servers of one test."""
     return settings(
         max_examples=examples,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -150,7 +150,7 @@ def generated(examples):
 
 @generated(60)
 @given(data=st.binary(max_size=300), compression=st.sampled_from(COMPRESSIONS))
-async def test_answers_agree_however_the_question_is_compressed(both, data, compression):
+async def test_answers_agree_for_every_compression_of_the_request(both, data, compression):
     for path in ("/s/echo", "/s/later"):
         if not data.startswith(b"!"):
             assert (await both.unary(path, data, compression=compression))[3] == [data]
@@ -227,7 +227,7 @@ async def test_the_bound_on_messages_agrees(both, excess):
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[1:])
-async def test_the_bound_on_inflated_messages_agrees_but_for_the_text(both, compression):
+async def test_the_bound_on_inflated_messages_agrees_except_for_the_text(both, compression):
     # grpcio inflates a little beyond the bound, and can sometimes name the size; we stop at the bound.
     await both.unary("/s/echo", bytes(MAX_MESSAGE_BYTES), compression=compression)
     for channel in both.channels:

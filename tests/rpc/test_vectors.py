@@ -1,4 +1,4 @@
-"""The conformance vectors over the wire: the command, against a real node that trusts its callers' time."""
+"""The conformance vectors over the wire: the command against a real node that trusts its callers' time."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ OTHERS = pb.RateLimit(
 )
 
 
-async def test_every_vector_holds_alone_in_batches_and_in_one(transport):
+async def test_every_vector_passes_alone_in_batches_and_in_one_batch(transport):
     async with (
         running_node(timestamps="caller", http_listen="", transport=transport) as node,
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
         rules = stubs.RateLimiterConfigStub(channel)
         others = await rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=OTHERS))
-        # A process of its own: beside the node, in another thread, it takes five times as long.
+        # In its own process: in a thread beside the node it takes five times as long.
         command = [COMMAND, "conformance", "--target", node.grpc_address, "--one-batch", "--json"]
         run = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         printed, _ = await run.communicate()
@@ -51,7 +51,7 @@ async def test_every_vector_holds_alone_in_batches_and_in_one(transport):
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.rules], ids=str)
-async def test_policies_and_holds_are_as_expected_in_json(case):
+async def test_json_of_policies_and_holds_is_as_expected(case):
     async with (
         running_node(timestamps="caller") as node,
         httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,

@@ -1,8 +1,8 @@
-"""Protobuf's wire format by hand, for messages that no library would write."""
+"""Protobuf's wire format by hand, for messages that no library writes."""
 
 
 def varint(value: int) -> bytes:
-    """The varint of a number from −2^63 to 2^64−1, negative ones in ten bytes as protobuf has it."""
+    """Return the varint of a number from −2^63 to 2^64−1; negative ones take ten bytes, as in protobuf."""
     value %= 2**64
     encoded = bytearray()
     while value > 0x7F:

@@ -1,4 +1,4 @@
-"""What must hold of any run, whatever went wrong in it."""
+"""Invariants of any run, whatever faults it had."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,13 +13,13 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.world import MS, SECOND, START_US, level
 
 Spend = tuple[int, int]
-"""When, and how many tokens."""
+"""(time in µs, tokens)."""
 
 
 def violations(played: Played) -> list[str]:
-    """What does not hold, if anything."""
+    """Return the violated invariants."""
     if played.world.is_endless:
-        return ["does not come to an end"]  # and so nothing else can be demanded of it
+        return ["does not come to an end"]  # no other invariant applies
     found = []
     for name, demand in DEMANDS.items():
         problem = demand(played)
@@ -32,12 +32,12 @@ def violations(played: Played) -> list[str]:
 
 
 def nothing_is_left(played: Played) -> str:
-    """Once all is quiet, everything is settled."""
+    """At the end everything is settled."""
     return "" if settled(played.world) else "spends or checks wait for ever"
 
 
 def no_spend_is_lost_or_doubled(played: Played) -> str:
-    """What was allowed was charged once, or is accounted for, to the last token and whatever happened."""
+    """Each allowed token was charged once, or is accounted for."""
     books = played.world.books
     if books.paid_twice:
         return "a grant was paid for twice"
@@ -47,15 +47,15 @@ def no_spend_is_lost_or_doubled(played: Played) -> str:
 
 
 def the_store_holds_what_it_was_told(played: Played) -> str:
-    """A bucket holds what was charged since its last reset; of one whose limit was edited, no more."""
+    """A bucket has the charges since its last reset; after an edit of its limit, at most those."""
     told, world = played.scenario, played.world
     account, rule = ACCOUNTS[told.algorithm], told.rule
     if told.edit_s:
         limit = min(told.limit, told.edited_limit)
         rule = replace(rule, limit=limit, burst=told.burst_of(limit))
     if world.is_flushed:
-        return ""  # a batch whose number it has lost may be applied once more
-    # A higher limit trims nothing; but what windows owe from before depends on when it came to be.
+        return ""  # a batch whose number the store has lost may be applied again
+    # A higher limit trims nothing, but the earlier debt of windows depends on the time of the edit.
     is_raised = told.edited_limit >= 4 * told.limit
     trims = told.edit_s and not (is_raised and told.algorithm is not Algorithm.FIXED_WINDOW)
     for key, charges in world.books.charges.items():
@@ -63,7 +63,7 @@ def the_store_holds_what_it_was_told(played: Played) -> str:
         if shared is None:
             return f"{key!r} is not there, and was charged"
         at_us = account.standing(shared.state)[0]
-        # Under a lower limit some was not charged at all, and that may have been the latest.
+        # Under a lower limit some spends were not charged, perhaps the latest.
         expected = level(charges, rule, at_us) if trims else level(charges, rule)
         if expected is None:
             continue
@@ -88,28 +88,28 @@ def _held(told: Scenario, state: Any) -> int:
 
 
 def slack(played: Played, limit: int) -> float:
-    """What the nodes may allow together beyond a limit, in any interval."""
+    """Return the tokens that all nodes together may allow beyond a limit, in any interval."""
     told, books = played.scenario, played.world.books
     rate, capacity = limit / (told.window_seconds * SECOND), told.capacity_of(limit)
     apart_us = 2 * (told.skew_us + told.caller_times_us)
     late_us = min(books.longest_batch_us, SECOND) + apart_us + 10 * MS
-    # Each node holds its share of the members that it believes in.
+    # Each node has a share by the number of members that it assumes.
     part: float = played.world.nodes[0].make_view.shares
     shares = books.most_held * part * capacity + told.nodes
     over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
     if told.edit_s and told.first_is_not_told:
-        # the share that it holds until it hears of a state
+        # the share of the first node until it receives a state
         over += part * told.capacity_of(told.limit)
     if told.is_calm:
-        # a tenth of the limit is left: what was measured where nothing fails
+        # a tenth of the limit remains, as measured without faults
         over -= (part - 0.1) * capacity
     return over
 
 
 def never_more_than_the_bound(played: Played) -> str:
-    """In no interval is more allowed than the limit and the bound, but by nodes that were cut off from the store.
+    """No interval has more allowed tokens than the limit and the bound, except by nodes cut off from the store.
 
-    A reset gives one limit more, and so may an edit; before and after it, the bound is as ever.
+    A reset adds one limit, and so may an edit; before and after it the bound is the same.
     """
     told = played.scenario
     for limit, spends in _stretches(played):
@@ -125,7 +125,7 @@ def never_more_than_the_bound(played: Played) -> str:
 
 
 def _stretches(played: Played) -> Iterable[tuple[int, list[Spend]]]:
-    """The limits that held, each with what was allowed while everybody knew of it and of the same generation."""
+    """Yield each limit with the spends while all nodes knew it and the same generation."""
     told = played.scenario
     heard_s = 1.5 if told.loss or told.news_loss or told.outages else 0.1
     breaks = [
@@ -148,26 +148,26 @@ def _stretches(played: Played) -> Iterable[tuple[int, list[Spend]]]:
 
 
 def _freed_at(told: Scenario) -> list[float]:
-    """When the bucket becomes full: at resets, and when the store has lost it."""
+    """Return the times at which the bucket becomes full: its resets, and its loss by the store."""
     times = [told.reset_s] if told.reset_s else []
     return [*times, told.flush_s] if told.flush_s else times
 
 
 def _outage_after(told: Scenario, at_s: float) -> float:
-    """How long nothing can be heard of what happened then."""
+    """Return the seconds for which an outage hides an event at ``at_s``."""
     ends = [began + length for began, length in told.outages if began <= at_s + 0.1]
     return max(0.0, *(end - at_s for end in ends), 0.0)
 
 
 def no_node_allows_more_than_one_may(played: Played) -> str:
-    """Whatever became of the store: what one node allows by itself is within the limit, if it knows the bucket."""
+    """A single node that knows the bucket stays within the limit, whatever happens to the store."""
     told = played.scenario
     if told.edit_s or _freed_at(told) or told.may_begin_afresh:
         return ""
     spends: dict[str, list[Spend]] = {}
     for one in played.checked:
         spends.setdefault(one.node, []).append((one.at_us, one.cost))
-    # What the store grants it beside, when the node had not heard yet that others have spent less.
+    # Grants of the store, while the node does not know yet that others have spent less.
     late_us = played.world.books.longest_batch_us + 2 * told.caller_times_us + 20 * MS
     most = told.nodes * (2 * told.cost - 1) + told.rate_per_us * late_us
     worst = max((excess_of(told, some, told.limit) for some in spends.values()), default=0.0)
@@ -175,7 +175,7 @@ def no_node_allows_more_than_one_may(played: Played) -> str:
 
 
 def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
-    """Outage after outage, a token bucket is overdrawn by what nodes spend in one of them, or is to be forgiven."""
+    """After any number of outages, a token bucket is overdrawn by the parallel spends of one, or forgiven ones."""
     told = played.scenario
     others = (told.edit_s, _freed_at(told), told.crash_s, told.may_begin_afresh)
     if told.algorithm is not Algorithm.TOKEN_BUCKET or any(others):
@@ -187,14 +187,14 @@ def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
 
 
 def excess_of(told: Scenario, spends: Sequence[Spend], limit: int) -> float:
-    """What the worst interval has over a limit; an answer may come 10 ms after the time that was charged.
+    """Return the excess of the worst interval over a limit; an answer may come 10 ms after the time of its charge.
 
-    One that the view gave when the store had not, and that the store granted all the same, comes 20 ms later.
+    An answer by the view to a check that the store granted late comes another 20 ms later.
     """
     length_us = told.window_seconds * SECOND
     if told.algorithm is Algorithm.TOKEN_BUCKET:
         return _worst_level(spends, limit / length_us) - told.capacity_of(limit)
-    # A fixed window may be used up at its end and again at the beginning of the next.
+    # A fixed window may be used up at its end, and the next one at its beginning.
     windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
     apart_us = 2 * (told.skew_us + told.caller_times_us) + (30 if told.loss else 10) * MS
     return _most_in(spends, length_us - apart_us) - windows * limit
@@ -222,7 +222,7 @@ def _most_in(spends: Sequence[Spend], length_us: int) -> int:
 
 
 def the_excess_does_not_grow(played: Played) -> str:
-    """However late things are, all that was allowed in a long run is what one node would have, and a limit at most."""
+    """With any delays, a long run allows at most one limit more than a single node would."""
     told = played.scenario
     if not told.is_late:
         return ""
@@ -246,13 +246,13 @@ def _allowed_by_one_node(played: Played) -> int:
 
 
 def no_less_than_one_node_alone(played: Played) -> str:
-    """Where nothing went wrong the nodes together allow 99 % of what one would, once the limit is worth a share."""
+    """Without faults the nodes together allow 99 % of a single node's tokens, if the limit is large enough to share."""
     told = played.scenario
     if not told.is_calm or played.end_us - START_US < 5 * told.window_seconds * SECOND:
         return ""
     ideal = _allowed_by_one_node(played)
     allowed = sum(one.cost for one in played.admissions)
-    # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
+    # Checks that wait at the ends of the run, and a burst while the previous one is still in the window.
     edges = 2 * told.nodes * told.cost + 0.05 * told.capacity_of(told.limit)
     if told.bursts and told.algorithm is Algorithm.SLIDING_WINDOW:
         edges += ideal / 10
@@ -261,7 +261,7 @@ def no_less_than_one_node_alone(played: Played) -> str:
 
 
 def nobody_is_locked_out(played: Played) -> str:
-    """After an outage, callers are denied for no more than a window for each node, however much they asked for."""
+    """After an outage callers are denied for at most one window per node, at any load."""
     told = played.scenario
     if told.edit_s or told.bursts or told.limit < 10 or len(told.outages) != 1:
         return ""
@@ -269,7 +269,7 @@ def nobody_is_locked_out(played: Played) -> str:
 
 
 def an_edit_locks_nobody_out(played: Played) -> str:
-    """Nor are callers for longer after a limit became lower, however much was on its way."""
+    """After a limit was lowered callers are denied no longer than that, whatever was in flight."""
     told = played.scenario
     faults = (told.outages, told.mute, told.deaf, told.bursts)
     if not told.edit_s or any(faults) or told.edited_limit < 4 * told.cost:
@@ -283,18 +283,18 @@ def _locked_out(played: Played, from_s: float) -> str:
     from_us = START_US + int(from_s * SECOND)
     times = [one.at_us for one in played.admissions if one.at_us > from_us]
     longest_us = max((b - a for a, b in pairwise([from_us, *times, played.end_us])), default=0)
-    # And for as long as it takes until there is as much as they ask for.
+    # Plus the time until their cost is refilled.
     windows = told.nodes * told.capacity_of(told.limit) / told.limit + 2 * told.cost / told.limit
     most_us = int(windows * told.window_seconds * SECOND) + SECOND // 2
     is_fixed = told.algorithm is Algorithm.FIXED_WINDOW
-    if told.caller_times_us or is_fixed:  # what is owed, or callers dated ahead, fills the next
+    if told.caller_times_us or is_fixed:  # debt, or callers with future times, fill the next window
         most_us += told.window_seconds * SECOND
     longest_s = longest_us / SECOND
     return "" if longest_us <= most_us else f"nothing was allowed for {longest_s:.1f} s"
 
 
 def a_reset_frees(played: Played) -> str:
-    """Half a second after it is known of, half the limit has passed, if so much was asked for."""
+    """Half a second after a reset is known, half the limit was allowed, if the load was that high."""
     told = played.scenario
     others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf, told.bursts)
     if not told.reset_s or any(others) or told.loss > 0.1:
@@ -305,7 +305,7 @@ def a_reset_frees(played: Played) -> str:
 def _frees(played: Played, reset_s: float) -> str:
     told = played.scenario
     known_us = 0
-    if told.news_loss or told.loss:  # then it is read again, and that may be lost, too
+    if told.news_loss or told.loss:  # nodes reread the bucket, and that may be lost, too
         known_us = 3 * SECOND if told.loss else SECOND
     from_us = START_US + int(reset_s * SECOND)
     until_us = from_us + known_us + SECOND // 2
@@ -318,7 +318,7 @@ def _frees(played: Played, reset_s: float) -> str:
 
 
 def what_has_no_view_is_within_its_share(played: Played) -> str:
-    """Of a bucket without a view there is one unsettled spend, and it is less than the node's share."""
+    """A bucket without a view has one unsettled spend, below the node's share."""
     beyond = played.world.books.cold_beyond_share
     return "more was spent without a view than a share" if beyond else ""
 

@@ -1,6 +1,6 @@
-"""When a node of the simulated cluster gives the store up, and when it asks again: the real breaker in simulated time.
+"""The circuit breaker of a simulated node: the real breaker in simulated time.
 
-A node that has given up decides by what it knows, as with ON_BREAKER_OPEN=local. See ADR 0012 and 0026.
+While it is open, the node decides by its views, as with ON_BREAKER_OPEN=local. See ADR 0012 and 0026.
 """
 
 from typing import Any
@@ -14,27 +14,27 @@ PROBED = b"probed"
 
 
 class GivingUp:
-    """What one life of a node has come to think of the store."""
+    """The breaker in one incarnation of a node."""
 
     def __init__(self, world: World, node: Any) -> None:
         self._world = world
         self._node = node
         self._breaker = Breaker(lambda: world.now_us, recovery_us=RECOVERY_US)
         self.times = 0
-        """How often it was given up."""
+        """Number of times the breaker opened."""
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the store is not to be asked now."""
+        """Whether the breaker is open, so that the store is not called."""
         return not self._breaker.allows()
 
     def answered(self) -> None:
-        """A round trip of checks went well; one that began before the store was given up says nothing of it now."""
+        """Record a successful round trip of checks; ignored while the breaker is open."""
         if not self.is_cut_off:
             self._breaker.succeeded()
 
     def failed(self) -> None:
-        """A round trip of checks did not."""
+        """Record a failed round trip of checks."""
         if not self._breaker.allows():
             return
         self._breaker.failed()

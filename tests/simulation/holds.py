@@ -1,7 +1,7 @@
-"""A world of holds: servers that keep them, nodes that make and settle them, callers; a seed decides everything.
+"""A simulation of holds: servers, nodes and callers; a seed decides everything.
 
-The store is :class:`tests.shared_hold_model.HoldStore`, what a node concludes is that of the product; time, the network
-and what goes wrong are made up.
+The store is :class:`tests.shared_hold_model.HoldStore`, nodes use the product's conclusions; time, network and faults
+are simulated.
 """
 
 import copy
@@ -43,13 +43,13 @@ ANSWER_US = 20 * MS
 LATE_US = 400 * MS
 LONGEST_TTL_US = 6 * SECOND
 OF_RAISED_LIMITS = 5
-"""The seeds, modulo 8, of runs in which limits are raised while much is owed."""
+"""Seeds, modulo 8, of runs in which limits are raised during large debts."""
 OF_IDLE_BUCKETS = 6
-"""Those in which nothing is charged but holds, so that buckets are full in between."""
+"""Seeds, modulo 8, of runs in which only holds are charged, so that buckets are full in between."""
 
 
 class Event(NamedTuple):
-    """What a server has done to a bucket, and what it held then."""
+    """An operation of a server on a bucket, and the bucket after it."""
 
     kind: str
     now_us: int
@@ -58,13 +58,13 @@ class Event(NamedTuple):
 
 
 class Server(HoldStore):
-    """A server that notes what it does."""
+    """A server that records its operations."""
 
     world: "World"
     offset_us = 0
     journal: dict[bytes, list[Event]]
     losses: list[int]
-    """When it lost something, in the time of the world."""
+    """Times at which it lost something, by the world's clock."""
 
     @property
     def now_us(self) -> int:
@@ -88,20 +88,20 @@ class Server(HoldStore):
                 self.noted(f"lost {what}", key)
 
     def state(self) -> Any:
-        """All of it, to come back to."""
+        """Return a copy of the whole state, for :meth:`fail_over`."""
         slots = {name: dict(slots) for name, slots in self.slots.items()}
         journal = {name: [*events] for name, events in self.journal.items()}
         return dict(self.buckets), slots, dict(self.records), journal
 
     def fail_over(self, state: Any) -> None:
-        """A replica takes over that has not heard of the last writes, and has another clock."""
+        """Fail over to a replica without the last writes, and with another clock."""
         self.buckets, self.slots, self.records, self.journal = copy.deepcopy(state)
         self.losses.append(self.world.now_us)
 
 
 @dataclass
 class Scenario:
-    """What happens in a run."""
+    """The parameters of a run."""
 
     seed: int
     servers: int
@@ -118,25 +118,25 @@ class Scenario:
     evictions: int = 0
     failovers: int = 0
     changes: Sequence[float] = (0.3, 0.7, 2, 5)
-    """By what edits multiply a limit."""
+    """Factors of edits of a limit."""
     late_spends: int = 0
     skew_us: int = 0
     most: int = 1_000
     abandons: float = 0.0
-    """Share of the holds that nobody settles."""
+    """Share of holds that are never settled."""
     hedges: float = 0.0
-    """Share of the holds that are asked of two nodes at once."""
+    """Share of holds that are requested from two nodes at once."""
     quarrels: float = 0.0
-    """Share of the holds that are settled with two numbers."""
+    """Share of holds that are settled with two different amounts."""
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing goes wrong."""
+        """Whether the run has no faults."""
         return not (self.loss or self.lateness or self.crashes or self.evictions or self.failovers)
 
 
 def scenario(seed: int, *, calm: bool = False) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     source = random.Random(seed)
     pick, chance = source.choice, source.random
     limits = [
@@ -203,13 +203,13 @@ class Told:
     actual: int
     begun_us: int
     allowed_us: int = 0
-    """When it was first told that the hold was made; 0: it was not."""
+    """When the caller first learned that the hold was made; 0: never."""
     denied: bool = False
     names: Sequence[bytes] = ()
     settled: dict[int, int] = field(default_factory=dict)
-    """When it was told that the hold was settled, by the number of tokens."""
+    """Settled amount → when the caller learned of it."""
     unknown: bool = False
-    """It was told that there is no such hold, after it was told that it was made."""
+    """Whether the hold was reported as unknown after it was reported as made."""
     tries: int = 0
 
 
@@ -236,7 +236,7 @@ class World:
         self.told_holds: list[Told] = []
 
     def name_of(self, place: int) -> bytes:
-        """The name of a bucket; its first byte is its hash tag."""
+        """Return the name of a bucket; its first byte is its hash tag."""
         return bytes([place % self.told.servers, place]) + bytes(14)
 
     def server_of(self, name: bytes) -> Server:
@@ -253,7 +253,7 @@ class World:
         heapq.heappush(self._agenda, (self.now_us + delay_us, self._order, act, arguments))
 
     def run(self, until_us: int | None = None) -> None:
-        """Let everything happen until a time, or all that there is."""
+        """Run all events, or those until ``until_us``."""
         agenda = self._agenda
         while agenda and (until_us is None or agenda[0][0] <= until_us):
             self.now_us, _, act, arguments = heapq.heappop(agenda)
@@ -263,7 +263,7 @@ class World:
     # Messages
 
     def ask(self, server: Server, do: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Let a server do something, and bring the answer; ``done`` gets it in time, or an error."""
+        """Call a server; ``done`` receives its answer, or an error on a timeout."""
         is_done = [False]
 
         def answer(reply: Any) -> None:
@@ -289,11 +289,11 @@ class World:
 
 
 Parts = list[tuple[Sequence[int], Any]]
-"""Which of the buckets a server was asked about, and its answer."""
+"""(indices of the buckets of a call, the server's answer)."""
 
 
 class Node:
-    """What one node does of holds: as ``SharedHolds``, without an event loop."""
+    """The holds of one node, like ``SharedHolds`` without an event loop."""
 
     retries = 1
 
@@ -302,11 +302,11 @@ class Node:
         self.lives = 0
 
     def crash(self) -> None:
-        """Forget everything that is on its way."""
+        """Drop all calls in flight."""
         self.lives += 1
 
     def hold(self, hold: Hold, names: Sequence[bytes], done: Callable[[Any], None]) -> None:
-        """Make a hold; ``done`` gets it, or the error."""
+        """Make a hold; ``done`` receives it, or the error."""
         attempt = self.world.attempt()
         calls = {}
         for server, places in self.by_server(names).items():
@@ -335,7 +335,7 @@ class Node:
         places: "dict[Server, list[int]]",
         done: Callable[[Parts], None],
     ) -> None:
-        """Ask several servers at once; ``done`` gets the answers of all."""
+        """Call several servers at once; ``done`` receives all answers."""
         parts: Parts = []
 
         def part_done(server: Server, reply: Any) -> None:
@@ -363,7 +363,7 @@ class Node:
 
     @staticmethod
     def answers(parts: Parts) -> Parts:
-        """What is gone by."""
+        """Return the answers that the conclusion uses."""
         return parts
 
     @staticmethod
@@ -376,13 +376,13 @@ class Node:
     def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, done: Callable[[Any], None]
     ) -> None:
-        """Settle a hold; ``done`` gets what came of it, or the error."""
+        """Settle a hold; ``done`` receives the result, or the error."""
         self._step(StepCall(Step.SETTLE, number, names, actual, STORE_TIME), done)
 
     def extend(
         self, number: bytes, names: Sequence[bytes], ttl_us: int, done: Callable[[Any], None]
     ) -> None:
-        """Let a hold end later."""
+        """Extend a hold."""
         self._step(StepCall(Step.EXTEND, number, names, ttl_us), done)
 
     def _step(self, step: StepCall, done: Callable[[Any], None]) -> None:
@@ -401,7 +401,7 @@ class Node:
         self._ask_all(asks, by_server, all_done)
 
     def by_server(self, names: Sequence[bytes]) -> "dict[Server, list[int]]":
-        """Which of the buckets each server has."""
+        """Return the indices of each server's buckets."""
         found: dict[Server, list[int]] = {}
         for place, name in enumerate(names):
             found.setdefault(self.world.server_of(name), []).append(place)
@@ -427,14 +427,14 @@ class Node:
 
 
 class Callers:
-    """Who holds, settles, and does neither."""
+    """Callers that make, settle and abandon holds."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.random, self.chance = world.random, world.chance
 
     def begin(self) -> None:
-        """Somebody wants to hold something."""
+        """Start a new hold."""
         world, told = self.world, self.world.told
         places = [place for place in range(len(world.limits)) if self.chance() < 0.8] or [0]
         least = min(world.limits[place].limit for place in places)
@@ -458,7 +458,7 @@ class Callers:
             world.after(int(self.chance() * 10 * MS), self._ask, hold)
 
     def _ask(self, hold: Told) -> None:
-        """Ask a node for the hold, and ask again if it does not answer."""
+        """Request the hold from a node, again if it does not answer."""
         world = self.world
         charges: list[Charge] = [
             (bytes([place]), limit, DECIDE[limit.algorithm]) for place, limit in hold.charges
@@ -482,7 +482,7 @@ class Callers:
 
     def _answered(self, hold: Told, names: Sequence[bytes], result: Any) -> None:
         world = self.world
-        if isinstance(result, HoldsFullError | CheckInvalidError):  # or it is over by now
+        if isinstance(result, HoldsFullError | CheckInvalidError):  # it may have ended by now
             return
         if isinstance(result, RateLimitdError):
             assert isinstance(result, StoreUnavailableError)
@@ -504,7 +504,7 @@ class Callers:
             self.world.after(int(self.chance() * 30 * MS), self._ask, hold)
 
     def _use(self, hold: Told) -> None:
-        """Extend it, ask for it again, settle it, also with another number, or do none of this."""
+        """Extend, repeat, settle (perhaps with another amount) or abandon the hold."""
         world = self.world
         if self.chance() < world.told.abandons:
             return
@@ -546,7 +546,7 @@ class Callers:
 
 
 class Happenings:
-    """Checks, and what goes wrong, each at a time of its own."""
+    """Checks and faults, each at a time of its own."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -555,7 +555,7 @@ class Happenings:
         self._states: dict[Server, Any] = {}
 
     def plan(self) -> None:
-        """Let everything of the scenario happen at some time."""
+        """Schedule all events of the scenario."""
         world, told = self.world, self.world.told
         callers = Callers(world)
         for count, act in (
@@ -610,7 +610,7 @@ class Happenings:
         self.random.choice(self.world.nodes).crash()
 
     def remember(self) -> None:
-        """Note what replicas know."""
+        """Copy the state to replicas."""
         for server in self.world.servers:
             self._states[server] = server.state()
         if self.world.now_us < START_US + self.span_us:
@@ -623,7 +623,7 @@ class Happenings:
 
 
 def play(told: Scenario, *, server: type[Server] = Server, node: type[Node] | None = None) -> World:
-    """Run a scenario, then let all holds end."""
+    """Run a scenario until all holds have ended."""
     world = World(told, server=server, node=node or Node)
     Happenings(world).plan()
     world.run()

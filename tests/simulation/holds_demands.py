@@ -1,4 +1,4 @@
-"""What must hold of holds, whatever goes wrong."""
+"""Invariants of holds under any faults."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from tests.simulation.holds import Event, Server, Told, World
 
 
 def violations(world: World) -> list[str]:
-    """What does not hold, if anything."""
+    """Return the violated invariants."""
     found = []
     for name, demand in DEMANDS.items():
         problem = demand(world)
@@ -22,7 +22,7 @@ def violations(world: World) -> list[str]:
 
 
 CHARGES = {"hold": 1, "take": 0}
-"""Where the number of a hold is in the events that charge it."""
+"""Index of a hold's number in the events that charge it."""
 
 OF_SLOTS = {"take", "free", "extend", "over", "denied", "withdraw", "lost slots"}
 """Events that change no bucket of tokens."""
@@ -31,7 +31,7 @@ OF_SLOTS = {"take", "free", "extend", "over", "denied", "withdraw", "lost slots"
 
 
 def _lives(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of a bucket, apart for each of its lives."""
+    """Return the events of a bucket, split by its lives."""
     lives: list[list[Event]] = [[]]
     for event in events:
         if event.kind in {"reset", "lost buckets"}:
@@ -42,7 +42,7 @@ def _lives(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _buckets(world: World) -> list[tuple[Limit, list[Event]]]:
-    """Of each bucket of tokens its limit, and what happened in each of its lives."""
+    """Return the limit of each bucket of tokens, with the events of each of its lives."""
     found = []
     for place, name in enumerate(world.names):
         limit = world.limits[place]
@@ -53,7 +53,7 @@ def _buckets(world: World) -> list[tuple[Limit, list[Event]]]:
 
 
 def _settled(events: Sequence[Event]) -> dict[int, int]:
-    """What the holds of some events are settled with, by the place of their charge."""
+    """Return {index of a hold's charge: its settled amount}."""
     places: dict[bytes, int] = {}
     actual: dict[int, int] = {}
     for place, (kind, _, what, _) in enumerate(events):
@@ -65,7 +65,7 @@ def _settled(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _replayed(events: Sequence[Event], actual: Mapping[int, int]) -> SharedState | None:
-    """The bucket after events, had each hold that was settled charged that when it was made."""
+    """Return the bucket after events, as if each settled hold had charged its actual amount at first."""
     shared: SharedState | None = None
     for place, (kind, _, what, _) in enumerate(events):
         if kind in OF_SLOTS:
@@ -88,7 +88,7 @@ def _replayed(events: Sequence[Event], actual: Mapping[int, int]) -> SharedState
 
 
 def a_refund_never_mints(world: World) -> str:
-    """After a settle a bucket lacks at no time less than if the tokens had been charged when the hold was made."""
+    """After a settle, at least as much is missing at any time as if the actual tokens had been charged at first."""
     for limit, events in _buckets(world):
         account = ACCOUNTS[limit.algorithm]
         for place, (kind, _, what, shared) in enumerate(events):
@@ -118,7 +118,7 @@ def _lacks_less(account: Account, rule: Limit, state: Any, least: Any) -> str:
 
 
 def no_more_is_spent_than_the_limit_and_what_is_owed(world: World) -> str:
-    """Of what callers have used, a bucket never holds more than its capacity and what was owed beyond holds."""
+    """The used tokens in a bucket never exceed its capacity plus the debt beyond holds."""
     for place, name in enumerate(world.names):
         limit = world.limits[place]
         if limit.algorithm is Algorithm.CONCURRENCY or place in world.edited:
@@ -148,7 +148,7 @@ def _overspent(limit: Limit, events: Sequence[Event]) -> str:
 
 
 def a_hold_counts_once_in_each_bucket(world: World) -> str:
-    """No bucket is charged for a hold twice, nor gives it back twice; and not more than was held."""
+    """A bucket is charged for a hold once, and gives it back once, at most what was held."""
     was_lost = any(server.losses for server in world.servers)
     for limit, events in _buckets(world):
         open_holds: dict[bytes, int] = {}
@@ -172,7 +172,7 @@ def a_hold_counts_once_in_each_bucket(world: World) -> str:
 
 
 def no_more_slots_than_there_are(world: World) -> str:
-    """The slots of holds that are neither settled nor over are never more than the limit; none is denied wrongly."""
+    """Slots of holds in flight never exceed the limit, and no hold is denied wrongly."""
     for place, name in enumerate(world.names):
         if world.limits[place].algorithm is Algorithm.CONCURRENCY:
             live: dict[bytes, tuple[int, int]] = {}
@@ -184,7 +184,7 @@ def no_more_slots_than_there_are(world: World) -> str:
 
 
 def _slots_after(live: dict[bytes, tuple[int, int]], event: Event) -> str:
-    """Follow the slots of a bucket: of each hold when its slot ends, and when it may end at last."""
+    """Track the slots of a bucket: the end of each hold's slot, and its latest possible end."""
     kind, now_us, what, _ = event
     used = sum(end_us > now_us for end_us, _ in live.values())
     if kind == "denied" and used < what[0]:
@@ -209,7 +209,7 @@ def _slots_after(live: dict[bytes, tuple[int, int]], event: Event) -> str:
 
 
 def in_the_end_nothing_is_held(world: World) -> str:
-    """After the longest life of holds, no slot is taken and no hold is remembered."""
+    """After the longest life of a hold, no slot is taken and no record is left."""
     for server in world.servers:
         for name in world.names:
             if server.slots_of(name):
@@ -228,7 +228,7 @@ def _is_lost(server: Server, hold: Told) -> bool:
 
 
 def a_hold_that_was_told_is_charged(world: World) -> str:
-    """Each bucket of a hold that was told as made was charged for it, and has it until it is settled or ends."""
+    """Each bucket of a reported hold was charged for it, and has it until it is settled or ends."""
     for hold in world.told_holds:
         if not hold.allowed_us:
             continue
@@ -248,7 +248,7 @@ def a_hold_that_was_told_is_charged(world: World) -> str:
 
 
 def one_settle_counts(world: World) -> str:
-    """No caller is told of two numbers that a hold was settled with each, unless one was lost."""
+    """No hold is reported as settled with two amounts, unless one settle was lost."""
     for hold in world.told_holds:
         servers = {world.server_of(name) for name in hold.names}
         if len(hold.settled) > 1 and not any(_is_lost(server, hold) for server in servers):
@@ -257,7 +257,7 @@ def one_settle_counts(world: World) -> str:
 
 
 def a_hold_is_known(world: World) -> str:
-    """Nobody is told that there is no such hold before its time is over, unless it was lost."""
+    """No hold is reported as unknown before its end, unless it was lost."""
     for hold in world.told_holds:
         servers = {world.server_of(name) for name in hold.names}
         if hold.unknown and not any(_is_lost(server, hold) for server in servers):
@@ -266,7 +266,7 @@ def a_hold_is_known(world: World) -> str:
 
 
 def where_nothing_fails_a_denied_hold_changes_nothing(world: World) -> str:
-    """What is held in buckets is held for those who were told so."""
+    """Buckets contain only holds that were reported as made."""
     if not world.told.is_calm:
         return ""
     allowed = {hold.number for hold in world.told_holds if hold.allowed_us}
@@ -314,7 +314,7 @@ DEMANDS: Mapping[str, Callable[[World], str]] = {
 
 
 def seen(world: World) -> dict[str, Any]:
-    """What has happened."""
+    """Return the events that have occurred."""
     events = [event for server in world.servers for of in server.journal.values() for event in of]
     return {
         "given back": any(event.kind == "settle" and event.what[3] < 0 for event in events),

@@ -1,4 +1,4 @@
-"""Wrong ways of keeping holds, each of which the demands have to catch."""
+"""Wrong variants of holds, each of which the invariants must detect."""
 
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -35,14 +35,14 @@ class RefundsOverEveryEdit(Server):
 
 
 class GivesAllBack(Server):
-    """Whatever was refilled since."""
+    """Even tokens that have been refilled since."""
 
     def settle_bucket(self, number, name, charged, actual):
         return super().settle_bucket(number, name, charged._replace(spent=2**40), actual)
 
 
 class KnowsNothingOfOtherRefunds(Server):
-    """Counts what was given back of others as missing."""
+    """Counts tokens refunded for other holds as missing."""
 
     def settle_bucket(self, number, name, charged, actual):
         kept = self.buckets.get(name)
@@ -52,7 +52,7 @@ class KnowsNothingOfOtherRefunds(Server):
 
 
 class SettlesAgain(Server):
-    """Whenever it is told to."""
+    """On every call."""
 
     def step(self, call):
         record = self.record(call.number)
@@ -62,7 +62,7 @@ class SettlesAgain(Server):
 
 
 class OwesNothing(Server):
-    """Charges no more than was held."""
+    """Charges at most the held tokens."""
 
     @staticmethod
     def owed(_charged, _actual):
@@ -91,7 +91,7 @@ class KeepsTheSlotsOfAHoldThatIsOver(Server):
 
 
 class TakesSlotsAgain(Server):
-    """Of a hold that is extended, though a reset has freed them."""
+    """When a hold is extended, although a reset has freed them."""
 
     def _extend(self, call, record):
         for name in call.names:
@@ -107,7 +107,7 @@ class ExtendsBeyondTheWindow(Server):
 
 
 class WithdrawsForAll(Server):
-    """Though another attempt has met the hold."""
+    """Although another attempt has found the hold."""
 
     def _withdraw(self, call, record):
         if call.attempt in record.attempts:
@@ -116,7 +116,7 @@ class WithdrawsForAll(Server):
 
 
 class WithdrawsWhateverThereIs(Server):
-    """Also what another attempt has made."""
+    """Even a hold of another attempt."""
 
     def _withdraw(self, call, record):
         return super()._withdraw(call, record._replace(attempts=(call.attempt,)))
@@ -136,7 +136,7 @@ class ChargesARepeatedHoldAgain(Server):
 
 
 class ForgetsASettledHold(Server):
-    """So that it is not known when the settle is repeated, and held anew when the hold is."""
+    """A repeated settle is unknown, and a repeated hold is made again."""
 
     def step(self, call):
         reply = super().step(call)
@@ -146,7 +146,7 @@ class ForgetsASettledHold(Server):
 
 
 class ChargesWhatPasses(Server):
-    """Though another limit denies."""
+    """Although another limit denies."""
 
     def hold(self, call):
         reply = super().hold(call)
@@ -169,7 +169,7 @@ class TakesNoAnswerForAYes(Node):
 
 
 class HasOneAttempt(Node):
-    """Its attempts have the name of the hold."""
+    """All attempts have the name of the hold."""
 
     def hold(self, hold, names, done):
         with mock.patch.object(self.world, "attempt", return_value=hold.number[:8]):

@@ -1,4 +1,4 @@
-"""The first checks of one life of a simulated node: the store decides each, or nobody does. See ADR 0032."""
+"""The first checks of one incarnation of a simulated node, which only the store may decide. See ADR 0032."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,24 +7,24 @@ from ratelimitd.ledger.shared_state import Ask, Met, StoreCheck
 from tests.simulation.world import SECOND, Meeting
 
 BURIED_US = 5 * SECOND
-"""After the end of a life nothing of it is on its way any more."""
+"""Time after the end of an incarnation until nothing of it is in flight."""
 
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A check that waits for the store, or did."""
+    """A check that waits, or has waited, for the store."""
 
     key: bytes
     cost: int
     at_us: int
-    """For when it is to be decided."""
+    """The time as of which it is decided."""
     ask: Ask | None = None
     answered: bool = False
     charged: bool = False
 
 
 class FirstChecks:
-    """Those on their way. What becomes of them is told to the node that they are of."""
+    """First checks in flight. Their results go to their node."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
@@ -32,7 +32,7 @@ class FirstChecks:
         self._waiting: dict[bytes, tuple[Meeting, list[Waiting]]] = {}
 
     def wait(self, waiting: Waiting) -> None:
-        """Let a check wait for the first one of its bucket, or be that."""
+        """Let a check wait for the first check of its bucket, or make it the first."""
         key = waiting.key
         if key in self._waiting:
             self._waiting[key][1].append(waiting)
@@ -44,7 +44,7 @@ class FirstChecks:
         self.world.after(self.world.answer_us, node.run, self._is_answered, meeting)
 
     def bring(self, meeting: Meeting) -> None:
-        """Send a first check; once, for it has no number."""
+        """Send a first check, once, because it has no number."""
 
         def back(met: Met) -> None:
             if self.is_on_its_way(meeting):
@@ -54,14 +54,14 @@ class FirstChecks:
         self.world.meet(self.node, meeting, back)
 
     def is_on_its_way(self, meeting: Meeting) -> bool:
-        """Whether somebody waits for it."""
+        """Whether a check waits for it."""
         latest, _ = self._waiting.get(meeting.check.name, (None, ()))
         return latest is meeting
 
     def _is_answered(self, meeting: Meeting) -> None:
         if not self.is_on_its_way(meeting):
             return
-        # No answer has come, and none will. Whether the store has charged the first one is known to nobody but us.
+        # There will be no answer. Only the simulation knows whether the store has charged the first check.
         _, waiting = self._waiting.pop(meeting.check.name)
         books = self.world.books
         books.unchecked += sum(one.cost for one in waiting)
@@ -70,7 +70,7 @@ class FirstChecks:
         self.node.not_met(waiting)
 
     def end(self) -> None:
-        """The node crashes: nobody is there for an answer."""
+        """Drop all, because the node has crashed."""
         for meeting, _ in self._waiting.values():
             self.world.after(BURIED_US, self._bury, meeting)
         self._waiting = {}

@@ -1,4 +1,4 @@
-"""A node of the simulated cluster: views of buckets, one sender, and what it does about time and loss."""
+"""A node of the simulated cluster: views of buckets, one sender, timeouts and retries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ RESEND_US = 60 * MS
 REREAD_US = (100 * MS, 300 * MS, 700 * MS, 1_000 * MS)
 BEAT_US = SECOND
 MAX_PENDING = 50
-"""Evicted buckets with something to settle; beyond that none is evicted but clean ones."""
+"""Evicted buckets with unsettled changes; beyond this number only clean buckets are evicted."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One node. Whatever happens later is told for which incarnation it was meant."""
+    """One node. Each later event names the incarnation that it is for."""
 
     world: World
     name: str
@@ -35,41 +35,41 @@ class Node:
     wrong_members: int = 0
     max_views: int = 1_000
     caller_times_us: int = 0
-    """How far the time that a caller sends may be from the clock."""
+    """Largest difference of callers' times from the clock."""
     decides_alone: bool = False
-    """Whether it gives the store up; else it asks each time."""
+    """Whether it has a circuit breaker; otherwise it always calls the store."""
     make_view: type[LocalView] = LocalView
     make_meetings: ClassVar[type[FirstChecks]] = FirstChecks
     views: dict[bytes, LocalView] = field(default_factory=dict)
-    """In the order of their last use, while some may have to leave."""
+    """In order of last use while eviction is possible."""
     pending: dict[bytes, LocalView] = field(default_factory=dict)
-    """Evicted before everything was settled."""
+    """Evicted with unsettled changes."""
     packed: dict[bytes, SharedState] = field(default_factory=dict)
-    """The last bases of some that were evicted."""
+    """Last bases of evicted buckets."""
     cold: dict[bytes, ColdSpend] = field(default_factory=dict)
-    """Spends of packed ones, which have no view."""
+    """Spends on packed buckets, which have no view."""
     sent_cold: dict[bytes, ColdSpend] = field(default_factory=dict)
-    """Those in the batch in flight."""
+    """Cold spends in the batch in flight."""
     dirty: dict[bytes, LocalView] = field(default_factory=dict)
     asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asked: dict[bytes, list[Waiting]] = field(default_factory=dict)
     denied: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    """Of a denied bucket: how often it was read again, and when that is due."""
+    """Denied bucket → (number of rereads, time of the next)."""
     incarnation: int = 0
     alive: bool = True
     is_mute: bool = False
-    """Nothing that it sends arrives."""
+    """Its messages do not arrive."""
     is_deaf: bool = False
-    """Nothing arrives here."""
+    """It receives no messages."""
     stalled_until_us: int = 0
-    """It runs no code before: whatever is due is late."""
+    """It runs no code until then."""
     asks: int = 0
     false_positives: int = 0
     gaps: int = 0
-    """In the news of others."""
+    """Missing numbers in the gossip of others."""
     evicted_unsettled: int = 0
     packs: bool = False
-    """Idle buckets are packed at once, as they are soon where there are many."""
+    """Whether idle buckets are packed at once, as happens soon with many buckets."""
 
     def __post_init__(self) -> None:
         self.world.nodes.append(self)
@@ -135,7 +135,7 @@ class Node:
         return self.now_us + self.world.random.randint(-self.caller_times_us, self.caller_times_us)
 
     def met(self, waiting: list[Waiting], met: Met) -> None:
-        """The store has decided the first of some checks, and says what the bucket is now."""
+        """Resolve waiting checks: the store has decided the first, and returned the bucket."""
         self.giving_up.answered()
         (first, *others), (outcome, shared) = waiting, met
         key = first.key
@@ -147,7 +147,7 @@ class Node:
         view = self.views.get(key)
         if view is None and key in self.pending:
             view = self._known(key)
-        if view is not None:  # made while the store was given up
+        if view is not None:  # made while the breaker was open
             self.heard(key, shared)
         elif is_low or others:
             view = self.make_view(self.rule, shared)
@@ -161,13 +161,13 @@ class Node:
             self._decide(view, one)
 
     def not_met(self, waiting: list[Waiting]) -> None:
-        """The store has not answered: nobody knows the bucket, so nobody can decide."""
+        """Let waiting checks through: the store has not answered, and the bucket is unknown."""
         self.giving_up.failed()
         for one in waiting:
             self._answer(one, allowed=True, alone=True, unchecked=True)
 
     def _spend_cold(self, waiting: Waiting) -> bool:
-        """Charge a packed bucket without a view, or one that has such a spend, if that may be."""
+        """Charge a packed bucket without a view, or add to its cold spend, if possible."""
         key, rule, base = waiting.key, self.rule, self.packed.get(waiting.key)
         if key in self.cold and not self.is_cut_off:
             return self._add_cold(waiting)
@@ -193,7 +193,7 @@ class Node:
         return True
 
     def _note_cold(self, waiting: Waiting) -> None:
-        """Whatever is decided without a view is one spend of its bucket, and less than this node's share."""
+        """Record whether a cold spend exceeds this node's share."""
         unsettled = [
             spends[waiting.key] for spends in (self.cold, self.sent_cold) if waiting.key in spends
         ]
@@ -204,7 +204,7 @@ class Node:
             self.world.books.cold_beyond_share = True
 
     def _add_cold(self, waiting: Waiting) -> bool:
-        """Charge one more check to the spend of a cold bucket, which no batch contains."""
+        """Add a check to a cold spend that is not in a batch yet."""
         spent, rule = self.cold[waiting.key], self.rule
         if spent.rule is not rule:
             return False
@@ -224,7 +224,7 @@ class Node:
         return True
 
     def _warm(self, key: bytes) -> LocalView | None:
-        """The view of a bucket with a cold spend."""
+        """Return the view of a bucket with a cold spend."""
         in_flight = key not in self.cold
         spent = self.sent_cold.pop(key, None) if in_flight else self.cold.pop(key)
         if spent is None:
@@ -240,7 +240,7 @@ class Node:
         return view
 
     def _known(self, key: bytes) -> LocalView | None:
-        """The view of a bucket that is not in use."""
+        """Return the view of an evicted or packed bucket, or of a new one while the breaker is open."""
         view = self.pending.pop(key, None) or self._warm(key)
         if view is None:
             if key not in self.packed and not self.is_cut_off:
@@ -363,7 +363,7 @@ class Node:
             self._after(SYNC_US, self._sync, incarnation)
 
     def _pack(self, key: bytes) -> None:
-        """Pack a bucket that is idle, as if nobody had asked for it for long."""
+        """Pack an idle bucket, as if it had been unused for long."""
         view = self.views[key]
         if self._is_idle(key) and view.base is not None and self.world.chance() < 0.5:
             del self.views[key]
@@ -396,7 +396,7 @@ class Node:
             self._after(self.world.answer_us, self._is_answered, batch, self.incarnation)
 
     def _is_answered(self, batch: Batch, incarnation: int) -> None:
-        """Tell whether a round trip of checks has gone well."""
+        """Report the result of a round trip of checks to the breaker."""
         if self.incarnation == incarnation:
             if self.sender.outstanding is batch:
                 self.giving_up.failed()
@@ -417,7 +417,7 @@ class Node:
         self._after(RESEND_US, self._resend, batch, incarnation)
 
     def _charged(self, waiting: Waiting, shared: SharedState, later: int) -> None:
-        """The store has charged a check before ``later`` tokens; the bucket is what it was right after that."""
+        """Receive a charge of the store; it charged ``later`` tokens between the check and ``shared``."""
 
     def _resend(self, batch: Batch, incarnation: int) -> None:
         if self.incarnation == incarnation and self.sender.outstanding is batch:
@@ -474,7 +474,7 @@ class Node:
                 self._answer(waiting, granted)
             elif granted and waiting.charged:
                 view.pay(waiting.cost)
-                # What was forgiven meanwhile may be charged after all, but never more than that.
+                # At most the tokens forgiven meanwhile may be charged after all.
                 self.world.books.paid_twice |= view.forgiven < 0
             elif granted:
                 self.world.books.wasted += waiting.cost
@@ -504,14 +504,14 @@ class Node:
         view.hear(shared)
 
     def _note_reset(self, view: LocalView, shared: SharedState) -> None:
-        """What is in flight when a reset is heard of is forgiven by the view, and booked by the store as well."""
+        """Correct the books: a view forgives spends in flight at a reset, but the store books them, too."""
         if view.generation is not None and shared.generation > view.generation:
-            self.world.books.forgiven -= view.in_flight.tokens
+            self.world.books.forgiven -= view.in_flight_tokens
 
     # Gossip
 
     def _tell(self, key: bytes, view: LocalView, before: SharedState | None) -> None:
-        """Publish a state that has crossed into its last half; at most once per interval."""
+        """Publish a state that has fallen below half of the capacity, at most once per interval."""
         shared, account, now_us = view.base, view._account, self.now_us
         if shared is None or shared is before:
             return
@@ -522,14 +522,14 @@ class Node:
             self.news(key, shared)
 
     def news(self, key: bytes, shared: SharedState) -> None:
-        """Publish a state, and hear it."""
+        """Publish a state, and adopt it."""
         self.heard(key, shared)
         self.published_us[key] = self.now_us
         self.published += 1
         self.world.publish(self, self.published, key, shared)
 
     def told(self, sender: str, number: int, key: bytes, shared: SharedState) -> None:
-        """Another node has published a state; if something is missing before it, anything may have changed."""
+        """Adopt a state published by another node; after a gap in its numbers anything may have changed."""
         if not self.alive:
             return
         last = self.news_numbers.get(sender, number - 1)
@@ -557,14 +557,14 @@ class Node:
     # Rules
 
     def edited(self, rule: Rule) -> None:
-        """The rule book is another. Books are read whole: an older one never comes after a newer."""
+        """Apply a new rule book. Books are read completely, so an older one never follows a newer."""
         if rule.revision > self.rule.revision:
             self.rule = rule
 
     # Life
 
     def crash(self) -> None:
-        """What it has not settled is lost; some of what is in flight may arrive."""
+        """Lose all unsettled spends; some of those in flight may still arrive."""
         books = self.world.books
         views = (*self.views.values(), *self.pending.values())
         for view in views:
@@ -573,7 +573,7 @@ class Node:
         books.lost += sum(spent.cost for spent in self.cold.values())
         batch = self.sender.outstanding
         if batch is not None:
-            # When all is quiet: whether it has arrived, and whom it has granted what.
+            # When nothing is in flight: book whether it has arrived, and its grants.
             self._after(BURIED_US, self._bury, batch)
         self.meetings.end()
         self.alive = False
@@ -583,7 +583,7 @@ class Node:
         self.cold, self.sent_cold = {}, {}
 
     def _bury(self, batch: Batch) -> None:
-        """Book the last batch of a life. Nobody is left to send it again, and none is under way for so long."""
+        """Book the last batch of an incarnation, when it is neither resent nor in flight any more."""
         world = self.world
         reply = world.ledger.apply(batch) if (batch.sender, batch.number) in world.applied else None
         for key, update in batch.updates.items():
@@ -594,6 +594,6 @@ class Node:
             world.books.wasted += sum(ask.cost for ask, grant in grants if grant)
 
     def restart(self) -> None:
-        """Under the same name."""
+        """Restart under the same name."""
         self.alive = True
         self._begin()

@@ -1,4 +1,4 @@
-"""A scenario is played: checks come, things happen, and in the end all is quiet."""
+"""Runs a scenario: checks, events, and the settling at the end."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,39 +10,39 @@ from tests.simulation.scenario import FEW, MOST_CHECKS, Scenario, Span
 from tests.simulation.world import MS, SECOND, START_US, Admission, Network, World
 
 KEY = b"one"
-"""The bucket that the load is on, and most demands."""
+"""The bucket under load, to which most invariants apply."""
 OTHERS = (b"two", b"three")
 LATEST_EDIT_S = 0.5
-"""By then every node has heard of an edit."""
+"""Longest time until every node has an edit."""
 REST_S = 10
 DRAINS, DRAIN_US = 3, 20 * MS
 MOST_EVENTS = 100_000
-"""A run that comes to an end has less than a tenth of it."""
+"""A run that ends has less than a tenth of these events."""
 
 
 @dataclass
 class Played:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     scenario: Scenario
     world: World
     offered: list[tuple[int, int]]
-    """When checks of :data:`KEY` came, and what they asked for."""
+    """(time, cost) of all checks of :data:`KEY`."""
     end_us: int
 
     @cached_property
     def admissions(self) -> list[Admission]:
-        """Checks of :data:`KEY` that were allowed."""
+        """Allowed checks of :data:`KEY`."""
         return self.world.books.admissions[KEY]
 
     @property
     def checked(self) -> list[Admission]:
-        """Without those that nobody has decided."""
+        """Allowed checks without those that were let through undecided."""
         return [one for one in self.admissions if not one.unchecked]
 
     @cached_property
     def forgiven(self) -> int:
-        """Tokens that are charged nowhere."""
+        """Allowed tokens that are never charged."""
         kept: int = sum(
             view.forgiven
             for node in self.world.nodes
@@ -59,7 +59,7 @@ def play(
     node: type[Node] = Node,
     world: type[World] = World,
 ) -> Played:
-    """Run a scenario, then let everything settle."""
+    """Run a scenario until everything is settled."""
     network = Network(loss=told.loss, duplicates=told.duplicates, news_loss=told.news_loss)
     if told.rtt_us:
         network.least_us, network.most_us = told.rtt_us * 2 // 5, told.rtt_us * 3 // 5
@@ -93,7 +93,7 @@ def play(
 
 
 def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
-    """Let checks come, as they come."""
+    """Generate the checks of a scenario."""
     source, chance, nodes = world.random, world.chance, world.nodes
     at_us, per_us = float(START_US), told.checks_per_us
     offered: list[tuple[int, int]] = []
@@ -103,7 +103,7 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
     most_checks = 20 * MOST_CHECKS if told.is_late else 2 * MOST_CHECKS
     in_burst = max(1, int(per_us * told.window_seconds * SECOND / 10))
     while len(offered) < most_checks:
-        if told.bursts:  # what comes in a tenth of a window, at once and to all nodes
+        if told.bursts:  # the checks of a tenth of a window at once, to all nodes
             at_us += told.window_seconds * SECOND / 10
         else:
             at_us += source.expovariate(per_us)
@@ -124,7 +124,7 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
 
 
 def drain(told: Scenario, world: World) -> list[tuple[int, int]]:
-    """Let all nodes but one spend their shares, and ask the one for all that is left before they have settled."""
+    """Spend the shares of all nodes but one, and request all remaining tokens from that one before they settle."""
     one, *others = world.nodes
     offered: list[tuple[int, int]] = []
 
@@ -191,7 +191,7 @@ def _stall(told: Scenario, world: World) -> None:
 
 
 def rest(world: World) -> None:
-    """Let everything settle: the network is whole, and nobody asks."""
+    """Let everything settle, without network faults and checks."""
     network = world.network
     network.loss = network.duplicates = network.news_loss = 0.0
     world.store_up = True
@@ -201,7 +201,7 @@ def rest(world: World) -> None:
 
 
 def settled(world: World) -> bool:
-    """Whether nothing is left to settle."""
+    """Whether everything is settled."""
     return not any(
         node.pending
         or node.cold

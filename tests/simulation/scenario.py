@@ -1,4 +1,4 @@
-"""What happens in a run: scenarios, each by its seed."""
+"""Scenarios of runs, each by its seed."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -11,25 +11,25 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.simulation.world import MS, SECOND
 
 FEW, MANY = 3, 250
-"""Buckets; many are more than one batch may have, and five times as many checks are for them."""
+"""Numbers of buckets. Many exceed one batch, and get five times as many checks."""
 MOST_CHECKS = 800
 LONGEST_S = 15.0
 LATE_S = 60.0
 CHECKS_PER_S = 400
-"""A load of more tokens asks for several at once."""
+"""Checks under a load of more tokens cost several each."""
 
 BURST_SHARES = (0.0, 0.0, 0.5, 2.0, 4.0)
 
 OF_TOKENS = [one for one in Algorithm if one in ACCOUNTS]
-"""The algorithms with an account; in this order, for a seed is a place in it."""
+"""The algorithms with an account. A seed is an index into them, so their order must not change."""
 
 Span = tuple[float, float]
-"""Beginning and length, in seconds."""
+"""(start, length), in seconds."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens in a run."""
+    """The parameters of a run."""
 
     seed: int
     algorithm: Algorithm
@@ -37,12 +37,12 @@ class Scenario:
     window_seconds: int
     nodes: int
     load: float
-    """Of the limit."""
+    """Demand, as a multiple of the limit."""
     seconds: float
     burst_share: float = 0.0
-    """Of the limit, whatever that is; 0 for none. Of a token bucket."""
+    """Burst of a token bucket, as a multiple of the current limit; 0 for none."""
     cost: int = 1
-    """Checks ask for 1 to twice as much less one."""
+    """Mean cost of a check; costs are 1 to 2 × cost − 1."""
     bursts: bool = False
     skew_us: int = 0
     loss: float = 0.0
@@ -50,34 +50,34 @@ class Scenario:
     news_loss: float = 0.0
     outages: tuple[Span, ...] = ()
     mute: Span | None = None
-    """The first node is not heard."""
+    """When messages of the first node are lost."""
     deaf: Span | None = None
-    """It does not hear."""
+    """When messages to the first node are lost."""
     crash_s: float | None = None
     reset_s: float | None = None
     flush_s: float | None = None
-    """The store loses all, and at once the bucket is reset once more."""
+    """When the store loses everything, and the bucket is reset again immediately."""
     edit_s: float | None = None
     edited_limit: int = 0
     first_is_not_told: bool = False
-    """Of edits; it can learn of them from states alone."""
+    """The first node does not get edits; it can learn of them only from states."""
     other_edits: tuple[float, ...] = ()
-    """Of other rules in the same book."""
+    """Times of edits of other rules in the same book."""
     wrong_members: int = 0
     buckets: int = FEW
     max_views: int = 1_000
     packs: bool = False
-    """Nodes pack idle buckets at once."""
+    """Whether nodes pack idle buckets at once."""
     decides_alone: bool = False
-    """Nodes give the store up after some failures, and decide by what they know."""
+    """Whether nodes have a circuit breaker, and decide by their views while it is open."""
     rtt_us: int = 0
-    """Of the way to the store and back; 0 for 1 to 5 ms."""
+    """Round-trip time of the store; 0 for 1 to 5 ms."""
     caller_times_us: int = 0
-    """How far the callers' times may be from the node's, either way."""
+    """Largest difference of callers' times from the node's, either way."""
     stalls: tuple[Span, ...] = ()
-    """One node after the other runs no code."""
+    """When one node after the other runs no code."""
     drains: bool = False
-    """The load is what exceeds a limit most: see :func:`tests.simulation.play.drain`."""
+    """Whether the load is the one that exceeds a limit most: see :func:`tests.simulation.play.drain`."""
 
     @property
     def rule(self) -> Rule:
@@ -92,13 +92,13 @@ class Scenario:
         )
 
     def burst_of(self, limit: int) -> int:
-        """The burst of the rule while this is its limit."""
+        """Return the burst of the rule with this limit."""
         if self.algorithm is not Algorithm.TOKEN_BUCKET or not self.burst_share:
             return 0
         return max(1, int(limit * self.burst_share))
 
     def capacity_of(self, limit: int) -> int:
-        """The most tokens at once while this is its limit."""
+        """Return the capacity of the rule with this limit."""
         return self.burst_of(limit) or limit
 
     @property
@@ -111,17 +111,17 @@ class Scenario:
 
     @property
     def may_begin_afresh(self) -> bool:
-        """Whether a node may forget a bucket, and then decide about it while it has given the store up."""
+        """Whether a node may decide on a bucket that it has evicted while its breaker is open."""
         return self.decides_alone and self.max_views < self.buckets and not self.is_calm
 
     @property
     def is_late(self) -> bool:
-        """Whether all that may be is that things take long."""
+        """Whether the only possible faults are delays."""
         return bool(self.rtt_us or self.stalls)
 
     @property
     def is_calm(self) -> bool:
-        """Without any fault."""
+        """Whether the run has no faults."""
         return not (
             self.is_late
             or self.drains
@@ -141,7 +141,7 @@ class Scenario:
 
 
 def scenario(seed: int, *, calm: bool = False) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     source = random.Random(seed)
     pick, chance = source.choice, source.random
     limit, window = pick([1, 10, 100, 100, 1_000, 100_000]), pick([1, 1, 1, 5])
@@ -166,11 +166,11 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     if made.buckets == MANY:
         seconds, views = min(made.seconds, 4.0), pick([1_000, 200])
         made = replace(made, nodes=pick([1, 2]), max_views=views, seconds=seconds)
-    # Others have to be able to spend, that a state tells the first.
+    # Other nodes must spend, so that a state informs the first.
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
     made = replace(made, first_is_not_told=made.first_is_not_told and tells)
     made = replace(made, decides_alone=chance() < 0.5)
-    # Drawn last, so that they change nothing of the scenarios without.
+    # Drawn last, so that they do not change scenarios without them.
     return replace(made, burst_share=pick(BURST_SHARES), packs=chance() < 0.4)
 
 
@@ -180,7 +180,7 @@ def calm_scenario(seed: int) -> Scenario:
 
 
 def late_scenario(seed: int) -> Scenario:
-    """A long run in which nothing fails: the store is far away, or nodes stall again and again."""
+    """Return a long run without failures, in which the store is far away, or nodes stall repeatedly."""
     source = random.Random(seed)
     pick, chance = source.choice, source.random
     limit, load, stall_s = pick([10, 100, 100, 1_000]), pick([0.9, 1.5, 4, 4]), pick([0, 0.2, 1, 2])
@@ -204,7 +204,7 @@ def late_scenario(seed: int) -> Scenario:
 
 
 def draining_scenario(seed: int) -> Scenario:
-    """Nothing fails, and callers exceed a limit as far as they can."""
+    """Return a run without failures, in which callers exceed a limit as far as possible."""
     source = random.Random(seed)
     pick = source.choice
     limit = pick([100, 1_000, 100_000])
@@ -228,7 +228,7 @@ def _cost(limit: int, window: int, load: float, least: int) -> int:
 
 
 def _seconds(made: Scenario) -> float:
-    """How long a run takes that asks so often in a second."""
+    """Return the length of a run with this rate of checks."""
     return min(LONGEST_S, max(2.0, MOST_CHECKS / (made.checks_per_us * SECOND)))
 
 
@@ -263,7 +263,7 @@ def _with_faults(made: Scenario, source: random.Random) -> Scenario:
     )
 
 
-# Plots: what chance alone brings about too seldom. Each is a fifth of the seeds, and says what is certain in it.
+# Plots: cases that are too rare by chance. Each plot is a fifth of the seeds, and returns its fixed parameters.
 
 Plot = tuple[Scenario, dict[str, Any]]
 
@@ -273,7 +273,7 @@ def _anything(made: Scenario, _source: random.Random) -> Plot:
 
 
 def _long_outage(made: Scenario, source: random.Random) -> Plot:
-    """The store is away, and what nodes spend beside each other adds up; in half of the runs nothing else happens."""
+    """The store is unreachable, and parallel spends of nodes add up; half of the runs have no other event."""
     pick = source.choice
     limit, nodes, length_s = pick([10, 100, 1_000, 100_000]), pick([2, 3, 5]), pick([0.2, 1.5, 6.0])
     load = pick([0.5, 0.8, 4, 20])
@@ -289,7 +289,7 @@ def _long_outage(made: Scenario, source: random.Random) -> Plot:
 
 
 def _much_lower_limit(made: Scenario, source: random.Random) -> Plot:
-    """A limit becomes so much lower that what is unsent would fill it many times, or what is charged already."""
+    """A limit is lowered so far that unsent spends, or past charges, would fill it many times."""
     if made.seed % 20 == 16:
         return _lower_limit_of_a_full_log(made, source)
     made = replace(made, limit=20_000, window_seconds=1, load=0.8, cost=50, seconds=5.0)
@@ -298,7 +298,7 @@ def _much_lower_limit(made: Scenario, source: random.Random) -> Plot:
 
 
 def _higher_limit(made: Scenario, source: random.Random) -> Plot:
-    """A limit becomes higher, which trims nothing, and what was spent before has not come free at the end."""
+    """A limit is raised, which trims nothing, and earlier spends have not expired at the end."""
     algorithm = source.choice([Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW])
     made = replace(made, algorithm=algorithm, limit=100, window_seconds=5, load=2, cost=2)
     made = replace(made, nodes=source.choice([1, 3]), bursts=False, seconds=4.0)
@@ -306,7 +306,7 @@ def _higher_limit(made: Scenario, source: random.Random) -> Plot:
 
 
 def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
-    """All who know of the edit are denied, until the log has come down to it; one who does not is not."""
+    """Nodes that know the edit deny until the log has shrunk to the limit; one that does not know it allows."""
     made = replace(made, algorithm=Algorithm.SLIDING_WINDOW, limit=100, window_seconds=5, cost=1)
     load, nodes = source.choice([4, 8]), source.choice([2, 3])
     made = replace(made, load=load, nodes=nodes, bursts=False, buckets=FEW, seconds=10.0)
@@ -315,7 +315,7 @@ def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
 
 
 def _reset_under_attack(made: Scenario, source: random.Random) -> Plot:
-    """Everybody is denied until he hears of a reset."""
+    """Every node denies until it knows of a reset."""
     made = replace(made, limit=50, window_seconds=5, load=20, cost=1, seconds=7.0, bursts=False)
     quiet = {"outages": (), "crash_s": None, "mute": None, "deaf": None, "edit_s": None}
     flush_s = source.choice([None, 3.0])
@@ -329,7 +329,7 @@ def _reset_under_attack(made: Scenario, source: random.Random) -> Plot:
 
 
 def _busy_rule_book(made: Scenario, source: random.Random) -> Plot:
-    """Other rules are edited all the time, and nodes decide alone for what is lost on the way."""
+    """Other rules are edited all the time, and nodes decide alone when messages are lost."""
     if made.seed % 20 == 8:
         return _higher_limit(made, source)
     other_edits = tuple(made.seconds * source.random() for _ in range(20))

@@ -1,6 +1,6 @@
-"""Checks on several buckets, each on a shard of its own: a user within a tenant within everybody.
+"""Checks on several buckets, each on its own shard: a user within a tenant within all callers.
 
-A shard is a world beside the others: it has a store, and of every machine a node, but no time of its own.
+A shard is a world with its own store and one node of every machine; all shards share one clock.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ USERS, TENANT, EVERYBODY = range(3)
 
 
 class Journal(Ledger):
-    """A store's side that writes down what it did to each bucket.
+    """A store that records its operations on each bucket.
 
     Attributes:
-        events: of each bucket, in order: an update with what came of it, or a first check and whether it was charged.
+        events: of each bucket, in order: an update with its result, or a first check and whether it was charged.
     """
 
     __slots__ = ("events",)
@@ -63,7 +63,7 @@ class Journal(Ledger):
 
 
 class Shard(World):
-    """A shard; its time, chance and messages are those of the first."""
+    """A shard; it shares time, randomness and messages with the first one."""
 
     def __init__(self, first: World | None, seed: int, network: Network, ledger: Ledger) -> None:
         self.first = first
@@ -71,7 +71,7 @@ class Shard(World):
         self.given_back: list[Ask | StoreCheck] = []
         """Charges of the store for which a refund was sent."""
         self.stay = 0
-        """Tokens that stay charged for denied checks, because the store's charge is not known well enough."""
+        """Tokens that stay charged for denied checks, because the store's charge is not known exactly enough."""
         self.refunds = 0
         self.over_share = ""
         self.is_far = network.most_us > ANSWER_US
@@ -109,25 +109,25 @@ class Shard(World):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PartWaiting(Waiting):
-    """One bucket of a check that waits for others, too."""
+    """One bucket of a check that also waits for others."""
 
     part: Part
     node: "PartNode"
     joint: "Joint" = field(init=False)
     charge: Ask | StoreCheck | None = None
-    """What the store has charged."""
+    """The charge by the store."""
     is_alone: bool = False
     came_us: int = 0
     decided_us: int = 0
 
     @property
     def allowed_us(self) -> int:
-        """When it was allowed: where the store is far away, when it is charged, for the answer comes much later."""
+        """Time of the allowance; with a distant store that of the charge, because the answer comes much later."""
         return self.came_us if self.node.world.is_far else self.decided_us
 
 
 class NotedChecks(FirstChecks):
-    """First checks that are noted, so that what they have charged can be found."""
+    """First checks that are recorded, so that their charges can be found."""
 
     def bring(self, meeting) -> None:
         _, (first, *_) = self._waiting[meeting.check.name]
@@ -137,7 +137,7 @@ class NotedChecks(FirstChecks):
 
 
 class PartNode(Node):
-    """What one machine does about one shard."""
+    """The part of one machine on one shard."""
 
     world: Shard
     machine: "Machine"
@@ -215,7 +215,7 @@ class PartNode(Node):
         waiting.joint.decided()
 
     def give_back(self, key: bytes, refund: Refund, charge: Ask | StoreCheck) -> bool:
-        """Let the next batch give a charge back, if the bucket is still known."""
+        """Give a charge back with the next batch, if the bucket is still known."""
         view = self.views.get(key) or self.pending.get(key)
         if view is None and key in self.packed:
             view = self._known(key)
@@ -239,7 +239,7 @@ class PartNode(Node):
 
 
 class Joint:
-    """One check on several buckets, on its way."""
+    """One check on several buckets, in flight."""
 
     def __init__(self, machine: "Machine", waitings: Sequence[PartWaiting], cost: int) -> None:
         self.machine = machine
@@ -260,7 +260,7 @@ class Joint:
 
 
 class Machine:
-    """One node as a machine has it: a part of it for each shard."""
+    """One machine, with a node for each shard."""
 
     make_joint = Joint
 
@@ -322,7 +322,7 @@ class Machine:
         node, part, key = waiting.node, waiting.part, waiting.key
         is_unchecked = isinstance(part.outcome, Exception)
         if not (is_unchecked or part.is_charged):
-            return  # one that only observes
+            return  # of an observing limit
         admission = Admission(
             waiting.allowed_us, waiting.cost, node.sender_name, waiting.is_alone, is_unchecked
         )
@@ -337,7 +337,7 @@ class Machine:
     def _compare_with_share(waiting: PartWaiting, view: LocalView) -> None:
         node = waiting.node
         unsettled, share = (
-            view.unsent.tokens + view.in_flight.tokens,
+            view.unsent.tokens + view.in_flight_tokens,
             node.most_share.get(waiting.key, 0),
         )
         if unsettled > share and not node.was_alone:
@@ -364,7 +364,7 @@ class Machine:
         return waiting.node.give_back(waiting.key, refund, charge)
 
     def crash(self) -> None:
-        """What was charged for checks that nobody answers now stays charged."""
+        """Lose all checks in flight; their charges remain."""
         for joint in self.open:
             for waiting in joint.waitings:
                 if waiting.part.is_charged:

@@ -1,4 +1,4 @@
-"""Runs of checks on several buckets: what happens in them, and what must hold."""
+"""Runs of checks on several buckets: their scenarios and invariants."""
 
 import random
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ MOST_CHECKS = 600
 MOST_EVENTS = 300_000
 
 
-# What happens
+# Scenarios
 
 
 @dataclass(frozen=True)
 class Several:
-    """What happens in a run: a scenario for each shard, and which buckets checks are for."""
+    """The parameters of a run: a scenario for each shard, and the buckets of checks."""
 
     shards: tuple[Scenario, ...]
     observed: int | None = None
-    """The shard whose limit only observes."""
+    """The shard with an observing limit."""
     resets: tuple[float, ...] = ()
-    """Of every shard, when nothing else is demanded than that no refund reaches another generation."""
+    """Times of resets on every shard; then the only invariant is that no refund reaches another generation."""
 
     @property
     def first(self) -> Scenario:
@@ -45,7 +45,7 @@ class Several:
 
 
 def several(seed: int, *, calm: bool = False) -> Several:
-    """The scenario of a seed: the faults of one for a single bucket, each at one shard or at all of them."""
+    """Return the scenario of a seed: that for a single bucket, with each fault on one shard or on all."""
     source = random.Random(seed)
     pick, chance = source.choice, source.random
     base = scenario(seed, calm=calm)
@@ -82,13 +82,13 @@ def several(seed: int, *, calm: bool = False) -> Several:
 
 @dataclass
 class PlayedSeveral:
-    """What came of it: of each shard, and of all."""
+    """The results of each shard and of the whole run."""
 
     told: Several
     shards: list[Played]
     machines: list[Machine]
     ideal: int
-    """Tokens that one node alone would have allowed."""
+    """Tokens that a single node would have allowed."""
     is_endless: bool
 
     @property
@@ -104,7 +104,7 @@ def play_several(
     node: type[PartNode] = PartNode,
     machine: type[Machine] = Machine,
 ) -> PlayedSeveral:
-    """Run a scenario, then let everything settle."""
+    """Run a scenario until everything is settled."""
     first = told.first
     network = Network(loss=first.loss, duplicates=first.duplicates, news_loss=first.news_loss)
     if first.rtt_us:
@@ -178,7 +178,7 @@ def _rule(told: Several, shard: int) -> Rule:
 
 
 def _offer(told, main, machines, end_us):
-    """Let checks come; also the single node's view of what they may."""
+    """Generate the checks; also compute the tokens that a single node would allow."""
     first, source, chance = told.first, main.random, main.chance
     at_us, many = float(START_US), 2 * first.cost - 1
     per_us = min(
@@ -216,17 +216,17 @@ def _offer(told, main, machines, end_us):
         ideal += 0 if denied else cost
 
 
-# What must hold
+# Invariants
 
 
 def shard_of(played: Played) -> Shard:
-    """The world of a shard, with what it counts of checks on several buckets."""
+    """Return the world of a shard, with its counts of checks on several buckets."""
     assert isinstance(played.world, Shard)
     return played.world
 
 
 def several_violations(played: PlayedSeveral) -> list[str]:
-    """What does not hold, if anything."""
+    """Return the violated invariants."""
     if played.is_endless:
         return ["does not come to an end"]
     found = []
@@ -245,7 +245,7 @@ def several_violations(played: PlayedSeveral) -> list[str]:
 
 
 def a_refund_never_mints(played: Played) -> str:
-    """At no time a bucket lacks less than if what is given back had not been charged."""
+    """At any time at least as much is missing from a bucket as without the refunded charges."""
     told, world = played.scenario, shard_of(played)
     if told.edit_s or world.is_flushed:
         return ""
@@ -272,9 +272,9 @@ def _without(  # noqa: PLR0917 - what is replayed
     given_back: set[int],
     rule: Rule,
 ) -> SharedState:
-    """The bucket after an event, but for charges that are given back at some time."""
+    """Return the bucket after an event, without charges that are given back at any time."""
     shared, grants = made
-    if without is not None and without.generation < shared.generation:  # it was reset
+    if without is not None and without.generation < shared.generation:  # the bucket was reset
         without = SharedState(*shared[:3])
     if isinstance(event, StoreCheck):
         asks: list[tuple[Any, int, int]] = [(event, event.now_us, event.cost)]
@@ -293,7 +293,7 @@ def _without(  # noqa: PLR0917 - what is replayed
 
 
 def nodes_learn_of_refunds(played: Played) -> str:
-    """When all is quiet, no node takes an older state for the latest."""
+    """At the end no node has an older state as its latest."""
     world = played.world
     for node in world.nodes:
         for key, view in node.views.items():
@@ -307,18 +307,18 @@ def nodes_learn_of_refunds(played: Played) -> str:
 
 
 def where_nothing_fails_nothing_stays_charged(played: Played) -> str:
-    """A denied check changes nothing but for a round trip."""
+    """A denied check changes nothing beyond a round trip."""
     stay = shard_of(played).stay
     return f"{stay} of denied checks stay charged" if stay and played.scenario.is_calm else ""
 
 
 def nobody_spends_beyond_its_share(played: Played) -> str:
-    """Whatever waits for other buckets, no node has more unsettled than its share, unless the store was late."""
+    """Even with checks waiting for other buckets, no node exceeds its share, unless the store was late."""
     return shard_of(played).over_share
 
 
 def what_is_given_back_was_charged(played: Played) -> str:
-    """Each refund is for one charge for a denied check."""
+    """Each refund is for one charge of a denied check."""
     world = shard_of(played)
     refunds = sum(
         len(event.refunds)
@@ -330,7 +330,7 @@ def what_is_given_back_was_charged(played: Played) -> str:
 
 
 def no_less_than_one_node_alone(played: PlayedSeveral) -> str:
-    """Where nothing went wrong all machines allow nearly what one would."""
+    """Without faults all machines together allow nearly as much as a single one."""
     told = played.told
     window_us = max(one.window_seconds for one in told.shards) * SECOND
     if not told.is_calm or told.first.seconds * SECOND < 5 * window_us:

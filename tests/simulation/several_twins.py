@@ -1,4 +1,4 @@
-"""Wrong ways of deciding a check on several shared buckets, each of which the demands have to catch."""
+"""Wrong variants of checks on several shared buckets, each of which the invariants must detect."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -47,7 +47,7 @@ class KeepsWhatItCharged(Machine):
 
 
 class SpendsWhatIsReserved(Machine):
-    """Spends what a bucket holds, whatever the others say."""
+    """Spends reserved tokens, whatever the other buckets decide."""
 
     @staticmethod
     def verdict(joint, at_us, cost):
@@ -71,14 +71,14 @@ class RefundsTwice(PartNode):
 
 
 class NeverReleases(LocalView):
-    """Holds what was reserved for good."""
+    """Keeps reserved tokens forever."""
 
     def release(self, _cost):
         pass
 
 
 class HoldsNothing(LocalView):
-    """Goes on spending what other checks hold."""
+    """Spends tokens that other checks have reserved."""
 
     def check(self, now_us, members, cost):
         return self._without_others(super().check, now_us, members, cost)

@@ -1,6 +1,6 @@
-"""Holds on shared buckets under everything that can happen to a cluster, by seeds; and that the demands bite.
+"""Holds on shared buckets under all faults of a cluster, by seeds; wrong variants are detected.
 
-A seed decides a run to the last bit: ``violations(play(scenario(seed)))`` plays any of them again.
+A seed determines a run completely: ``violations(play(scenario(seed)))`` repeats any of them.
 """
 
 import os
@@ -19,23 +19,23 @@ TWIN_SEEDS = 600
 
 
 def problems(seed, *, calm=False, patch=nullcontext, **parts):
-    """What does not hold in the run of a seed."""
+    """Return the violated invariants in the run of a seed."""
     with patch():
         return violations(play(scenario(seed, calm=calm), **parts))
 
 
 @pytest.mark.parametrize("first", chunks(SEEDS, CHUNK))
-def test_whatever_goes_wrong_no_hold_mints(first):
+def test_no_hold_mints_under_any_fault(first):
     assert dict(found(range(first, first + CHUNK), problems)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(CALM_SEEDS, CHUNK))
-def test_where_nothing_goes_wrong_a_denied_hold_changes_nothing(first):
+def test_a_denied_hold_changes_nothing_without_faults(first):
     assert dict(found(range(first, first + CHUNK), problems, calm=True)) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_wrong_way_is_caught(name):
+def test_a_wrong_variant_is_detected(name):
     parts, patch = TWINS[name]
     assert any(
         problems(seed, calm=calm, patch=patch, **parts)
@@ -44,8 +44,8 @@ def test_a_wrong_way_is_caught(name):
     )
 
 
-def test_runs_are_what_they_are_meant_to_be():
-    """What is to be simulated does happen."""
+def test_all_intended_events_occur():
+    """All intended events occur."""
     happened = {}
     for seed in range(60):
         for name, value in seen(play(scenario(seed))).items():

@@ -1,6 +1,6 @@
-"""The ledger under everything that can happen to a cluster, by seeds; and that the demands bite.
+"""The ledger under all faults of a cluster, by seeds; wrong variants are detected.
 
-A seed decides a run to the last bit: ``violations(play(scenario(seed)))`` plays any of them again.
+A seed determines a run completely: ``violations(play(scenario(seed)))`` repeats any of them.
 """
 
 import os
@@ -24,44 +24,44 @@ TWIN_SEEDS = 200
 
 
 def problems(seed, scenario=scenario, **parts):
-    """What does not hold in the run of a seed."""
+    """Return the violated invariants in the run of a seed."""
     return violations(play(scenario(seed), **parts))
 
 
 @pytest.mark.parametrize("first", chunks(SEEDS, CHUNK))
-def test_whatever_goes_wrong_one_limit_is_held(first):
+def test_one_limit_is_held_under_any_fault(first):
     assert dict(found(range(first, first + CHUNK), problems)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(CALM_SEEDS, CHUNK))
-def test_where_nothing_goes_wrong_it_is_held_more_closely(first):
+def test_one_limit_is_held_more_closely_without_faults(first):
     assert dict(found(range(first, first + CHUNK), problems, scenario=calm_scenario)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(LATE_SEEDS, 5))
-def test_however_late_things_are_the_excess_does_not_grow(first):
+def test_the_excess_does_not_grow_with_any_delay(first):
     assert dict(found(range(first, first + 5), problems, scenario=late_scenario)) == {}
 
 
 @pytest.mark.parametrize("view", [LocalView, TightView])
 @pytest.mark.parametrize("first", chunks(100, 20))
-def test_callers_who_know_the_shares_stay_within_the_bound(first, view):
+def test_callers_that_exploit_the_shares_stay_within_the_bound(first, view):
     assert (
         dict(found(range(first, first + 20), problems, scenario=draining_scenario, view=view)) == {}
     )
 
 
 @pytest.mark.parametrize("first", chunks(400, CHUNK))
-def test_tight_shares_hold_it_whatever_goes_wrong(first):
+def test_tight_shares_hold_one_limit_under_any_fault(first):
     assert dict(found(range(first, first + CHUNK), problems, view=TightView)) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_wrong_ledger_is_caught(name):
+def test_a_wrong_variant_is_detected(name):
     assert any(problems(seed, **TWINS[name]) for seed in range(TWIN_SEEDS))
 
 
-def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():
+def test_an_endless_run_is_ended_and_reported():
     class NeverWaits(Node):
         def _sync(self, incarnation):
             self.world.after(0, self._sync, incarnation)
@@ -69,8 +69,8 @@ def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():
     assert violations(play(scenario(0), node=NeverWaits)) == ["does not come to an end"]
 
 
-def test_runs_are_what_they_are_meant_to_be():
-    """What is to be simulated does happen: full batches, evictions, grants that come late, a store that is given up."""
+def test_all_intended_events_occur():
+    """All intended events occur: full batches, evictions, late grants, open breakers."""
     seen = set()
 
     class Seeing(Ledger):

@@ -1,6 +1,6 @@
-"""Checks on several shared buckets under everything that can happen to a cluster, by seeds; and that the demands bite.
+"""Checks on several shared buckets under all faults of a cluster, by seeds; wrong variants are detected.
 
-A seed decides a run to the last bit: ``several_violations(play_several(several(seed)))`` plays any of them again.
+A seed determines a run completely: ``several_violations(play_several(several(seed)))`` repeats any of them.
 """
 
 import os
@@ -19,24 +19,24 @@ TWIN_RUNS = 250
 
 
 def problems(seed, *, calm=False, patch=nullcontext, **parts):
-    """What does not hold in the run of a seed."""
+    """Return the violated invariants in the run of a seed."""
     with patch():
         played = play_several(several(seed, calm=calm), **parts)
     return several_violations(played)
 
 
 @pytest.mark.parametrize("first", chunks(SEEDS, CHUNK))
-def test_whatever_goes_wrong_all_are_charged_or_none(first):
+def test_all_buckets_are_charged_or_none_under_any_fault(first):
     assert dict(found(range(first, first + CHUNK), problems)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(CALM_SEEDS, CHUNK))
-def test_where_nothing_goes_wrong_nothing_is_lost_to_a_denied_check(first):
+def test_a_denied_check_loses_nothing_without_faults(first):
     assert dict(found(range(first, first + CHUNK), problems, calm=True)) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_wrong_way_is_caught(name):
+def test_a_wrong_variant_is_detected(name):
     parts, patch = TWINS[name]
     matters = MATTERS.get(name, lambda told: True)
     runs = (
@@ -50,8 +50,8 @@ def test_a_wrong_way_is_caught(name):
     )
 
 
-def test_runs_are_what_they_are_meant_to_be():
-    """What is to be simulated does happen: refunds, also late ones, charges that stay, limits that only observe."""
+def test_all_intended_events_occur():
+    """All intended events occur: refunds, late refunds, charges that stay, observing limits."""
     seen = set()
     for seed in range(60):
         played = play_several(several(seed))
@@ -78,5 +78,5 @@ def test_runs_are_what_they_are_meant_to_be():
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3_600)
-def test_all_are_charged_or_none_over_very_many_seeds():
+def test_all_buckets_are_charged_or_none_over_very_many_seeds():
     assert found_in_processes(range(SEEDS, LONG_SEEDS, 500), problems) == {}

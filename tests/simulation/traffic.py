@@ -1,6 +1,6 @@
-"""What nodes and the store send each other, by the number of nodes: ``python -m tests.simulation.traffic``.
+"""Measures the traffic between nodes and the store by the number of nodes: ``python -m tests.simulation.traffic``.
 
-Prints the tables of docs/scaling.md. Requests have the bytes that really go to the store; of replies, the values.
+Prints the tables of docs/scaling.md. Requests count all bytes sent to the store, replies only those of values.
 """
 
 import sys
@@ -20,15 +20,15 @@ from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 NODES = (1, 2, 4, 8, 16)
 WARM_S = 1
 VALUE_BYTES = 42
-"""Of a token bucket in the store."""
+"""Bytes of a token bucket in the store."""
 OUTCOME_BYTES = 18
-"""Of a first check."""
+"""Bytes of the answer to a first check."""
 NAME = bytes(16)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One bucket that is asked for at ``load`` times its limit."""
+    """One bucket under ``load`` times its limit."""
 
     title: str
     limit: int
@@ -58,7 +58,7 @@ CELLS = (
 
 
 class CountingWorld(World):
-    """Counts calls of the store, messages and bytes; heartbeats, one per node and second, aside."""
+    """Counts calls of the store, messages and bytes, without heartbeats (one per node and second)."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Network(), Ledger())
@@ -95,19 +95,19 @@ class CountingWorld(World):
 
 
 def script_call(request: Request) -> tuple[bytes, ...]:
-    """The command of a call of a script that the store knows."""
+    """Return the command that calls a script cached by the store."""
     keys, arguments = request
     return (b"EVALSHA", bytes(40), b"%d" % len(keys), *keys, *arguments)
 
 
 def on_wire(command: Iterable[bytes]) -> int:
-    """Bytes of a command in the protocol of the store."""
+    """Return the bytes of a command in the protocol of the store."""
     parts = [b"$%d\r\n%s\r\n" % (len(part), part) for part in command]
     return sum(map(len, parts)) + len(b"*%d\r\n" % len(parts))
 
 
 def measure(cell: Cell, nodes: int) -> dict[str, float]:
-    """What happens in a second, of all nodes together."""
+    """Return the counts per second of all nodes together."""
     world = CountingWorld(nodes)
     rule = rule_of(Algorithm.TOKEN_BUCKET, cell.limit, 1)
     for number in range(nodes):
@@ -125,7 +125,7 @@ def measure(cell: Cell, nodes: int) -> dict[str, float]:
 
 
 def offer(cell: Cell, world: World, until_us: int) -> None:
-    """Let checks come until then."""
+    """Generate checks until ``until_us``."""
     per_us, most = cell.checks_per_s / SECOND, 2 * cell.cost - 1
     at_us = float(world.now_us)
     while (at_us := at_us + world.random.expovariate(per_us)) < until_us:

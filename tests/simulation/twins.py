@@ -1,4 +1,4 @@
-"""Wrong variants of the ledger, each of which the demands have to catch: what would go unnoticed is not demanded."""
+"""Wrong variants of the ledger, each of which the invariants must detect."""
 
 import sys
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class NoShare(LocalView):
 
 
 class LooseShares(LocalView):
-    """Promises tight shares, and takes others."""
+    """Declares tight shares, but uses others."""
 
     shares = TightView.shares
 
 
 class AsksDoNotCount(LocalView):
-    """Goes on spending what those that wait will be given."""
+    """Spends tokens for which checks wait."""
 
     def ask(self, now_us, cost):
         ask = super().ask(now_us, cost)
@@ -51,19 +51,19 @@ class AsksDoNotCount(LocalView):
 
 
 class ForgetsWhatIsInFlight(LocalView):
-    """Takes what it has sent for settled."""
+    """Counts sent spends as settled."""
 
     def freeze(self):
         update = super().freeze()
-        self.in_flight.remove_latest(self.in_flight.tokens)
+        self.in_flight, self.in_flight_tokens = (), 0
         self._recompute()
         return update
 
 
 class OwnViewTakesPart(NoShare):
-    """The specification's way: decide on what there is; of two states, be one its own, the later one wins.
+    """As specified: decide on the current state; the later of two states, including its own, wins.
 
-    Its clock is always later.
+    Its own clock is always later.
     """
 
     def hear(self, shared):
@@ -75,28 +75,28 @@ class OwnViewTakesPart(NoShare):
 
 
 class ForgivesNothing(LocalView):
-    """Settles all that was spent in an outage."""
+    """Settles all spends of an outage."""
 
     def forgive_outage(self, _now_us):
         pass
 
 
 class PaysTwice(LocalView):
-    """Charges a late grant beside what the view has charged."""
+    """Charges a late grant in addition to the view's charge."""
 
     def pay(self, _tokens):
         pass
 
 
 class NeverWithdraws(LocalView):
-    """Leaves an ask in the batch which the view has decided."""
+    """Leaves an ask in the batch that the view has decided."""
 
     def withdraw(self, _ask):
         return False
 
 
 class KnowsNoGenerations(LocalView):
-    """Takes the state after a reset for any other, and settles what it spent before."""
+    """Treats the state after a reset like any other, and settles earlier spends."""
 
     def hear(self, shared):
         super().hear(shared._replace(generation=0))
@@ -109,7 +109,7 @@ class KnowsNoGenerations(LocalView):
 
 
 class EditTrimsNothing(LocalView):
-    """Settles under a lower limit all that was spent under the higher one."""
+    """Settles all spends under the higher limit after it was lowered."""
 
     def edit(self, rule):
         if rule.revision >= self.rule.revision:
@@ -137,7 +137,7 @@ class SeesNoBurst(LocalView):
 
 
 class TellsNoEdit(LocalView):
-    """Keeps a new limit to itself where it denies."""
+    """Does not send a new limit to the store after a denial."""
 
     def _recompute(self):
         super()._recompute()
@@ -148,7 +148,7 @@ class TellsNoEdit(LocalView):
 
 
 class NoNumbers(Ledger):
-    """Applies whatever arrives."""
+    """Applies every batch that arrives."""
 
     def apply(self, batch: Batch) -> Reply:
         self._replies.clear()
@@ -165,7 +165,7 @@ class MeetsForNothing(Ledger):
 
 
 class OtherSettlement(Ledger):
-    """Settles otherwise."""
+    """Replaces the settlement."""
 
     def settle(self, stored, update):
         raise NotImplementedError
@@ -176,14 +176,14 @@ class OtherSettlement(Ledger):
 
 
 class LastWriterWins(OtherSettlement):
-    """Puts what a node says over what is there."""
+    """Replaces the stored state by that of the node."""
 
     def settle(self, _stored, update):
         return settle(None, update)
 
 
 class NeverOverdrawn(OtherSettlement):
-    """Forgets what does not fit: a balance that stops at zero."""
+    """Drops spends that do not fit, as a balance that stops at zero."""
 
     def settle(self, stored, update):
         settled = settle(stored, update)
@@ -195,7 +195,7 @@ class NeverOverdrawn(OtherSettlement):
 
 
 class ChargesOnArrival(OtherSettlement):
-    """Takes the time at which the last spend came for that of all of them."""
+    """Charges all spends at the time of the last one."""
 
     def settle(self, stored, update):
         tokens = sum(tokens for _, tokens in update.runs)
@@ -204,7 +204,7 @@ class ChargesOnArrival(OtherSettlement):
 
 
 class EditWithoutRevision(OtherSettlement):
-    """Goes by the limit that it has heard of first."""
+    """Keeps the limit that it received first."""
 
     def settle(self, stored, update):
         if stored is not None:
@@ -215,7 +215,7 @@ class EditWithoutRevision(OtherSettlement):
 
 
 class EveryEditForgives(OtherSettlement):
-    """Takes the edit of any rule for one of this."""
+    """Treats an edit of any rule as one of this rule."""
 
     def settle(self, stored, update) -> Settled:
         if stored is not None and update.rule.revision > stored.revision:
@@ -225,7 +225,7 @@ class EveryEditForgives(OtherSettlement):
 
 
 class EveryNewLimitForgives(OtherSettlement):
-    """Makes a bucket full whose limit was edited, though nothing is beyond the new one."""
+    """Fills a bucket whose limit was edited, although it is within the new one."""
 
     def settle(self, stored, update) -> Settled:
         rule = update.rule
@@ -235,7 +235,7 @@ class EveryNewLimitForgives(OtherSettlement):
 
 
 class GrantsCostOne(OtherSettlement):
-    """Charges a token for each check that it grants, whatever that costs."""
+    """Charges one token for each granted check, regardless of its cost."""
 
     def settle(self, stored, update) -> Settled:
         asks = [ask._replace(cost=1) for ask in update.asks]
@@ -243,7 +243,7 @@ class GrantsCostOne(OtherSettlement):
 
 
 class AsksOfOneTime(OtherSettlement):
-    """Decides all checks of a batch as of the last one."""
+    """Decides all checks of a batch at the time of the last one."""
 
     def settle(self, stored, update) -> Settled:
         last_us = max((ask.at_us for ask in update.asks), default=0)
@@ -252,7 +252,7 @@ class AsksOfOneTime(OtherSettlement):
 
 
 class OlderRulesFit(OtherSettlement):
-    """Cuts to what fits whatever comes from an older rule book, whether this rule was edited or not."""
+    """Caps all spends from an older rule book, even if this rule was not edited."""
 
     def settle(self, stored, update) -> Settled:
         if stored is not None and update.rule.revision < stored.revision and update.runs:
@@ -262,7 +262,7 @@ class OlderRulesFit(OtherSettlement):
 
 
 class ResetWithoutGeneration(World):
-    """Makes a bucket full, and it is the same one as before."""
+    """Fills a bucket without a new generation."""
 
     @staticmethod
     def made_full(_shared, rule, _now_us):
@@ -270,7 +270,7 @@ class ResetWithoutGeneration(World):
 
 
 class ResetToTheNextGeneration(World):
-    """Counts resets, also where the store has lost how many there were."""
+    """Counts resets as generations, even after the store has lost the count."""
 
     @staticmethod
     def made_full(shared, rule, _now_us):
@@ -278,7 +278,7 @@ class ResetToTheNextGeneration(World):
 
 
 class ResetLeavesOneSpent(World):
-    """Makes a bucket full but for a token."""
+    """Fills a bucket up to one token less."""
 
     @staticmethod
     def made_full(shared, rule, now_us):
@@ -288,7 +288,7 @@ class ResetLeavesOneSpent(World):
 
 
 class CarriesNothing(OtherSettlement):
-    """Takes each fixed window for itself: what it was overdrawn by is not owed in the next."""
+    """Treats fixed windows separately: an overdraft is not owed in the next."""
 
     def settle(self, stored, update):
         rule = update.rule
@@ -320,7 +320,7 @@ class NeverResends(Node):
 
 
 class SendsAnew(Node):
-    """Sends what is not answered once more, as if it had not arrived."""
+    """Sends an unanswered batch as a new one, as if it had not arrived."""
 
     def _resend(self, batch, incarnation):
         if self.incarnation == incarnation and self.sender.outstanding is batch:
@@ -330,7 +330,7 @@ class SendsAnew(Node):
 
 
 class RepeatedMeetings(FirstChecks):
-    """Brings a first check again that is not answered, as if it had a number."""
+    """Repeats an unanswered first check, as if it had a number."""
 
     def bring(self, meeting):
         super().bring(meeting)
@@ -342,13 +342,13 @@ class RepeatedMeetings(FirstChecks):
 
 
 class MeetsAgain(Node):
-    """Has two of them charged for one."""
+    """Lets two first checks be charged for one."""
 
     make_meetings = RepeatedMeetings
 
 
 class ChargesWhatItLetThrough(Node):
-    """Takes a first check that was not answered for one that was not charged."""
+    """Treats an unanswered first check as not charged."""
 
     def not_met(self, waiting):
         super().not_met(waiting)
@@ -359,7 +359,7 @@ class ChargesWhatItLetThrough(Node):
 
 
 class ForgetsWhatItEvicts(Node):
-    """Lets a bucket go with what is to be settled."""
+    """Drops an evicted bucket with its unsettled spends."""
 
     def _evict(self):
         super()._evict()
@@ -370,27 +370,27 @@ class ForgetsWhatItEvicts(Node):
 
 
 class NeverReadsAgain(Node):
-    """What is denied is denied until news come by themselves."""
+    """Keeps denying until gossip arrives."""
 
     def _reread(self):
         pass
 
 
 class WarmsWithoutTheSpend(Node):
-    """Makes a view of a cold bucket, and leaves its spend behind."""
+    """Makes a view of a cold bucket without its spend."""
 
     def _warm(self, key):
         self.cold.pop(key, None)
         spent = self.sent_cold.get(key)
         view = super()._warm(key)
         if spent is not None:
-            view.in_flight.begin(spent.rule)
+            view.in_flight, view.in_flight_tokens = (), 0
             view.hear(spent.base)
         return view
 
 
 class AddsBesideTheSpend(Node):
-    """Takes the second check of a cold bucket for its first."""
+    """Treats the second check of a cold bucket as its first."""
 
     def _add_cold(self, waiting):
         spent = self.cold[waiting.key]
@@ -402,7 +402,7 @@ class AddsBesideTheSpend(Node):
 
 
 class AddsToWhatIsInFlight(Node):
-    """Adds a check to a spend that was sent, as if that were frozen later."""
+    """Adds a check to a spend that was already sent."""
 
     def _spend_cold(self, waiting):
         key = waiting.key
@@ -427,7 +427,7 @@ class AddsBeyondTheShare(Node):
 
 
 class SpendsAgainWhatIsInFlight(Node):
-    """Takes a cold bucket for settled as soon as its spend is sent."""
+    """Treats a cold bucket as settled as soon as its spend is sent."""
 
     def flush(self):
         super().flush()

@@ -1,6 +1,6 @@
-"""A world in which one seed decides everything: time, order, loss, duplication, crashes. No I/O and no real clock.
+"""A simulated world in which one seed decides time, order, loss, duplication and crashes. No I/O and no real clock.
 
-Here are time, the messages on their way, and the store; and the books of what became of every token.
+Contains time, messages in flight and the store, and accounts for every token.
 """
 
 import heapq
@@ -22,68 +22,68 @@ START_US = 1_800_000_000 * SECOND
 MEMBER_TTL_US = 5 * SECOND
 RETRY_US = 100 * MS
 ANSWER_US = 20 * MS
-"""How long a check waits at least for the store before the view decides, or nobody where there is no view."""
+"""Least time that a check waits for the store; then the view decides, or the check is let through without one."""
 
 
 @dataclass
 class Network:
-    """What happens to messages, one way each."""
+    """Delays and faults of messages, each way."""
 
     least_us: int = 500
     most_us: int = 2_500
     loss: float = 0.0
     duplicates: float = 0.0
     news_loss: float = 0.0
-    """Of what nodes publish, beside that."""
+    """Additional loss of published states."""
 
 
 class Admission(NamedTuple):
-    """One check that was allowed, and when in truth."""
+    """One allowed check, and its true time."""
 
     at_us: int
     cost: int
     node: str
-    """Which node allowed it, and in which of its lives."""
+    """The node that allowed it, with its incarnation."""
     alone: bool
-    """By a node that had no answer from the store in time."""
+    """Whether the node had no answer from the store in time."""
     unchecked: bool
-    """And did not know the bucket, so that it was let through."""
+    """Whether the node also did not know the bucket, and let the check through."""
 
 
 class Charge(NamedTuple):
-    """What the store was told to charge, at the time that it was told."""
+    """A charge that the store received, with its nominal time."""
 
     at_us: int
     tokens: int
     generation: int
     limit: int
-    """By which the store went then."""
+    """The limit in force in the store then."""
     is_grant: bool = False
-    """Decided in the store, and never before what that has seen."""
+    """Whether the store decided it, at its latest time or later."""
 
 
 @dataclass
 class Books:
-    """What became of tokens."""
+    """Accounts of all tokens."""
 
     arrived: int = 0
-    """In spends that the store has taken, be it that a reset had made them void, and in what it granted."""
+    """Spends that the store received, even if a reset had voided them, and grants."""
     wasted: int = 0
-    """Granted to checks that were answered before, or whose node is no more."""
+    """Granted to checks that were already answered, or whose node has crashed."""
     forgiven: int = 0
-    """By nodes: never sent."""
+    """Forgiven by nodes, and never sent."""
     lost: int = 0
-    """With a node that crashed."""
+    """Lost with a crashed node."""
     unchecked: int = 0
-    """Let through, and charged nowhere."""
+    """Let through, and never charged."""
     charges: dict[bytes, list[Charge]] = field(default_factory=lambda: defaultdict(list))
     admissions: dict[bytes, list[Admission]] = field(default_factory=lambda: defaultdict(list))
     paid_twice: bool = False
     cold_beyond_share: bool = False
-    """A bucket without a view had more unsettled than a view leaves unsettled."""
+    """Whether a bucket without a view had more unsettled tokens than a view may have."""
     longest_batch_us: int = 0
     most_held: float = 0.0
-    """The sum of 1/N over the nodes, each by the N it believed in; 1 while all were right."""
+    """Sum of 1/N over the nodes, by the N that each assumed; 1 if all were right."""
 
 
 @dataclass(eq=False, slots=True)
@@ -108,14 +108,14 @@ class World:
         self.books = Books()
         self.nodes: list[Any] = []
         self.applied: dict[tuple[str, int], int] = {}
-        """Batches, and what was granted in them."""
+        """Batches, and the grants in them."""
         self._beats: dict[str, int] = {}
         self._resets = 0
         self.is_flushed = False
-        """Whether the store has lost what it held."""
+        """Whether the store has lost its content."""
         self.most_events = math.inf
         self.is_endless = False
-        """Whether that many things have happened: nothing more does."""
+        """Whether the maximum of events is reached, which ends the run."""
         self._events = 0
         self._agenda: list[tuple[int, int, Callable[..., None], tuple]] = []
         self._order = 0
@@ -147,7 +147,7 @@ class World:
     def deliver(
         self, act: Callable[..., None], *arguments: Any, loss: float = 0.0, is_repeated: bool = True
     ) -> None:
-        """Bring a message one way: late, never, or twice where that is possible."""
+        """Deliver a message late, never, or twice if duplicates are possible."""
         network, chance = self.network, self.chance
         span_us = network.most_us - network.least_us
         if not loss + network.loss or chance() >= loss + network.loss:
@@ -170,7 +170,7 @@ class World:
         name, granted = (batch.sender, batch.number), _granted(batch, reply)
         if name not in self.applied:
             self._book(batch, reply)
-        else:  # as before, or by a store that has lost it
+        else:  # a repeated answer, or by a store that has lost the batch
             self.books.arrived += granted - self.applied[name]
         self.applied[name] = granted
         if not node.is_deaf:
@@ -192,7 +192,7 @@ class World:
                     charges.append(charge)
 
     def meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
-        """Bring a first check to the store. Nothing repeats it on the way: it has no number."""
+        """Deliver a first check to the store, never twice, because it has no number."""
         if not node.is_mute:
             self.deliver(self._meet, node, meeting, back, is_repeated=False)
 
@@ -219,11 +219,11 @@ class World:
             self.deliver(node.run, back, self.ledger.buckets.get(key))
 
     def start(self, name: str) -> None:
-        """A sender is known to be alive."""
+        """Register a live sender."""
         self._beats[name] = self.now_us
 
     def beat(self, node: Any, back: Callable[[int], None]) -> None:
-        """A node says that it is alive, and hears how many are."""
+        """Send a heartbeat of a node; ``back`` receives the number of live nodes."""
         if not node.is_mute:
             self.deliver(self._beaten, node, node.sender_name, back)
 
@@ -236,7 +236,7 @@ class World:
             self.deliver(node.run, back, alive)
 
     def publish(self, sender: Any, number: int, key: bytes, shared: SharedState) -> None:
-        """Bring news to the other nodes."""
+        """Deliver a published state to the other nodes."""
         if not (self.store_up and not sender.is_mute):
             return
         for node in self.nodes:
@@ -248,7 +248,7 @@ class World:
             self.deliver(node.run, node.told, *news, loss=self.network.news_loss)
 
     def reset(self, key: bytes, rule: Rule) -> None:
-        """An administrator resets a bucket by way of a node that nobody asks, until it is done."""
+        """Reset a bucket through a node without checks, and retry until it is done."""
         if not self.store_up:
             self.after(RETRY_US, self.reset, key, rule)
             return
@@ -263,13 +263,13 @@ class World:
         return reset(shared, rule, generation_at(now_us))
 
     def flush(self) -> None:
-        """The store loses all that it holds."""
+        """Lose the whole content of the store."""
         self.ledger = type(self.ledger)()
         self.books.charges.clear()
         self.is_flushed = True
 
     def members_changed(self) -> None:
-        """A node believes in another number of members."""
+        """Account for a node that assumes another number of members."""
         held = sum(1 / node.members for node in self.nodes if node.alive)
         self.books.most_held = max(self.books.most_held, held)
 
@@ -286,10 +286,10 @@ def _granted(batch: Batch, reply: Reply) -> int:
 def level(
     charges: Sequence[Charge], rule: Rule, until_us: int = MAX_TIME_US
 ) -> tuple[int, int] | None:
-    """What a bucket has to hold after charges: (time of the latest, units or tokens); by other means than the ledger's.
+    """Return the expected content of a bucket after charges, independently of the ledger: (latest time, amount).
 
-    Of a token bucket what is missing in units, of a window its count, of a log the tokens in its last window. What was
-    charged after ``until_us`` is taken for a charge of that time.
+    The amount is the missing units of a token bucket, the count of a window, or the tokens in the last window of a log.
+    Charges after ``until_us`` count as made at that time.
     """
     generation = max((one.generation for one in charges), default=0)
     spends, latest_us, missing = [], 0, 0
@@ -311,12 +311,12 @@ def level(
 
 
 def _count(spends: Sequence[tuple[int, int]], rule: Rule) -> int:
-    """What the last window of some spends holds with what earlier ones were overdrawn by."""
+    """Return the count of the last window of these spends, with the overdraft of earlier ones."""
     of_windows: defaultdict[int, int] = defaultdict(int)
     last = 0
     for at_us, tokens in spends:
         last = max(last, at_us // rule.window_us)
-        # What comes later than with the next window counts as of the one before the last.
+        # Spends that are more than one window late count in the window before the last.
         of_windows[max(at_us // rule.window_us, last - 1)] += tokens
     count, before = 0, min(of_windows)
     for window, tokens in sorted(of_windows.items()):

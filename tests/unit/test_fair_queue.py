@@ -78,6 +78,14 @@ async def test_a_step_runs_at_once_while_no_other_waits_and_the_budget_lasts():
     assert await work.iterations(2) == [[], ["a1"], []]
 
 
+async def test_a_step_that_raises_is_logged_and_keeps_no_other_waiting(caplog):
+    work = Work()
+    work.queue.submit("a:1", lambda: 1 // 0)
+    work.submit("b:1", "b1")
+    assert await work.iterations(3) == [[], ["b1"], []]
+    assert "ZeroDivisionError" in caplog.text
+
+
 async def test_results_and_errors_reach_the_task_that_waits():
     queue = FairQueue(lambda: 0.0)
     assert await queue.run("a:1", lambda: 7) == 7

@@ -22,4 +22,4 @@ DECIDE: Final[Mapping[Algorithm, Decide]] = MappingProxyType(
         Algorithm.CONCURRENCY: concurrency.decide,
     }
 )
-"""Algorithm → its ``decide``. State is what that function returned before, ``None`` for a fresh bucket."""
+"""Algorithm → its ``decide``. ``state`` is that of the previous outcome, ``None`` for a fresh bucket."""

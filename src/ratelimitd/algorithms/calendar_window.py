@@ -1,10 +1,10 @@
 """Calendar windows: the days, weeks and months of a time zone.
 
-Each window has a bucket of its own, whose key has the window's start: nodes whose time zones differ share no wrong
-count, and the shared state knows no time zones. They come from the pinned package ``tzdata`` alone, so that they do not
-depend on the machine. See ADR 0048.
+Each window has a bucket of its own, whose key contains the window's start: nodes with different time-zone data never
+share a wrong count, and the shared state needs no time zones. Time zones come from the pinned package ``tzdata`` alone,
+never from the machine. See ADR 0048.
 
-Pure, except that a time zone is read from that package when it is first used.
+Pure, except that the first use of a time zone reads it from that package.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ONE_DAY: Final = dt.timedelta(days=1)
 _ONE_WEEK: Final = dt.timedelta(days=7)
 _DAY_S: Final = 86_400
 
-# equivalent: what is not remembered is worked out again
+# equivalent: a start that is not cached is computed again
 REMEMBERED_STARTS: Final = 4_096
-"""Dates whose start is remembered: two for each calendar in use. About 1 MB."""
+"""Dates whose start is cached: two for each calendar in use. About 1 MB."""
 
 
 class Window(NamedTuple):
@@ -42,7 +42,7 @@ def time_zones() -> frozenset[str]:
 
 
 def is_time_zone(name: str) -> bool:
-    """Return whether there is such a time zone, and read it, so that no check waits for a file."""
+    """Return whether a time zone exists, and load it, so that no check waits for a file."""
     return name in time_zones() and _zone(name).key == name
 
 
@@ -54,24 +54,23 @@ def window_at(calendar: Calendar, now_us: int) -> Window:
     following = _following(calendar, first)
     start_s, end_s = (_start_of(calendar.time_zone, day) for day in (first, following))
     while end_s <= now_s:
-        # The clocks went back over midnight: the day before comes again, and belongs to the new window.
+        # The clocks went back over midnight: the previous date begins again, within the new window.
         following = _following(calendar, following)
         start_s, end_s = end_s, _start_of(calendar.time_zone, following)
     return Window(start_s, end_s)
 
 
 def in_force(limit: Limit, window: Window) -> Limit:
-    """Return the limit of one window of a calendar, as a fixed window that holds no time of another.
+    """Return the limit of one calendar window, as a fixed window with the same end.
 
-    The fixed windows of a limit are multiples of its length. The end of a calendar window is such a multiple of itself,
-    so the window from the epoch to there has the right end; of later ends it is a part of that time, since lengths have
-    31 bits.
+    Fixed windows end at multiples of their length. The time from the epoch to the end of a calendar window is such a
+    length; if it exceeds 31 bits, the largest equal parts of it that fit are used.
     """
     parts = window.end_s // (INT32_MAX + 1) + 1
     while window.end_s % parts:
         parts += 1
     found = replace(limit, window_seconds=window.end_s // parts)
-    # A bucket of it is dropped after the length of the calendar window, not after the decades since the epoch.
+    # Its bucket expires after the length of the calendar window, not after the decades since the epoch.
     object.__setattr__(found, "full_after_s", window.end_s - window.start_s)
     return found
 
@@ -104,7 +103,7 @@ def _anchored(year: int, month: int, anchor_day: int) -> dt.date:
 
 @lru_cache(REMEMBERED_STARTS)
 def _start_of(time_zone: str, day: dt.date) -> int:
-    """Return the first instant at which it is ``day`` or later there, in Unix seconds."""
+    """Return the first instant of ``day`` or, where the zone skips it, of a later date, in Unix seconds."""
     zone = _zone(time_zone)
     midnight = dt.datetime(day.year, day.month, day.day, tzinfo=zone)  # of two, the first
     start_s = int(midnight.timestamp())
@@ -112,7 +111,7 @@ def _start_of(time_zone: str, day: dt.date) -> int:
         tzinfo=None
     ):
         return start_s
-    # The clocks skip this midnight: between a day before and here there is one instant at which they do.
+    # The clocks skip this midnight, at one instant within the day before.
     before_s = start_s - _DAY_S
     while start_s - before_s > 1:
         middle_s = (before_s + start_s) // 2
@@ -123,8 +122,8 @@ def _start_of(time_zone: str, day: dt.date) -> int:
     return start_s
 
 
-@lru_cache(1_024)  # equivalent: more than there are
+@lru_cache(1_024)  # equivalent: more than there are time zones
 def _zone(name: str) -> ZoneInfo:
-    # By its own file: what zoneinfo finds by name can be the machine's.
+    # From the package's file: by name, zoneinfo may find the machine's.
     with (files("tzdata") / "zoneinfo").joinpath(*name.split("/")).open("rb") as file:
         return ZoneInfo.from_file(file, key=name)

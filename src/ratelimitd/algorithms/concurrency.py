@@ -1,6 +1,6 @@
 """Concurrency: at most ``limit`` holds at once; each owns a slot until it is settled or ends.
 
-Pure. The state is the slots in use; holds take and free them, a check is judged by them and takes none.
+Pure. The state is the slots in use. Holds take and free slots; checks only need a free one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AFTER_ANY_NUMBER: Final = b"\xff" * 17
 
 
 class Slots:
-    """Slots in use, each owned by the hold of a number until its end."""
+    """Slots in use, by the number of the hold that owns each until its end."""
 
     __slots__ = ("_by_end", "_ends")
 
@@ -33,7 +33,7 @@ class Slots:
         self._by_end: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
-        """Return the number of slots, those included that have ended and were not freed."""
+        """Return the number of slots, including ended ones that were not freed yet."""
         return len(self._ends)
 
     def __contains__(self, number: bytes) -> bool:
@@ -41,7 +41,7 @@ class Slots:
         return number in self._ends
 
     def take(self, number: bytes, end_us: int) -> None:
-        """Give a hold a slot until ``end_us``, in place of the one it has."""
+        """Give a hold a slot until ``end_us``, replacing the one it has."""
         self.free(number)
         self._ends[number] = end_us
         insort(self._by_end, (end_us, number))
@@ -62,11 +62,11 @@ class Slots:
         del self._by_end[:ended]
 
     def items(self) -> list[tuple[int, bytes]]:
-        """Return (end in µs, number of the hold) of each, the first to end first."""
+        """Return (end in µs, number of the hold) of each slot, by end."""
         return self._by_end.copy()
 
     def told(self, limit: int, now_us: int) -> tuple[bool, int, int, int, Reason]:
-        """Return what a check is told where at most ``limit`` slots may be in use."""
+        """Return the answer to a check where at most ``limit`` slots may be in use."""
         by_end = self._by_end
         first = self._ended(now_us)
         free = limit - (len(by_end) - first)
@@ -74,7 +74,7 @@ class Slots:
         reset_time = -(-reset_us // US_PER_S)
         if free > 0:
             return ALLOWED, free, reset_time, 0, WITHIN_LIMIT
-        # When this one has ended, too, less than `limit` are in use.
+        # At the end of this slot fewer than `limit` are in use.
         free_us, _ = by_end[first - free]
         retry_after = min(-(-(free_us - now_us) // US_PER_S), INT32_MAX)
         return DENIED, 0, reset_time, retry_after, LIMIT_EXCEEDED
@@ -84,10 +84,10 @@ class Slots:
 
 
 def decide(state: Slots | None, rule: Limit, now_us: int, _cost: int) -> Outcome:
-    """Decide one check at ``now_us`` (µs since the Unix epoch): it passes if a slot is free, whatever it costs.
+    """Decide one check at ``now_us`` (µs since the Unix epoch): it passes if a slot is free, at any cost.
 
     Returns:
-        The outcome; its state is the given object. ``remaining`` are the slots that are free without this check.
+        The outcome; its state is the given object. ``remaining`` is the number of free slots.
     """
     if state is None:
         return (ALLOWED, rule.limit, -(-now_us // US_PER_S), 0, WITHIN_LIMIT, None)
@@ -95,6 +95,6 @@ def decide(state: Slots | None, rule: Limit, now_us: int, _cost: int) -> Outcome
 
 
 def held(state: Slots, rule: Limit, now_us: int) -> Outcome:
-    """Return what a hold is told that has just taken a slot; ``remaining`` are those that are free after it."""
+    """Return the outcome of a hold that has just taken a slot; ``remaining`` is the number of slots left."""
     _, remaining, reset_time, retry_after, _ = state.told(rule.limit, now_us)
     return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, None)

@@ -6,7 +6,7 @@ The state is ``(count, latest_us)``: the tokens accepted in the window that hold
 accepted check. The effective time of a check is never before it (I8), so a late timestamp counts into the current
 window. Around a boundary up to twice the limit may pass (I2); the sliding window prevents that.
 
-A window of :mod:`ratelimitd.algorithms.calendar_window` is one of these, with a bucket of its own.
+A window of :mod:`ratelimitd.algorithms.calendar_window` is a fixed window with a bucket of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratelimitd.model import (
 )
 
 State = tuple[int, ...]
-"""(count, latest_us); of the ledger also the count of the window before."""
+"""(count, latest_us); the ledger appends the count of the previous window unless it is 0."""
 
 
 def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
@@ -44,7 +44,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
         start_us = at_us - at_us % window_us
         if latest_us < start_us:
             count = 0
-        # equivalent: at the limit, or above it when that was lowered, the window is used up and not overdrawn
+        # equivalent: >= assigns the value it has; above a lowered limit the window counts as used up
         elif count > limit:
             count = limit
 

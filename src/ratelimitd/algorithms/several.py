@@ -1,8 +1,6 @@
-"""Several limits on one check: every enforced one passes and all are charged, or none is charged.
+"""Several limits on one check: if every enforced limit passes, all limits are charged; else none is.
 
-One that only observes is charged with the others where it would pass itself.
-
-Pure, as the algorithms are.
+An observing limit is charged with the others only if it passes, too. Pure.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ Charge = tuple[bytes, Limit, Decide]
 ENFORCE: Final = Enforcement.ENFORCE
 
 MORE_THAN_ANY_LIMIT: Final = INT32_MAX + 1
-"""A cost that every bucket denies; the denial tells what is there."""
+"""A cost that every bucket denies; the denial reports what the bucket has."""
 
 
 def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcome]:
     """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch) on all its buckets.
 
     Returns:
-        The outcomes in the order of the buckets. If an enforced one is a denial, no bucket is charged: every state is
-        the given object, and an outcome that allows says what its bucket has without this check.
+        The outcomes in the order of the buckets. If an enforced limit denies, no bucket is charged: every state is the
+        given object, and allowed outcomes report their bucket without this check.
     """
     outcomes, is_denied = [], False
     for state, limit, decide in buckets:
@@ -56,9 +54,9 @@ def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcom
 
 
 def wait_ms(buckets: Sequence[Bucket], now_us: int, cost: int, most_ms: int) -> int:
-    """Return in how many whole ms a check passes every enforced limit.
+    """Return the whole ms after which a check passes every enforced limit.
 
-    0: at once, or not within ``most_ms``, or a limit is no token bucket: windows do not wait.
+    0: immediately, or not within ``most_ms``, or a limit is not a token bucket: windows do not support waiting.
     """
     latest_us = now_us
     for state, limit, decide in buckets:
@@ -83,10 +81,10 @@ def passes(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> bool:
 
 
 def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
-    """Return which outcome is the check's answer: one of an enforced limit, if there is one.
+    """Return the index of the outcome that answers the check.
 
-    Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its capacity. Of
-    equal ones it is the first.
+    Enforced limits precede observing ones, and denials precede allowed outcomes. Then the longest retry delay of a
+    denial decides, or the smallest remaining part of the capacity; among equals the first.
     """
     found, best, best_limit = 0, outcomes[0], limits[0]
     for place, outcome in enumerate(outcomes):
@@ -105,8 +103,8 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
 
 
 def uncharged(bucket: Bucket, now_us: int) -> Outcome:
-    """Return what a bucket says of a check that is allowed and costs nothing."""
+    """Return the outcome of an allowed check that costs nothing."""
     state, limit, decide = bucket
-    # A cost above the limit is denied on every bucket, and a denial tells what is there.
+    # Every bucket denies a cost above the limit, and the denial reports what the bucket has.
     _, remaining, reset_time, _, _, _ = decide(state, limit, now_us, MORE_THAN_ANY_LIMIT)
     return (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, state)

@@ -39,9 +39,9 @@ State = bytes
 MAX_RUNS: Final = 16_384
 """Maximum runs of a log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
 
-# equivalent: it chooses between two ways that give the same log
+# equivalent: both ways to insert give the same log
 FEW_RUNS: Final = 16
-"""Up to this many, inserting one by one is faster than a pass over the log."""
+"""Up to this many runs, inserting one by one is faster than a pass over the log."""
 
 MAX_SUM: Final = 2**62
 """Running sums are rebased before they exceed 64 bits."""
@@ -71,7 +71,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     runs = len(cells) >> 1
     latest_us = cells[runs - 1]
     at_us = max(latest_us, now_us)
-    # Runs before it have left the window; mostly none have since the last accepted check, and each probe takes 50 ns.
+    # Runs up to the horizon have left the window. Usually none has since the last accepted check; a probe takes 50 ns.
     horizon_us = at_us - window_us
     first = 0 if cells[0] > horizon_us else bisect_right(cells, horizon_us, 1, runs)
     gone = cells[runs + first]
@@ -97,7 +97,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
-    # The earliest run with whose leaving the cost fits, mostly the first one.
+    # The earliest run after whose expiry the cost fits, usually the first.
     too_many, place = cells[-1] + cost - limit, runs + first + 1
     leaving = first
     if cells[place] < too_many:
@@ -129,9 +129,9 @@ def entered(state: State | None, rule: Limit, runs: Sequence[tuple[int, int]]) -
 
 
 def removed(state: State, until_us: int, tokens: int) -> tuple[State, int]:
-    """Return the log without its latest ``tokens`` at or before ``until_us``, and how many these were.
+    """Return the log without its latest ``tokens`` at or before ``until_us``, and the number removed.
 
-    The last run stays, without tokens if need be, so that the log keeps its latest time.
+    The last run stays, even without tokens, so that the log keeps its latest time.
     """
     cells = array("q", state)
     length = len(cells) >> 1
@@ -178,7 +178,7 @@ def _merged(
 
 
 def used(state: State, rule: Limit, now_us: int) -> int:
-    """Return the tokens in the window that ends at ``now_us``, and later ones."""
+    """Return the tokens in the window that ends at ``now_us``, and those after it."""
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
     return cells[-1] - cells[runs + bisect_right(cells, now_us - rule.window_us, 0, runs)]
@@ -208,7 +208,7 @@ def _appended(cells: memoryview[int], first: int, at_us: int, cost: int) -> Stat
     if first == runs:
         return _pack_first(at_us, 0, cost)
     total = cells[-1] + cost
-    # Of a log of thousands of runs, one more copy takes as long as the rest of a check.
+    # With thousands of runs, another copy of the log takes as long as the rest of a check.
     if cells[runs - 1] == at_us:
         appended = b"".join((cells[first:runs], cells[runs + first : -1], _pack_one(total)))
     else:
@@ -223,7 +223,7 @@ def _appended(cells: memoryview[int], first: int, at_us: int, cost: int) -> Stat
 def _compacted(state: State) -> State:
     """Return the log with sums from 0 and, if it is too long, every two neighbouring runs merged.
 
-    A merged run has the later timestamp: its tokens stay longer, so that this never admits more.
+    A merged run has the later timestamp: its tokens stay longer, so merging never admits more.
     """
     cells = array("q", state)
     runs = len(cells) >> 1

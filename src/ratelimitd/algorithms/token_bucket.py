@@ -5,10 +5,10 @@ A full bucket holds the limit's ``capacity``: its burst, or as many tokens as a 
 Pure; never raises on a state of its own. See ADR 0002 and 0006.
 
 The state is ``(spent, latest_us)``, exact in integers. One token is ``window_us`` units and one µs refills ``limit``
-units, so that no refill is rounded: a full bucket is capacity × window_us, at most 2^82. *Spent* is kept instead of
-tokens because it does not depend on the limit or the burst: a change of them keeps it.
+units, so that no refill is rounded: a full bucket is capacity × window_us, at most 2^82. *Spent* is stored instead of
+tokens because it depends neither on the limit nor on the burst, and so survives an edit of them.
 ``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8). It is ahead
-of the clock while checks wait that were allowed ahead of their time: until then the bucket has nothing to give.
+of the clock while a check that was allowed ahead of its time waits; until then the bucket has nothing to give.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     else:
         spent, latest_us = state
         # Comparisons, not min() and max(): a call costs 60 ns, a comparison 15.
-        # The capacity was lowered: one whole capacity is owed, not more. equivalent: >= assigns the value it has
+        # After the capacity was lowered, at most one capacity is owed. equivalent: >= assigns the value it has
         if spent > capacity:  # noqa: PLR1730
             spent = capacity
         if now_us > latest_us:  # equivalent: >= adds 0 µs
@@ -84,7 +84,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
 
 
 def passes_at_us(state: State | None, rule: Limit, now_us: int, cost: int) -> int | None:
-    """Return the first time, ``now_us`` or later, at which a check passes; ``None``: its cost never does."""
+    """Return the first time from ``now_us`` on at which a check passes; ``None`` if it costs more than the capacity."""
     if cost > rule.capacity:
         return None
     outcome = decide(state, rule, now_us, cost)
@@ -101,8 +101,8 @@ def decide_ahead(
 ) -> Outcome:
     """Decide at ``now_us`` a check that proceeds ``ahead_us`` later.
 
-    The outcome is that of a check at that time. The state is what leads there: before that time the bucket has nothing
-    of what is refilled until then, so no interval holds more than if the check had been made when it proceeds.
+    The outcome is that of a check at the later time. The state reserves all refill until then, so that no interval
+    admits more than if the check were made when it proceeds.
     """
     outcome = decide(state, rule, now_us + ahead_us, cost)
     if not outcome[0]:
@@ -121,7 +121,7 @@ def denied(  # noqa: PLR0917 - what both callers know
 ) -> Outcome:
     """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn.
 
-    Its ``reset_time`` is ``MAX_TIME_US`` seconds at most, as in the store.
+    The outcome's ``reset_time`` is at most ``MAX_TIME_US`` seconds, as in the store.
     """
     limit = rule.limit
     token = rule.window_us
@@ -131,7 +131,7 @@ def denied(  # noqa: PLR0917 - what both callers know
     reset_time = min((at_us - -spent // limit + _ROUND_UP) // US_PER_S, MAX_TIME_US)
     if cost > rule.capacity:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
-    # More is wanted than there is, so it is due later than now, and this is at least 1.
+    # The cost exceeds what the bucket has, so it is due later than now, and this is at least 1.
     due = at_us * limit + spent + cost * token - capacity
     retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
     return (DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)

@@ -1,1 +1,1 @@
-"""Records checks into traces, and replays traces by other rules. See ADR 0063."""
+"""Records checks into traces, and replays traces with other rules. See ADR 0063."""

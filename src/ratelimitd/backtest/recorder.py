@@ -1,10 +1,11 @@
-"""Records the checks of a node into a trace, beside the check path: bounded in memory and in bytes on disk.
+"""Records the checks of a node into a trace, outside the check path, with bounded memory and disk space.
 
-A check costs the path one checksum of its identifier, which says whether it is recorded, and if so one append. A job
-replaces identifiers by digests, and lets a thread write full blocks. What it cannot keep up with is lost, and counted.
+The check path computes a checksum of the identifier, which decides whether the check is recorded, and if so appends it
+to a queue. A job replaces identifiers by digests, and a thread writes full blocks. Checks beyond the bounds are lost,
+and counted.
 
-A file is written as ``*.part`` and renamed when it is whole, after ``FILE_S`` seconds or a part of the bound. Processes
-that record into one directory write one trace; the oldest files go when it is full. See ADR 0063.
+A file is written as ``*.part`` and renamed when complete, after ``FILE_S`` seconds or a part of the bound. Processes
+that record into one directory write one trace; when it is full, the oldest files are removed. See ADR 0063.
 """
 
 from __future__ import annotations
@@ -49,29 +50,29 @@ CHECKS_PER_TURN: Final = 1_000
 """Checks encoded per event-loop iteration: about 1 ms."""
 
 MAX_KINDS: Final = 512
-"""Of a block: each has an endpoint, which may be 1 KB."""
+"""Kinds in a block; each has an endpoint, which may be 1 KB."""
 
 MAX_NOTED: Final = 50_000
-"""Recorded checks between two steps; further ones are lost. 20 MB at most."""
+"""Checks queued between two steps, at most 20 MB; further ones are lost."""
 
 BLOCK_CHECKS: Final = 4_096
-"""Checks in a block: 100 KB, and encoding it takes the interpreter for 0.5 ms."""
+"""Checks in a block: 100 KB; encoding it blocks the interpreter for 0.5 ms."""
 
 FILES: Final = 16
-"""A file takes this part of the bound, so that dropping the oldest one loses little."""
+"""Each file takes this part of the bound, so that removing the oldest one loses little."""
 
 FILE_S: Final = 300
-"""Longest time that a file is for: what was recorded since is not in the trace yet, and lost if the node is killed."""
+"""Longest period of a file; until its end, its checks are not in the trace, and a killed node loses them."""
 
 RETRY_US: Final = 60 * US_PER_S
-"""Pause after the disk failed; checks are lost meanwhile."""
+"""Pause after a disk error; checks are lost meanwhile."""
 
 TRACE_FILE: Final = "trace-id"
 WHOLE: Final = ".trace"
 PART: Final = ".part"
 
 FILE_NAME: Final = re.compile(r"([0-9]{16})-[0-9a-f]{16}(\.trace|\.part)")
-"""When the file was begun, in µs since the Unix epoch, and its writer."""
+"""The start of the file, in µs since the Unix epoch, and its writer."""
 
 _ALL_HASHES: Final = 1 << 32
 
@@ -96,7 +97,7 @@ class _Columns(NamedTuple):
 class TraceRecorder:
     """Records the checks of one process; a :class:`ratelimitd.limiter.interfaces.Recorder`.
 
-    :meth:`run` is a background task, :meth:`drain` ends the last file. ``share`` of the identities is recorded, at most
+    :meth:`run` is a background task; :meth:`drain` ends the last file. Records a ``share`` of the identities, at most
     ``max_bytes`` in the directory.
     """
 
@@ -118,7 +119,7 @@ class TraceRecorder:
         self._assignments = assignments
         self._clock = clock
         self._stats = stats
-        # The same identities in all processes of the trace; those of one trace say nothing about another.
+        # All processes of a trace select the same identities; different traces select independently.
         self.seed: Final = crc32(self._trace)
         self.below: Final = round(share * _ALL_HASHES)
         self._share = share
@@ -128,9 +129,9 @@ class TraceRecorder:
         self._begin_block()
         self._file: Appender | None = None
         self._file_checks = self._file_lost = 0
-        """Checks in the file, and those that its blocks say were lost."""
+        """Checks in the file, and lost checks that its blocks report."""
         self._until_us = 0
-        """When the file is to end that was begun, or is to begin with the checks that are there; 0: there are none."""
+        """When to end the current file, or the one that the queued checks will begin; 0 without either."""
         self._no_file_before_us = 0
         self._holds = 0
         self._failing = False
@@ -150,9 +151,9 @@ class TraceRecorder:
             await self.step()
 
     async def step(self) -> None:
-        """Take what was noted; write the block if it is full, and end the file if it is due."""
+        """Process the noted checks; write the block when it is full, and end the file when it is due."""
         noted = self._noted
-        # One by one, so that a step that is cancelled leaves the others to the next.
+        # One by one, so that a cancelled step leaves the others to the next.
         for number in range(1, len(noted) + 1):
             self._add(*noted.popleft())
             if len(self._block.times) >= BLOCK_CHECKS or len(self._numbers) >= MAX_KINDS:
@@ -167,8 +168,8 @@ class TraceRecorder:
             await self._end_file()
 
     async def drain(self) -> None:
-        """Write the rest, and end the file. The task of :meth:`run` must have ended."""
-        await self._in_thread(_nothing)  # after a write that was cancelled here and goes on there
+        """Write the remaining checks, and end the file. The task of :meth:`run` must have ended."""
+        await self._in_thread(_nothing)  # waits for a write that continues after its cancellation
         await self.step()
         await self._end_file()
         self._thread.shutdown()
@@ -208,11 +209,11 @@ class TraceRecorder:
     def _digest(self, identifier_type: str, identifier: bytes) -> bytes:
         new = self._hashers.get(identifier_type)
         if new is None:
-            # Not before there are rules: until then the secret may be another one.
+            # Not before rules are loaded: until then the secret may change.
             key = self._keys.trace_key(self._trace)
             hashed = blake2b(digest_size=IDENTITY_BYTES, key=key, person=_IDENTITY_PERSON)
             hashed.update(f"{identifier_type}\0".encode())
-            # A copy takes half as long as a new hash that first takes the key in.
+            # A copy takes half the time of a new hash, which first processes the key.
             new = self._hashers[identifier_type] = hashed.copy
         digest = new()
         digest.update(identifier)
@@ -221,7 +222,7 @@ class TraceRecorder:
     def _begin_block(self) -> None:
         self._numbers: dict[Kind, int] = {}
         self._plain: dict[tuple[str, str, bool, int], int] = {}
-        """Numbers of kinds of one identity without a plan, found faster."""
+        """Numbers of kinds with one identity and no plan, for a faster look-up."""
         self._block = _Columns([], [], [], [], [], [])
         self._lost = 0
 
@@ -230,11 +231,11 @@ class TraceRecorder:
         self._stats.recorded["lost"] += checks
 
     async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
-        """Call in the one thread that writes, after the calls before it."""
+        """Call in the single writer thread, after earlier calls."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def _write_block(self) -> None:
-        """Write the block, or lose its checks."""
+        """Write the block; if that fails, count its checks as lost."""
         block = Block([*self._numbers], *self._block, self._lost)
         self._begin_block()
         try:
@@ -250,7 +251,7 @@ class TraceRecorder:
             self._lose(len(block.times))
 
     def _write(self, block: Block) -> int:
-        """Write a block in a thread; returns its bytes, 0 if the disk failed a short time ago."""
+        """Write a block, in the writer thread; return its bytes, 0 during the pause after a disk error."""
         if self._clock.monotonic_us() < self._no_file_before_us:
             return 0
         if self._file is None:
@@ -266,7 +267,7 @@ class TraceRecorder:
         return len(octets)
 
     async def _end_file(self) -> None:
-        """Write the rest of the checks and the end, and give the file its name."""
+        """Write the remaining checks and the end, and rename the file."""
         if self._block.times:
             await self._write_block()
         file, self._file, self._until_us = self._file, None, 0
@@ -284,14 +285,14 @@ class TraceRecorder:
             self._failing = False
 
     def _publish(self, file: Appender, end: bytes) -> None:
-        """End a file in a thread, and count its checks, also if the caller is cancelled meanwhile."""
+        """End a file, in the writer thread, and count its checks, even if the caller is cancelled meanwhile."""
         file.append(end)
         file.publish(file.path.with_suffix(WHOLE))
         file.close()
         self._stats.recorded["written"] += self._file_checks
 
     def _fail(self, error: OSError) -> None:
-        """Give the file up, and lose its checks."""
+        """Discard the file, and count its checks as lost."""
         if not self._failing:
             _log.warning("checks cannot be recorded: %s", error.strerror)
         self._failing = True
@@ -305,21 +306,26 @@ class TraceRecorder:
             self._lose(self._file_checks)
 
     def _make_room(self) -> None:
-        """Remove the oldest files until there is room for one more; one that may still be written counts as full."""
+        """Remove the oldest files until one more fits; files that may still be written count as full.
+
+        Files of a clock that was ahead are removed first, because their names would make them the newest.
+        """
         room = self._max_bytes // FILES
-        since_us = self._clock.now_us() - 2 * FILE_S * US_PER_S
+        now_us, recent_us = self._clock.now_us(), 2 * FILE_S * US_PER_S
         total, removable = room, []
-        for path in sorted(self._directory.iterdir()):
+        for path in self._directory.iterdir():
             named = FILE_NAME.fullmatch(path.name)
             if named is None:
                 continue
-            is_written = named[2] == PART and int(named[1]) > since_us
-            with suppress(FileNotFoundError):  # other processes make room, too
+            age_us = now_us - int(named[1])
+            is_ahead = age_us < -recent_us
+            is_written = named[2] == PART and age_us < recent_us and not is_ahead
+            with suppress(FileNotFoundError):  # another process may have removed it
                 size = max(room, path.stat().st_size) if is_written else path.stat().st_size
                 total += size
                 if not is_written:
-                    removable.append((path, size))
-        for path, size in removable:
+                    removable.append((not is_ahead, path, size))
+        for _, path, size in sorted(removable):
             if total <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)
@@ -331,10 +337,10 @@ def _nothing() -> None:
 
 
 def _trace_of(directory: Path) -> bytes:
-    """Return the number of the trace in a directory; the first process that records there makes both.
+    """Return the trace id in a directory; the first process that records there creates both.
 
     Raises:
-        StartupError: the directory cannot be made or read, or has something else in the place of the number.
+        StartupError: the directory cannot be created or read, or its trace id is invalid.
     """
     path = directory / TRACE_FILE
     try:

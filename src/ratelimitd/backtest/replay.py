@@ -1,6 +1,6 @@
-"""Replays a trace by other rules: the limiter of a node, at the times of the trace, on buckets that begin fresh.
+"""Replays a trace with other rules: the limiter of a node, at the times of the trace, on fresh buckets.
 
-Decides nothing of its own: each check goes to :class:`ratelimitd.limiter.limiter.Limiter`, as bulk checks do. See ADR
+Makes no decisions itself: each check goes to :class:`ratelimitd.limiter.limiter.Limiter`, as bulk checks do. See ADR
 0063.
 """
 
@@ -29,20 +29,20 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 
 MAX_BUCKETS: Final = 1_000_000
-"""As many as a node holds by default. Beyond them the least recently used begin fresh, which is counted."""
+"""A node's default. Beyond it the least recently used buckets are evicted, and counted."""
 
 _SECRET: Final = bytes(32)
-"""Callers cannot reach the buckets of a replay."""
+"""No secret is needed: callers cannot reach the buckets of a replay."""
 
 
 class Trace:
-    """The whole files of a trace, each of which has been read once, so that nothing is replayed of a broken one.
+    """The complete files of a trace, each verified first, so that no part of a broken trace is replayed.
 
-    ``paths`` are files, or directories, whose unfinished files are left out and counted. Their order does not matter; a
-    file that is named twice is read once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
+    ``paths`` are files, or directories, whose unfinished files are skipped and counted. Their order does not matter,
+    and a file named twice is used once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
 
     Raises:
-        TraceInvalidError: a file is no whole trace, or they are of different traces, or there is none.
+        TraceInvalidError: a file is incomplete or invalid, the files are of different traces, or there is none.
         OSError: a file cannot be read.
     """
 
@@ -52,11 +52,11 @@ class Trace:
         self.counts: list[int] = []
         """Checks of each kind."""
         self.share = 1.0
-        """The smallest share of the identities of which a file has the checks."""
+        """The smallest recorded share of identities of all files."""
         self.first_us, self.last_us = 1 << 62, 0
         self._numbers: dict[Kind, int] = {}
         self._writers: dict[bytes, list[tuple[int, Path]]] = {}
-        """The files of each, with when they were begun, in µs since the Unix epoch."""
+        """Writer → (start in µs since the Unix epoch, path) of its files."""
         self._identities: set[bytes] = set()
         self._trace = b""
         whole: dict[str, Path] = {}
@@ -84,7 +84,7 @@ class Trace:
 
     @property
     def planned(self) -> frozenset[str]:
-        """The identifier types of identities with plans."""
+        """Identifier types of identities with plans."""
         return frozenset(
             kind
             for one in self.kinds
@@ -93,7 +93,7 @@ class Trace:
         )
 
     def __iter__(self) -> Iterator[Recorded]:
-        """Yield the checks in their order; those of several processes by their time."""
+        """Yield the checks in their order; those of several processes are merged by time."""
         streams = [
             chain.from_iterable(self._checks(path) for _, path in files)
             for files in self._writers.values()
@@ -107,7 +107,7 @@ class Trace:
                 message = f"{path} is of another trace than the files before it"
                 raise TraceInvalidError(message)
             self._trace = reader.trace
-            # By the node's clock; the times of checks may be those of callers. A renamed file has no other time.
+            # By the node's clock, since the times of checks may be callers'. A renamed file has only the latter.
             named = FILE_NAME.fullmatch(path.name)
             begun_us = int(named[1]) if named else 0
             for block in reader.blocks():
@@ -141,7 +141,7 @@ class Trace:
 
 
 class RecordedPlans(Assignments):
-    """The plans that identities had when a check was recorded: those of the check that is being replayed."""
+    """The recorded plans of the identities of the check that is being replayed."""
 
     __slots__ = ("_planned", "current")
 
@@ -164,11 +164,11 @@ class RecordedPlans(Assignments):
 
 
 Judged: TypeAlias = Outcome | Decision
-"""What came of a check. Allowed, retry delay and reason have the same places in both."""
+"""The result of a check. Allowed, retry delay and reason have the same index in both types."""
 
 
 class Replayer:
-    """Judges the checks of a trace by rules, in their order."""
+    """Judges the checks of a trace, in their order, by the given rules."""
 
     def __init__(self, trace: Trace, rules: Sequence[Rule]) -> None:
         self.table = BucketTable(MAX_BUCKETS, callers_time=True)
@@ -185,8 +185,8 @@ class Replayer:
         self._limiter.replace_book(RuleBook.of(rules, 1))
         self._kinds = trace.kinds
         self.scopes = [self._scope(kind) for kind in trace.kinds]
-        """What judges checks of each kind, by its number; ``None``: no limit."""
-        # Those that bulk checks charge themselves: one bucket, of the first identity, at once.
+        """The scope of each kind, by its number; ``None`` if no limit judges it."""
+        # Plain scopes, which bulk checks charge directly: one bucket, of the first identity, without waiting.
         self._plain = [
             scope
             if scope is not None
@@ -196,11 +196,11 @@ class Replayer:
         ]
 
     def judge(self, check: Recorded) -> Judged:
-        """Return what the rules say of a check, and charge it."""
+        """Judge a check by the rules, and charge it."""
         at_us, identity, cost, number, _, further = check
         scope = self._plain[number]
         if scope is not None:
-            # Own buckets always have an answer.
+            # A node's own buckets always return an outcome.
             return cast("Judged", self._limiter.charge(identity, scope, at_us, cost))
         kind = self._kinds[number]
         self._plans.current = dict(zip(kind.types, kind.plans, strict=False))
@@ -227,5 +227,5 @@ class Replayer:
 
 
 def _raise(error: Exception) -> None:
-    """Let an error end the replay, which a node would answer fail-open."""
+    """End the replay with an error that a node would answer fail-open."""
     raise error

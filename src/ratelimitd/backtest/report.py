@@ -1,4 +1,4 @@
-"""What rules would have done with the checks of a trace, counted beside what was recorded. See ADR 0063."""
+"""Compares the decisions of rules on the checks of a trace with the recorded ones. See ADR 0063."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ratelimitd.limiter.scopes import Scope
 from ratelimitd.model import US_PER_S, Limit, Rule
 
 BINS: Final = 60
-"""Parts of the time of a trace in which denials are counted."""
+"""Equal parts of a trace's time, for which denials are counted."""
 
 MAX_DEMANDED: Final = 5_000_000
-"""Checks of a trace of which the sparing limits are looked for: what they ask for is held in memory, 16 bytes each."""
+"""Largest trace, in checks, for which sparing limits are computed: the checks are held in memory, 16 bytes each."""
 
 TOP: Final = 20
-"""Identities and endpoints that are named."""
+"""Number of identities and of endpoints listed."""
 
 MAX_RETRIES: Final = 3
 RETRY_US: Final = 100_000
-"""How often a caller tries a denied check again, and how long ``immediate`` waits before."""
+"""Retries of a denied check, and the pause before each with ``immediate``."""
 
 
 class Retries(enum.StrEnum):
-    """What callers do after a denial: nothing, try again soon, or wait as told and longer each time."""
+    """Behaviour of callers after a denial: none, retry soon, or retry after the retry delay, longer each time."""
 
     NONE = "none"
     IMMEDIATE = "immediate"
@@ -38,9 +38,9 @@ class Retries(enum.StrEnum):
 
 
 class Named(NamedTuple):
-    """An identity that would be denied: its digest, its type, and how often it was and would be denied.
+    """An identity that would be denied: its digest, its type, and its denials in the trace and in the replay.
 
-    ``longest_s`` is the longest time from a denial to the next check of the kind that is allowed, or to the last.
+    ``longest_s`` is the longest time from a denial to the next allowed check of the same kind, or to the last denial.
     """
 
     digest: str
@@ -61,10 +61,10 @@ class OfEndpoint(NamedTuple):
 
 
 class OfLimit(NamedTuple):
-    """A limit of the rules: the checks that it alone or first denies, and the identities that it denies.
+    """A limit of the rules: the denials that it decides, and the identities that it denies.
 
-    ``sparing`` is the smallest limit that, alone, denies nothing to 99 % of the identities that it judges; 0 if that is
-    not known.
+    ``sparing`` is the smallest limit that, alone, denies nothing to 99 % of the identities that it judges; 0 if
+    unknown.
     """
 
     rule: Rule
@@ -77,13 +77,12 @@ class OfLimit(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What rules would have done with the checks of a trace, beside what was done.
+    """The decisions of rules on the checks of a trace, compared with the recorded ones.
 
-    Peeks are judged, and not counted. ``retried`` are further attempts, which are in none of the other counts;
-    ``allowed_later`` the denied checks that one of these let through. ``pauses_s`` are median, 99th percentile and
-    longest of the times from a denial to the next check of the kind that is allowed. ``bins`` are the denials, before
-    and now, in parts of the time. ``share`` of the identities was recorded. ``evicted`` buckets began fresh for want of
-    memory.
+    Peeks are judged, but not counted. ``retried`` are retries, which no other count includes; ``allowed_later`` are the
+    denied checks that a retry passed. ``pauses_s`` are median, 99th percentile and maximum of the times from a denial
+    to the next allowed check of the same kind. ``bins`` are the recorded and the new denials in equal parts of the
+    time. ``share`` of the identities was recorded. ``evicted`` buckets were dropped to bound memory.
     """
 
     checks: int
@@ -112,7 +111,7 @@ class Report(NamedTuple):
 
 @dataclass(slots=True)
 class _OfKind:
-    """Denials of one kind of checks; ``since`` is the first denial since an identity was last allowed."""
+    """Denials of one kind of checks; ``since`` has the first and last denial since an identity was last allowed."""
 
     before: int = 0
     denied: int = 0
@@ -128,14 +127,14 @@ class _OfIdentity:
 
 
 def backtest(trace: Trace, rules: Sequence[Rule], retries: Retries = Retries.NONE) -> Report:
-    """Replay a trace by these rules."""
+    """Replay a trace with these rules."""
     run = _Backtest(trace, rules, retries)
     run.replay()
     return run.report(_sparing(trace, run.replayer.scopes))
 
 
 def _sparing(trace: Trace, scopes: Sequence[Scope | None]) -> list[tuple[Scope, int, int]]:
-    """Return each limit that judges, the number of its buckets, and the limit that spares most of them, 0: unknown."""
+    """Return each limit that judges, the number of its buckets, and its sparing limit, 0 if unknown."""
     limits: dict[tuple[str, str, str], tuple[Scope, dict[bytes, Demand]]] = {}
     of_kinds: list[list[tuple[Scope, dict[bytes, Demand]]]] = []
     for kind, scope in zip(trace.kinds, scopes, strict=True):
@@ -160,7 +159,7 @@ def _sparing(trace: Trace, scopes: Sequence[Scope | None]) -> list[tuple[Scope, 
 
 
 def _demand(trace: Trace, of_kinds: Sequence[list[tuple[Scope, dict[bytes, Demand]]]]) -> None:
-    """Add what each check asks of each bucket."""
+    """Add the demand of each check on each bucket."""
     for at_us, identity, cost, number, _, further in trace:
         for scope, demands in of_kinds[number]:
             whose = scope.identifier((identity, *further)) if further else identity
@@ -245,12 +244,12 @@ class _Backtest:
         self._pauses_us.append(pause_us)
 
     def _retry(self, at_us: int, attempts: int, check: Recorded, judged: Judged) -> None:
-        """Let a denied check be tried again, if that is within the trace."""
+        """Schedule a retry of a denied check, if it is within the time of the trace."""
         pause_us = RETRY_US
         if self._retries is Retries.BACKOFF:
             pause_us = max(judged[3], 1 << attempts) * US_PER_S
         if attempts < MAX_RETRIES and at_us + pause_us <= self._trace.last_us:
-            # The number keeps the order of those that are due at once.
+            # The number keeps the order of retries that are due at the same time.
             heappush(self._due, (at_us + pause_us, self._retried, attempts + 1, check))
             self._retried += 1
 

@@ -1,7 +1,7 @@
-"""The smallest limit that spares most identities, by the algorithm itself. Pure.
+"""Finds the smallest limit that denies most identities nothing, by the algorithm itself. Pure.
 
-Each limit is looked at alone. A larger one of the same window denies an identity nothing that a smaller one allows, so
-doubling and halving find the smallest, and each step leaves fewer identities to look at.
+Each limit is considered alone. With the same window, a larger limit allows all that a smaller one allows, so doubling
+and bisection find the smallest; each step leaves fewer identities to examine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NONE: Final = INT32_MAX + 1
 """Above every limit."""
 
 Demand: TypeAlias = "array[int]"
-"""What one bucket was asked for: time in µs since the Unix epoch and cost, by turns, in the order of the checks."""
+"""The checks of one bucket, in order: alternating time, in µs since the Unix epoch, and cost."""
 
 
 def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PERCENT) -> int:
     """Return the smallest limit that denies nothing to ``percent`` of the buckets, in tokens per window.
 
-    A burst keeps its ratio to the limit. 0: no limit does, or no bucket was asked for anything.
+    A burst keeps its ratio to the limit. 0: there is no such limit, or no bucket has checks.
     """
     wanted = -(-len(demands) * percent // 100)
     if not wanted:
@@ -34,13 +34,13 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
     left = [
         _Asked(sum(costs), max(costs), one) for one, costs in ((one, one[1::2]) for one in demands)
     ]
-    # Nothing is denied where all that is asked for fits at once; a burst may be below its limit.
+    # A bucket whose whole demand fits at once denies nothing; a burst may be below its limit.
     total = sorted([one.total for one in left])[wanted - 1]
     low, high = 1, min(-(-total * limit.limit // limit.capacity), _NONE)
     spared = 0
     while low < high:
-        # Double first: a small limit denies early in a demand, so failing tries are cheap.
-        # equivalent: whichever limit is tried next, the same one is found
+        # Double first: a small limit denies early in a demand, so failed attempts are cheap.
+        # equivalent: the order of attempts does not change the result
         middle = min((low + high) // 2, 2 * low)
         passed, denied = _divided(_scaled(limit, middle), left)
         if spared + len(passed) >= wanted:
@@ -52,7 +52,7 @@ def sparing(limit: Limit, demands: Collection[Demand], percent: int = SPARED_PER
 
 
 class _Asked(NamedTuple):
-    """A demand, the tokens of all its checks, and those of its most expensive one."""
+    """A demand, with the total cost of its checks and the highest one."""
 
     total: int
     most: int
@@ -65,7 +65,7 @@ def _scaled(limit: Limit, tokens: int) -> Limit:
 
 
 def _divided(limit: Limit, asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
-    """Return those to whom a limit denies nothing, and the others."""
+    """Return the demands to which a limit denies nothing, and the others."""
     capacity = limit.capacity
     passed: list[_Asked] = []
     denied: list[_Asked] = []

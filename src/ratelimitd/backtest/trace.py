@@ -1,19 +1,19 @@
-"""The format of a trace: recorded checks, without an identifier. Pure.
+"""The format of a trace: recorded checks, without identifiers. Pure.
 
-A trace is the files of one directory; a file is one stretch of what one process, a *writer*, has recorded. A file is a
-header, then blocks with a checksum each; all integers are little-endian:
+A trace is the files of one directory; a file contains the checks that one process, a *writer*, recorded in a period. A
+file is a header, then blocks with a checksum each; all integers are little-endian:
 
     header   magic with the version · trace (16 bytes) · writer (8)
     block    kind (1 byte) · length (4) · CRC-32 of kind, length and payload (4) · payload
     C   checks:   their number (4) · further identities (4) · checks lost before them (8) · length of the kinds (4) ·
                   kinds, JSON · then columns, a value for each check: time (8, µs since the Unix epoch) · identity (8) ·
                   cost (4) · number of the kind (2) · whether it was allowed (1); then further identities (8 each)
-    E   end:      checks in the file (8) · holds made meanwhile, which are not in the trace (8) · share of the
-                  identities that is recorded (8, a double)
+    E   end:      checks in the file (8) · holds made meanwhile, which are not in the trace (8) · recorded share of
+                  identities (8, a double)
 
-A *kind* is what checks have in common: identifier types, endpoint, peek, longest wait, and plans of the identities. An
-identity is a keyed digest of type and identifier; its key is of the trace alone, so that identities are the same in all
-files of one trace and in no other. Only a file with its end is whole. A checksum detects accidents, not forgery.
+A *kind* is the common part of checks: identifier types, endpoint, peek, longest wait, and plans of the identities. An
+identity is a keyed digest of type and identifier, with a key for each trace, so that identities can be linked within a
+trace and not across traces. Only a file with its end is complete. A checksum detects accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADER_BYTES: Final = len(MAGIC) + TRACE_BYTES + WRITER_BYTES
 MAX_BLOCK_CHECKS: Final = 65_536
 MAX_TYPES: Final = 8
 MAX_PAYLOAD_BYTES: Final = 1 << 26
-"""A greater length is invalid; full blocks of the longest kinds are smaller."""
+"""Greater lengths are invalid; full blocks of the longest kinds are smaller."""
 
 CHECKS: Final = b"C"
 END: Final = b"E"
@@ -55,7 +55,7 @@ _CHECK_BYTES: Final = 8 + IDENTITY_BYTES + 4 + 2 + 1
 
 
 class Kind(NamedTuple):
-    """What checks have in common. ``types`` and ``plans`` are those of their identities, plans empty for none."""
+    """The common part of checks. ``plans`` is empty, or has one for each of ``types``, an empty string for none."""
 
     types: tuple[str, ...]
     endpoint: str
@@ -65,15 +65,15 @@ class Kind(NamedTuple):
 
 
 Recorded: TypeAlias = tuple[int, bytes, int, int, int, tuple[bytes, ...]]
-"""One check: when it was judged, in µs since the Unix epoch, its identity, cost, number of its kind, 1 if it was
-allowed, else 0, and its further identities. A bare tuple, as ``zip`` makes them."""
+"""One check: (time in µs since the Unix epoch, identity, cost, number of its kind, 1 if allowed else 0, further
+identities). A bare tuple, because ``zip`` makes it."""
 
 
 class Block(NamedTuple):
-    """Checks in the order in which they were judged, by columns: the fields of :data:`Recorded`.
+    """Checks in the order of their decisions, as columns: the fields of :data:`Recorded`.
 
-    ``further`` are the further identities: of a check whose kind has several types, one for each type but the first.
-    ``lost`` are the checks before these that could not be recorded.
+    ``further`` has an identity for each type but the first of each check's kind. ``lost`` is the number of checks
+    before these that were not recorded.
     """
 
     kinds: Sequence[Kind]
@@ -87,7 +87,7 @@ class Block(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a file: the checks in it, the holds that were made meanwhile, and the share of recorded identities."""
+    """The end of a file: its number of checks, the holds made meanwhile, and the share of recorded identities."""
 
     checks: int
     holds: int = 0
@@ -100,7 +100,7 @@ def header(trace: bytes, writer: bytes) -> bytes:
 
 
 def encode_block(block: Block) -> bytes:
-    """Return the block of at most ``MAX_BLOCK_CHECKS`` checks and as many kinds."""
+    """Return an encoded block of at most ``MAX_BLOCK_CHECKS`` checks and as many kinds."""
     count = len(block.times)
     kinds = json.dumps(block.kinds, separators=(",", ":")).encode()
     return _encode(
@@ -122,10 +122,10 @@ def encode_end(end: End) -> bytes:
 
 
 class TraceReader:
-    """Reads one file; ``name`` is how errors call it.
+    """Reads one file, which errors call ``name``.
 
     Raises, also from :meth:`blocks`:
-        TraceInvalidError: it is no trace, of another version, cut, altered or malformed; the message says at which
+        TraceInvalidError: it is not a trace, of another version, truncated, altered or malformed; the message names the
             byte.
         OSError: it cannot be read.
     """
@@ -135,7 +135,7 @@ class TraceReader:
         self._name = name
         self._offset = 0
         self.end: End | None = None
-        """Known when all blocks have been read."""
+        """``None`` until all blocks have been read."""
         head = self._read(HEADER_BYTES)
         found = _MAGIC_OF_ANY.match(head)
         if found is None:
@@ -149,7 +149,7 @@ class TraceReader:
         self.writer = head[-WRITER_BYTES:]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks of checks; when there are no more, the file is whole."""
+        """Yield the blocks of checks; the file is complete if this returns without an error."""
         checks, self._offset = 0, HEADER_BYTES
         self._file.seek(HEADER_BYTES)
         while True:
@@ -209,13 +209,13 @@ class TraceReader:
 
 
 def checks_of(block: Block, numbers: Sequence[int]) -> Iterator[Recorded]:
-    """Return the checks of a block; ``numbers`` are those of its kinds for the reader."""
+    """Return the checks of a block; ``numbers`` maps its kinds to the reader's numbers."""
     more = [len(kind.types) - 1 for kind in block.kinds]
     further: Iterator[tuple[bytes, ...]] = repeat(())
     if block.further:
         left = iter(block.further)
         further = (tuple(islice(left, more[number])) for number in block.numbers)
-    # C all the way: 0.1 µs a check.
+    # Iterates in C: 0.1 µs a check.
     return zip(  # noqa: B905 -- the last one may be endless
         block.times,
         block.identities,

@@ -1,1 +1,1 @@
-"""The buckets of a node: keys, the bounded table, and the files that keep it over a restart."""
+"""The buckets of a node: keys, the bounded table, and the files that preserve it across restarts."""

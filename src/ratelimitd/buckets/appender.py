@@ -1,4 +1,4 @@
-"""A file that grows by whole appends, for the log of buckets and for traces."""
+"""A file with atomic appends, for the log of buckets and for traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 class Appender:
-    """A new file with ``header``, readable by its owner alone, that never keeps a part of an append.
+    """A new file with ``header``, readable by its owner only, that never keeps a partial append.
 
     Blocking; runs in threads.
 
     Raises:
-        OSError: from every method that writes, when the file cannot be written.
+        OSError: from every method that writes, if the file cannot be written.
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
@@ -34,16 +34,16 @@ class Appender:
         return not os.fstat(self._fd).st_nlink
 
     def append(self, data: bytes, *, durable: bool = False) -> None:
-        """Append ``data``, whole or not at all; with ``durable`` it is on disk before this returns.
+        """Append ``data`` completely or not at all; with ``durable``, it is on disk before this returns.
 
-        Fails on a removed file, whose content would be lost.
+        Fails if the file was removed, because its content would be lost.
         """
         if self.removed:
             raise OSError(errno.ENOENT, "the file was removed while it was in use")
         try:
             written = 0
             while written < len(data):
-                # At an offset, not at the end: the next append overwrites a part that could not be truncated.
+                # At an offset: the next append overwrites a partial one that could not be truncated.
                 written += os.pwrite(self._fd, memoryview(data)[written:], self.size + written)
             if durable:
                 os.fdatasync(self._fd)
@@ -72,7 +72,7 @@ class Appender:
         self.path.unlink(missing_ok=True)
 
     def _sync_name(self) -> None:
-        """Sync the directory: a power failure would lose the name of a synced file."""
+        """Sync the directory, because a power failure can lose the name of a synced file."""
         if self._name_is_durable:
             return
         # equivalent: O_RDONLY is 0, and the parent of a file is a directory

@@ -1,8 +1,8 @@
 """A bucket with holds in flight, or in debt. Pure. See ADR 0055.
 
-Such a bucket is kept apart from the table: it is never evicted, its debts are not capped, and a check of any other
-bucket costs what it did. Another amount of a hold is charged as of its time, exactly: a token bucket and a fixed window
-replay what has become of their level since, a log knows what was charged when.
+Such a bucket is kept apart from the table: it is never evicted, its debts are not capped, and checks of other buckets
+cost no more. A settle with another amount is charged exactly as of the time of the hold: a token bucket and a fixed
+window replay the later changes of their level, and a log contains the time of every charge.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FAR: Final = NEVER // 2
 class HeldBucket(ABC):
     """One bucket that is kept apart.
 
-    ``name`` is the stored one. ``key`` is what checks look it up by; ``None`` after a restart until one is charged.
-    ``limit`` is the one that was last charged.
+    ``name`` is the stored name. ``key`` is the key in checks; after a restart it is ``None`` until a check is charged.
+    ``limit`` is the limit of the last charge.
     """
 
     __slots__ = ("key", "limit", "name")
@@ -59,33 +59,33 @@ class HeldBucket(ABC):
 
     @abstractmethod
     def judged(self, limit: Limit, decide: Decide) -> Bucket:
-        """Return the state under ``limit``, and what decides on it: ``decide``, unless that does not know debts."""
+        """Return the state under ``limit``, and its decide function: ``decide``, unless that does not support debts."""
 
     @abstractmethod
     def charge(
         self, charge: Charge, now_us: int, cost: int, state: Any, *, number: bytes | None = None
     ) -> None:
-        """Charge a check that was allowed, for the hold of ``number`` if any; ``state`` is that of its outcome."""
+        """Charge an allowed check, for the hold of ``number`` if any; ``state`` is that of its outcome."""
 
     @abstractmethod
     def settle(self, number: bytes, more: int) -> None:
-        """End a hold, if it is here, and charge ``more`` tokens than it held, or less if negative, as of its time."""
+        """End a hold, if present, and charge ``more`` tokens than it held, fewer if negative, as of its time."""
 
     @abstractmethod
     def state(self) -> State | None:
-        """Return what the table holds of a bucket without holds: at most a debt of its capacity."""
+        """Return the state for the table, without holds and with a debt of at most one capacity."""
 
     @property
     @abstractmethod
     def fits_table(self) -> bool:
-        """Whether :meth:`state` is all there is."""
+        """Whether :meth:`state` loses nothing."""
 
     @abstractmethod
     def dump(self) -> Dump:
-        """Return what :func:`load` makes the bucket of, for JSON."""
+        """Return values for JSON, from which :func:`load` restores the bucket."""
 
     def told(self, now_us: int) -> Outcome:
-        """Return what the bucket has at ``now_us``, as of a check that costs nothing."""
+        """Return the outcome at ``now_us`` of a check that costs nothing."""
         bucket = self.judged(self.limit, DECIDE[self.limit.algorithm])
         return (*uncharged(bucket, now_us)[:5], None)
 
@@ -100,9 +100,9 @@ class HeldBucket(ABC):
 
 
 class LevelBucket(HeldBucket):
-    """Of a token bucket or a fixed window: (level, latest_us), where the level are the units that it lacks.
+    """A token bucket or a fixed window: (level, latest_us), where the level is the number of units missing.
 
-    A fixed window is refilled its limit at its end: the next one lacks what it was overdrawn by.
+    A fixed window is refilled by its limit at its end, so its overdraft counts in the next window.
     """
 
     __slots__ = ("_latest_us", "_level", "_replay")
@@ -121,7 +121,7 @@ class LevelBucket(HeldBucket):
         return self._replay.numbers if self._replay is not None else []
 
     def judged(self, limit: Limit, decide: Decide) -> Bucket:
-        """Return the state; an overdrawn one is judged by its account, at once."""
+        """Return the state; an overdrawn one is judged by the ledger's account of the algorithm."""
         state = min(self._level, self._most(limit)), self._latest_us
         judge = ACCOUNTS[limit.algorithm].judge_of(state, limit)
         return state, limit, decide if judge is DECIDE[limit.algorithm] else judge
@@ -129,7 +129,7 @@ class LevelBucket(HeldBucket):
     def charge(
         self, charge: Charge, now_us: int, cost: int, state: Any, *, number: bytes | None = None
     ) -> None:
-        """Charge a check or a hold; from the oldest hold on, what becomes of the level is kept."""
+        """Charge a check or a hold; all changes of the level since the oldest hold are kept."""
         _, limit, decide = charge
         added = cost * _unit(limit), 0, NEVER
         if self._replay is not None:
@@ -149,7 +149,7 @@ class LevelBucket(HeldBucket):
             self._replay.then((-_refilled(limit, charged_us, self._latest_us), 0, NEVER))
 
     def settle(self, number: bytes, more: int) -> None:
-        """End a hold, and replay what has become of the level."""
+        """End a hold, and replay the level from it on."""
         replay = self._replay
         if replay is None or number not in replay:
             return
@@ -169,7 +169,7 @@ class LevelBucket(HeldBucket):
         return self._replay is None and self._level <= self.limit.capacity * _unit(self.limit)
 
     def is_over(self, now_us: int) -> bool:
-        """Return whether all is refilled, and would be, too, under another limit."""
+        """Return whether the bucket is full, even under another limit."""
         # A calendar window is never refilled: the next one has another bucket.
         is_last = (
             self.limit.algorithm is Algorithm.FIXED_WINDOW
@@ -179,7 +179,7 @@ class LevelBucket(HeldBucket):
         return is_full and self._latest_us + self.limit.full_after_s * US_PER_S <= now_us
 
     def dump(self) -> Dump:
-        """Return the level, and what becomes of it from each hold on."""
+        """Return the level, and its changes from each hold on."""
         values = self._dumped([self._level, self._latest_us])
         if self._replay is not None:
             values["before"], _, changes = self._replay.parts()
@@ -200,21 +200,21 @@ class LevelBucket(HeldBucket):
             self._replay = Replay(int(values["before"]), numbers, changes)
 
     def _most(self, limit: Limit) -> int:
-        """Return the most that is owed under ``limit``: an edit caps it, as it does in the table."""
+        """Return the bound of the debt under ``limit``: an edit caps it, as in the table."""
         if (limit.limit, limit.capacity) == (self.limit.limit, self.limit.capacity):
             return NEVER
         return limit.capacity * _unit(limit)
 
     def _refill(self, limit: Limit, decide: Decide, now_us: int) -> Change:
-        """Return the change from the latest charge to just before one at ``now_us``, an edit included."""
-        # A check that proceeds later has nothing of what is refilled until then.
+        """Return the change from the latest charge to just before ``now_us``, including that by an edit."""
+        # A check that proceeds later must not use the refill until then.
         ahead_us = decide.keywords["ahead_us"] if isinstance(decide, partial) else 0
         refill = -_refilled(limit, self._latest_us, now_us), ahead_us * limit.limit, NEVER
         return both((0, 0, self._most(limit)), refill)
 
 
 class LogBucket(HeldBucket):
-    """Of a sliding window: a log, and when each hold was charged."""
+    """A sliding window: a log, and the time of each hold's charge."""
 
     __slots__ = ("_at_us", "_log")
 
@@ -228,20 +228,20 @@ class LogBucket(HeldBucket):
         return [*self._at_us]
 
     def judged(self, limit: Limit, decide: Decide) -> Bucket:
-        """Return the log: what is in debt has more tokens than the limit."""
+        """Return the log; in debt it contains more tokens than the limit."""
         return self._log, limit, decide
 
     def charge(
         self, charge: Charge, _now_us: int, _cost: int, state: Any, *, number: bytes | None = None
     ) -> None:
-        """Take the log with the check, and when a hold was charged."""
+        """Store the log that includes the check, and the time of a hold's charge."""
         self.key, self.limit, _ = charge
         self._log = state
         if number is not None:
             self._at_us[number], _ = sliding_window.latest(self._log)
 
     def settle(self, number: bytes, more: int) -> None:
-        """End a hold; what it did not use is the latest until its time, what it used beyond is as of then."""
+        """End a hold: insert additional tokens at its time, or remove unused ones, the latest up to its time."""
         at_us = self._at_us.pop(number, None)
         if at_us is None:
             return
@@ -260,7 +260,7 @@ class LogBucket(HeldBucket):
         return not self._at_us
 
     def dump(self) -> Dump:
-        """Return the log, and when each hold was charged."""
+        """Return the log, and the time of each hold's charge."""
         return self._dumped(self._log.hex()) | {"at": [*self._at_us.values()]}
 
     def load_holds(self, numbers: list[bytes], values: Dump) -> None:
@@ -271,7 +271,7 @@ class LogBucket(HeldBucket):
 
 
 class SlotsBucket(HeldBucket):
-    """Of a limit of concurrency. ``now_us`` is the clock that holds end by, whatever time a check has."""
+    """A limit of concurrency. Holds end by the clock ``now_us``, whatever the time of a check."""
 
     __slots__ = ("_now_us", "_slots")
 
@@ -301,7 +301,7 @@ class SlotsBucket(HeldBucket):
         *,
         number: bytes | None = None,  # noqa: ARG002
     ) -> None:
-        """Note the limit: a check takes no slot, and a hold takes it with its end."""
+        """Note the limit; a check takes no slot, and :meth:`take` gives one to a hold."""
         self.key, self.limit, _ = charge
 
     def take(self, number: bytes, end_us: int) -> None:
@@ -309,12 +309,12 @@ class SlotsBucket(HeldBucket):
         self._slots.take(number, end_us)
 
     def extend(self, number: bytes, end_us: int) -> None:
-        """Let the slot of a hold end later, if it has one."""
+        """Extend the slot of a hold, if it has one."""
         if number in self._slots:
             self._slots.take(number, end_us)
 
     def held(self) -> Outcome:
-        """Return what a hold is told that has just taken a slot."""
+        """Return the outcome of a hold that has just taken a slot."""
         return concurrency.held(self._slots, self.limit, self._now_us())
 
     def settle(self, number: bytes, _more: int) -> None:
@@ -322,7 +322,7 @@ class SlotsBucket(HeldBucket):
         self._slots.free(number)
 
     def state(self) -> None:
-        """Return that the table holds nothing."""
+        """Return ``None``: the table stores no state of slots."""
 
     @property
     def fits_table(self) -> bool:
@@ -330,7 +330,7 @@ class SlotsBucket(HeldBucket):
         return not self._slots
 
     def dump(self) -> Dump:
-        """Return who has a slot; the holds say until when."""
+        """Return the holds with a slot; their records contain the ends."""
         return self._dumped(None)
 
     def _decide(self, state: Any, limit: Limit, _now_us: int, cost: int) -> Outcome:
@@ -340,12 +340,12 @@ class SlotsBucket(HeldBucket):
 def bucket_of(
     name: bytes, limit: Limit, state: State | None, now_us: Callable[[], int]
 ) -> HeldBucket:
-    """Return the bucket of a state that the table has held under ``limit``, without holds."""
+    """Return the bucket, without holds, of a state in the table under ``limit``."""
     if limit.algorithm is CONCURRENCY:
         return SlotsBucket(name, limit, now_us)
     if limit.algorithm is Algorithm.SLIDING_WINDOW:
         return LogBucket(name, limit, cast("bytes | None", state))
-    # What was owed beyond the capacity was cut off by an edit.
+    # An edit has capped the debt at one capacity.
     capped = ACCOUNTS[limit.algorithm].capped(state, limit)
     return LevelBucket(name, limit, capped)
 
@@ -357,12 +357,12 @@ def load(  # noqa: PLR0917 -- what a dump does not say
     now_us: Callable[[], int],
     in_time: Callable[[Value], Value],
 ) -> HeldBucket:
-    """Return the bucket of a dump; ``in_time`` corrects times in the future.
+    """Restore a bucket from a dump; ``in_time`` corrects times in the future.
 
-    ``end_of`` returns when a hold on a slot of it ends, ``None`` if there is none of this number.
+    ``end_of`` returns the end of the hold of a number, ``None`` if it is unknown.
 
     Raises:
-        ValueError, KeyError, TypeError: it is none.
+        ValueError, KeyError, TypeError: the dump is invalid.
     """
     limit = _limit(*values["limit"], full_after_s=values.get("full_after_s"))
     numbers = _numbers(values["holds"])
@@ -403,7 +403,7 @@ def _limit(
         algorithm=Algorithm(algorithm),
         burst=int(burst),
     )
-    if full_after_s is not None:  # of a calendar window not that of its limit
+    if full_after_s is not None:  # in a calendar window not that of its limit
         object.__setattr__(found, "full_after_s", int(full_after_s))
     return found
 
@@ -414,7 +414,7 @@ def _numbers(text: str) -> list[bytes]:
 
 
 def _unit(limit: Limit) -> int:
-    """Return the units of a token."""
+    """Return the units per token."""
     return limit.window_us if limit.algorithm is Algorithm.TOKEN_BUCKET else 1
 
 

@@ -1,8 +1,8 @@
 """Holds on a node's own buckets. See ADR 0055.
 
-Does no I/O; the snapshot log writes what has changed, and hands it back after a restart. A bucket is written with the
-holds that are in flight on it, as one: so a hold that is settled after a restart is settled only where it is in flight,
-whichever of the latest changes a kill has lost.
+Does no I/O; the snapshot log writes changes, and passes them back after a restart. A bucket is written together with
+the holds in flight on it. A settle after a restart therefore affects only buckets on which the hold is in flight, even
+if a kill has lost some of the latest changes.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from ratelimitd.ledger.holds import (
 from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Outcome, Reason
 
 Told: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
-"""What was said of buckets, each with its stored name: bytes and numbers, which the garbage collector skips."""
+"""(stored name, outcome) of buckets, as bytes and numbers, which the garbage collector skips."""
 
 Change: TypeAlias = tuple[bytes, bytes, bytes]
-"""A kind of chunk, the number of a hold or the stored name of a bucket, and what it is now."""
+"""(kind of chunk, number of a hold or stored name of a bucket, its new value)."""
 
 GivenBack: TypeAlias = tuple[bytes, bytes | None]
-"""The stored name of a bucket, and its key, ``None`` if no check has named it since the restart."""
+"""(stored name of a bucket, its key, or ``None`` if no check has used it since the restart)."""
 
 _GRACE_US: Final = GRACE_S * US_PER_S
 
-# equivalent: ends are compared with the time wherever they matter
+# equivalent: ends are compared with the clock wherever they matter
 _TICK_BITS: Final = 17
 """Holds are ended every 131 ms."""
 
 STEP: Final = 100
-"""Holds that are ended or forgotten, and buckets without holds that are looked at, in one step: about 1 ms."""
+"""Holds ended or dropped, and buckets without holds examined, in one step: about 1 ms."""
 
 _ENDED: Final = -1
 _HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
@@ -65,10 +65,10 @@ _HOLD, _BUCKET = snapshot_format.HOLDS, snapshot_format.APART
 
 @dataclass(eq=False, slots=True)
 class _Record:
-    """What is remembered of a hold.
+    """A hold in flight, or recently ended or settled.
 
-    ``last_us`` is the latest end that it may be given. ``actual`` is what it was settled with, -1 if it has ended,
-    ``None`` in flight. ``told`` and ``settled`` are the answers.
+    ``last_us`` is the latest end to which it may be extended. ``actual`` is the settled number of tokens, -1 if the
+    hold ended without a settle, ``None`` in flight. ``told`` are the outcomes of the hold, ``settled`` of the settle.
     """
 
     digest: bytes
@@ -82,20 +82,20 @@ class _Record:
 
     @property
     def more(self) -> int:
-        """Tokens that it was settled with beyond those that it held, negative if fewer."""
+        """Tokens settled beyond those held, negative if fewer."""
         return 0 if self.actual is None or self.actual == _ENDED else self.actual - self.cost
 
     def dump(self) -> Sequence[Any]:
-        """Return what :meth:`load` makes it of, for JSON."""
+        """Return values for JSON, from which :meth:`load` restores the record."""
         told = {name.hex(): one for name, one in self.told}
         return [self.digest.hex(), self.end_us, self.last_us, self.cost, told, self.actual]
 
     @classmethod
     def load(cls, values: Any, latest_us: int) -> _Record:
-        """Return the record of a dump, which ends at ``latest_us`` at most.
+        """Restore a record from a dump; its end is at most ``latest_us``.
 
         Raises:
-            ValueError, TypeError, AttributeError: it is none.
+            ValueError, TypeError, AttributeError: the dump is invalid.
         """
         digest, end_us, last_us, cost, told, actual = values
         return cls(
@@ -109,10 +109,10 @@ class _Record:
 
 
 class OwnHolds:
-    """Holds beside the buckets of ``table``, and the buckets that are kept apart for them, by their stored names.
+    """Holds on the buckets of ``table``, and the buckets that are kept apart for them, by their stored names.
 
-    ``now_us`` is the node's clock, which holds end by; charges are as of the time of their checks. Between two calls of
-    :meth:`changes` the changed holds and buckets are remembered.
+    Holds end by ``now_us``, the node's clock; charges have the time of their checks. Changed holds and buckets are
+    collected for :meth:`changes`.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class OwnHolds:
         """Names of buckets in debt that have no holds."""
         self._records: dict[bytes, _Record] = {}
         self._over: dict[bytes, None] = {}
-        """Numbers of the holds not in flight, in the order in which they came to be so; at most ``max_holds``."""
+        """Numbers of the holds not in flight, oldest first; at most ``max_holds``."""
         self._due: dict[int, dict[bytes, None]] = {}
-        """Numbers of the holds to be ended or forgotten, by tick; ``_ticks`` are those ticks, a heap."""
+        """Tick → numbers of the holds to be ended or dropped then; ``_ticks`` is a heap of these ticks."""
         self._ticks: list[int] = []
         self._changed: dict[tuple[bytes, bytes], None] = {}
         self._given_back: dict[bytes, bytes | None] = {}
-        """Stored name → key of what went back to the table, ``None`` among its restored buckets."""
+        """Stored name → key of buckets returned to the table, ``None`` if among its restored ones."""
         table.apart = self
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class OwnHolds:
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
     ) -> Settled:
-        """Charge what a hold has cost; see :class:`ratelimitd.ledger.holds.Holds`."""
+        """Charge the actual cost of a hold; see :class:`ratelimitd.ledger.holds.Holds`."""
         record = self._known(number)
         if record is None:
             return Settled(known=False)
@@ -220,7 +220,7 @@ class OwnHolds:
     async def extend(
         self, number: bytes, _names: Sequence[bytes], ttl_us: int, _now_us: int
     ) -> int | None:
-        """Let a hold end later; see :class:`ratelimitd.ledger.holds.Holds`."""
+        """Extend a hold; see :class:`ratelimitd.ledger.holds.Holds`."""
         record = self._known(number)
         if record is None:
             return None
@@ -235,7 +235,7 @@ class OwnHolds:
         self._schedule(number, record)
         return end_us
 
-    # What the table asks.
+    # Called by the table.
 
     def find(self, key: bytes) -> HeldBucket | None:
         """Return the bucket of ``key``, if it is kept apart."""
@@ -244,14 +244,14 @@ class OwnHolds:
     def charge(  # noqa: PLR0917 -- as that of a bucket
         self, bucket: HeldBucket, charge: Charge, now_us: int, cost: int, state: Any
     ) -> None:
-        """Charge a check that was allowed to a bucket that is kept apart."""
+        """Charge an allowed check to a bucket that is kept apart."""
         bucket.charge(charge, now_us, cost, state)
         self._changed[_BUCKET, bucket.name] = None
         if bucket.fits_table:
             self._give_back(bucket)
 
     def remove(self, key: bytes) -> HeldBucket | None:
-        """Forget a bucket with what is held on it; returns it, for :meth:`put_back`."""
+        """Remove a bucket with its holds; return it, for :meth:`put_back`."""
         return self._drop(self._keys.stored(key))
 
     def put_back(self, bucket: HeldBucket) -> None:
@@ -260,7 +260,7 @@ class OwnHolds:
         self._catch_up(bucket)
 
     def sweep(self, now_us: int) -> None:
-        """End holds, forget old ones, and drop buckets that are full again; a step of bounded length."""
+        """End holds, and drop old ones and buckets that are full again; a step of bounded length."""
         self._expire(now_us)
         for name in [*islice(self._idle, STEP)]:
             del self._idle[name]
@@ -274,7 +274,7 @@ class OwnHolds:
             else:
                 self._idle[name] = None
 
-    # What the snapshot log asks.
+    # Called by the snapshot log.
 
     @property
     def unwritten(self) -> int:
@@ -282,7 +282,7 @@ class OwnHolds:
         return len(self._changed)
 
     def changes(self, most: int, most_bytes: int = MAX_PAYLOAD_BYTES) -> list[Change]:
-        """Return up to ``most`` changed holds and buckets, and about so many bytes, but one at least if any."""
+        """Return up to ``most`` changed holds and buckets, about ``most_bytes`` in all, and at least one if any."""
         taken, taken_bytes = [], 0
         for kind, name in [*islice(self._changed, most)]:
             taken.append(self._taken(kind, name))
@@ -292,7 +292,7 @@ class OwnHolds:
         return taken
 
     def changes_of(self, names: Iterable[bytes]) -> list[Change]:
-        """Return which of the buckets of these stored names are kept apart, and have changed."""
+        """Return the changes of the buckets of these stored names that are kept apart and have changed."""
         changed = [(_BUCKET, name) for name in names]
         return [self._taken(*one) for one in changed if one in self._changed]
 
@@ -302,19 +302,19 @@ class OwnHolds:
         return kind, name, json.dumps(dump, separators=(",", ":")).encode()
 
     def change_again(self, changes: Iterable[Change]) -> None:
-        """Let :meth:`changes` return these once more: they could not be written."""
+        """Let :meth:`changes` return these again, because they could not be written."""
         for kind, name, _ in changes:
             if name in (self._buckets if kind == _BUCKET else self._records):
                 self._changed[kind, name] = None
 
     def given_back(self) -> list[GivenBack]:
-        """Return the buckets that went back to the table since the last call."""
+        """Return the buckets that were returned to the table since the last call."""
         buckets = [*self._given_back.items()]
         self._given_back.clear()
         return buckets
 
     def give_back_again(self, buckets: Iterable[GivenBack]) -> None:
-        """Let :meth:`given_back` return these once more: they could not be written."""
+        """Let :meth:`given_back` return these again, because they could not be written."""
         self._given_back = {**dict(buckets), **self._given_back}
 
     def change_all(self) -> None:
@@ -323,7 +323,7 @@ class OwnHolds:
         self._changed |= {(_BUCKET, name): None for name in self._buckets}
 
     def restore(self, values: Mapping[tuple[bytes, bytes], bytes]) -> None:
-        """Take what :meth:`changes` has returned, by kind and name, the last value of each; skips what is none."""
+        """Restore holds and buckets from :meth:`changes`: (kind, name) → its last value. Skips invalid ones."""
         now_us = self._now_us()
         for (kind, number), value in values.items():
             if kind == _HOLD:
@@ -365,13 +365,13 @@ class OwnHolds:
                 raise HoldsFullError(message)
 
     def _known(self, number: bytes) -> _Record | None:
-        """Return what is remembered of a hold, as of now."""
+        """Return the record of a hold, as of now."""
         now_us = self._now_us()
         self._expire(now_us)
         record = self._records.get(number)
         if record is None or record.end_us > now_us:
             return record
-        # Steps are bounded, so that it may not have been its turn.
+        # Steps are bounded, so the hold may not have been processed yet.
         if record.actual is None:
             self._end(number, record)
         if record.end_us + _GRACE_US > now_us:
@@ -384,7 +384,7 @@ class OwnHolds:
         self._leave(number, record)
 
     def _leave(self, number: bytes, record: _Record) -> list[HeldBucket]:
-        """Let a hold that has ended or is settled be in flight no more; returns the buckets that it is charged to."""
+        """Settle a finished hold on its buckets, and return them."""
         buckets = [self._buckets[name] for name, _ in record.told if name in self._buckets]
         for bucket in buckets:
             bucket.settle(number, record.more)
@@ -396,7 +396,7 @@ class OwnHolds:
         return buckets
 
     def _schedule(self, number: bytes, record: _Record) -> None:
-        """Note that a hold has changed, and when it is to be ended or forgotten."""
+        """Note that a hold has changed, and schedule its end, or its removal if it has ended."""
         self._changed[_HOLD, number] = None
         self._unschedule(number, record)
         due_us = record.end_us if record.actual is None else record.end_us + _GRACE_US
@@ -412,7 +412,7 @@ class OwnHolds:
             record.tick = 0
 
     def _expire(self, now_us: int) -> None:
-        """End the holds whose time is over, and forget those that have long been, at most :data:`STEP`."""
+        """End the holds that are due, and drop those that ended long ago, at most :data:`STEP` together."""
         tick, ticks = now_us >> _TICK_BITS, self._ticks
         for _ in range(STEP):
             if not ticks or ticks[0] > tick:
@@ -436,7 +436,7 @@ class OwnHolds:
     # Buckets.
 
     def _take(self, name: bytes, charge: Charge) -> HeldBucket:
-        """Take a bucket out of the table."""
+        """Move a bucket out of the table."""
         key, limit, _ = charge
         value = self._table.take(key)
         state = None if value is None else unpack(value)
@@ -444,7 +444,7 @@ class OwnHolds:
         return bucket
 
     def _catch_up(self, bucket: HeldBucket) -> None:
-        """Settle on a bucket the holds that were settled or have ended while it was away."""
+        """Settle the holds on a bucket that ended or were settled while it was removed."""
         for number in bucket.numbers():
             record = self._on_bucket(bucket.name, number)
             if record is None:
@@ -454,7 +454,7 @@ class OwnHolds:
         self._was_left(bucket)
 
     def _on_bucket(self, name: bytes, number: bytes) -> _Record | None:
-        """Return the hold of a number if it is on this bucket: the number may have been that of another, long ago."""
+        """Return the hold of a number if it is on this bucket; an older hold may have had the same number."""
         record = self._records.get(number)
         return record if record is not None and name in dict(record.told) else None
 
@@ -463,7 +463,7 @@ class OwnHolds:
         return None if record is None else record.end_us
 
     def _was_left(self, bucket: HeldBucket) -> None:
-        """Note that holds on a bucket are over; without any it goes back to the table."""
+        """Note that holds on a bucket have ended; without any left, return it to the table unless it is in debt."""
         self._changed[_BUCKET, bucket.name] = None
         if len(bucket):
             return
@@ -472,7 +472,7 @@ class OwnHolds:
             return
         self._idle[bucket.name] = None
         if len(self._idle) > self._max_holds:
-            # Its debt beyond one capacity is forgiven.
+            # The debt beyond one capacity is forgiven.
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             if oldest in self._buckets and not len(self._buckets[oldest]):

@@ -1,9 +1,10 @@
 """Makes the keys of buckets.
 
-A bucket belongs to (identifier type, identifiers, endpoint, algorithm, window, name of the limit): an edit of algorithm
-or window leads to another key and a fresh bucket (ADR 0008, I14), and so does each window of a calendar. In memory
-the key is the identifier followed by a keyed digest of the others, its *scope*; on disk it is a keyed digest of that,
-so that no identifier is written (ADR 0014, 0015). The secret key prevents callers from constructing collisions.
+A bucket belongs to (identifier type, identifiers, endpoint, algorithm, window, name of the limit). An edit of algorithm
+or window therefore leads to another key and a fresh bucket (ADR 0008, I14), and so does each window of a calendar. In
+memory the key is the identifier followed by a keyed digest of the other parts, its *scope*. On disk it is a keyed
+digest of that, so that no identifier is written (ADR 0014, 0015). The secret prevents callers from constructing
+collisions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ADMIN_TOKEN_DIGEST_BYTES: Final = 4
 FINGERPRINT_BYTES: Final = 8
 
 IDENTIFIER_DIGEST_BYTES: Final = 8
-"""Enough to distinguish the few identifiers shown to people."""
+"""Enough to distinguish the few identifiers that are displayed."""
 
 TRACE_KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 16
@@ -47,14 +48,14 @@ _TAG_PERSON: Final = b"rl-seal-tag"
 
 
 def joined(identifiers: Sequence[bytes]) -> bytes:
-    """Return one identifier for a combination: no two combinations of as many have the same."""
+    """Join a combination into one identifier, unique among combinations of the same length."""
     if len(identifiers) == 1:
         return identifiers[0]
     return b"".join(len(one).to_bytes(_LENGTH_BYTES, "big") + one for one in identifiers)
 
 
 def taken_apart(identifier: bytes, count: int) -> Sequence[bytes]:
-    """Return the ``count`` identifiers that were joined."""
+    """Return the ``count`` identifiers of a joined one."""
     if count == 1:
         return (identifier,)
     identifiers = []
@@ -66,7 +67,7 @@ def taken_apart(identifier: bytes, count: int) -> Sequence[bytes]:
 
 
 class BucketKeys:
-    """Makes keys with one secret of 16 to 64 bytes; nodes that share state share it."""
+    """Makes keys with one secret of 16 to 64 bytes; nodes that share state have the same one."""
 
     __slots__ = ("_new_stored", "_secret")
 
@@ -75,23 +76,23 @@ class BucketKeys:
 
     @property
     def secret(self) -> bytes:
-        """The secret, for what is written to this node's own disk."""
+        """The secret, for files on this node's own disk."""
         return self._secret
 
     def rekey(self, secret: bytes) -> None:
         """Replace the secret, before the first key is made."""
         self._secret = secret
-        # A copy takes half as long as a new hash that first takes the secret in.
+        # A copy takes half the time of a new hash, which first processes the secret.
         self._new_stored = blake2b(
             digest_size=STORED_KEY_BYTES, key=secret, person=_STORED_PERSON
         ).copy
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal on nodes with the same secret, and does not reveal it."""
+        """Return a digest that nodes with the same secret share, and that does not reveal it."""
         return self._digest(_FINGERPRINT_PERSON, b"", FINGERPRINT_BYTES).hex()
 
     def admin_token_digest(self, token: str) -> str:
-        """Return a digest that is equal on nodes with the same admin token; empty for none.
+        """Return a digest that nodes with the same secret and admin token share; empty without a token.
 
         32 bits: it can confirm a guess of a weak token, and does not identify a strong one.
         """
@@ -106,7 +107,7 @@ class BucketKeys:
         return nonce + hidden + self._tag(nonce + hidden)
 
     def unseal(self, sealed: bytes) -> bytes | None:
-        """Return the text that a node with the same secret sealed; ``None`` if it was none of them, or was changed."""
+        """Return the text sealed by a node with the same secret; ``None`` if it is not such a text or was changed."""
         body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if len(sealed) < SEAL_BYTES or not hmac.compare_digest(tag, self._tag(body)):
             return None
@@ -127,11 +128,11 @@ class BucketKeys:
     def scope(
         self, rule: Rule, endpoint: str, limit: Limit | None = None, start_s: int = 0
     ) -> bytes:
-        """Return the common part of the keys on ``endpoint`` of a limit of ``rule``, its first unless given.
+        """Return the key suffix on ``endpoint`` of a limit of ``rule``, by default the first.
 
-        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint; ``**`` for the rule over
-        all endpoints. No part contains the separator, so no two scopes share a text. A limit that is not named has the
-        keys of before there were names. ``start_s`` is when the window of a calendar begins, in Unix seconds.
+        The endpoint is the check's, because the global rule has a bucket for each; it is ``**`` for a rule for all
+        endpoints. No part contains the separator, so no two scopes share a text. Unnamed limits keep the keys of
+        releases without names. ``start_s`` is the start of a calendar window, in Unix seconds.
         """
         limit = limit or rule
         window = str(limit.window_seconds)
@@ -150,11 +151,11 @@ class BucketKeys:
         return name.digest()
 
     def trace_key(self, trace: bytes) -> bytes:
-        """Return the key of the digests of one trace: who has that alone cannot make or link them."""
+        """Return the key for the digests of one trace; ``trace`` alone does not suffice to make or link them."""
         return self._digest(_TRACE_PERSON, trace, TRACE_KEY_BYTES)
 
     def identifier_digest(self, identifier: bytes, identifier_type: str) -> str:
-        """Return a digest that is equal on all nodes and reveals nothing without the secret."""
+        """Return a digest that nodes with the same secret share, and that reveals nothing without the secret."""
         text = f"{identifier_type}\0".encode() + identifier
         return self._digest(_IDENTIFIER_PERSON, text, IDENTIFIER_DIGEST_BYTES).hex()
 

@@ -1,7 +1,7 @@
-"""Reads the bucket files of an earlier run. Whatever they hold, a node starts.
+"""Reads the bucket files of an earlier run. No content of theirs prevents a start.
 
-Removes superseded files, so that many short runs leave little behind; never writes. See ADR 0015; the format of the
-files is in :mod:`ratelimitd.buckets.snapshot_format`.
+Removes superseded files, so that many short runs leave few files; never writes. See ADR 0015; the format is in
+:mod:`ratelimitd.buckets.snapshot_format`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratelimitd.buckets.table import LATE_US, RestoredBuckets
 from ratelimitd.model import MAX_WAIT_MS, US_PER_MS
 
 KEPT_ASIDE: Final = 3
-"""Earlier torn or foreign files that are kept: a crash after each start must not fill the disk."""
+"""Number of earlier torn or foreign files kept: a crash after each start must not fill the disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Restored(NamedTuple):
 
     buckets: RestoredBuckets
     holds: dict[tuple[bytes, bytes], bytes]
-    """What :meth:`ratelimitd.buckets.holds.OwnHolds.restore` takes."""
+    """The argument of :meth:`ratelimitd.buckets.holds.OwnHolds.restore`."""
     read: list[Path]
     torn: list[Path]
     next_number: int
@@ -51,8 +51,8 @@ def log_path(directory: Path, number: int) -> Path:
 def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None) -> Restored:
     """Read the buckets that a node left in ``directory``: the newest base, and the logs from its number on.
 
-    Buckets that are over at ``now_us`` are dropped, and later times are set to it (I8); ``None``, for callers' time,
-    keeps everything. A file of another format or secret is renamed to ``*.foreign``. Damaged files are logged.
+    Buckets expired at ``now_us`` are dropped, and times too far after it are set to it (I8); ``None``, for callers'
+    time, keeps everything. A file of another format or secret is renamed to ``*.foreign``. Damaged files are logged.
 
     Raises:
         OSError: a file cannot be renamed or removed, or the directory cannot be read.
@@ -82,8 +82,8 @@ def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None
 
 
 def in_time(value: Value, now_us: int) -> Value:
-    """Return a value without times in the future, which would lock the caller out (I8)."""
-    # As far ahead of the clock are checks that were allowed ahead of their time, and still wait for it.
+    """Return a value without times too far in the future, which would lock the caller out (I8)."""
+    # A check that was allowed ahead of its time, and still waits, may be that far ahead of the clock.
     if latest_us(value) <= now_us + MAX_WAIT_MS * US_PER_MS:
         return value
     return clamp(value, now_us)
@@ -92,11 +92,11 @@ def in_time(value: Value, now_us: int) -> Value:
 def set_aside(paths: list[Path], suffix: str) -> None:
     """Rename ``paths``, files of one directory, to end in ``suffix``, so that no start reads them again.
 
-    Keeps the newest :data:`KEPT_ASIDE` of earlier ones. Files set aside together stay together, so that a base and its
-    logs under a wrong secret can be renamed back.
+    Keeps the newest :data:`KEPT_ASIDE` of those set aside earlier. Files set aside together are all kept, so that a
+    base and its logs under a wrong secret can be renamed back.
     """
     if paths:
-        aside = sorted(paths[0].parent.glob(f"buckets-*{suffix}"))  # by number, that is by age
+        aside = sorted(paths[0].parent.glob(f"buckets-*{suffix}"))  # by number, which is by age
         for path in aside[:-KEPT_ASIDE]:
             path.unlink()
     for path in paths:
@@ -129,9 +129,9 @@ def _is_foreign(path: Path, header: bytes, restored: Restored) -> bool:
 
 
 def _read(file: BinaryIO, header: bytes, restored: Restored) -> int | None:
-    """Return the number of valid bytes of ``file``, ``None`` when it begins with another header."""
+    """Apply the chunks of ``file``; return its number of valid bytes, ``None`` if it begins with another header."""
     begin = file.read(len(header))
-    if begin != header:  # a killed writer may leave a part of the header
+    if begin != header:  # a killed writer may leave a partial header
         return len(begin) if header.startswith(begin) else None
     read_bytes = len(header)
     for chunk in snapshot_format.read_chunks(file):
@@ -151,7 +151,7 @@ def _apply(chunk: snapshot_format.Chunk, restored: Restored) -> None:
         for stored_key, value in snapshot_format.decode_values(chunk):
             put(stored_key, with_tick(value, 0))
             if holds:
-                # It went back to the table.
+                # The bucket was returned to the table.
                 holds.pop((snapshot_format.APART, stored_key), None)
     elif chunk.kind in {snapshot_format.HOLDS, snapshot_format.APART}:
         for name, value in snapshot_format.decode_named(chunk):

@@ -1,17 +1,17 @@
-"""Carries the buckets over a restart: an append-only log of used buckets, and a base that shortens it.
+"""Preserves the buckets across restarts: an append-only log of used buckets, and a base that replaces older logs.
 
-Owns the bucket files of the state directory and decides when they are written. See ADR 0015; the format is in
+Owns the bucket files of the state directory and schedules their writes. See ADR 0015; the format is in
 :mod:`ratelimitd.buckets.snapshot_format`.
 
 Every ``PASS_S`` a pass visits each shard of the table once and appends the buckets used since the last visit to
-``buckets-N.log``: a killed node loses at most the spends since then. A reset is appended at once, and is on disk before
-it is answered. One thread does all appends in the order of the event loop, so that no restart can put an older state
-over a reset.
+``buckets-N.log``: a killed node loses at most the spends since then. A reset is appended immediately, and is on disk
+before it is answered. One thread does all appends in the order of the event loop, so that no restart can replace a
+reset by an older state.
 
-After every start, when the log outgrows its base, and when the log was removed, a pass also writes all buckets to
-``buckets-N+1.base``, renamed when complete, while appends already go to ``buckets-N+1.log``; then older files are
-removed. A restored bucket that is used while the base is written may be in neither of its places when that is copied,
-so each shard is visited once more before the base counts.
+After a start with older files, when the log outgrows its base, and when the log was removed, a pass also writes all
+buckets to ``buckets-N+1.base``, renamed when complete, while appends already go to ``buckets-N+1.log``; then older
+files are removed. A restored bucket that is used while the base is written moves to the table, and the copy may miss
+both of its places, so each shard is visited once more before the base is published.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import US_PER_S
 
 PASS_S: Final = 8
-"""Duration of a pass, and the longest wait of a spend; leaves a slow disk 7 s of the documented 15 s."""
+"""Duration of a pass, and the longest wait of a spend; leaves 7 s of the documented 15 s to a slow disk."""
 
 WAKES_PER_S: Final = 50
-"""Wake-ups of a pass, each for a few shards: an idle node should be idle."""
+"""Wake-ups of a pass per second, each for a few shards, so that an idle node stays idle."""
 
 STEP_BUCKETS: Final = 200
 STEP_HOLDS: Final = 20
 STEP_BYTES: Final = 256 * 1024
-"""Buckets, holds or apart buckets, and bytes encoded per event-loop iteration: about 0.3 ms of the documented 2 ms."""
+"""Buckets, holds (or buckets with holds), and bytes encoded per event-loop iteration: 0.3 ms of the documented 2 ms."""
 
 WRITE_BYTES: Final = 256 * 1024
-"""Bytes per write to a base: a copy of 0.05 ms."""
+"""Bytes per write to a base; copying them takes 0.05 ms."""
 
 MIN_LOG_BYTES: Final = 16 * 1024 * 1024
 LOG_PER_BASE: Final = 3
-"""A base is due when the log is this many times its size and above ``MIN_LOG_BYTES``."""
+"""A new base is due when the log is this many times the size of the base and above ``MIN_LOG_BYTES``."""
 
 BASE_RETRY_US: Final = 60 * US_PER_S
 """Delay after a failed base, which leaves the rest of the disk to the log."""
@@ -157,7 +157,7 @@ class SnapshotLog:
         """
         pace = pace or _yield
         if (holds := self._table.apart) is not None:
-            # All shards are visited from now on; of the restored buckets only by a base.
+            # The pass visits all shards, but restored buckets only for a base.
             holds.give_back_again([one for one in holds.given_back() if one[1] is None])
         try:
             if self._base_is_due():
@@ -176,7 +176,7 @@ class SnapshotLog:
                 self._failing = False
 
     async def drain(self) -> None:
-        """Append the rest, sync it to disk, and close. The task of :meth:`run` must have ended."""
+        """Append the remaining changes, sync to disk, and close. The task of :meth:`run` must have ended."""
         for index in range(self._table.shard_count):
             try:
                 await self._visit(index)
@@ -210,19 +210,19 @@ class SnapshotLog:
         self._since[index] = tick
 
     async def _write_holds(self) -> None:
-        """Append the holds that have changed, and the buckets kept apart for them, one step per iteration.
+        """Append changed holds, and changed buckets kept apart for them, one step per event-loop iteration.
 
-        To the log alone: a bucket has to come after what the log says of it from before it was apart.
+        Only to the log: such a bucket must follow the log's earlier values of it.
         """
         holds = self._table.apart
         if holds is None:
             return
-        # Those that change meanwhile are for the next pass: they may be as many as are written.
+        # Later changes are left to the next pass, since they may arrive as fast as they are written.
         left = holds.unwritten
         while left > 0 and (changes := holds.changes(STEP_HOLDS, STEP_BYTES)):
             left -= len(changes)
             await self._append_changes(holds, changes)
-        # These may have been apart when their shards were visited, and in the table just now.
+        # These may have been kept apart when their shards were visited, and be in the table now.
         buckets = holds.given_back()
         for start in range(0, len(buckets), STEP_HOLDS):
             some = buckets[start : start + STEP_HOLDS]
@@ -243,14 +243,14 @@ class SnapshotLog:
             raise
 
     def _back(self, buckets: Iterable[GivenBack]) -> Iterator[tuple[bytes, Value]]:
-        """Yield (stored key, value) as of now of buckets that went back to the table; skip those that left it."""
+        """Yield the current (stored key, value) of buckets returned to the table; skip those no longer there."""
         for name, key in buckets:
             value = self._table.restored_value(name) if key is None else self._table.value(key)
             if value is not None:
                 yield name, value
 
     def _live(self, keys: list[bytes]) -> Iterator[tuple[bytes, Value]]:
-        """Yield (stored key, value) of ``keys`` as of now; skip buckets that have been reset."""
+        """Yield the current (stored key, value) of ``keys``; skip buckets that are gone."""
         for key in keys:
             value = self._table.value(key)
             if value is not None:
@@ -268,7 +268,7 @@ class SnapshotLog:
         return outgrown or self._log.removed or bool(self._outdated or self._torn)
 
     async def _write_base(self, pace: Pace) -> None:
-        """Write every bucket, visit each shard once more, and replace the older files by the base."""
+        """Write every bucket, visit each shard again, and replace the older files by the base."""
         self._no_base_before_us = self._clock.monotonic_us() + BASE_RETRY_US
         base = self._begin_base()
         writer, shards = _BaseWriter(base), self._table.shard_count
@@ -296,13 +296,13 @@ class SnapshotLog:
             raise
         # Not in a `finally`: a cancelled pass may leave a thread that still writes.
         base.close()
-        # Holds and their buckets are in the log alone, and no base makes that shorter.
+        # Holds and their buckets are only in the log, and no base shortens that.
         self._base_bytes = base.size + (self._log.size if self._table.apart else 0)
         await asyncio.to_thread(self._remove_outdated)
         self._no_base_before_us = 0
 
     def _begin_base(self) -> Appender:
-        """Switch to the next log, and begin the base that replaces the older files."""
+        """Switch to the next log, and begin the base that replaces older files."""
         number = self._number + 1
         base = Appender(base_path(self._directory, number).with_suffix(".tmp"), self._header)
         try:
@@ -331,7 +331,7 @@ class SnapshotLog:
 
 
 async def _write(items: Iterator[tuple[bytes, Value]], write: Write) -> None:
-    """Write the (stored key, value) pairs, one batch per event-loop iteration."""
+    """Write (stored key, value) pairs, one batch per event-loop iteration."""
     while batch := _next_batch(items):
         await write(snapshot_format.encode_values(batch))
 
@@ -340,7 +340,7 @@ def _next_batch(items: Iterator[tuple[bytes, Value]]) -> list[tuple[bytes, Value
     batch, log_bytes = [], 0
     for stored_key, value in islice(items, STEP_BUCKETS):
         batch.append((stored_key, value))
-        # equivalent: how much is written in a step is not to be seen
+        # equivalent: the size of a step is not observable
         log_bytes += len(value) if isinstance(value, bytes) else 0
         if log_bytes >= STEP_BYTES:  # equivalent: as above
             break
@@ -348,9 +348,9 @@ def _next_batch(items: Iterator[tuple[bytes, Value]]) -> list[tuple[bytes, Value
 
 
 class _BaseWriter:
-    """Buffers writes to a base, because a switch of threads takes milliseconds under load.
+    """Buffers writes to a base, because a thread switch takes milliseconds under load.
 
-    Not for the log, whose chunks are ordered among the resets.
+    Not for the log, whose chunks must keep their order relative to resets.
     """
 
     def __init__(self, base: Appender) -> None:

@@ -1,7 +1,7 @@
 """The two encodings of a bucket: in memory, and in the bucket files. Pure. See ADR 0014 and ADR 0015.
 
-In memory a bucket is one object that the cyclic garbage collector skips. Beside the state it holds the seconds in which
-it is full, for expiry, and the tick of the last use, for LRU order:
+In memory a bucket is one object that the cyclic garbage collector skips. Besides the state it contains the seconds
+until it is full, for expiry, and the tick of the last use, for LRU order:
 
     integer:  spent · full_after_s (31 bits) · tick (28 bits) · latest_us (53 bits)
     bytes:    the log of ``algorithms/sliding_window.py`` · full_after_s and tick (8 bytes)
@@ -19,9 +19,9 @@ A file is a header, then chunks with a checksum each; all integers are little-en
     H   holds:                        number (16) · length (4) · JSON
     B   buckets kept apart for them:  stored key (16) · length (4) · JSON
 
-The order of the chunks is the order of events. Everything after the first invalid chunk is ignored, as a killed writer
-leaves it. The checksum covers kind and length, so that zeros, which some file systems leave after a power failure, are
-no chunk. It detects accidents, not forgery: a writer of the state directory can forge buckets.
+The chunks are in the order of events. A killed writer may leave an invalid chunk; it and everything after it are
+ignored. The checksum covers kind and length, so that zeros, which some file systems leave after a power failure, are
+not a valid chunk. It detects accidents, not forgery: a writer of the state directory can forge buckets.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def unpack(value: Value) -> State:
 
 
 def viewed(value: Value) -> State | memoryview:
-    """Return the state of ``value`` to decide on: of a log a view, which a denial returns to :func:`pack`."""
+    """Return the state of ``value`` to decide on; a log as a view, which :func:`pack` accepts after a denial."""
     if isinstance(value, bytes):
         return memoryview(value)[:-_CELL]
     return value >> SPENT_SHIFT, value & LATEST_MASK
@@ -100,7 +100,7 @@ def latest_us(value: Value) -> int:
 
 
 def full_after_s(value: Value) -> int:
-    """Return the seconds after its last accepted check in which the bucket is full."""
+    """Return the seconds after the last accepted check until the bucket is full."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) >> _TICK_BITS
     return value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK
@@ -109,19 +109,19 @@ def full_after_s(value: Value) -> int:
 def is_over(value: Value, now_us: int) -> bool:
     """Return whether the bucket equals a fresh one at ``now_us``.
 
-    One window after the last accepted check a log is empty and a fixed window over, whatever the limit, and so is a
-    token bucket full without a burst. With one it takes as long as its limit then refills the burst.
+    One window after the last accepted check a log is empty, a fixed window is over, and a token bucket without a burst
+    is full, whatever the limit. A token bucket with a burst takes the time in which its limit then refilled the burst.
     """
     if isinstance(value, bytes):
         return latest_us(value) + full_after_s(value) * US_PER_S <= now_us
-    # The same, inlined: a sweep calls this for thousands of buckets per event-loop iteration.
+    # The same, inlined: a sweep calls it for thousands of buckets per event-loop iteration.
     return (value & LATEST_MASK) + (
         value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK
     ) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:
-    """Return the value as last used at ``tick``; at tick 0 it is older than any use by this process."""
+    """Return the value as last used at ``tick``; tick 0 is older than any use by this process."""
     if tick_of(value) == tick:
         return value
     if isinstance(value, bytes):
@@ -130,7 +130,7 @@ def with_tick(value: Value, tick: int) -> Value:
 
 
 def clamp(value: Value, now_us: int) -> Value:
-    """Return the value with times of at most ``now_us``: later ones would lock the caller out (I8)."""
+    """Return the value with all times capped at ``now_us``: later ones would lock the caller out (I8)."""
     if latest_us(value) <= now_us:
         return value
     if isinstance(value, bytes):
@@ -144,7 +144,7 @@ def clamp(value: Value, now_us: int) -> Value:
 def is_log(value: bytes) -> bool:
     """Return whether ``value`` has the form of a packed log, by its length and ends; takes about 1 µs.
 
-    Enough that no check of it can raise. The order in between is not verified, because the chunk's checksum was.
+    This ensures that no check on it raises. The order in between is not verified, because the chunk's checksum was.
     """
     runs = (len(value) - 2 * _CELL) // (2 * _CELL)
     if not 1 <= runs <= MAX_RUNS or len(value) % (2 * _CELL):
@@ -165,7 +165,7 @@ APART: Final = b"B"
 
 MAGIC: Final = b"ratelimitd buckets 1\n"
 MAX_PAYLOAD_BYTES: Final = 1 << 24
-"""A greater length is invalid: a node writes at most 512 KiB at a time (``snapshot.STEP_BYTES``)."""
+"""Greater lengths are invalid: a node writes at most 512 KiB at a time (``snapshot.STEP_BYTES``)."""
 
 _VALUE_BYTES: Final = 26  # the packed integer takes 194 bits at most
 _TITLE: Final = Struct("<cI")

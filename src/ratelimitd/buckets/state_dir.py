@@ -1,4 +1,4 @@
-"""The state directory of a node: its lock, its file modes, and the address that the lock file publishes."""
+"""The state directory of a node: its lock, its file modes, and the address published in the lock file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_ADDRESS_BYTES: Final = 300
 """A host name has at most 253 characters."""
 
 NOT_MADE: Final = " with another token"
-"""Behind the address of a node whose admin token was given to it; commands of earlier releases take it for none."""
+"""Follows the address of a node that did not create its admin token; older commands then find no valid address."""
 
 
 class StateDir:
-    """A locked state directory. The lock ends with the process."""
+    """A locked state directory. The process's exit releases the lock."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class StateDir:
 
     @classmethod
     def lock(cls, path: str | Path) -> StateDir:
-        """Create the directory if missing, readable by its owner alone, and lock it.
+        """Create the directory if missing, readable by its owner only, and lock it.
 
         Raises:
             StartupError: it cannot be created, written or locked, or another node uses it.
@@ -56,7 +56,7 @@ class StateDir:
     def publish(self, address: str, *, made_token: bool) -> None:
         """Write the gRPC address into the lock file, for commands on this host.
 
-        ``made_token``: the node made the admin token of the directory, which they may use.
+        ``made_token``: the node created the admin token in the directory, which these commands may use.
         """
         os.pwrite(self._lock_fd, f"{address}{'' if made_token else NOT_MADE}\n".encode(), 0)
 
@@ -64,11 +64,11 @@ class StateDir:
     def address_in(path: Path, *, made_token: bool) -> str:
         """Return the address published by the node running in ``path``; empty if none runs.
 
-        ``made_token``: also empty if its admin token is not the one in the directory, which an earlier start may have
-        left. A relative ``path`` depends on the working directory, so its lock file must be of this process's user.
+        ``made_token``: also empty if the node did not create the admin token in the directory, which an earlier start
+        may have left. A relative ``path`` depends on the working directory, so this user must own its lock file.
 
         Raises:
-            OSError: the lock file is missing, not readable, or in a relative path another user's.
+            OSError: the lock file is missing or not readable, or the path is relative and another user owns it.
         """
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         if not path.is_absolute():
@@ -92,7 +92,7 @@ class StateDir:
 
 
 def _is_held(lock_fd: int) -> bool:
-    """Return whether another process holds the lock; the attempt itself can make a concurrent start fail."""
+    """Return whether another process holds the lock; this attempt can make a concurrent start fail."""
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,13 +1,13 @@
 """The buckets of a node: a bounded table with approximate LRU eviction, and the buckets restored after a restart.
 
-Reads no clock and does no I/O; applies the algorithm it is given. See ADR 0014.
+Reads no clock and does no I/O. See ADR 0014.
 
 One dict of a million entries would stall the loop when it grows, so the table is many dicts, its *shards*, of about 600
 entries each. CPython sizes a growing dict to three times its entries, rounded up to a power of two: 1,024 slots hold up
 to 682 entries, 30 bytes each at 600.
 
-LRU order in the dict itself (remove, reinsert at the end) would take half as much memory again, because every use takes
-a slot until the dict is compacted. Instead a value carries the tick, about a second, of its last use and is replaced in
+LRU order in the dict itself (remove, reinsert at the end) would take 50 % more memory, because every use takes a slot
+until the dict is compacted. Instead a value contains the tick, about a second, of its last use and is replaced in
 place; eviction sorts one shard by tick.
 
 Keys are ``bytes`` and values ``int`` or ``bytes``, so the cyclic garbage collector skips the dicts.
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 
 SHARD_ENTRIES: Final = 600
 
-# equivalent: which shard holds a bucket is not to be seen
+# equivalent: the shard of a bucket is not observable
 RESTORED_SHARDS: Final = 2_048
-"""Shards of the restored buckets; at a million about 490 each, so that no step over one takes long."""
+"""Shards of the restored buckets; of a million each has about 490, which bounds a step over one."""
 
 EVICTED_PART: Final = 10
 """A full table evicts a tenth of one shard at a time: about 0.2 ms for 60 buckets."""
 
 LATE_US: Final = 10 * US_PER_S
-"""How long an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag."""
+"""Time for which an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag."""
 
 IDLE_TICKS: Final = 3600
-"""How long an unused bucket is kept with callers' time, if twice the time in which it is full is not longer."""
+"""Least time for which an unused bucket is kept with callers' time; twice its time to full, if that is longer."""
 
 
 class BucketTable:
     """At most ``max_entries`` buckets. One writer: the event loop.
 
     ``evicted_total`` counts buckets dropped because of the bound, ``expired_total`` those equal to a fresh one. With
-    ``callers_time`` times are not the node's, and buckets expire by disuse alone.
+    ``callers_time``, times are not the node's, and buckets expire only when unused.
     """
 
     def __init__(self, max_entries: int, *, callers_time: bool = False) -> None:
@@ -70,7 +70,7 @@ class BucketTable:
         self.evicted_total = 0
         self.expired_total = 0
         self.apart: OwnHolds | None = None
-        """Keeps buckets with holds, which are looked up there before restored ones."""
+        """Buckets with holds; they are looked up before restored ones."""
         self._tick = 1
         self.callers_time = callers_time
         self._restored: RestoredBuckets | None = None
@@ -101,13 +101,13 @@ class BucketTable:
         return self._shard_count
 
     def adopt(self, restored: RestoredBuckets) -> None:
-        """Look up buckets that are not in the table in ``restored``; the bound holds for both together."""
+        """Look up missing buckets in ``restored``; the bound applies to both together."""
         self._restored = restored
         while len(self) > self.max_entries and len(restored):
             restored.drop_any()
 
     def take_back(self, stored_key: bytes, key: bytes | None, state: State, limit: Limit) -> None:
-        """Put a bucket into the table that was kept apart; among the restored ones while its key is not known."""
+        """Return a bucket with holds to the table; to the restored ones while its key is unknown."""
         value = pack(state, limit, self._tick)
         if key is not None:
             self._add(key, value)
@@ -127,7 +127,7 @@ class BucketTable:
         shard = self._shards[hash(key) % self._shard_count]
         value = shard.get(key)
         if type(value) is int:
-            # unpack and pack of an integer, inlined: two calls less, 0.2 µs of a check's 2.
+            # unpack and pack of an integer, inlined: two calls fewer save 0.2 µs of a check's 2.
             outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), rule, now_us, cost)
             spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
             shard[key] = (
@@ -169,7 +169,7 @@ class BucketTable:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
         shards, shard_count = self._shards, self._shard_count
         outcomes, charged = [], []
-        # The frequent case first, in half the time: each bucket is here, an integer, and allows the check.
+        # The frequent case takes half the time: each bucket is in the table, an integer, and allows the check.
         for key, limit, decide in charges:
             shard = shards[hash(key) % shard_count]
             value = shard.get(key)
@@ -197,12 +197,12 @@ class BucketTable:
         tick = self._tick
         for (key, limit, decide), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0]:
-                continue  # of a limit that only observes
+                continue  # of an observing limit
             if self.apart and (held := self.apart.find(key)) is not None:
                 self.apart.charge(held, (key, limit, decide), now_us, cost, outcome[5])
                 continue
             if outcome[5] is None:
-                continue  # a check takes no slot
+                continue  # of a concurrency limit: a check takes no slot
             value = pack(outcome[5], limit, tick)
             shard = self._shards[hash(key) % self._shard_count]
             if key in shard:
@@ -218,7 +218,7 @@ class BucketTable:
         return decide_all(self.states(charges), now_us, cost)
 
     def states(self, charges: Sequence[Charge]) -> list[Bucket]:
-        """Return what the buckets hold."""
+        """Return the buckets with their states."""
         buckets: list[Bucket] = []
         for key, limit, decide in charges:
             value = self._shards[hash(key) % self._shard_count].get(key)
@@ -237,7 +237,7 @@ class BucketTable:
         return self.take(key)
 
     def take(self, key: bytes) -> Value | None:
-        """Take the bucket of ``key`` out, if it is not kept apart; returns its value."""
+        """Remove the bucket of ``key`` unless it has holds; return its value."""
         value = self._shards[hash(key) % self._shard_count].pop(key, None)
         if value is not None:
             self._entries -= 1
@@ -245,7 +245,7 @@ class BucketTable:
         return self._restored.take(key) if self._restored else None
 
     def put_back(self, key: bytes, value: Value | HeldBucket) -> None:
-        """Undo a :meth:`remove`, and drop what was spent since: a failed reset must not help fast callers."""
+        """Undo a :meth:`remove`, and drop later spends: a failed reset must not help fast callers."""
         self.remove(key)
         if self.apart is not None and isinstance(value, HeldBucket):
             self.apart.put_back(value)
@@ -253,7 +253,7 @@ class BucketTable:
             self._add(key, with_tick(cast("Value", value), self._tick))
 
     def value(self, key: bytes) -> Value | None:
-        """Return the value of ``key`` if this process used the bucket, else ``None``."""
+        """Return the value of ``key`` if this process has used the bucket, else ``None``."""
         return self._shards[hash(key) % self._shard_count].get(key)
 
     def keys(self, index: int, since_tick: int = 0) -> list[bytes]:
@@ -290,7 +290,7 @@ class BucketTable:
         return is_over(value, now_us - LATE_US)
 
     def _evict(self) -> None:
-        """Drop a restored bucket, else the least recently used of the next shard.
+        """Drop a restored bucket or, if there is none, the least recently used ones of the next shard.
 
         LRU is exact to the tick within a shard and approximate over all: shards are filled by a hash and evicted
         round-robin, so their oldest buckets are about equally old.
@@ -304,7 +304,7 @@ class BucketTable:
         victims = by_use[: -(-len(by_use) // EVICTED_PART)]
         for key, _ in victims:
             del shard[key]
-        # A dict keeps the slots of deleted keys; a copy has only as many as it needs.
+        # A dict keeps the slots of deleted keys; a copy does not.
         compact: dict[bytes, Value] = {}
         compact.update(shard)
         self._shards[self._evict_next - 1] = compact
@@ -320,9 +320,9 @@ class BucketTable:
 
 
 class RestoredBuckets:
-    """Buckets from before a restart that have not been used since, by the name they have on disk.
+    """Buckets from before a restart that have not been used since, by their stored key.
 
-    The name is a digest of the key (ADR 0015), so a bucket moves to the table at its first check, which has the key.
+    The stored key is a digest of the key (ADR 0015). The first check, which has the key, moves a bucket to the table.
     """
 
     def __init__(self, keys: BucketKeys) -> None:
@@ -342,17 +342,17 @@ class RestoredBuckets:
         return len(self._shards)
 
     def put(self, stored_key: bytes, value: Value) -> None:
-        """Set the value of a name."""
+        """Set the value of a stored key."""
         shard = self._shard(stored_key)
         self._entries += stored_key not in shard
         shard[stored_key] = value
 
     def discard(self, stored_key: bytes) -> None:
-        """Drop the bucket of a name, if it exists."""
+        """Drop the bucket of a stored key, if it exists."""
         self._entries -= self._shard(stored_key).pop(stored_key, None) is not None
 
     def value(self, stored_key: bytes) -> Value | None:
-        """Return the value of a name, or ``None``."""
+        """Return the value of a stored key, or ``None``."""
         return self._shard(stored_key).get(stored_key)
 
     def get(self, key: bytes) -> Value | None:
@@ -367,7 +367,7 @@ class RestoredBuckets:
         return value
 
     def drop_any(self) -> None:
-        """Drop one bucket; there must be one."""
+        """Drop any one bucket; there must be one."""
         while not self._shards[self._drop_next]:
             self._drop_next = (self._drop_next + 1) % RESTORED_SHARDS
         self._shards[self._drop_next].popitem()
@@ -388,7 +388,7 @@ class RestoredBuckets:
         return len(expired)
 
     def map(self, change: Callable[[Value], Value | None]) -> None:
-        """Replace every value by ``change`` of it; ``None`` drops it. Takes about 0.5 s for a million."""
+        """Replace every value by ``change(value)``; ``None`` drops it. Takes about 0.5 s for a million."""
         for index, shard in enumerate(self._shards):
             changed = ((stored_key, change(value)) for stored_key, value in shard.items())
             self._shards[index] = kept = {

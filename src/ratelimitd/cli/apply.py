@@ -1,6 +1,6 @@
 """``ratelimitd rules apply``, ``diff`` and ``export``: the whole rule book as a file.
 
-What a file changes, the node says: it compares and applies in one transaction.
+The node determines the changes: it compares and applies a file in one transaction.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ratelimitd.cli.client_options import (
     readable,
     violations_of,
 )
-from ratelimitd.cli.output import Output, printable, window, working
-from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.cli.output import Output, window, working
+from ratelimitd.errors import FieldViolation, RuleInvalidError, printable
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.rules_file import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
-    """The stored rule as a file would say it."""
+    """Return the stored rule as a file represents it."""
     return RuleDraft(
         id=rule.id,
         endpoint=rule.endpoint,
@@ -83,13 +83,13 @@ STDIN: Final = Path("-")
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
 
 RULES_PER_S: Final = 500
-"""The node gets a second more for so many rules; it applies thousands."""
+"""The timeout grows by a second per this many rules; a node applies thousands a second."""
 
 _OF_FIRST: Final = frozenset({"limit", "window_seconds", "algorithm"})
 """Fields that repeat the first of several limits."""
 
 LONG: Final = 1_000
-"""Fewer rules are applied before anybody reads that they are."""
+"""Minimum number of rules with an activity display; fewer are applied too quickly."""
 
 
 FileOption = Annotated[
@@ -211,7 +211,7 @@ def export(target: Target) -> None:
 
 
 def content_of(file: Path, option: str = "--file") -> bytes:
-    """The bytes of the file that an option names, one more than allowed when it is too large."""
+    """Return the content of the file that an option names, plus one byte if it is too large."""
     if file == STDIN:
         with readable(file, option):
             return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
@@ -219,7 +219,7 @@ def content_of(file: Path, option: str = "--file") -> bytes:
 
 
 def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
-    """Everything that is wrong with the file, a line for each."""
+    """Return an error with one line per violation in the file."""
     details = [f"{field}: {description}" for field, description in violations]
     return CliError(f"{file} is refused, nothing was changed:", details=details)
 
@@ -227,7 +227,7 @@ def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
 def _ask(
     target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int = 0
 ) -> pb.ApplyRateLimitsResponse:
-    """Send a file to the node, and return what it changes."""
+    """Send a file to the node, and return its changes."""
     import grpc  # noqa: PLC0415 - as in client_options
 
     try:
@@ -257,7 +257,7 @@ def _ask(
 
 
 def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldViolation:
-    """What is wrong with a field of the request, whose rules are those of the file, with the name of the rule."""
+    """Return a violation in the request as one of the file, which has the same rules, with the name of the rule."""
     place = _IN_FILE.match(violation.field)
     if place is None:
         return violation
@@ -268,10 +268,10 @@ def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldVio
 
 
 def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[str] = ()) -> None:
-    """Say of added endpoints that differ from another one in case alone; both are valid, and seldom meant.
+    """Warn about added endpoints that differ from another one only in case: valid, but seldom intended.
 
-    ``gone``: ids of rules that a dry run would move or delete; the node still lists them. The rules are valid, so a
-    node that does not answer here is no error.
+    ``gone``: ids of rules that a dry run would move or delete, which the node still lists. Ignores a node that does not
+    answer: the rules are valid.
     """
     import grpc  # noqa: PLC0415 - as in client_options
 
@@ -288,7 +288,7 @@ def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[st
 
 
 def warn_of_patterns(endpoints: Iterable[str]) -> None:
-    """Say of endpoints that look like patterns that they are none; a rule for one is valid, and seldom meant."""
+    """Warn about endpoints that look like patterns, which are not supported: valid, but seldom intended."""
     for endpoint in endpoints:
         if "*" in endpoint and endpoint not in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}:
             text = (
@@ -300,7 +300,7 @@ def warn_of_patterns(endpoints: Iterable[str]) -> None:
 
 @contextmanager
 def _named_if_missing(target: Target) -> Iterator[None]:
-    """Name the call that a node of an earlier release does not have."""
+    """Name the call that a node of an earlier release lacks."""
     import grpc  # noqa: PLC0415 - as in client_options
 
     try:
@@ -324,13 +324,13 @@ def revision_of(client: NodeClient) -> int | None:
 
 
 def revision_text(revision: int) -> str:
-    """Return the line about a revision that was made, and about the way back; before revision 1 there were no rules."""
+    """Return a line with the new revision and how to revert it; before revision 1 there were no rules."""
     back = f"; to go back: ratelimitd rules revert {revision - 1}" if revision > 1 else ""
     return f"the rules are at revision {revision}{back}"
 
 
 def _show_changes(answer: pb.ApplyRateLimitsResponse, target: Target, *, dry_run: bool) -> None:
-    """Print what was changed, or would be."""
+    """Print the changes made, or those of a dry run."""
     remark = "; this was a dry run" if dry_run else ""
     _show(answer, f"{_counts(answer, dry_run=dry_run)}{remark}", target)
     if answer.changes and not dry_run and not target.output.as_json:
@@ -344,7 +344,7 @@ def _counts(answer: pb.ApplyRateLimitsResponse, *, dry_run: bool) -> str:
 
 
 def _show(answer: pb.ApplyRateLimitsResponse, summary: str, target: Target) -> None:
-    """Print the changes, and the summary unless there are none."""
+    """Print the changes, and the summary if there are any."""
     output = target.output
     if output.as_json:
         output.message(answer)
@@ -377,7 +377,7 @@ def _message(draft: RuleDraft) -> pb.RateLimit:
 
 
 def _value(draft: RuleDraft, name: str) -> Any:
-    """A field as the contract has it."""
+    """Return a field in the form of the contract."""
     if name == "limits":
         return [*map(limit_message, draft.limits)]
     if name == "plans":
@@ -388,7 +388,7 @@ def _value(draft: RuleDraft, name: str) -> Any:
 
 
 def limit_message(limit: LimitDraft) -> pb.Limit:
-    """A limit as the contract has it."""
+    """Return a limit in the form of the contract."""
     fields = asdict(limit)
     enforcement = pb.Enforcement.Value(fields.pop("enforcement").upper())
     if limit.period:
@@ -406,7 +406,7 @@ def _values(rule: RuleDraft) -> str:
 
 
 def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
-    """The limits of a rule in one line; with their names if there are several."""
+    """Return the limits of a rule in one line, with their names if there are several."""
     if isinstance(rule, pb.RateLimit):
         rule = draft_of(rule)
     plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
@@ -414,7 +414,7 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
 
 
 def _own_text(rule: RuleDraft) -> str:
-    """The limits of identities without a plan."""
+    """Return the limits for identities without a plan."""
     if rule.limits:
         return _list_text(rule.limits)
     return f"{rule.limit} per {window(rule.window_seconds)}, {rule.algorithm}"
@@ -430,7 +430,7 @@ def _list_text(limits: Iterable[LimitDraft]) -> str:
 
 
 def window_text(limit: LimitDraft) -> str:
-    """The window of a limit: its length, or what of the calendar it is."""
+    """Return the window of a limit: its length, or its calendar period."""
     if limit.period is None:
         return window(limit.window_seconds)
     anchor = f" from day {limit.anchor_day}" if limit.anchor_day else ""
@@ -438,7 +438,7 @@ def window_text(limit: LimitDraft) -> str:
 
 
 def _text(rule: RuleDraft, name: str) -> str:
-    """A field of a rule in one line."""
+    """Return a field of a rule in one line."""
     if name == "limits":
         return _own_text(rule)
     if name == "plans":

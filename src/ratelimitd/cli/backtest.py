@@ -1,6 +1,6 @@
-"""``ratelimitd backtest``: what other rules would have done with recorded checks.
+"""``ratelimitd backtest``: replays recorded checks with other rules.
 
-Asks no node: it reads a trace and a rules file, and replays.
+Calls no node: reads a trace and a rules file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ratelimitd.backtest.sparing import SPARED_PERCENT
 from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice, write_picture
 from ratelimitd.cli.client_options import EXIT_CHANGES, EXIT_USAGE, CliError, UsageError
-from ratelimitd.cli.output import Output, counted, duration, printable
-from ratelimitd.errors import RuleInvalidError, TraceInvalidError
+from ratelimitd.cli.output import Output, counted, duration
+from ratelimitd.errors import RuleInvalidError, TraceInvalidError, printable
 from ratelimitd.model import US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.rules.validation import validated
@@ -92,7 +92,7 @@ def backtest(
 
 
 def _rules(file: Path) -> list[Rule]:
-    """Read the rules; those that a file gives no id have their place for one."""
+    """Read the rules; those without an id in the file get their position as id."""
     try:
         drafts = parse_rules(content_of(file, RULES_OPTION))
         return [
@@ -198,7 +198,7 @@ def _limit_row(one: OfLimit) -> tuple[object, ...]:
 
 
 def _caveats(report: Report) -> Iterator[str]:
-    """Yield what makes the figures differ from what would happen."""
+    """Yield the reasons for which the figures differ from a real run."""
     if report.share < 1:
         share = f"{100 * report.share:g} % of the identities were recorded"
         yield f"{share}: limits that several identities share see only these checks"
@@ -221,7 +221,7 @@ def _minute(at_us: int) -> str:
 
 
 def _drawn(report: Report) -> str:
-    """Denials over time as SVG: an area of what would be denied, a line of what was."""
+    """Return denials over time as SVG: an area for those of the new rules, a line for those recorded."""
     head = f"denied by these rules: {report.denied:,} of {report.checks:,} checks; was: {report.denied_before:,}"
     most = max(4, *(max(one) for one in report.bins))
     step = nice(most / 4)

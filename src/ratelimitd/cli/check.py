@@ -1,4 +1,4 @@
-"""``ratelimitd check``: ask a running node whether a request may proceed.
+"""``ratelimitd check`` and ``explain``: ask a running node whether a request may proceed, and why.
 
 Never retries: a check that was sent may have been charged.
 """
@@ -17,8 +17,10 @@ import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
 from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
-from ratelimitd.cli.output import Output, as_dict, duration, enum_name, printable, window
+from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
+from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _REASONS: Final = {
 }
 
 Windows = Mapping[tuple[str, str, str], str]
-"""Calendar windows in words, by rule id, plan and name of the limit."""
+"""Calendar windows in words, by rule id, plan and limit name."""
 
 Places = Mapping[str, str]
 """Endpoint and identifier type of rules, by id."""
@@ -51,12 +53,12 @@ _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
 
 def int32(value: int | None) -> int | None:
-    """The value of an option, which must fit into the contract's int32 to travel; every other bound is the node's.
+    """Return the value of an option if it fits the contract's int32; the node validates everything else.
 
-    Not the range of the option: the help would show it, and no person means a limit of minus two billion.
+    Not the range of the option: --help would show it, and the bound is no useful hint.
 
     Raises:
-        typer.BadParameter: it does not fit.
+        typer.BadParameter: the value does not fit.
     """
     if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
         message = f"must be {-INT32_MAX - 1} to {INT32_MAX}"
@@ -176,6 +178,8 @@ def explain(
         places = {one.rule_id: f"{one.endpoint} {one.identifier_type}" for one in found.rules}
         target.output.line(verdict(found.answer, target.output))
         target.output.pairs(describe(found.answer, windows, places))
+        if endpoint == UNMATCHED:
+            target.output.line(WHY_UNMATCHED)
         would = found.answer.allowed
         rows = [row for rule in found.rules for row in _explained(rule, windows, would=would)]
         _remedies(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows, target.output)
@@ -189,14 +193,14 @@ def explain(
 
 
 def _remedies(head: Sequence[str], rows: Sequence[Sequence[str]], output: Output) -> None:
-    """Print a table, without its last column if that is empty."""
+    """Print a table, without its last column if it is empty."""
     if rows:
         shown = len(head) if any(row[-1] for row in rows) else len(head) - 1
         output.table(head[:shown], (row[:shown] for row in rows))
 
 
 def _windows(client: NodeClient, explained: Iterable[pb.RuleExplanation]) -> Windows:
-    """The calendar windows of rules that judge; an explanation has only their nominal length."""
+    """Return the calendar windows of the rules that apply; an explanation has only their nominal length."""
     nominal = set(NOMINAL_SECONDS.values())
     windows: dict[tuple[str, str, str], str] = {}
     for one in explained:
@@ -230,7 +234,7 @@ def _explained(
 def said(
     limit: pb.LimitStatus, windows: Windows = _NONE, *, would: bool = False
 ) -> tuple[str, str]:
-    """A limit, and what it says; ``would``: of a check that would be allowed, and was not made."""
+    """Return a limit and its result; ``would``: for a check that would be allowed and was not made."""
     if limit.reason == pb.UNLIMITED:
         return limit.plan, "is passed over"
     says = "allows" if limit.allowed else "denies"
@@ -249,7 +253,7 @@ def _window(of: pb.LimitStatus | pb.RateLimitResponse, name: str, windows: Windo
 def request_of(  # noqa: PLR0917 -- the arguments of a check
     identifier_type: str, identifier: str, endpoint: str, cost: int, also: Sequence[str] | None
 ) -> pb.RateLimitRequest:
-    """The check that was typed."""
+    """Return the check in the arguments."""
     further_identities = (
         pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
     )
@@ -268,7 +272,7 @@ _NO_LIMIT: Final = (pb.NO_RULE, pb.UNLIMITED)
 def describe(
     answer: pb.RateLimitResponse, windows: Windows = _NONE, places: Places = _NONE
 ) -> list[tuple[str, str]]:
-    """The answer in words for a person: what decided, and what is left."""
+    """Return the answer in words: what decided, and what remains."""
     remaining = str(answer.remaining_tokens)
     if answer.reason in _NO_LIMIT:
         remaining = "unlimited"
@@ -279,7 +283,7 @@ def describe(
         ("reason", _REASONS.get(answer.reason, enum_name(pb.Reason, answer.reason))),
         ("rule", _rule(answer, windows, places) if answer.rule_id else "–"),
         *([("plan", answer.plan)] if answer.plan else []),
-        # The numbers of an answer without a check are the specification's, not those of a limit.
+        # The numbers of an answer without a check are placeholders of the specification, not those of a limit.
         ("remaining", "–" if not_checked else remaining),
         ("reset", "–" if not_checked else instant(answer.reset_time)),
         *_retry(answer),
@@ -287,11 +291,11 @@ def describe(
 
 
 def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str:
-    """Return the rule that decided and its limit, as far as they are known, with its id in brackets."""
+    """Return the deciding rule and limit, as far as known, with the rule's id in brackets."""
     kind = answer.limits[0].identifier_type if answer.limits else ""
     parts = [printable(places.get(answer.rule_id, kind))]
     if answer.limit:
-        # The answer about the only limit has no status of it, and no need of its name.
+        # An answer of an only limit has no status of it, and does not need its name.
         name = f"{answer.limit_name}: " if answer.limits else ""
         length = _window(answer, answer.limit_name, windows)
         parts.append(f"{name}{answer.limit} per {length}")
@@ -300,7 +304,7 @@ def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str
 
 
 def others(answer: pb.RateLimitResponse, *, peek: bool = False) -> list[tuple[str, str]]:
-    """Return the limits that judged beside the deciding one."""
+    """Return the limits that applied besides the deciding one."""
     would = peek and answer.allowed
     return [
         (
@@ -312,7 +316,7 @@ def others(answer: pb.RateLimitResponse, *, peek: bool = False) -> list[tuple[st
 
 
 def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
-    """When the check passes; of an allowed one, when a token is there again if none is left."""
+    """Yield when the check passes; for an allowed one, when a token is available again if none is left."""
     after = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
     if answer.allowed:
         if answer.retry_after_seconds and not answer.remaining_tokens:
@@ -326,8 +330,8 @@ def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
 
 
 def instant(time_s: int) -> str:
-    """Return a time by the clock of the node; a dash when the answer does not say."""
-    # No duration: the node rounds up, and the clock of this host may differ.
+    """Return a time by the clock of the node; a dash if the answer has none."""
+    # Not relative: the node rounds up, and the clock of this host may differ.
     if time_s <= 0:
         return "–"
     try:
@@ -337,7 +341,7 @@ def instant(time_s: int) -> str:
 
 
 def expiry(time_s: int, now_s: float) -> str:
-    """Return when a plan or a hold ends, relative and absolute; a dash when the answer does not say."""
+    """Return when a plan or a hold ends, relative and absolute; a dash if the answer has no end."""
     if time_s <= 0:
         return "–"
     left_s = max(0, round(time_s - now_s))
@@ -345,7 +349,7 @@ def expiry(time_s: int, now_s: float) -> str:
 
 
 def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
-    """Send one check and print the answer; returns whether it was denied."""
+    """Send one check and print the answer; return whether it was denied."""
     answer = client.check(
         request.identifier,
         request.identifier_type,
@@ -366,7 +370,7 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) 
 def _ask_often(
     client: NodeClient, request: pb.RateLimitRequest, count: int, output: Output
 ) -> bool:
-    """Send ``count`` checks in batches and print each answer; returns whether any was denied."""
+    """Send ``count`` checks in batches and print each answer; return whether any was denied."""
     verdicts = Counter[tuple[bool, bool]]()
 
     def answers() -> Iterator[pb.RateLimitResponse]:
@@ -385,7 +389,7 @@ def _ask_often(
 
 
 def _sum(word: str, checked: int, unchecked: int) -> str:
-    """Return a count of answers, and how many of them were not checked."""
+    """Return a count of answers, including how many were not checked."""
     return f"{checked + unchecked} {word}" + (f" ({unchecked} not checked)" if unchecked else "")
 
 
@@ -397,14 +401,14 @@ def _answers(
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
             if answer.reason == pb.INVALID_REQUEST:
-                # The same request alone would have been refused, so it is an error here as well.
+                # The same request alone would be refused, so it is an error here as well.
                 message = f"invalid argument: {_ITEM.sub('', answer.error)}"
                 raise CliError(message)
             yield answer
 
 
 def verdict(answer: pb.RateLimitResponse, output: Output) -> str:
-    """Whether a check was allowed, in a word."""
+    """Return whether a check was allowed, in a word."""
     return output.styled("allowed", "good") if answer.allowed else output.styled("denied", "bad")
 
 
@@ -422,7 +426,7 @@ def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Outp
 
 
 def _denier(answer: pb.RateLimitResponse) -> str:
-    """The limit that denied; of several, with the identifier type of its rule."""
+    """Return the limit that denied; with several, including the identifier type of its rule."""
     kind = [answer.limits[0].identifier_type] if answer.limits else []
     words = [*kind, *([f"plan {answer.plan}"] if answer.plan else [])]
     if answer.limit_name:

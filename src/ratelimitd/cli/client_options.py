@@ -1,6 +1,6 @@
-"""The options of every command that asks a node: where it is, who asks, and how to print the answer.
+"""The options of every command that calls a node: address, credentials and output format.
 
-Never sends a call itself.
+Sends no call itself.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import typer
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from ratelimitd.cli.output import Output, printable
-from ratelimitd.errors import FieldViolation, RateLimitdError
+from ratelimitd.cli.output import Output
+from ratelimitd.errors import FieldViolation, RateLimitdError, printable
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX
 
 if TYPE_CHECKING:
-    # Left out of `serve`, which needs neither: 8 MiB and 12 ms. What asks a node imports them when it does.
+    # `serve` does not need these: 8 MiB and 12 ms. Code that calls a node imports them on use.
     import grpc
 
     from ratelimitd_client import NodeClient, Tls
 
 EXIT_ERROR: Final = 1
-"""Any error that is not one of the others; for ``rules``: the node refused."""
+"""Any other error; for ``rules``: the node refused."""
 
 EXIT_USAGE: Final = 2
-"""A wrong command line, or a node that cannot be reached."""
+"""An invalid command line, or an unreachable node."""
 
 EXIT_NO: Final = 3
-"""A check was denied, or the node is DEGRADED: the answer is no, and that is no error."""
+"""A negative answer, not an error: a check was denied, or the node is DEGRADED."""
 
 EXIT_CHANGES: Final = 4
-"""``rules diff``: the file would change something."""
+"""``rules diff``: the file would change the rules."""
 
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""
@@ -49,14 +49,14 @@ EXIT_INTERRUPTED: Final = 130
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
 _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
-"""What gRPC says before it comes to the point."""
+"""Prefix of gRPC's error text before the cause."""
 
 _CREDENTIALS: Final = (
     "give --token-file, --cert and --key, or RATELIMITD_STATE_DIR of a node on this host"
 )
 
 _NEED: Final = re.compile(r"this call needs the \w+ role")
-"""How a node says which role a call needs, before it names the credentials that hold it."""
+"""How a node names the role that a call needs, before the credentials that hold it."""
 
 _HINTS: Final[Mapping[str, str]] = {
     "UNAUTHENTICATED": _CREDENTIALS,
@@ -67,9 +67,9 @@ _HINTS: Final[Mapping[str, str]] = {
 
 
 class CliError(RateLimitdError):
-    """Ends a command: ``str(error)`` is one line for stderr, ``exit_code`` the status of the process.
+    """Ends a command: ``str(error)`` is one line for stderr, ``exit_code`` the exit status of the process.
 
-    ``details`` are further lines, for a file in which several things are wrong.
+    ``details`` are further lines, for a file with several errors.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class CliError(RateLimitdError):
 
 
 class UsageError(CliError):
-    """The command line is wrong in a way that only the command itself can see."""
+    """The command line is invalid in a way that only the command can detect."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, EXIT_USAGE)
 
 
 def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
-    """The failure that the error of one call means.
+    """Convert the error of a call to an error of the command.
 
-    A node explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
+    A node explains each of its errors in the trailers, so UNAVAILABLE without an explanation is not from a node.
     """
     asked = target.address
     code: str = error.code().name
@@ -123,7 +123,7 @@ def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
 
 
 def _tls_hint(tls: Tls | None) -> str:
-    """What to look at when a handshake may have failed: gRPC says no more than that the connection ended."""
+    """Return a hint after a possibly failed handshake: gRPC reports only that the connection ended."""
     if tls is None:
         return "a node with TLS needs --ca"
     if tls.cert is None:
@@ -134,7 +134,7 @@ def _tls_hint(tls: Tls | None) -> str:
 
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:
-    """The ``google.rpc.Status`` of the trailers, empty without one."""
+    """Return the ``google.rpc.Status`` of the trailers, empty without one."""
     trailers = error.trailing_metadata() or ()
     for item in trailers:
         if item.key == _DETAILS_KEY:
@@ -146,7 +146,7 @@ def _status(error: grpc.RpcError) -> status_pb2.Status:
 
 
 def violations_of(error: grpc.RpcError) -> list[FieldViolation]:
-    """Every violated field that an error names, with what is wrong with it."""
+    """Return every violated field in an error, with its description."""
     found: list[FieldViolation] = []
     for detail in _status(error).details:
         request = error_details_pb2.BadRequest()
@@ -158,17 +158,17 @@ def violations_of(error: grpc.RpcError) -> list[FieldViolation]:
 
 
 MAX_FILE_BYTES: Final = 1024 * 1024
-"""More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
+"""Above the size of any token or certificate chain; bounds the memory for endless files."""
 
 PEM_START: Final = b"-----BEGIN "
 
 SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
-"""How Python represents bytes of the command line that are no UTF-8 (PEP 383)."""
+"""How Python represents invalid UTF-8 of the command line (PEP 383)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A node to ask, and where the answer goes."""
+    """The node to call, and where to print the answer."""
 
     address: str
     timeout_s: float
@@ -179,7 +179,7 @@ class Target:
 
     @contextmanager
     def client(self) -> Iterator[NodeClient]:
-        """A client for the time of a ``with`` block; errors of its calls leave the block as a ``CliError``."""
+        """Open a client for a ``with`` block; errors of its calls leave the block as ``CliError``."""
         from ratelimitd_client import NodeClient  # noqa: PLC0415
 
         try:
@@ -193,7 +193,7 @@ class Target:
 
     @contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
-        """The same for services that are not ours: a bare channel, which sends no token."""
+        """Open a bare channel, which sends no token, for services that are not ours."""
         from ratelimitd_client import open_channel  # noqa: PLC0415
 
         with open_channel(self.address, tls=self.tls) as channel, self.explained():
@@ -201,7 +201,7 @@ class Target:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Let errors of calls leave a ``with`` block as a ``CliError``."""
+        """Convert errors of calls in a ``with`` block to ``CliError``."""
         import grpc  # noqa: PLC0415
 
         try:
@@ -268,7 +268,7 @@ def connection_options(
     """Build the target from the options; its parameters are the options.
 
     Raises:
-        UsageError: options that contradict each other, or a file that cannot be read.
+        UsageError: options are contradictory, or a file cannot be read.
     """
     try:
         address(target)
@@ -298,7 +298,7 @@ def connection_options(
 
 
 def asks_node(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the connection options, and hand it the :class:`Target` as its first parameter."""
+    """Add the connection options to a command, and pass it the :class:`Target` as its first argument."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
     names = [option.name for option in options]
@@ -317,7 +317,7 @@ def asks_node(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_broken_text(values: Mapping[str, Any]) -> None:
-    """Refuse an argument whose bytes are no UTF-8: no message of the contract can carry it."""
+    """Refuse an argument that is not valid UTF-8: no message of the contract can contain it."""
     texts = [text for text in values.values() if isinstance(text, str)]
     if any(SURROGATE.search(text) for text in texts):
         message = "an argument is not valid UTF-8"
@@ -325,10 +325,10 @@ def _refuse_broken_text(values: Mapping[str, Any]) -> None:
 
 
 def read_file(path: Path, max_bytes: int, option: str = "") -> bytes:
-    """Return the content of a file that ``option`` names, one byte more than allowed when it is too large.
+    """Return the content of a file that ``option`` names, plus one byte if it is too large.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     with readable(path, option), path.open("rb") as stream:
         return stream.read(max_bytes + 1)
@@ -336,10 +336,10 @@ def read_file(path: Path, max_bytes: int, option: str = "") -> bytes:
 
 @contextmanager
 def readable(path: Path, option: str = "") -> Iterator[None]:
-    """Say which file cannot be read, and which option names it.
+    """Name the unreadable file and the option in the error.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     try:
         yield
@@ -349,7 +349,7 @@ def readable(path: Path, option: str = "") -> Iterator[None]:
 
 
 def _read_pem(option: str, path: Path | None) -> bytes | None:
-    """As :func:`_read`; a file without any PEM is named here, since gRPC only says that it cannot connect."""
+    """Like :func:`_read`; refuses a file without any PEM, since gRPC would only report a failed connection."""
     content = _read(option, path)
     if content is not None and PEM_START not in content:
         message = f"{option}: {path} is not a PEM file"
@@ -358,7 +358,7 @@ def _read_pem(option: str, path: Path | None) -> bytes | None:
 
 
 def _read(option: str, path: Path | None) -> bytes | None:
-    """The content of the file that an option names, ``None`` when the option is not given."""
+    """Return the content of the file that an option names, ``None`` without the option."""
     if path is None:
         return None
     content = read_file(path, MAX_FILE_BYTES, option)

@@ -1,6 +1,6 @@
-"""All commands: puts the commands together, and turns whatever ends one into an exit status.
+"""Registers all commands, and converts the end of each to an exit status.
 
-Never shows a traceback for an error that it knows: one line on stderr, and 0, 1, 2, 3 or 130.
+Prints no traceback for a known error: one line on stderr, and status 0, 1, 2, 3, 4 or 130.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ratelimitd.errors import RateLimitdError
 from ratelimitd.settings.sources import COMMAND_VARIABLES, ENV_PREFIX
 
 DEBUG_VARIABLE: Final = ENV_PREFIX + "DEBUG"
-"""When it is set, an unexpected error prints its traceback."""
+"""If set, an unexpected error prints its traceback."""
 
 FORMER_PREFIX: Final = "RATELIMITCTL_"
 """Accepted until the release after 0.1, with a warning."""
@@ -41,7 +41,7 @@ FORMER_PREFIX: Final = "RATELIMITCTL_"
 app = typer.Typer(
     help="A standalone gRPC rate limiter.",
     no_args_is_help=True,
-    # Plain help: it is as fast as it is readable, and the same on a terminal, in a pipe and in a manual.
+    # Plain help is fast, and the same on a terminal, in a pipe and in a manual.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str] | None) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without "→" is no reason to fail
+            stream.reconfigure(errors="replace")  # a terminal without "→" must not fail the command
     _accept_former_names(os.environ)
     try:
         status = _run(arguments)
@@ -94,21 +94,21 @@ def run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        # Without its text, which may hold a secret.
+        # Without the error's text, which may contain a secret.
         bug = f"this is a bug ({type(error).__name__}); {DEBUG_VARIABLE}=1 shows where"
         status = _fail(bug, EXIT_ERROR)
     return status
 
 
 def _open_closed_streams() -> None:
-    """Let streams that the caller closed lead nowhere; a socket or file would get their descriptors otherwise."""
+    """Open /dev/null for streams that the caller closed; a socket or file would get their descriptors otherwise."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 -- until the end
 
 
 def _accept_former_names(environ: MutableMapping[str, str]) -> None:
-    """Copy variables under their former prefix to the present one, which wins, and warn."""
+    """Copy variables with the former prefix to the current one, which takes precedence, and warn."""
     former = [name for name in COMMAND_VARIABLES if FORMER_PREFIX + name in environ]
     for name in former:
         environ.setdefault(ENV_PREFIX + name, environ[FORMER_PREFIX + name])
@@ -131,8 +131,8 @@ def _fail(message: str, status: int) -> int:
 
 
 def _output_failed(error: OSError) -> int:
-    """Say why nothing can be written, unless the reader simply went away."""
-    # What is still buffered must not fail again when the interpreter flushes at its end.
+    """Report why the output failed, unless its reader closed it."""
+    # The interpreter must not fail again when it flushes the buffer at its end.
     with suppress(io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

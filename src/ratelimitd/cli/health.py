@@ -1,4 +1,4 @@
-"""``ratelimitd health``, ``metrics`` and ``reset``: what a node says about itself, and forgetting a bucket."""
+"""``ratelimitd health``, ``metrics`` and ``reset``: the state of a node, and the reset of a bucket."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ratelimitd.cli.check import (
     further,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
-from ratelimitd.cli.output import Output, enum_name, printable
+from ratelimitd.cli.output import Output, enum_name
 from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
+from ratelimitd.errors import printable
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -106,14 +107,14 @@ def reset(
 
 
 def _readiness(target: Target) -> None:
-    """Ask as a load balancer does, by the standard health service."""
-    # Left out of `serve`, which has its own way of speaking gRPC.
+    """Query the standard health service, as a load balancer does."""
+    # `serve` does without this import.
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
 
     with target.channel() as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
-        # The stubs of the package do not know it.
+        # The package's stubs do not declare it.
         answer = stub.Check(request, timeout=target.timeout_s)  # type: ignore[attr-defined]
     if target.output.as_json:
         target.output.message(answer)
@@ -130,7 +131,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
     )
     values = {metric.name: metric.value for metric in metrics.metrics}
     reached = "connected" if answer.shared_state_connected else "not connected"
-    # The bounds are the specification's; the node judges, this only shows what it judged.
+    # The bounds are the specification's; the node evaluates them, this only shows the result.
     output.pairs(
         [
             ("node", answer.node_id or "–"),
@@ -147,7 +148,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
 
 
 def _cluster(values: Mapping[str, float], *, fails_open: bool) -> Iterator[tuple[str, str]]:
-    """Rows about the cluster; none for an embedded node."""
+    """Yield rows about the cluster; none for an embedded node."""
     if NODES in values:
         excess, promised = values.get(EXCESS, 0.0), values.get(EXCESS_BOUND, 0.0)
         shown = f"{excess:.1%} of a limit at most (promised: {promised:.1%})"
@@ -172,7 +173,7 @@ def _value(metric: pb.Metric) -> str:
 
 
 def _quantiles(histogram: pb.Histogram) -> Iterator[str]:
-    """Name the bucket each quantile falls into: a histogram knows no more than its upper bound."""
+    """Yield the bucket of each quantile: a histogram has only upper bounds."""
     bounds = histogram.upper_bounds
     last = f"> {bounds[-1]:g} s" if bounds else "–"
     for share in QUANTILES:

@@ -1,4 +1,4 @@
-"""``ratelimitd hold``, ``settle`` and ``holds``: tokens that are charged before their cost is known."""
+"""``ratelimitd hold``, ``settle`` and ``holds``: tokens charged before their cost is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ratelimitd rules import-envoy``: a file of rules made of a configuration of another rate limiter."""
+"""``ratelimitd rules import-envoy``: converts the configuration of another rate limiter to a rules file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd.cli.client_options import CliError, UsageError, read_file
-from ratelimitd.cli.output import Output, counted, printable
-from ratelimitd.errors import RuleInvalidError
+from ratelimitd.cli.output import Output, counted
+from ratelimitd.errors import RuleInvalidError, printable
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
 from ratelimitd.settings.parsing import identifier_keys

@@ -1,6 +1,6 @@
-"""The settings of a node as options of a command: one for each, generated, so that none can be forgotten.
+"""The settings of a node as options of a command, generated so that none can be missing.
 
-Knows no setting by name and judges no value: :mod:`ratelimitd.settings.table` does both.
+Does not validate: :mod:`ratelimitd.settings.table` defines names and values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ratelimitd.settings.sources import file_of, flag_of
 from ratelimitd.settings.table import SETTINGS, Settings, SettingSpec
 
 Load = Callable[[Mapping[str, str], Mapping[str, str | None]], Any]
-"""Makes what a command wants of the environment and the flags, as :meth:`Settings.load` does."""
+"""Converts the environment and the flags to the value that a command needs, as :meth:`Settings.load` does."""
 
 
 def takes_settings(
     command: Callable[..., None], only: Collection[str] = (), load: Load = Settings.load
 ) -> Callable[..., None]:
-    """Give a command an option for each setting, and hand it the loaded :class:`Settings` as its first parameter.
+    """Add an option per setting to a command, and pass it the loaded :class:`Settings` as its first argument.
 
-    ``only`` names the settings that get an option; the others still come from the environment. The result raises
-    ``SettingsError`` when a setting is wrong, unless ``load`` is another.
+    ``only`` names the settings that get an option; the others still come from the environment. The command raises
+    ``SettingsError`` for an invalid setting, unless ``load`` is replaced.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = [
@@ -49,7 +49,7 @@ def takes_settings(
 
 
 def _options(spec: SettingSpec) -> Iterator[inspect.Parameter]:
-    """The option of a setting, and for a secret the one that names its file."""
+    """Yield the option of a setting; for a secret, also the one that names its file."""
     default = f" [default: {spec.default}]" if spec.default else ""
     yield _option(spec.name, "VALUE", f"{spec.help}{default}")
     if spec.secret:
@@ -69,7 +69,7 @@ def _option(name: str, metavar: str, text: str) -> inspect.Parameter:
 EXAMPLE: Final = "Example:"
 
 VERBATIM: Final = "\b\n"
-"""typer wraps every paragraph but those that begin with this."""
+"""typer wraps every paragraph except those with this prefix."""
 
 
 def help_of(command: Callable[..., Any]) -> str:

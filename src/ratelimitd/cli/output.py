@@ -1,6 +1,6 @@
-"""What a command prints: messages as JSON for programs, aligned text for people.
+"""Prints messages as JSON for programs, and as aligned text for people.
 
-Decides nothing about content; never writes to stderr.
+Does not determine content; never writes to stderr.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any, Final, NamedTuple, TextIO
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from ratelimitd.errors import printable
+
 MIN_ELASTIC_WIDTH: Final = 12
-"""The widest column of a table gives way to a narrow terminal, down to this many characters."""
+"""Minimum width of the widest column of a table, which shrinks on a narrow terminal."""
 
 GAP: Final = "  "
 
@@ -28,11 +30,11 @@ _STYLES: Final = {"good": "32", "bad": "31", "warn": "33", "head": "1"}
 
 
 class Output:
-    """Where a command prints, and in which form.
+    """The output stream of a command, and its format.
 
     Args:
         as_json: JSON instead of text.
-        stream: ``sys.stdout`` unless told otherwise.
+        stream: ``sys.stdout`` by default.
         environ: read for NO_COLOR and TERM.
     """
 
@@ -54,11 +56,11 @@ class Output:
         print(text, file=self._stream)
 
     def flush(self) -> None:
-        """Let what was printed be seen now, also where it is read by a program."""
+        """Flush, also if a program reads the output."""
         self._stream.flush()
 
     def styled(self, text: str, style: str) -> str:
-        """``text`` in a style of the table above, where the terminal can and may show it."""
+        """Return ``text`` in one of these styles if the terminal supports it."""
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour else text
 
     def json(self, value: object) -> None:
@@ -70,7 +72,7 @@ class Output:
         self.json(as_dict(message))
 
     def json_list(self, values: Iterable[object]) -> None:
-        """Print a list of JSON values, each when it arrives; close it if ``values`` raises."""
+        """Print a list of JSON values as they arrive; close it if ``values`` raises."""
         lead = "["
         try:
             for value in values:
@@ -81,7 +83,7 @@ class Output:
             self.line("[]" if lead == "[" else "\n]")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print aligned columns, numbers to the right; a terminal's width is kept by cutting the widest column."""
+        """Print aligned columns, numbers right-aligned; cuts the widest column to fit a terminal."""
         width = shutil.get_terminal_size().columns if self._tty else None
         lines = table_lines(head, rows, width)
         self.line(self.styled(lines[0], "head"))
@@ -89,23 +91,15 @@ class Output:
             self.line(line)
 
     def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Print names and values, indented, the values under each other."""
+        """Print names and values, indented, with aligned values."""
         rows = list(rows)
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.line(f"{GAP}{name:<{width}}{GAP}{value}")
 
 
-def printable(text: str) -> str:
-    """``text`` in one line and without characters that drive a terminal: it may come from another machine."""
-    return "".join(
-        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
-
-
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number and its noun, in the plural unless it is 1."""
+    """Return a number and its noun, in the plural unless the number is 1."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
@@ -113,7 +107,7 @@ _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 def duration(seconds: int, units: int = 2) -> str:
-    """Seconds in their largest units: ``1 h 30 min``."""
+    """Format seconds in their largest units: ``1 h 30 min``."""
     parts = []
     for unit, size_s in _UNITS:
         if amount := seconds // size_s:
@@ -126,32 +120,32 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The last values as bars, the highest of them full; at most ``width`` characters."""
+    """Return the last values as bars scaled to the highest; at most ``width`` characters."""
     shown = [*values][-width:]
     highest = max(shown, default=0) or 1
     return "".join(_BARS[min(len(_BARS) - 1, int(value / highest * len(_BARS)))] for value in shown)
 
 
 def window(seconds: int) -> str:
-    """The length of a window, to the second."""
+    """Format the length of a window, exact to the second."""
     return duration(seconds, len(_UNITS))
 
 
 def enum_name(enum: Any, number: int) -> str:
-    """The name of an enum's value; a value of a later release is shown by its number."""
+    """Return the name of an enum value, or the number of one of a later release."""
     name: str = enum.Name(number) if number in enum.values() else str(number)
     return name
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """The proto3 JSON of a message as a dict, with the contract's field names.
+    """Return the proto3 JSON of a message as a dict, with the contract's field names.
 
-    Fields at their default are there too: a script that asks for ``allowed`` must find ``false``, not nothing.
+    Includes fields at their default: a script that reads ``allowed`` must get ``false``, not nothing.
     """
     fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    # MessageToDict puts the fields at their default last; the contract's order is easier to read and to compare.
+    # MessageToDict puts default fields last; the contract's order is easier to read and compare.
     return {
         field.name: fields[field.name]
         for field in message.DESCRIPTOR.fields
@@ -162,7 +156,7 @@ def as_dict(message: Message) -> dict[str, Any]:
 def table_lines(
     head: Sequence[str], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[str]:
-    """The lines of a table, the first its head; ``width`` ``None`` = as wide as the cells."""
+    """Return the lines of a table, the head first; ``width`` ``None`` = as wide as the cells."""
     values = [list(row) for row in rows]
     cells = [list(head), *([printable(str(value)) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -190,16 +184,16 @@ def _fitted(cell: str, width: int, *, right: bool) -> str:
 
 
 LONG: Final = 100
-"""Work of fewer steps is over before anybody reads a bar."""
+"""Minimum number of steps with a progress bar; fewer end too quickly."""
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield what to call after each of ``total`` steps; the bar is gone at the end of the block."""
+    """Yield a function to call after each of ``total`` steps; removes the bar at the end of the block."""
     if total < LONG or not sys.stderr.isatty():
         yield lambda: None
         return
-    # 50 ms to import, where there is something to wait for anyway.
+    # Takes 50 ms to import, while the user waits anyway.
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415
 
@@ -210,7 +204,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something goes on until the end of the block, of unknown length."""
+    """Show activity of unknown duration until the end of the block."""
     if not sys.stderr.isatty():
         yield
         return
@@ -221,22 +215,22 @@ def working(what: str) -> Iterator[None]:
 
 
 QUIT_KEYS: Final = b"qQ\x03\x04"
-"""Also what Ctrl-C and Ctrl-D are where the terminal does not act on them."""
+"""Includes Ctrl-C and Ctrl-D for terminals that do not handle them."""
 
 MAX_READ: Final = 1_024
 
 
 class Keyboard(NamedTuple):
-    """A terminal, by its file descriptor, whose keys come as they are pressed."""
+    """A terminal, by its file descriptor, that delivers keys as they are pressed."""
 
     descriptor: int
 
     def quit_pressed(self) -> bool:
-        """Whether the quit key is among what was typed; waits until something is."""
+        """Wait for input; return whether it includes the quit key."""
         return bool(set(os.read(self.descriptor, MAX_READ) or QUIT_KEYS) & set(QUIT_KEYS))
 
     def quits_within(self, seconds: float) -> bool:
-        """Whether the quit key is pressed before that time is over."""
+        """Return whether the quit key is pressed within this time."""
         end_s = time.monotonic() + seconds
         while True:
             left_s = max(0.0, end_s - time.monotonic())
@@ -249,14 +243,14 @@ class Keyboard(NamedTuple):
 
 @contextmanager
 def single_keys() -> Iterator[Keyboard | None]:
-    """Let each key be read when it is pressed, without Enter and without an echo, until the end of the block.
+    """Deliver each key when it is pressed, without Enter or echo, until the end of the block.
 
-    ``None`` where there is no keyboard.
+    Yields ``None`` without a keyboard.
     """
     if not sys.stdin.isatty():
         yield None
         return
-    # Not everywhere: there is no such terminal on Windows.
+    # Not available on Windows.
     import termios  # noqa: PLC0415
     import tty  # noqa: PLC0415
 

@@ -1,6 +1,6 @@
-"""``ratelimitd plans assign``, ``unassign``, ``show``, ``list`` and ``import``: which plan an identity has.
+"""``ratelimitd plans assign``, ``unassign``, ``show``, ``list`` and ``import``: assignments of identities to plans.
 
-One assignment is validated by the node. A file is validated whole before any of it is sent.
+The node validates one assignment; a file is validated as a whole before any of it is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note"
 """The columns of a file; the last two may be missing."""
 
 BATCH: Final = 1_000
-"""Assignments, or rules, of one call; a node takes no more."""
+"""Assignments, or rules, per call; a node accepts no more."""
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
@@ -86,7 +86,7 @@ def assign(
 
 
 def _is_named(client: NodeClient, target: Target, plan: str) -> bool:
-    """Whether a rule names a plan; true if one call cannot tell."""
+    """Return whether a rule names a plan; true if one call cannot determine it."""
     if plan in RESERVED_PLANS:
         return True
     with suppress(CliError), target.explained():
@@ -207,7 +207,7 @@ def import_file(
 
 
 class Row(NamedTuple):
-    """One row of a file, and the line at which it ends."""
+    """One row of a file, with the line at which it ends."""
 
     line: int
     assignment: pb.Assignment
@@ -217,12 +217,12 @@ def read_file(file: Path, now_s: float) -> Sequence[Row]:
     """Return the rows of a file.
 
     Raises:
-        UsageError: it cannot be read.
-        CliError: it is no such file, or rows of it are wrong; ``details`` name each with its line and field.
+        UsageError: the file cannot be read.
+        CliError: the format or rows are invalid; ``details`` name each with its line and field.
     """
     with (
         readable(file),
-        # Broken bytes become surrogates, so that the field is named.
+        # Invalid bytes become surrogates, so that the error names the field.
         file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream,
     ):
         return _rows(csv.DictReader(stream, strict=True), file, now_s)
@@ -266,17 +266,17 @@ def _require_header(names: Sequence[str], file: Path) -> None:
 
 @dataclass
 class _Wire:
-    """An identity as the service reads it."""
+    """An identity in the form the service reads."""
 
     identifier_type: bytes
     identifier: bytes
 
 
 def _assignment(values: dict[str | Any, str | Any], now_s: float) -> pb.Assignment:
-    """Return the assignment of a row, by the rules of the service.
+    """Return the assignment of a row, validated by the rules of the service.
 
     Raises:
-        InvalidInputError: names every wrong field.
+        InvalidInputError: names every invalid field.
     """
     # Protobuf and the services take 100 ms to import.
     from ratelimitd.services.convert import Identities, identity_of  # noqa: PLC0415
@@ -309,7 +309,7 @@ def _assignment(values: dict[str | Any, str | Any], now_s: float) -> pb.Assignme
 def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> None:
     """Refuse a file with identifier types that the node does not declare.
 
-    A listing of each type says so before anything is assigned.
+    Lists each type, so that the node reports it before anything is assigned.
     """
     import grpc  # noqa: PLC0415
 
@@ -335,7 +335,7 @@ def _refusal(file: Path, wrong: Sequence[str]) -> CliError:
 
 
 def _written(rows: Sequence[Row], start: int) -> str:
-    """Say what was assigned before a call failed; another run may repeat it."""
+    """Return what was assigned before a call failed; another run may repeat it."""
     if not start:
         return "nothing was assigned"
     return f"the rows up to line {rows[start - 1].line} were assigned, and no others"

@@ -1,6 +1,6 @@
 """``ratelimitd rules list``, ``get``, ``create``, ``update``, ``delete`` and ``unmatched``: the rules of a node.
 
-Validates nothing itself: what a valid rule is, the node says.
+Validates nothing itself: the node does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.options import help_of
-from ratelimitd.cli.output import as_dict, printable
+from ratelimitd.cli.output import as_dict
+from ratelimitd.errors import printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
-from ratelimitd.settings.parsing import UNMATCHED
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -152,15 +153,13 @@ def unmatched(target: Target) -> None:
         rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
         target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
         if any(one.endpoint == UNMATCHED for one in endpoints):
-            target.output.line(
-                f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS, or of a proxy that is not in TRUSTED_PROXIES"
-            )
+            target.output.line(WHY_UNMATCHED)
     else:
         target.output.line("every check of the last minutes had a rule")
 
 
 def _why_none(endpoint: str, identifier_type: str, *, unused: bool) -> str:
-    """Return what it means that no rule is listed."""
+    """Return why no rule is listed."""
     if endpoint or identifier_type:
         return "no such rules"
     return "every rule has judged a check" if unused else "no rules: every check is allowed"
@@ -172,7 +171,7 @@ def _show_table(rules: Iterable[pb.RateLimit], target: Target) -> None:
 
 
 def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
-    """A row for a rule, and one below it for each further limit and each limit of a plan."""
+    """Yield a row for a rule, then one per further limit and per limit of a plan."""
     own = (rule.limit, rule.window_seconds, rule.algorithm)
     first, *more = [*map(_cells, rule.limits)] or [own]
     yield (rule.endpoint, rule.identifier_type, *first, "yes" if rule.enabled else "no", rule.id)
@@ -184,7 +183,7 @@ def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
 
 
 def _cells(limit: pb.Limit) -> tuple[int, int | str, str]:
-    """What the columns LIMIT, WINDOW_S and ALGORITHM show of a limit."""
+    """Return the columns LIMIT, WINDOW_S and ALGORITHM of a limit."""
     return limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}"
 
 
@@ -198,7 +197,7 @@ def _marks(limit: pb.Limit) -> str:
 
 
 def _window(limit: pb.Limit) -> int | str:
-    """The window of a limit: its seconds, or its period."""
+    """Return the window of a limit: its seconds, or its period."""
     return pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
 
 
@@ -404,9 +403,9 @@ def delete(
 
 @contextmanager
 def _revision_told(client: NodeClient, target: Target) -> Iterator[None]:
-    """Print after a change which revision it has made.
+    """Print the revision that a change created.
 
-    The answer to it does not say. Another writer may come between, so it is told only if one change was made.
+    The answer to the change does not contain it. Prints nothing if another writer changed the rules meanwhile.
     """
     if target.output.as_json:
         yield
@@ -418,7 +417,7 @@ def _revision_told(client: NodeClient, target: Target) -> Iterator[None]:
 
 
 def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
-    """The id of a rule that is named by its id, or by its endpoint and identifier type."""
+    """Return the id of a rule given by its id, or by its endpoint and identifier type."""
     if not identifier_type:
         return rule
     listed = client.rules(endpoint=rule, identifier_type=identifier_type)
@@ -431,7 +430,7 @@ def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
 
 
 def _seconds(window: str | None, window_seconds: int | None) -> int | None:
-    """The length of a window that one of two options says."""
+    """Return the length of a window, which one of two options sets."""
     if window is None:
         return window_seconds
     if window_seconds is not None:

@@ -1,4 +1,4 @@
-"""``ratelimitd serve``: run a node in this process, or in as many as WORKERS says."""
+"""``ratelimitd serve``: runs a node in this process, or in WORKERS processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ def serve(settings: Settings) -> None:
     Every option is also an environment variable: --http-listen is RATELIMITD_HTTP_LISTEN. An option wins. A secret on
     a command line can be read by every user of the machine, so each secret can come from a file as well.
 
-    When the node is ready it prints one line that begins with `ratelimitd ready`. SIGTERM and SIGINT make it answer
-    the calls in flight and stop; a second one makes it stop at once.
+    When the node is ready it prints one line that begins with `ratelimitd ready`. SIGTERM, SIGINT and SIGHUP make it
+    answer the calls in flight and stop; a second SIGTERM or SIGINT makes it stop at once.
 
     Example:
       ratelimitd serve
       ratelimitd serve --listen 0.0.0.0:9090 --admin-token-file admin.token --rules-file rules.yaml
     """
-    # The whole node hangs on these imports, some 300 ms of them: the other commands start without, and so does the
-    # parent of several workers.
+    # These imports take about 300 ms: other commands do without, and so does the parent of several workers.
     if settings.workers > 1:
         from ratelimitd.workers import parent  # noqa: PLC0415
 
@@ -46,7 +45,7 @@ def upgrade(settings: Settings) -> None:
     Example:
       ratelimitd db upgrade --database-url postgresql://ratelimitd@db.internal/ratelimitd
     """
-    # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
+    # SQLAlchemy and Alembic take about 300 ms to import; other commands do without.
     from ratelimitd.rules.sql import migrations  # noqa: PLC0415
 
     with working("upgrading the rule database"):

@@ -1,4 +1,4 @@
-"""``ratelimitd token``: a random token, and its entry for TOKENS_FILE."""
+"""``ratelimitd token``: generates a random token and its entry for TOKENS_FILE."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def token(
       echo tokens: > tokens.yaml
       ratelimitd token alice --role admin >> tokens.yaml
     """
-    # It brings the services: the other commands start without.
+    # Imports the services, which other commands do without.
     from ratelimitd.node.tokens_file import TOKENS_KEY, parse_tokens  # noqa: PLC0415
     from ratelimitd.rules.yaml_reader import YamlError  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""A node of a cluster: what it holds of the buckets that all nodes share, and how it settles with the others."""
+"""A node's part in a cluster: its views of the shared buckets, and how it settles them with the store."""

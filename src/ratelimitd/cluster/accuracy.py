@@ -1,7 +1,7 @@
 """Accuracy of a node: over-admitted and forgiven tokens, and false denials.
 
-Read off the states that the store sends back: what is charged beyond a bucket's capacity was allowed by nodes that
-could not know of each other yet. See the bound in ADR 0023.
+Derived from the states that the store returns: charges beyond a bucket's capacity were allowed by nodes that had not
+seen each other's spends yet. See the bound in ADR 0023.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Accuracy:
 
     Attributes:
         over_admitted_total: allowed here and charged beyond the capacity of a bucket.
-        forgiven_total: allowed here and charged nowhere. Sinks when a grant comes late after all.
+        forgiven_total: allowed here and charged nowhere. Decreases when a late grant pays for them.
     """
 
     def __init__(self, stats: CheckStats) -> None:
@@ -34,7 +34,7 @@ class Accuracy:
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None, now_us: int) -> None:
         """Account for an acknowledged batch that charged ``tokens`` to a bucket; its view includes the reply.
 
-        ``before`` was its base before that. What it is beyond a limit that has just been lowered was allowed rightly.
+        ``before`` was its base before that. An excess over a limit that has just been lowered does not count.
         """
         self.take_counts(bucket)
         view = bucket.view
@@ -58,11 +58,11 @@ class Accuracy:
             view.false_positives = 0
 
     def worst_excess(self, now_us: int) -> float:
-        """Largest overdraft in the last one to two minutes, as a fraction of its limit, or of a larger burst."""
+        """Return the largest overdraft of the last one to two minutes, as a fraction of the limit or larger burst."""
         return self._worst.note(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
-        """Largest bound in the same period; ``promise`` is the current one. A slow answer affects both."""
+        """Return the largest bound in the same period; ``promise`` is the current one. A slow answer raises both."""
         return self._largest_promise.note(now_us, promise)
 
 

@@ -1,10 +1,11 @@
-"""The shared buckets that a node knows: those in use as views, the others packed; the least recently used leave first.
+"""The shared buckets in a node's memory: views of those in use, the others packed; evicts the least recently used.
 
 A view is several objects that the garbage collector tracks, a packed bucket one that it does not. An idle bucket is
 packed down to its base; one with something to settle is never packed. See ADR 0026.
 
-Two generations approximate the order of use: a used bucket moves to the young one, and what is still in the old one at
-the end of its period leaves. Work is done in small steps: a few buckets at a time, packed ones by hash tag.
+Two generations approximate the order of use: a used bucket moves to the young one; at the end of its period, views
+still in the old one are packed, and packed buckets dropped. Work is done in small steps: a few buckets at a time,
+packed ones by hash tag.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IDLE_US: Final = US_PER_S // 2
 """A view unused for this long, at most twice that, is packed."""
 
 MOVED_PER_STEP: Final = 64
-"""Views that are packed or kept in one step, about 0.1 ms; more while more are added."""
+"""Views packed or kept in one step, about 0.1 ms; more while buckets are added."""
 
 FREED_SHARE: Final = 64
 """Fraction of dropped entries freed per step; bounds the stall: 1.5 ms for a million buckets."""
@@ -35,7 +36,7 @@ class BucketCache:
         self._max_entries = max_entries
         self._generation_us = ttl_us // 2
         self.young: dict[bytes, Bucket] = {}
-        """What was used last, by key: to look here first saves a call of :meth:`get`."""
+        """Recently used buckets, by key; reading this first saves a call of :meth:`get`."""
         self._old: dict[bytes, Bucket] = {}
         self._unsettled: dict[bytes, Bucket] = {}
         """Old ones with something to settle; they join the next young generation."""
@@ -45,26 +46,26 @@ class BucketCache:
         self._packed_old: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
         self.cold = 0
-        """Buckets of which partitions have a cold spend: they are known, and neither packed nor in use."""
+        """Buckets with a cold spend in a partition: known, but neither packed nor in use."""
         self._forgotten: list[dict[bytes, Packed]] = []
         self._next_tag = 0
         self._tag_turned_us = now_us
         self.evicted_total = 0
-        """Buckets that left because there was no room."""
+        """Buckets evicted for lack of room."""
         self.expired_total = 0
         """Buckets dropped because they were unused."""
 
     def __len__(self) -> int:
-        """Buckets known."""
+        """Return the number of known buckets."""
         in_use = len(self.young) + len(self._old) + len(self._unsettled)
         return in_use + self._packed_count + self.cold
 
     def get(self, key: bytes) -> Bucket | None:
-        """The bucket of ``key``, if it is in use."""
+        """Return the bucket of ``key``, if it is in use."""
         return self.young.get(key) or self.get_old(key)
 
     def get_old(self, key: bytes) -> Bucket | None:
-        """The bucket of ``key``, if it is in use and not among the young; now it is."""
+        """Return the bucket of ``key`` from the old generation, and move it to the young one."""
         bucket = self._old.pop(key, None) or self._unsettled.pop(key, None)
         if bucket is not None:
             self.young[key] = bucket
@@ -76,7 +77,7 @@ class BucketCache:
         return None if packed is None else unpack(packed)
 
     def end_cold(self, packed: Mapping[bytes, Packed]) -> None:
-        """Take buckets back whose cold spends are settled."""
+        """Store the states of buckets whose cold spends are settled."""
         young = self._packed_young
         for name, state in packed.items():
             young[name[0]][name] = state
@@ -84,7 +85,7 @@ class BucketCache:
         self._packed_count += len(packed)
 
     def pop_packed(self, name: bytes) -> Packed | None:
-        """Remove and return the last known state of a packed bucket, as it is."""
+        """Remove and return the last known state of a packed bucket, still packed."""
         packed = self._packed_young[name[0]].pop(name, None)
         if packed is None:
             packed = self._packed_old[name[0]].pop(name, None)
@@ -149,7 +150,7 @@ class BucketCache:
 
     @staticmethod
     def _forget(bucket: Bucket) -> None:
-        """Drop a bucket. One with something to settle stays known to its partition until it is settled."""
+        """Drop a bucket. An unsettled one stays in its partition until it is settled."""
         bucket.is_cached = False
         if bucket.is_settled:
             bucket.tag.buckets.pop(bucket.name, None)
@@ -157,7 +158,7 @@ class BucketCache:
     def _expire(self, now_us: int) -> None:
         """Rotate the packed generations, one hash tag after another, each once in half the time to live."""
         pause_us = self._generation_us // HASH_TAGS
-        # After a long pause all of them at most.
+        # After a long pause, each tag at most once.
         self._tag_turned_us = max(self._tag_turned_us, now_us - self._generation_us)
         while now_us - self._tag_turned_us >= pause_us:
             self._tag_turned_us += pause_us

@@ -1,11 +1,11 @@
 """Messages between nodes: which buckets run low or were reset, and that rules have changed.
 
-Every message may be lost: whatever it says is also in the store, where the next sync, look or poll finds it. So a
-message is never long, and there is one for a bucket at most in each interval of the sync. See rule 10 of ADR 0023.
+Messages may be lost: their content is also in the store, where the next sync, refresh or poll finds it. So messages are
+short, with at most one per bucket and sync interval. See rule 10 of ADR 0023.
 
     messages:  kind (1 byte) · body
     S          {name (16) · generation (4) · revision (8) · limit (4) · spent (16) · latest_us (8)} …
-    D          {name (16)} …             buckets that are others now: nodes that know them read them again
+    D          {name (16)} …             changed buckets: nodes that have them re-read them
     R          revision of the rule book (8)
 """
 
@@ -65,21 +65,21 @@ class Gossip:
             self._states.setdefault(bucket.name[0], []).append(packed)
 
     def was_reset(self, name: bytes) -> None:
-        """Tell at once that a bucket is another now."""
+        """Publish at once that a bucket has changed."""
         self._bus.publish(name[0], b"D" + name)
 
     def changed(self, name: bytes) -> None:
-        """Tell that a bucket is another now, once in each interval of the sync."""
+        """Publish that a bucket has changed, at most once per sync interval."""
         if name not in self._told:
             self._told.add(name)
             self.was_reset(name)
 
     def rules_changed(self, revision: int) -> None:
-        """Tell at once that there is a new rule book."""
+        """Publish at once that there is a new rule book."""
         self._bus.publish(0, b"R" + _REVISION.pack(revision))
 
     def publish(self) -> None:
-        """Send what has come together; once in each interval of the sync."""
+        """Send the collected states; called once per sync interval."""
         states, self._states = self._states, {}
         self._told.clear()
         for tag, parts in states.items():
@@ -99,7 +99,7 @@ def packed_state(name: bytes, shared: SharedState) -> bytes | None:
     generation, revision, limit, state, burst, _ = shared
     if state is None or isinstance(state, bytes) or burst:
         return None
-    # What a fixed window has beyond these matters to late spends only, which the store settles.
+    # The other fields of a fixed window matter to late spends only, which the store settles.
     spent, latest_us = state[0], state[1]
     return _STATE.pack(
         name, generation, revision, limit, spent & _LOW_MASK, spent >> _LOW_BITS, latest_us
@@ -107,7 +107,7 @@ def packed_state(name: bytes, shared: SharedState) -> bytes | None:
 
 
 def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None]) -> None:
-    """Go by a message of another node; one that is none of ours is left alone."""
+    """Apply a message of another node; ignore an unknown one."""
     kind, body = payload[:1], payload[1:]
     if kind == b"R":
         rules_changed()
@@ -120,7 +120,8 @@ def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None])
         except error:
             return
         for name, generation, revision, limit, low, high, latest_us in parts:
-            # As of a value of the store: a limit of 0, or a generation that no batch can name, would stop all checks.
+            # Validated like a value of the store: a limit of 0, or a generation that no batch can name, would stop all
+            # checks.
             is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
             if is_sound and 1 <= limit <= INT32_MAX:
                 spent = high << _LOW_BITS | low
@@ -130,7 +131,7 @@ def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None])
 _Answer = asyncio.Future[RateLimitdError | None]
 
 Heard = Callable[[bytes, SharedState], None]
-"""Takes the name of a bucket that was reset, and what it is now."""
+"""Takes the name of a bucket that was reset, and its new state."""
 
 
 async def reset_buckets(
@@ -141,14 +142,14 @@ async def reset_buckets(
     *,
     now_us: int,
 ) -> None:
-    """Make buckets full, each with its rule; ``now_us`` is the time of all nodes.
+    """Reset buckets to full, each with its rule; ``now_us`` is the time that all nodes share.
 
-    ``heard`` is called for each as soon as it is, also when others of them fail: a node that goes by the former state
-    must be told in any case.
+    ``heard`` is called for each bucket as soon as it is reset, even if others fail, because nodes with the former state
+    must be notified in any case.
 
     Raises:
-        StoreUnavailableError: not known to be done.
-        StoreOverloadedError: at least one was not asked for.
+        StoreUnavailableError: a reset may not have been applied.
+        StoreOverloadedError: at least one was not sent.
     """
     loop = asyncio.get_running_loop()
     answers: list[_Answer] = []

@@ -1,7 +1,7 @@
 """Holds on buckets that nodes share: always decided by the shared state, never by a node's view. See ADR 0055.
 
-One script call makes a hold on all its buckets; in a Cluster there is a call for each hash tag, all at the same time.
-What they come to is in :mod:`ratelimitd.ledger.shared_holds`.
+One script call makes a hold on all its buckets; in a Cluster, concurrent calls do, one per hash tag. Their answers are
+combined in :mod:`ratelimitd.ledger.shared_holds`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
 
 RETRIES: Final = 1
-"""How often a call is sent again that was not answered: whatever is done is done once."""
+"""Retries of an unanswered call; calls are idempotent."""
 
 WITHDRAW_TRIES: Final = 3
 WITHDRAW_PAUSE_S: Final = 0.1
 
 MAX_WITHDRAWALS: Final = 1_000
-"""Under way; beyond it what was charged for a hold that is not made stays charged."""
+"""Limit of withdrawals in flight; beyond it, the charges of a hold that was not made stay."""
 
 
 _Done: TypeAlias = Callable[[Any], None]
@@ -57,9 +57,9 @@ _Answers: TypeAlias = list[tuple[Sequence[int], Any]]
 class SharedHolds:
     """Makes, settles and extends holds on shared buckets.
 
-    ``tags`` are the partitions by hash tag, ``stored_name`` returns the name in the store of a key. ``store_time``:
-    buckets are charged at the store's time and not at that of the hold. ``changed`` is told of each bucket that a hold
-    or a settle has changed, and whether less than half of its capacity is left.
+    ``tags`` are the partitions by hash tag; ``stored_name`` maps a key to its name in the store. ``store_time``:
+    buckets are charged at the store's time instead of the hold's. ``changed`` is called with each bucket that a hold
+    has changed, and whether other nodes should be notified.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SharedHolds:
         answered = self._ask_all(parts, names, asks)
         withdraw = partial(self._withdraw_all, hold.number, attempt, names)
         try:
-            # What is charged must not be forgotten when the caller leaves.
+            # Charges must be tracked even if the caller leaves.
             answers = await asyncio.shield(answered)
         except asyncio.CancelledError:
             answered.add_done_callback(lambda made: withdraw(made.result()))
@@ -158,7 +158,7 @@ class SharedHolds:
     async def extend(
         self, number: bytes, names: Sequence[bytes], ttl_us: int, now_us: int
     ) -> int | None:
-        """Let a hold end later; see :class:`ratelimitd.ledger.holds.Holds`."""
+        """Extend a hold; see :class:`ratelimitd.ledger.holds.Holds`."""
         reply = await self._step(StepCall(Step.EXTEND, number, names, ttl_us, now_us), "hold")
         if reply.stepped is Stepped.UNKNOWN:
             return None
@@ -176,10 +176,10 @@ class SharedHolds:
         return conclude_step(len(call.names), answers, field=field)
 
     def _require_room(self, number: bytes) -> None:
-        """Check that one more may be made; those open by this node's clock are an upper bound of those there are.
+        """Check that another hold may be made; those open by this node's clock are an upper bound.
 
         Raises:
-            HoldsFullError: there are as many as there may be.
+            HoldsFullError: the maximum is reached.
         """
         self._open.pop_ended(self._now_us())
         if len(self._open) >= self._max_holds and number not in self._open:
@@ -187,21 +187,21 @@ class SharedHolds:
             raise HoldsFullError(message)
 
     def _time_of(self, limit: Limit, now_us: int) -> int:
-        """Return the time at which a bucket is charged; the node has chosen a calendar window by its own."""
+        """Return the time of a charge; for a calendar window it is the hold's, by which the window was selected."""
         return STORE_TIME if self._store_time and limit.calendar is None else now_us
 
     def _tag(self, number: bytes, name: bytes) -> int:
-        """Return where the record of a hold on a bucket is kept.
+        """Return the hash tag under which the record of a hold on a bucket is stored.
 
-        With one server it lies by the number: settles may name fewer buckets than the hold did, and any first.
+        With one server it depends on the number only: a settle may name fewer buckets than the hold, in any order.
         """
         return number[0] if self._store.decides_together else name[0]
 
     def _parts(self, number: bytes, names: Sequence[bytes]) -> Sequence[Sequence[int]]:
-        """Return which of the buckets are in each of the calls that a hold takes.
+        """Return the indexes of the buckets in each call of a hold.
 
         Raises:
-            BreakerOpenError: a server is not asked now.
+            BreakerOpenError: a server's breaker is open.
         """
         by_tag: dict[int, list[int]] = {}
         for place, name in enumerate(names):
@@ -220,7 +220,7 @@ class SharedHolds:
         names: Sequence[bytes],
         asks: Sequence[Callable[[_Done], None]],
     ) -> asyncio.Future[_Answers]:
-        """Ask for all parts at once, again where there is no answer; returns the answers of all."""
+        """Send all calls concurrently, with retries; returns their answers."""
         all_there: asyncio.Future[_Answers] = self._new_future()
         answers: _Answers = []
 
@@ -255,7 +255,7 @@ class SharedHolds:
     def _withdraw_all(
         self, number: bytes, attempt: bytes, names: Sequence[bytes], answers: _Answers
     ) -> None:
-        """Give back what was charged for an attempt that has not made its hold, as far as servers are reached."""
+        """Refund the charges of an attempt that made no hold, on servers whose breakers are closed."""
         for places, reply in answers:
             of_part = [names[place] for place in places]
             is_reached = not self._server_of(of_part[0]).is_open
@@ -266,7 +266,7 @@ class SharedHolds:
 
     def _withdraw(self, tag: int, call: StepCall, tries: int) -> None:
         def answered(reply: StepReply | RateLimitdError) -> None:
-            # Says nothing about the server: no caller waits for it.
+            # Not reported to the breaker: no caller waits for it.
             is_lost = isinstance(reply, RateLimitdError)
             if is_lost and tries and not self._server_of(call.names[0]).is_open:
                 pause_s = WITHDRAW_PAUSE_S * (WITHDRAW_TRIES - tries)

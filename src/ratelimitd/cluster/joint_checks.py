@@ -1,7 +1,7 @@
 """Checks on several shared buckets: all are charged, or none is. See ADR 0051.
 
-What is decided is in :mod:`ratelimitd.ledger.several`; here each bucket is asked for its part, all at once, and the
-check is answered when every part is decided.
+Requests all parts concurrently, and answers when every part is decided. The decision itself is in
+:mod:`ratelimitd.ledger.several`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ratelimitd.ledger.shared_state import SharedState, refund_of
 from ratelimitd.model import CONCURRENCY, Outcome
 
 Outcomes: TypeAlias = Sequence[Outcome | Exception]
-"""Of each bucket of a check; an error where nobody could decide."""
+"""Outcome of each bucket of a check; an error if it could not be decided."""
 
 
 class PartCheck(PendingCheck):
-    """One bucket of a check that waits.
+    """The part of a waiting check that concerns one bucket.
 
     Attributes:
-        key: of the bucket, on this node.
+        key: the bucket's key on this node.
         bucket: the bucket; unset unless ``is_known``.
-        part: what becomes of it.
-        is_counted: a bucket that is unknown counts as a miss.
+        part: its reservation and outcome.
+        is_counted: an unknown bucket counts as a miss.
     """
 
     __slots__ = ("_is_resolved", "_joint", "bucket", "is_counted", "is_known", "key", "part")
@@ -39,7 +39,7 @@ class PartCheck(PendingCheck):
     def __init__(self, joint: JointCheck, charge: Charge, *, peek: bool) -> None:
         self.key, self.rule, _ = charge
         self.now_us, self.cost = joint.now_us, joint.cost
-        self.peek = peek or self.rule.algorithm is CONCURRENCY  # which holds take, and no check
+        self.peek = peek or self.rule.algorithm is CONCURRENCY  # only holds take slots
         self.charged = self.is_counted = self.is_known = False
         self.part = Part(self.rule)
         self._joint = joint
@@ -52,34 +52,34 @@ class PartCheck(PendingCheck):
 
     @property
     def has_left(self) -> bool:
-        """False: a part is decided whether or not the caller is there."""
+        """False: a part is decided even if the caller has left."""
         return False
 
     def was_allowed(self, shared: SharedState, later: int) -> None:
-        """Note the state of the bucket, and the refund of the charge."""
+        """Record the state of the bucket, and the refund of the charge."""
         self.part.shared = shared
         if not self.peek:
             at_us = self.ask.at_us if later else None
             self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
 
     def resolve(self, outcome: Outcome | Exception) -> None:
-        """Note the outcome or error, unless there is one; the last part concludes the check."""
+        """Record the outcome or error, unless there is one; the last part concludes the check."""
         if self._is_resolved:
             return
         self._is_resolved = True
         part = self.part
-        if part.outcome is None:  # it was not this node's view that decided
+        if part.outcome is None:  # not decided by this node's view
             part.outcome, part.view = outcome, None
             part.is_charged = isinstance(outcome, tuple) and outcome[0] and not self.peek
         self._joint.decided()
 
     def fail(self, error: Exception) -> None:
-        """Note an unexpected error, unless there is an outcome."""
+        """Record an unexpected error, unless there is an outcome."""
         self.resolve(error)
 
 
 class PartDecider(Protocol):
-    """What decides the parts: the shared buckets of a node, by its views or always by the store."""
+    """Decides the parts: by the views of a node, or always by the store."""
 
     errors_that_deny: tuple[type[Exception], ...]
     given_back_total: int
@@ -92,13 +92,13 @@ class PartDecider(Protocol):
         """Let the store decide."""
 
     def was_spent(self, check: PartCheck) -> None:
-        """The part is charged to the view that held its tokens."""
+        """Settle tokens that were reserved in a view and are now charged."""
 
     def was_released(self, check: PartCheck) -> None:
-        """The view that held the tokens of the part does no more."""
+        """Handle the release of tokens that a view had reserved."""
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Give back what the store has charged; false if that stays charged."""
+        """Refund what the store has charged; false if it stays charged."""
 
 
 class JointCheck:
@@ -138,15 +138,15 @@ class JointCheck:
         return [part.outcome for part in self._parts if isinstance(part.outcome, tuple)]
 
     def start(self, answer: Future[Outcomes]) -> None:
-        """Ask for all parts that the node cannot decide now; ``answer`` gets the outcomes."""
+        """Ask the store for all parts that the node cannot decide; ``answer`` gets the outcomes."""
         self._answer = answer
         unknown = self._judge()
         if denies(self._parts, self._buckets.errors_that_deny):
-            # What is denied anyway is not charged elsewhere; the others only say what they have.
+            # The check is denied already: charge no other bucket, only peek.
             self._fill()
             for check in unknown:
                 check.peek = True
-        for check in unknown[:1]:  # a check misses once
+        for check in unknown[:1]:  # at most one miss per check
             check.is_counted = self._is_counted
         asked = [check for check in self._checks if check.part.outcome is None]
         self._missing = len(asked)
@@ -159,10 +159,10 @@ class JointCheck:
                 check.fail(error)
 
     def decided(self) -> None:
-        """A part was decided."""
+        """Count a decided part; the last one finishes the check."""
         self._missing -= 1
         if not self._missing:
-            # Not at once: other buckets of the same reply have not been brought up to date.
+            # Deferred: other buckets of the same reply are not updated yet.
             self._timers.call_soon(self._finish)
 
     def _judge(self) -> Sequence[PartCheck]:
@@ -174,7 +174,7 @@ class JointCheck:
             raise
 
     def _fill(self) -> None:
-        """Let the views say what they have, where the store would have to decide."""
+        """Peek at the views of undecided parts, instead of asking the store."""
         for part in self._parts:
             if part.outcome is None and part.view is not None:
                 part.peek(part.view, self.now_us, self.cost)
@@ -220,5 +220,5 @@ class JointCheck:
 
 
 def errors_that_deny(*, breaker_denies: bool) -> tuple[type[Exception], ...]:
-    """Return the errors that deny a check in the place of a limit."""
+    """Return the errors that deny a check as a limit would."""
     return (BreakerOpenError,) if breaker_denies else ()

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import Heartbeat, RedisStore
 
 KEPT_S: Final = 60
-"""How long the last status of a node outlives it: it is seen to be gone."""
+"""How long the last status of a node is kept after its end, so that it is shown as gone."""
 
 MAX_NODES: Final = 200
-"""Nodes whose status is read, so that a store full of names costs no more; those alive come first."""
+"""Limit of statuses that are read, against a store full of names; nodes alive come first."""
 
 
 class StatusBoard:
-    """The statuses of the nodes, as the node ``incarnation`` publishes and reads them; their bytes are opaque."""
+    """Publishes the status of the node ``incarnation``, and reads those of the others; their bytes are opaque."""
 
     def __init__(
         self, store: RedisStore, members: Membership, incarnation: str, clock: Clock
@@ -86,12 +86,12 @@ class StatusBoard:
         return {name: one for name, one in zip(names, found, strict=True) if one is not None}
 
     def leave(self) -> None:
-        """Remove the status of this node, which ends."""
+        """Remove the status of this node."""
         self._store.remove_status(self._incarnation)
 
 
 SAMPLES: Final = 8
-"""Answers that are remembered, one a second: a clock that drifts by 100 ppm is off by less than a millisecond then."""
+"""Answers kept, one per second: a clock that drifts by 100 ppm is then off by less than 1 ms."""
 
 _NS_PER_US: Final = 1_000
 
@@ -107,8 +107,7 @@ class _Sample(NamedTuple):
 class SharedTime:
     """The store's time, which all nodes follow; the machine's own until the first answer.
 
-    An answer holds for a moment between request and reply, so of the last few the one with the shortest round trip
-    counts.
+    The store reads its clock between request and reply, so the recent answer with the shortest round trip is used.
     """
 
     def __init__(
@@ -136,11 +135,11 @@ class SharedTime:
         self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
 
     def wall_us(self) -> int:
-        """Microseconds since the Unix epoch."""
+        """Return the microseconds since the Unix epoch."""
         return self.wall_ns() // _NS_PER_US
 
     def wall_ns(self) -> int:
-        """Nanoseconds since the Unix epoch."""
+        """Return the nanoseconds since the Unix epoch."""
         if not self._samples:
             return self._machine_ns()
         return self._monotonic_ns() + min(self._samples).ahead_us * _NS_PER_US
@@ -150,13 +149,13 @@ BEAT_S: Final = 1.0
 BEAT_TTL_US: Final = 5 * US_PER_S
 
 LEAVE_S: Final = 0.2
-"""Longest time a leaving node waits for the acknowledgement; without it, it is counted for five seconds more."""
+"""Longest wait of a leaving node for the acknowledgement; without one, it is counted for five more seconds."""
 
 
 class Membership:
-    """The nodes of a cluster, as one of them sees it.
+    """The nodes of a cluster, as seen by one of them.
 
-    ``fingerprint`` identifies the secret that the buckets' names are keyed with; empty while it is not known.
+    ``fingerprint`` returns that of the secret that keys the buckets' names, empty while unknown.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class Membership:
         then()
 
     def _refused(self, error: RateLimitdError) -> None:
-        """Log once that the store refuses heartbeats; connections report that it is away."""
+        """Log once that the store refuses heartbeats; links log that it is unavailable."""
         is_away = isinstance(error, StoreUnavailableError | StoreOverloadedError)
         if isinstance(error, StoreMisconfiguredError) or not is_away:
             if not self._is_refused:

@@ -1,6 +1,6 @@
-"""A node's part in a cluster: connections, buckets, breakers, the sync job, and what nodes tell each other.
+"""A node's part in a cluster: connections, buckets, breakers, the sync job, and gossip.
 
-Knows no driver: the store and the bus are given. Every step of its jobs is small, so that checks are not delayed.
+The store and the bus are passed in. Every job step is small, so that checks are not delayed.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ STEP_MS: Final = 6.25
 """Longest pause between two steps of the sync job; packing, re-reading and freeing are done in the same steps."""
 
 WATCH_S: Final = 0.1
-"""Period in which breakers are probed and moved hash tags followed."""
+"""Period of probing breakers and following moved hash tags."""
 
 JOIN_S: Final = 1.0
-"""Longest time a starting node waits for the answer to its first heartbeat; it serves without it afterwards."""
+"""Longest wait of a starting node for the answer to its first heartbeat; then it serves without it."""
 
 MAX_SYNC_LAG_S: Final = 2.0
-"""A batch that is not acknowledged for longer means that limits are not shared: the shared state counts as away."""
+"""When a batch is unacknowledged for longer, limits are not shared: the shared state counts as disconnected."""
 
 _log = logging.getLogger(__name__)
 
 
 class SharedStateStatus(NamedTuple):
-    """What a node knows of the shared state; ``retry_s``: seconds until an open breaker is tried again."""
+    """Status of the shared state; ``retry_s``: seconds until an open breaker is probed."""
 
     connected: bool
     breaker_state: str
@@ -64,8 +64,8 @@ class Cluster:
     """One node's part. Needs a running event loop.
 
     ``incarnation`` is the node's name and a part that distinguishes it from an earlier process of that name.
-    ``stored_name`` returns the name in the store of a bucket's key; ``fingerprint`` that of the secret behind it, empty
-    while the secret is not known. ``feed`` is notified when another node says, or may have said, that rules changed.
+    ``stored_name`` maps a bucket's key to its name in the store. ``fingerprint`` returns that of the key secret, empty
+    while the secret is unknown. ``feed`` is notified of rule changes, also when a message may have been lost.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class Cluster:
         self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0
 
-    # From the start to the end
+    # Start and stop
 
     async def start(self) -> None:
-        """Connect and join; returns soon and without an error when the servers are away.
+        """Connect and join; returns after a bounded wait, without an error, if the servers are unavailable.
 
         Raises:
             StartupError: other nodes use another key secret.
@@ -187,7 +187,7 @@ class Cluster:
         background.start("rule news", self._follow_rule_changes)
 
     async def drain(self, timeout_s: float) -> None:
-        """Settle what is unsettled, leave, and disconnect. The jobs must have ended, and no checks may come."""
+        """Settle everything, leave, and disconnect. Jobs and checks must have ended."""
         if not await self.settle(timeout_s):
             _log.warning("not all spends reached the shared state before the end")
         self.board.leave()
@@ -214,7 +214,7 @@ class Cluster:
         return self._sync_interval_ms / 1000 / self._steps
 
     def sync_step(self) -> None:
-        """Send what some of the hash tags have to settle; after a whole interval all have."""
+        """Sync the next share of the hash tags; the steps of one interval cover all of them."""
         for tag in self._tags[self._step :: self._steps]:
             tag.sync()
         self._step = (self._step + 1) % self._steps
@@ -224,7 +224,7 @@ class Cluster:
             self.gossip.publish()
 
     def watch(self) -> None:
-        """Probe the servers whose breakers want it, and follow hash tags that have moved."""
+        """Probe servers whose breakers are due, and follow hash tags that have moved."""
         self._breakers.watch(self._tags)
 
     async def _follow_rule_changes(self) -> None:
@@ -233,10 +233,10 @@ class Cluster:
             self._rules_changed.clear()
             await self._feed.notify()
 
-    # What other nodes tell
+    # Messages between nodes
 
     async def notify(self) -> None:
-        """Apply a rule change that was made here, and tell the other nodes."""
+        """Apply a rule change made on this node, and notify the others."""
         await self._feed.notify()
         if self._feed.book is not None:
             self.gossip.rules_changed(self._feed.book.revision)
@@ -254,7 +254,7 @@ class Cluster:
         if self._refresh is not None:
             self._refresh.resync()
 
-    # What the hash tags report
+    # Called by the partitions
 
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
         """Account for an acknowledged batch that charged ``tokens``; ``before`` was the base of the bucket's view."""
@@ -276,7 +276,7 @@ class Cluster:
             {"message": "spends cannot be settled", "exception": error}
         )
 
-    # What health, metrics and pages read
+    # Read by health, metrics and pages
 
     @property
     def shared_state(self) -> SharedStateStatus:
@@ -302,7 +302,7 @@ class Cluster:
 
     @property
     def promised_excess(self) -> float:
-        """Bound of :attr:`worst_excess` for a window of one second, under the conditions of the same time."""
+        """Bound of :attr:`worst_excess` for a window of one second, from the conditions of the same period."""
         now_us, shared_time = self.clock.now_us(), self._shared_time
         skew_us = abs(shared_time.wall_us() - now_us)
         promise = promised_excess(
@@ -319,5 +319,5 @@ class Cluster:
 
     @property
     def unsettled_buckets(self) -> int:
-        """Buckets with spends that the store may not know of."""
+        """Buckets with unacknowledged spends."""
         return sum(tag.unsettled_buckets for tag in self._tags)

@@ -1,4 +1,4 @@
-"""States of shared buckets that are not in use, as one number each. Pure."""
+"""Packs the states of idle shared buckets into one number each. Pure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _HEAD_MASK: Final = (1 << SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
 
 
 def pack(shared: SharedState) -> Packed:
-    """The numbers of a state as one."""
-    # Without what was given back: of two states of one time, that orders them.
+    """Pack a state."""
+    # Refunds are left out: they only order two states of the same time.
     generation, revision, limit, state, burst, _ = shared
     number = generation << _GENERATION_SHIFT | revision << _REVISION_SHIFT | limit << _LIMIT_SHIFT
     if isinstance(state, bytes):
         return number, state
     if state is not None:
-        # What a fixed window has beyond these matters to late spends only, and a packed bucket has none.
+        # The other fields of a fixed window matter to late spends only, and a packed bucket has none.
         number |= state[0] << SPENT_SHIFT | state[1] << LATEST_SHIFT | 1
     return (number, burst) if burst else number
 
@@ -47,14 +47,14 @@ def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
 
 
 def is_usual(packed: Packed, base: int, most: int) -> bool:
-    """Whether a packed state has the generation, revision and limit of ``base``, and at most ``most`` was spent."""
+    """Return whether a state has the generation, revision and limit of ``base``, and at most ``most`` spent."""
     return (
         type(packed) is int and not (packed ^ base) & _HEAD_MASK and packed >> SPENT_SHIFT <= most
     )
 
 
 def head_of(packed: int) -> int:
-    """Return the generation, revision and limit of a packed state, where they are in it."""
+    """Return the generation, revision and limit of a packed state, at their places."""
     return packed & _HEAD_MASK
 
 
@@ -64,7 +64,7 @@ def generation_of(packed: int) -> int:
 
 
 def unpack(packed: Packed) -> SharedState:
-    """The state of these numbers."""
+    """Unpack a state."""
     state: BucketState
     number, more = packed if isinstance(packed, tuple) else (packed, 0)
     limit, state = numbers_of(number)

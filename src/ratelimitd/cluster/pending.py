@@ -69,7 +69,7 @@ class PendingCheck:
         return self.answer.cancelled()
 
     def was_allowed(self, shared: SharedState, later: int) -> None:
-        """Note that the store allowed it; ``shared`` includes its charge, unless it peeks, and ``later`` tokens."""
+        """Handle a grant of the store; ``shared`` includes its charge, unless it peeks, and ``later`` tokens."""
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""
@@ -92,7 +92,7 @@ def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLim
 
 
 def resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) -> None:
-    """Resolve the first check of a bucket, which is ``shared`` now."""
+    """Resolve the first check of a bucket; ``shared`` is the state after it."""
     if outcome[0]:
         check.was_allowed(shared, 0)
     check.resolve(outcome)
@@ -114,27 +114,27 @@ def refused(view: LocalView, now_us: int, cost: int) -> Outcome:
     outcome = view.peek(now_us, cost)
     if not outcome[0]:
         return outcome
-    # There were too few tokens when the store was asked, but there are enough now: the shortest delay.
+    # The store had too few tokens, but there are enough by now: return the shortest delay.
     left = view.peek(now_us, BEYOND_ANY_LIMIT)
     return DENIED, left[1], left[2], 1, LIMIT_EXCEEDED, left[5]
 
 
 HASH_TAGS: Final = 256
-"""Buckets are spread over so many parts by the first byte of their name. Never changes."""
+"""Number of hash tags; a bucket's is the first byte of its name. Never changes."""
 
 
 class Bucket:
     """One bucket.
 
     Attributes:
-        key: key on this node; empty while it is not known: of a bucket that was cold and has not been used since.
+        key: key on this node; empty while unknown: the bucket was cold and has not been used since.
         name: name in the store.
         tag: its partition of the store.
         view: the node's view of it.
         is_dirty: has unsettled spends that no batch contains.
         is_denied: a check was denied since the last background read.
         is_watched: is read again in the background.
-        is_cached: is found by its key; otherwise it exists until it is settled.
+        is_cached: is in the cache, by its key; otherwise it exists until it is settled.
     """
 
     __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
@@ -150,7 +150,7 @@ class Bucket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to settle; one whose spends a reset has dropped is in the next batch all the same."""
+        """Whether nothing is left to settle. A dirty bucket is unsettled even if a reset has dropped its spends."""
         return self.view.is_clean and not self.is_dirty
 
 
@@ -198,7 +198,7 @@ class Requested:
     ) -> None:
         """Resolve the checks of a bucket in the batch, in order; its view includes the rest of the reply.
 
-        ``shared``: what the batch left, unless it was sent again, and the reply may tell of a later state.
+        ``shared``: the state after the batch; ``None`` if it was sent again, since the reply may show a later state.
         """
         if grants:
             bucket.view.note_grants(grants)

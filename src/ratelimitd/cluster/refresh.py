@@ -1,6 +1,6 @@
-"""Keeps the views of buckets in use fresh: adopts states of the store and of other nodes, and reads denied ones again.
+"""Refreshes the views of buckets in use: adopts states of the store and of other nodes, and re-reads denied buckets.
 
-A view that denies asks the store nothing, and messages of other nodes may be lost: it is read again periodically.
+A view that denies does not ask the store, and messages of other nodes may be lost; hence the periodic reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
 """Pauses between two reads of a bucket; the last one repeats."""
 
 MAX_BUCKETS: Final = 100_000
-"""Limit of denied buckets that are read again in the background; others are read by their next check."""
+"""Limit of denied buckets that are re-read in the background; others are refreshed when a check next asks the store."""
 
 
 class _Look(NamedTuple):
@@ -38,7 +38,7 @@ class _Look(NamedTuple):
 
 
 class RefreshQueue:
-    """The denied buckets of a node, by when they are due. ``now_us`` is monotonic."""
+    """The denied buckets of a node, in order of their next read. ``now_us`` is monotonic."""
 
     def __init__(self) -> None:
         self._queues = tuple(deque[_Look]() for _ in PAUSES_US)
@@ -48,7 +48,7 @@ class RefreshQueue:
         return self._count
 
     def denied(self, bucket: Bucket, now_us: int) -> None:
-        """A check of this bucket was denied, the first one since it was last read."""
+        """Queue a bucket on its first denial since it was last read."""
         bucket.is_denied = True
         if not bucket.is_watched and self._count < MAX_BUCKETS:
             bucket.is_watched = True
@@ -61,7 +61,7 @@ class RefreshQueue:
         """
         looks: list[tuple[Bucket, int]] = []
         for queue in self._queues:
-            # Each queue has one pause, so it is in the order of time.
+            # All entries of a queue have the same pause, so it is in order of time.
             while queue and queue[0].due_us <= now_us and most:
                 most -= 1
                 _, times, bucket = queue.popleft()
@@ -84,7 +84,7 @@ class RefreshQueue:
 
 
 class Refresh:
-    """What one node learns of its shared buckets after their first check. ``tags`` are the partitions by hash tag."""
+    """Updates the shared buckets of one node after their first check. ``tags`` are the partitions by hash tag."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Refresh:
         self._unsynced: Iterator[int] = iter(())
 
     def adopt(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
-        """Adopt what was read of a known bucket; a full one has no state."""
+        """Adopt the state read of a known bucket; ignores errors, and ``None`` of a full bucket."""
         if isinstance(shared, SharedState):
             bucket.tag.first_word()
             bucket.view.hear(shared)
             self._accuracy.take_counts(bucket)
 
     def heard(self, name: bytes, shared: SharedState) -> None:
-        """Adopt a state of the store."""
+        """Adopt the state of a bucket in the store."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
             self._cache.pop_packed(name)  # its next check reads it
@@ -122,18 +122,18 @@ class Refresh:
             self.adopt(bucket, shared)
 
     def was_reset(self, name: bytes, shared: SharedState) -> None:
-        """Adopt the state of a bucket that this node has reset, and tell the others."""
+        """Adopt the state of a bucket that this node has reset, and notify the others."""
         self.heard(name, shared)
         self._gossip.was_reset(name)
 
     def was_changed(self, name: bytes, is_low: bool) -> None:  # noqa: FBT001 -- bound by position
-        """A hold has changed a bucket in the store: read it again where it is known."""
+        """Re-read a bucket that a hold has changed in the store; notify the others if it is low."""
         self.doubt(name)
         if is_low:
             self._gossip.changed(name)
 
     def doubt(self, name: bytes) -> None:
-        """Read a bucket again, if this node knows it: another node changed it."""
+        """Re-read a bucket that has changed in the store, or drop it if it is packed."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
             self._cache.pop_packed(name)
@@ -147,12 +147,12 @@ class Refresh:
             self._doubted.append(bucket.name)
 
     def resync(self) -> None:
-        """Messages of other nodes may have been lost: drop packed buckets, and read those in use again in steps."""
+        """Drop packed buckets and re-read those in use, in steps; called when messages may have been lost."""
         self._cache.forget_all_packed()
         self._unsynced = iter(range(len(self._tags)))
 
     def step(self) -> None:
-        """Do the periodic work in small steps: pack idle buckets, read doubted and denied ones again."""
+        """Do the periodic work in small steps: pack idle buckets, re-read doubted and denied ones."""
         self._doubt_next_tags()
         for _ in range(min(REREADS_PER_STEP, len(self._doubted))):
             self.doubt(self._doubted.pop())
@@ -171,7 +171,7 @@ class Refresh:
             number = next(self._unsynced, None)
             if number is None:
                 return
-            # Packed since the resync from a state that is as doubtful.
+            # Those packed since the resync may be stale, too.
             self._cache.forget_packed_of(number)
             tag = self._tags[number]
             if tag.number == number:  # else it is one of several that share a sender

@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
 
 MAX_MISSED: Final = 1_000
-"""Missed buckets whose check has not been sent yet: as many as the longest batch has checks."""
+"""Limit of missed buckets whose check is not sent yet: the checks of the longest batch."""
 
 
 class SharedBuckets:
     """The shared buckets of one node.
 
-    ``stored_name`` returns the name in the store of a key. ``answer_s`` is how long a check waits for the store before
-    the node's own view decides it. ``decides_alone``: while a breaker is open, checks are decided by the node's own
-    view instead of being answered with ``BreakerOpenError``; ``breaker_denies``: that error denies a check.
+    ``stored_name`` maps a key to its name in the store. A check waits ``answer_s`` for the store, then the node's view
+    decides it. ``decides_alone``: while a breaker is open, the node's view decides checks, instead of a
+    ``BreakerOpenError``; ``breaker_denies``: that error denies a check.
     """
 
     def __init__(
@@ -89,21 +89,21 @@ class SharedBuckets:
         self.asked_total = 0
         """Checks of known buckets that the store was asked to decide."""
         self.late_total = 0
-        """Of those: decided by the node's view, because the answer was late."""
+        """Those of them that the node's view decided after a timeout."""
         self.given_back_total = 0
-        """Tokens that the store had charged for checks which another limit denied, and that were given back."""
+        """Tokens that the store charged and that were refunded, because another limit denied the check."""
         self.kept_total = 0
-        """Tokens of such checks that stay charged."""
+        """Tokens of such checks that were not refunded."""
 
-    # What the limiter calls
+    # Called by the limiter
 
     def apply(  # noqa: PLR0917 -- called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
-        """Judge and charge a check by the node's view; ``None``: the shared state is to decide.
+        """Decide and charge a check by the node's view; ``None``: the store must decide.
 
         Raises:
-            BreakerOpenError: it is to decide, and is not asked now.
+            BreakerOpenError: the store must decide, and its breaker is open.
         """
         # The usual case is inlined, here and in _by_view: a call is 50 ns of a check's 1,500.
         bucket = self._cache.young.get(key)
@@ -132,7 +132,7 @@ class SharedBuckets:
     def peek(
         self, key: bytes, rule: Limit, _decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
-        """Judge a check by the node's view, and charge nothing."""
+        """Decide a check by the node's view, without charging it."""
         bucket = self._cache.get(key) or self._known(key, rule)
         if bucket is None:
             return None
@@ -148,7 +148,7 @@ class SharedBuckets:
         """Let the store decide a check."""
         check = PendingCheck(rule, now_us, cost, peek=peek, answer=self._new_future())
         name = self._missed.pop(key, None)
-        # A miss was looked up a moment ago; only what may have changed since is looked at again.
+        # The miss was looked up a moment ago: check again only what may have changed since.
         if name is None or name in (tag := self._tags[name[0]]).buckets or tag.server.is_open:
             bucket = self._cache.get(key) or self._known(key, rule)
             if bucket is not None:
@@ -161,7 +161,7 @@ class SharedBuckets:
     def apply_all(
         self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
-        """Judge a check on several buckets by the node's views, and charge all or none.
+        """Decide a check on several buckets by the node's views, and charge all or none.
 
         ``None``: nothing was charged, and :meth:`wait_all` decides.
         """
@@ -171,7 +171,7 @@ class SharedBuckets:
     def peek_all(
         self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
-        """Judge a check as :meth:`apply_all` would, and charge nothing."""
+        """Decide a check as :meth:`apply_all` would, without charging it."""
         return JointCheck(self, self._timers, charges, now_us, cost, peek=True).at_once()
 
     def wait_all(
@@ -192,10 +192,10 @@ class SharedBuckets:
         return answer
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
-        """Let buckets start afresh, on every node.
+        """Reset buckets to full, on every node.
 
         Raises:
-            StoreUnavailableError: not known to be done.
+            StoreUnavailableError: the reset may not have been applied.
         """
         names, now_us = [*map(self._stored_name, keys)], self._clock.now_us()
         await reset_buckets(self._store, names, rules, self._refresh.was_reset, now_us=now_us)
@@ -238,7 +238,7 @@ class SharedBuckets:
             self._ask_first(check.key, name, check, is_counted=check.is_counted)
 
     def was_spent(self, check: PartCheck) -> None:
-        """Let the next batch settle what a view has spent."""
+        """Queue what a view has spent for the next batch."""
         bucket = check.bucket
         if not bucket.is_dirty:
             bucket.tag.touch(bucket)
@@ -246,11 +246,11 @@ class SharedBuckets:
             bucket.tag.flush()
 
     def was_released(self, check: PartCheck) -> None:
-        """Forget a bucket that was evicted while it held tokens."""
+        """Drop a bucket that was evicted while its view held reserved tokens."""
         check.bucket.tag.let_go(check.bucket)
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Let the next batch give back what the store has charged, if the bucket is known and its server reached."""
+        """Queue a refund for the next batch; returns false if the bucket is unknown or cannot be used."""
         bucket = None
         with suppress(BreakerOpenError):
             bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
@@ -267,7 +267,7 @@ class SharedBuckets:
     def _ask_first(self, key: bytes, name: bytes, check: PendingCheck, *, is_counted: bool) -> None:
         """Send the first check of an unknown bucket to the store; further ones wait for its answer.
 
-        A bucket of slots is never known: the store decides each check.
+        A concurrency bucket has no view: the store decides each check.
         """
         if check.rule.algorithm is CONCURRENCY:
             asked = StoreCheck(name, check.rule, STORE_TIME, check.cost, peek=True)
@@ -328,7 +328,7 @@ class SharedBuckets:
     def _charged_cold(  # noqa: PLR0917 -- as apply
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | Bucket | None:
-        """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
+        """Charge an idle bucket without creating a view, or return its bucket; ``None`` if it is unknown."""
         name, cache = self._stored_name(key), self._cache
         tag = self._tags[name[0]]
         if tag.server.is_open or rule.algorithm is CONCURRENCY:
@@ -354,7 +354,7 @@ class SharedBuckets:
     def _charged_again(  # noqa: PLR0917 -- as apply
         self, key: bytes, name: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | Bucket | None:
-        """Add a check to the cold spend of a bucket, or return the bucket; ``None``: it is unknown."""
+        """Add a check to the cold spend of a bucket, or return the bucket; ``None`` if it is unknown."""
         tag = self._tags[name[0]]
         spent = tag.cold.get(name)
         if spent is not None and spent.rule is rule:
@@ -452,7 +452,7 @@ class SharedBuckets:
         if not bucket.is_denied:
             self._refresh.queue.denied(bucket, self._clock.monotonic_us())
         if bucket.view.knows_better and not bucket.is_dirty:
-            # Nothing is spent, so nothing else would bring the new limit to the store.
+            # Nothing is spent, so no other batch would carry the new limit to the store.
             bucket.tag.touch(bucket)
         return outcome
 
@@ -465,7 +465,7 @@ class SharedBuckets:
 
     @staticmethod
     def _note_rule(bucket: Bucket, rule: Limit) -> None:
-        """Give the view a newer rule; it may also know a newer one, of another node."""
+        """Apply a rule to the view, unless the view has a newer one from another node."""
         view = bucket.view
         if rule.revision >= view.rule.revision:
             view.edit(rule)

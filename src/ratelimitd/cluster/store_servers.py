@@ -1,6 +1,6 @@
 """The servers of the shared state: a circuit breaker for each, fed with the results of requests.
 
-Sends nothing but probes: callers report what became of their requests.
+Sends only probes; callers report the results of their requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
     RateLimitdError,
+    StoreMovingError,
     StoreSlowError,
     StoreUnavailableError,
 )
@@ -36,9 +37,9 @@ class StoreServer:
     """The breaker of one server.
 
     Attributes:
-        name: for people; empty for a server that has not been found yet.
+        name: its address; empty while it is unknown.
         tag: one of the hash tags that it holds, for probes.
-        is_open: whether checks are to be answered without it. A plain attribute, because every check reads it.
+        is_open: whether checks must be answered without it. A plain attribute, because every check reads it.
     """
 
     __slots__ = (
@@ -90,20 +91,21 @@ class StoreServer:
         return self._breaker.begin_probe()
 
     def first_check_succeeded(self) -> None:
-        """Report that a first check of a bucket succeeded; no sign of health while the server refuses batches."""
+        """Report that a first check of a bucket succeeded; ignored while the server refuses batches."""
         if not self._refuses_batches:
             self.answered()
 
     def refused(self, error: RateLimitdError) -> None:
-        """Report that a batch failed that checks wait for."""
-        if isinstance(error, StoreUnavailableError) and not isinstance(error, StoreSlowError):
+        """Report that a batch with waiting checks failed."""
+        is_away = isinstance(error, StoreUnavailableError)
+        if is_away and not isinstance(error, (StoreSlowError, StoreMovingError)):
             self._refuses_batches = True
         self.failed(error)
 
     def answered(self) -> None:
         """Report that a round trip of checks, or the probe, succeeded."""
         self._refuses_batches = False
-        # Calling the breaker takes 1.5 µs: only if it has failures to forget.
+        # Calling the breaker takes 1.5 µs, so do it only after a failure.
         if self._has_failed:
             self._breaker.succeeded()
             # An open breaker stays open until the probe has a result.
@@ -114,8 +116,9 @@ class StoreServer:
         """Report that a round trip of checks, or the probe, failed.
 
         All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
-        says nothing about the server does not count. A late answer does not count for the breaker: the connection of a
-        server that is silent for BREAKER_SILENCE_MS is given up, and that does. A late probe has failed.
+        says nothing about the server does not count. A late answer does not count for the breaker, but the loss of a
+        connection that was silent for BREAKER_SILENCE_MS does. A late probe has failed. A migrating slot is no fault of
+        the server, which still serves others.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
@@ -123,7 +126,9 @@ class StoreServer:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
-        if isinstance(error, StoreSlowError) and not self.is_open:
+        if isinstance(error, StoreMovingError) or (
+            isinstance(error, StoreSlowError) and not self.is_open
+        ):
             return
         self._failed_now = True
         self._has_failed = True
@@ -131,16 +136,16 @@ class StoreServer:
         self._follow(f"open: {error}")
 
     def left(self) -> None:
-        """Report that the server holds no hash tag any more; it is forgotten."""
+        """Report that the server no longer holds a hash tag and is dropped."""
         if self.is_open:
             self._warn("it holds no buckets any more, and its open circuit breaker is gone")
 
     def synced(self) -> None:
-        """Report that a batch succeeded that no checks wait for."""
+        """Report that a batch without waiting checks succeeded."""
         self._refuses_batches = False
 
     def sync_failed(self, error: RateLimitdError) -> None:
-        """Report that a round trip of the sync job failed: it is counted, and opens nothing."""
+        """Report that a round trip of the sync job failed: counted, but no reason to open the breaker."""
         if isinstance(error, StoreUnavailableError):
             self._stats.shared_state_errors_total += 1
 
@@ -201,7 +206,7 @@ class Breakers:
         return server
 
     def watch(self, tags: Iterable[Partition]) -> None:
-        """Follow hash tags that have moved, and probe the servers whose breakers want it."""
+        """Follow hash tags that have moved, and probe servers whose breakers are due."""
         held = {}
         for tag in tags:
             server = tag.server = self.of_tag(tag.number)
@@ -212,8 +217,8 @@ class Breakers:
                 server.left()
         self._servers = held
         for server in held.values():
-            # Without a connection the probe would fail, and the next be due a whole recovery time later; the attempts
-            # to connect, at least one a second, notice sooner that the server is back.
+            # Without a connection the probe would fail and delay the next one by the whole recovery time. Reconnecting,
+            # at least once a second, detects a recovered server sooner.
             if self._store.is_connected(server.tag) and server.begins_probe():
                 self._store.probe(server.tag, partial(_probed, server))
 
@@ -228,7 +233,7 @@ class Breakers:
 
     @property
     def retry_after_us(self) -> int:
-        """Time until the last open breaker is tried again; 0 while none is open."""
+        """Time until the last open breaker is probed; 0 while none is open."""
         open_ones = [server for server in self._servers.values() if server.is_open]
         return max((server.open_error().retry_after_us for server in open_ones), default=0)
 

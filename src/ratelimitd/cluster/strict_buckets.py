@@ -1,7 +1,7 @@
 """Checks on buckets that nodes share, each decided by the shared state itself: ``CONSISTENCY=strict``.
 
-One script call decides all checks of one event-loop iteration, those on several buckets as one. In a Cluster their
-parts are decided at the same time, and what was charged is given back if one of them denies.
+One script call decides all checks of one event-loop iteration. In a Cluster, the parts of a check on several buckets
+are decided concurrently, and charges are refunded if one part denies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class StrictBuckets:
     """The shared buckets, decided by the store.
 
-    ``stored_name`` returns the name in the store of a key. ``callers_time``: checks are judged at the
-    caller's time instead of the store's.
+    ``stored_name`` maps a key to its name in the store. ``callers_time``: checks are decided at the caller's time
+    instead of the store's.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class StrictBuckets:
         self.late_total = 0
         """Always 0: only the store decides."""
         self.given_back_total = 0
-        """Tokens that the store had charged for checks which another limit denied, and that were given back."""
+        """Tokens that the store charged and that were refunded, because another limit denied the check."""
         self.kept_total = 0
-        """Tokens of such checks that stay charged: always 0, as no answer is repeated."""
+        """Tokens of such checks that were not refunded: always 0, as no answer is repeated."""
 
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""
@@ -87,7 +87,7 @@ class StrictBuckets:
         return answer
 
     def _time_of(self, rule: Limit, now_us: int) -> int:
-        """Return the time at which a check is judged; the node has chosen a calendar window by its own."""
+        """Return the time of a check; for a calendar window it is the node's, which has selected the window."""
         return now_us if self._callers_time or rule.calendar is not None else STORE_TIME
 
     def wait_all(
@@ -152,12 +152,12 @@ class StrictBuckets:
             self._store.first_check(asked, partial(_part_decided, check, server))
 
     def was_spent(self, check: PartCheck) -> None:
-        """Never called: no view holds tokens."""
+        """Do nothing; never called, as no view reserves tokens."""
 
     was_released = was_spent
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Let a batch give back what the store has charged."""
+        """Queue a refund for the next batch."""
         name = self._stored_name(check.key)
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
@@ -169,13 +169,13 @@ class StrictBuckets:
         return True
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
-        """Let buckets start afresh.
+        """Reset buckets to full.
 
         Raises:
-            StoreUnavailableError: not known to be done.
+            StoreUnavailableError: the reset may not have been applied.
         """
         names = [*map(self._stored_name, keys)]
-        # No node remembers a bucket here, so that any generation will do.
+        # Strict nodes cache no buckets, so any generation is valid.
         await reset_buckets(self._store, names, rules, lambda _name, _shared: None, now_us=0)
 
 
@@ -187,7 +187,7 @@ class _Together:
         self._answer = answer
 
     def told(self, place: int, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
-        """Take what the server says of one bucket."""
+        """Handle the server's answer for one bucket."""
         if isinstance(outcome, RateLimitdError):
             server.failed(outcome)
         else:
@@ -195,7 +195,7 @@ class _Together:
         self.decided(place, outcome)
 
     def decided(self, place: int, outcome: Outcome | Exception) -> None:
-        """Note an outcome; the last one answers the check, unless the caller has left."""
+        """Record an outcome; the last one answers the check, unless the caller has left."""
         self._outcomes[place] = outcome
         outcomes = [one for one in self._outcomes if one is not None]
         if len(outcomes) == len(self._outcomes) and not self._answer.done():

@@ -2,8 +2,8 @@
 
 If one server holds all hash tags, several adjacent tags share one batch and one ``Partition``.
 
-Decides nothing about checks. The rules are those of the ledger (ADR 0023): a batch is frozen, repeated until it is
-acknowledged, and then the views of its buckets go on from the state that it left.
+Decides no checks. Follows the rules of the ledger (ADR 0023): a batch is frozen and repeated until it is acknowledged;
+then the views of its buckets continue from the state that it left.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ LONGEST_RESEND_S: Final = 1.0
 """Pause before an unacknowledged batch is sent again; doubled each time."""
 
 MAX_RUNS: Final = 4_096
-"""In one batch: 64 KiB, some 10 ms of the store. Only logs reach it, after an outage; a single bucket may exceed it."""
+"""Limit of runs in a batch: 64 KiB, some 10 ms of the store. Only logs reach it, after an outage; one bucket may exceed
+it.
+"""
 
 MAX_UNSETTLED: Final = 390
-"""Per hash tag. In all, 100,000 buckets of about 1.5 KB each wait for a store that is away."""
+"""Limit per hash tag of buckets that wait for an unavailable store; 100,000 in all, of about 1.5 KB each."""
 
 MAX_KEPT_US: Final = 3_000 * US_PER_S
-"""How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; after
-that it would apply a repeated one again."""
+"""How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; a batch
+repeated after that would be applied twice.
+"""
 
 
 class Partition:
     """One hash tag.
 
     Attributes:
-        number: which one, or the first of several.
+        number: its number, or that of the first of several.
         server: the store server that holds it.
-        buckets: those of its buckets that this node has a view of, by name.
-        cold: spends of those without a view, by name, that no batch contains.
+        buckets: its buckets with a view, by name.
+        cold: spends of buckets without a view, by name, that no batch contains.
         make_view: the class of its views.
-        most_cold: limit of their number; beyond it buckets have views.
+        most_cold: limit of cold spends; further buckets get views.
     """
 
     __slots__ = (
@@ -100,12 +103,12 @@ class Partition:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for the store that no more buckets should join it."""
+        """Whether the limit of unsettled buckets is reached, so that no more should be added."""
         return self.unsettled_buckets >= MAX_UNSETTLED * self._node.store.tags_per_batch
 
     @property
     def oldest_us(self) -> int | None:
-        """When the batch that is not acknowledged yet was frozen, on the node's clock."""
+        """Time at which the unacknowledged batch was frozen, by the node's clock."""
         batch = self._sender.outstanding
         return None if batch is None else batch.frozen_at_us
 
@@ -146,17 +149,14 @@ class Partition:
         return bucket
 
     def ask(self, bucket: Bucket, check: PendingCheck) -> None:
-        """Let the next batch take a check to the store, at once if the last one was long enough ago."""
+        """Add a check to the next batch, which is sent as soon as the interval since the last one allows."""
         self._asked.wait(bucket, check)
         if not bucket.is_dirty:
             self.touch(bucket)
-        self._flush_in(0)  # not at once: all checks of this turn ride in one batch
+        self._flush_in(0)  # deferred: all checks of this iteration share one batch
 
     def give_up(self, bucket: Bucket, check: PendingCheck) -> None:
-        """Decide a check by the view after a timeout; corrected with ``view.pay`` if the store has charged it, too.
-
-        If the caller has left, the check is not sent, unless its batch was.
-        """
+        """Decide a check by the view after a timeout; corrected with ``view.pay`` if the store has charged it, too."""
         self._asked.withdraw(bucket, check)
         if check.is_answered:
             return
@@ -171,12 +171,12 @@ class Partition:
     # Batches
 
     def sync(self) -> None:
-        """Send what there is, unless a batch is under way: what the sync job does at its time."""
+        """Send what is unsettled, unless a batch is in flight; called by the sync job."""
         if self._sender.outstanding is None:
             self.flush()
 
     def flush(self) -> None:
-        """Send what there is as soon as no batch is under way and the last one was long enough ago."""
+        """Send what is unsettled as soon as no batch is in flight and the last one was long enough ago."""
         if not self._dirty and not self.cold:
             return
         wait_us = self._sender.wait_us(self._node.clock.now_us())
@@ -213,13 +213,13 @@ class Partition:
         self._sent = taken
         self._take_cold(MAX_UPDATES - len(taken))
         self._resends, self._has_forgiven = 0, False
-        self._flush_next = bool(self._dirty or self.cold)  # one batch does not take them all
-        # A copy, because those that get a view leave the spends that wait for the reply.
+        self._flush_next = bool(self._dirty or self.cold)  # more than one batch takes
+        # A copy: a bucket that gets a view is removed from the cold spends in flight.
         cold = self._sent_cold.copy()
         self._send(self._sender.freeze(updates, self._node.clock.now_us(), cold))
 
     def _next_updates(self) -> Sequence[Bucket]:
-        """The buckets of the next batch: as many as it may have, and no more runs than the store takes at a time."""
+        """Return the buckets of the next batch, within ``MAX_UPDATES`` and ``MAX_RUNS``."""
         taken: list[Bucket] = []
         runs = 0
         for bucket in islice(self._dirty.values(), MAX_UPDATES):
@@ -230,7 +230,7 @@ class Partition:
         return taken
 
     def _take_cold(self, most: int) -> None:
-        """Move so many cold spends into the batch."""
+        """Move at most ``most`` cold spends into the batch."""
         if len(self.cold) <= most:
             self._sent_cold, self.cold = self.cold, {}
             return
@@ -253,10 +253,10 @@ class Partition:
                 self.server.synced()
             self._acknowledged(reply)
         elif reply is None or self._node.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
-            # The store has gone on without this sender, or may have forgotten its numbers.
+            # The store has applied a later batch of this sender, or may have forgotten its numbers.
             self._drop(batch)
         elif isinstance(reply, StoreMovingError) and self.is_full:
-            # No breaker opens for a slot that stands half moved, and what cannot be settled must not grow without end.
+            # A half-moved slot opens no breaker, and unsettled spends must stay bounded.
             self._drop(batch)
         else:
             self._failed(reply)
@@ -267,13 +267,12 @@ class Partition:
             self._node.timers.call_later(pause_s, self._send, batch)
 
     def _failed(self, error: RateLimitdError) -> None:
-        # The checks in a batch are affected by its first failure only: afterwards they have timed out. Those that wait
-        # for the next batch are affected by each. If reads work but settling fails, only an open breaker keeps the
-        # node from loading more buckets that it cannot settle (I17). A slot that is being moved is no fault of the
-        # server, which still serves others: the view decides the waiting checks when they time out.
+        # Only the first failure of a batch affects its checks: afterwards they have timed out. Each failure affects
+        # checks that wait for the next batch. If reads work but settling fails, only an open breaker keeps the node
+        # from loading more buckets that it cannot settle (I17).
         first_time = not self._resends
         matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
-        if matters and not isinstance(error, StoreMovingError):
+        if matters:
             self.server.refused(error)
         else:
             self.server.sync_failed(error)
@@ -286,7 +285,7 @@ class Partition:
             settled = reply.settled.get(bucket.name)
             if settled is None:  # it was cold when the batch was sent
                 settled = Settled(unpack(reply.cold[bucket.name]), ())
-            before, tokens = bucket.view.base, bucket.view.in_flight.tokens
+            before, tokens = bucket.view.base, bucket.view.in_flight_tokens
             bucket.view.acknowledge(settled.shared)
             if settled.grants:
                 shared = None if self._resends else settled.shared
@@ -308,7 +307,7 @@ class Partition:
         self._node.cache.end_cold(settled)
 
     def _accounted(self, name: bytes, spent: ColdSpend, packed: Packed) -> Packed:
-        """Account for the state after a cold spend by the view of it; return the state that is known from then on."""
+        """Account for the state after a cold spend through a temporary view; return the newest known state."""
         bucket = self._with_view(name, spent, in_flight=True)
         before = bucket.view.base
         bucket.view.acknowledge(unpack(packed))
@@ -317,7 +316,7 @@ class Partition:
         return spent.base if is_older else packed
 
     def _drop(self, batch: Batch) -> None:
-        """Give a batch up: it was never sent, or it is unknown whether it was applied."""
+        """Abandon a batch that was never sent, or that may or may not have been applied."""
         self._asked.forget_taken()
         lost = dict(self._end_cold())
         if lost:
@@ -347,7 +346,7 @@ class Partition:
     def first_word(self) -> None:
         """Forgive spends that have refilled during an outage; called on the first reply, before its states are adopted.
 
-        Once for each outage; and only dirty buckets have anything that is not sent.
+        Runs once per outage; only dirty buckets have unsent spends.
         """
         batch, now_us = self._sender.outstanding, self._node.clock.now_us()
         if batch is None or self._has_forgiven or now_us - batch.frozen_at_us <= STALE_US:
@@ -359,7 +358,7 @@ class Partition:
             bucket.view.forgive_outage(now_us)
 
     def let_go(self, bucket: Bucket) -> None:
-        """Forget a bucket that is not in use, when nothing of it is left to settle."""
+        """Drop a bucket that is not in use once it is settled."""
         if bucket.is_cached or not bucket.is_settled:
             return
         # One without spends may have been packed and unpacked as another object.

@@ -1,6 +1,6 @@
-"""HTTP/2, the server's side, without I/O (RFC 9113): bytes in; events and bytes out.
+"""The server side of HTTP/2 (RFC 9113) without I/O: bytes in; events and bytes out.
 
-Never opens a socket, reads a clock or knows what a request means. :class:`ratelimitd.http2.connection.Connection` is
-the way in. The owner feeds it the peer's bytes, acts on the events, and writes its output; in
-between, nothing happens.
+Opens no socket, reads no clock, and does not interpret requests. The entry point is
+:class:`ratelimitd.http2.connection.Connection`: its owner feeds it the peer's bytes, acts on the events, and writes its
+output.
 """

@@ -1,14 +1,14 @@
-"""One HTTP/2 connection, the server's side: octets in; events and octets out. See ADR 0020.
+"""The server side of one HTTP/2 connection: octets in; events and octets out. See ADR 0020.
 
-Never does I/O, never reads a clock, never raises because of what a peer sent. An owner goes on like this:
+Performs no I/O, reads no clock, and does not raise on any input. The owner's loop:
 
     for event in connection.receive(data): …    # then send_unary and the like
     transport.write(connection.data_to_send())  # once per event-loop iteration
     if connection.ended: close
-    elif connection.has_more: read no more, and call receive(b"") in the next turn of the loop
+    elif connection.has_more: stop reading, and call receive(b"") in the next event-loop iteration
 
-When its transport pauses writing, the owner must stop calling ``receive``: otherwise the replies to a peer that does
-not read grow without bound.
+While its transport pauses writing, the owner must not call ``receive``: the replies to a peer that does not read would
+grow without bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN_HEADERS: Final = frames.FrameType.HEADERS << 8 | frames.END_HEADERS
 _LAST_DATA: Final = frames.FrameType.DATA << 8 | frames.END_STREAM
 
 _NOT_HTTP2: Final = (Cause.HTTP1, Cause.TLS)
-"""Causes of peers that speak another protocol, were answered in it, and could not read a GOAWAY."""
+"""Causes of peers that speak another protocol: they are answered in it, and could not read a GOAWAY."""
 
 
 class Connection:
@@ -38,7 +38,7 @@ class Connection:
 
     Attributes:
         ended: why the connection ended, None while it is open.
-        has_more: ``receive`` has stopped at the bound of a slice; ``receive(b"")`` goes on.
+        has_more: ``receive`` has stopped at the bound of a slice; ``receive(b"")`` continues.
         send_unary, send_headers, send_data, send_trailers: see :class:`ratelimitd.http2.sending.Sender`.
     """
 
@@ -80,11 +80,11 @@ class Connection:
         self.send_data = sender.send_data
         self.send_trailers = sender.send_trailers
 
-    # What the owner may ask
+    # State for the owner
 
     @property
     def drained(self) -> bool:
-        """Whether the last GOAWAY was sent: no request begins any more."""
+        """Whether the last GOAWAY was sent, after which no request begins."""
         return self._streams.final_id is not None
 
     @property
@@ -94,19 +94,19 @@ class Connection:
 
     @property
     def buffered_bytes(self) -> int:
-        """Octets of answers that wait for the peer's windows."""
+        """Octets of answers that wait for the peer's flow-control windows."""
         return self._sender.buffered_bytes
 
     @property
     def progress(self) -> int:
-        """A number that grows whenever the connection was good for something: an answer ended, data went either way."""
+        """A counter that grows with every ended answer and with data in either direction."""
         return self._receiver.work + self._sender.drained_bytes
 
     @property
     def owes(self) -> Cause | None:
-        """What the peer has to send before anything can go on, None when it is nothing.
+        """Cause to close with while the connection waits for input of the peer; None if it does not wait.
 
-        If it owes the same for too long without ``progress``, the owner closes the connection with that cause.
+        If it stays the same for too long without ``progress``, the owner closes the connection with it.
         """
         if not self._receiver.settings_received:
             return Cause.SLOW_PREFACE
@@ -123,7 +123,7 @@ class Connection:
     # Octets in and out
 
     def receive(self, data: bytes) -> list[Event]:
-        """Take what the peer sent, a slice of it at most; return what it means."""
+        """Add input of the peer, and handle at most one slice; return its events."""
         events: list[Event] = []
         if self.ended is not None:
             return events
@@ -138,12 +138,12 @@ class Connection:
             self._receiver.announce_all()
             events.append(self._end(failure.code, failure.cause, failure.message))
         if not self.has_more:
-            # Less than a frame is left: keep a copy of it, not the whole read of up to 256 KiB.
+            # Keep a copy of the incomplete frame, not the whole read of up to 256 KiB.
             self._buffer, self._at = self._buffer[self._at :], 0
         return events
 
     def data_to_send(self) -> bytes:
-        """Everything that is to be written now; empty when nothing is."""
+        """Return and remove the octets to write; may be empty."""
         if self._sender.overflowed and self.ended is None:
             self.end(
                 ErrorCode.ENHANCE_YOUR_CALM, Cause.SEND_BUFFER, "too much waits for the windows"
@@ -151,11 +151,11 @@ class Connection:
         return self._sender.take()
 
     def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
-        """Say that data has been dealt with, so that the peer may send as much again."""
+        """Reopen the flow-control windows by data that was handled."""
         self._receiver.acknowledge(stream_id, flow_bytes)
 
     def ping(self, payload: bytes) -> None:
-        """Ask for a sign of life, by 8 octets of the owner's choice."""
+        """Send PING with a payload of 8 octets."""
         self._sender.frame(frames.ping(payload))
 
     def tick(self) -> None:
@@ -163,26 +163,26 @@ class Connection:
         self._meter.tick()
 
     def go_away(self) -> None:
-        """Begin an orderly end: the peer is asked for no more requests, and once it knows, they are ignored.
+        """Begin a graceful shutdown: new requests are ignored once the peer has acknowledged the first GOAWAY.
 
-        The owner closes when ``open_streams`` is 0 and ``drained``. A second call does not wait for the peer to know.
+        The owner closes when ``open_streams`` is 0 and ``drained``. A second call does not wait for the peer.
         """
         self._receiver.drain()
 
     def end(self, code: ErrorCode, cause: Cause, message: str) -> None:
-        """End the connection now, by a GOAWAY; ``message`` is debug data for the peer."""
+        """End the connection now with GOAWAY; ``message`` is debug data for the peer."""
         if self.ended is None:
             self._end(code, cause, message)
 
     # The slice
 
     def _slice(self, data: bytes) -> None:  # noqa: C901, PLR0915 -- a call costs what half a frame does
-        """Deal with the frames in ``data`` from ``_at`` on, as many as a slice holds.
+        """Handle the frames in ``data`` from ``_at`` on, up to the bounds of a slice.
 
-        A check is HEADERS without END_STREAM and one DATA with it. These two are dealt with here as the tables say
-        (idle → open → remote_closed), in a handful of steps each; the receiver handles unusual ones
-        and all other frames. The two branches duplicate these functions of the general path: ``Receiver.request`` and
-        ``Receiver.announce`` (HEADERS), ``Receiver._data`` (DATA); a test checks that both behave alike.
+        A check is HEADERS without END_STREAM and one DATA with it. Both are handled here, as in the transition table
+        (idle → open → remote_closed); the receiver handles unusual ones and all other frames. The two branches
+        duplicate functions of the general path: ``Receiver.request`` and ``Receiver.announce`` (HEADERS),
+        ``Receiver._data`` (DATA). A test checks that both paths behave alike.
         """
         streams, receiver, limits = self._streams, self._receiver, self._limits
         live, opening = streams.live, streams.opening
@@ -199,7 +199,7 @@ class Connection:
             start = at + frames.FRAME_HEADER_BYTES
             end = start + length
             if top or length > frames.DEFAULT_MAX_FRAME_BYTES:
-                # A client may retry every stream above the one in GOAWAY (RFC 9113 §6.8), and would pay twice.
+                # Clients may retry every stream above the one in GOAWAY (RFC 9113 §6.8), and would be charged twice.
                 streams.next_id = next_id
                 self._settle(taken, complete)
                 raise ConnectionFailureError(
@@ -249,7 +249,7 @@ class Connection:
         self.has_more = at < size and self._whole_frame_at(at)
 
     def _end_id(self) -> int:
-        """The first stream identifier that must take the general path, which checks whether there is room for it."""
+        """The first stream identifier that must take the general path, which checks the limits."""
         streams, receiver = self._streams, self._receiver
         if not receiver.settings_received or receiver.block_open or streams.final_id is not None:
             return 0
@@ -260,10 +260,10 @@ class Connection:
         return streams.next_id + 2 * (self._limits.max_streams - used)
 
     def _settle(self, taken: int, complete: int) -> None:
-        """Account for requests of the fast path. Their number is limited, so their octets are given back."""
+        """Count requests of the fast path, and acknowledge their octets at once: the number of requests is limited."""
         if complete:
             self._streams.opened_total += complete
-            self._receiver.window.left -= taken  # there was room: the loop has looked
+            self._receiver.window.left -= taken  # the loop has checked the window
             self._sender.credit(taken)
 
     def _whole_frame_at(self, at: int) -> bool:
@@ -277,10 +277,10 @@ class Connection:
     # Beginning and end
 
     def _begin(self) -> bool:
-        """Read the preface and send ours; False while it is not all there (§3.4).
+        """Read the preface and send ours (§3.4); False while it is incomplete.
 
         Raises:
-            ConnectionFailureError: the peer speaks something else.
+            ConnectionFailureError: the peer speaks another protocol.
         """
         octets = self._buffer
         if octets.startswith(PREFACE):

@@ -1,6 +1,6 @@
-"""What can go wrong with a connection or a stream: the codes of the wire, and our closed set of causes.
+"""Errors of connections and streams: the closed set of causes, and checks common to several frames.
 
-Never holds anything that a peer sent: texts are constants.
+Texts are constants: they never contain input of a peer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ratelimitd_wire.codes import ErrorCode
 
 
 class Cause(enum.StrEnum):
-    """Why a stream or a connection ended: finer than the codes of the wire, and few enough to be counted by."""
+    """Why a stream or a connection ended: finer than HTTP/2's error codes, and few enough for a metric label."""
 
-    # A broken peer.
+    # Protocol errors of the peer.
     PREFACE = "preface"
     HTTP1 = "http1"
     TLS = "tls"
@@ -25,7 +25,7 @@ class Cause(enum.StrEnum):
     MALFORMED = "malformed"
     STREAM_CLOSED = "stream_closed"
 
-    # A limit of ours (see limits.py).
+    # Exceeded limits (see limits.py).
     TOO_MANY_STREAMS = "too_many_streams"
     HEADER_BLOCK = "header_block"
     HEADER_BOMB = "header_bomb"
@@ -41,7 +41,7 @@ class Cause(enum.StrEnum):
     STALE_FRAME_FLOOD = "stale_frame_flood"
     UNKNOWN_FRAME_FLOOD = "unknown_frame_flood"
 
-    # Something only a clock can tell; the owner of the connection says so.
+    # Timeouts, reported by the owner of the connection.
     SLOW_PREFACE = "slow_preface"
     SLOW_HEADERS = "slow_headers"
     SLOW_FRAME = "slow_frame"
@@ -49,13 +49,13 @@ class Cause(enum.StrEnum):
     STALLED_WINDOW = "stalled_window"
     KEEPALIVE_TIMEOUT = "keepalive_timeout"
 
-    # Nothing is wrong.
+    # No error.
     PEER_RESET = "peer_reset"
     OWNER = "owner"
 
 
 class ConnectionFailureError(Exception):
-    """The connection cannot go on (RFC 9113 §5.4.1). Never leaves this package: it becomes a GOAWAY and an event."""
+    """A connection error (RFC 9113 §5.4.1). Never leaves this package: it becomes a GOAWAY and an event."""
 
     def __init__(self, code: ErrorCode, cause: Cause, message: str) -> None:
         super().__init__(message)  # equivalent: its text is read from `message`
@@ -65,7 +65,7 @@ class ConnectionFailureError(Exception):
 
 
 class StreamFailureError(Exception):
-    """A stream cannot go on (RFC 9113 §5.4.2). Never leaves this package: it becomes a RST_STREAM and an event."""
+    """A stream error (RFC 9113 §5.4.2). Never leaves this package: it becomes a RST_STREAM and an event."""
 
     def __init__(self, code: ErrorCode, cause: Cause) -> None:
         super().__init__(cause)
@@ -93,7 +93,7 @@ def demand_size(payload: bytes, size: int) -> None:
     """Check that a payload has exactly the size of its type.
 
     Raises:
-        ConnectionFailureError: it has not (§4.2: a frame that can change the connection must end it).
+        ConnectionFailureError: it has another size (§4.2: this ends the connection if the frame can change its state).
     """
     if len(payload) != size:
         raise ConnectionFailureError(
@@ -105,7 +105,7 @@ def demand_connection(stream_id: int) -> None:
     """Check that a frame is on stream 0.
 
     Raises:
-        ConnectionFailureError: it is not.
+        ConnectionFailureError: the frame is on another stream.
     """
     if stream_id:
         raise ConnectionFailureError(
@@ -117,7 +117,7 @@ def demand_stream(stream_id: int) -> None:
     """Check that a frame is not on stream 0.
 
     Raises:
-        ConnectionFailureError: it is.
+        ConnectionFailureError: the frame is on stream 0.
     """
     if not stream_id:
         raise ConnectionFailureError(

@@ -1,7 +1,7 @@
-"""What a connection tells its owner: values, never callbacks.
+"""Events that a connection returns to its owner.
 
-A request that came whole, the common case by far, is a bare tuple (:data:`CompleteRequest`), because a tuple is made in
-18 ns and a NamedTuple in 140. ``type(event) is tuple`` tells it from all others, which are classes of their own.
+A request in one piece, by far the common case, is a bare tuple (:data:`CompleteRequest`): making one takes 18 ns, a
+NamedTuple 140. ``type(event) is tuple`` distinguishes it from all others, which have classes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ratelimitd.http2.headers import RequestHead
 from ratelimitd_wire.static_table import Field
 
 CompleteRequest: TypeAlias = tuple[int, RequestHead, bytes]
-"""(stream, head, body) of a request that ended with its first frame of DATA. Nothing more comes for it but StreamReset,
-and there is nothing to acknowledge."""
+"""(stream, head, body) of a request that ended with its first DATA frame. Only StreamReset may follow, and there is
+nothing to acknowledge."""
 
 
 class RequestReceived(NamedTuple):
@@ -26,14 +26,14 @@ class RequestReceived(NamedTuple):
 
 
 class HeadTooLarge(NamedTuple):
-    """A request has begun whose header list is over the limit. It waits for an answer that says so."""
+    """A request has begun whose header list exceeds the limit. The owner must answer it with an error."""
 
     stream_id: int
     ended: bool
 
 
 class DataReceived(NamedTuple):
-    """A part of a body. ``flow_bytes`` is what to acknowledge when it has been dealt with; padding counts."""
+    """A part of a body. ``flow_bytes``, padding included, are to be acknowledged after handling it."""
 
     stream_id: int
     data: bytes
@@ -49,9 +49,9 @@ class TrailersReceived(NamedTuple):
 
 
 class StreamReset(NamedTuple):
-    """A stream is gone: by the peer (PEER_RESET), or by us because of what the peer sent.
+    """A stream was reset: by the peer (PEER_RESET), or by us after an error of the peer.
 
-    It may be one that was never announced, or is over: for those there is nothing to do but to count the cause.
+    The stream may never have been announced, or may have ended; then the owner only counts the cause.
     """
 
     stream_id: int
@@ -60,13 +60,13 @@ class StreamReset(NamedTuple):
 
 
 class WindowOpened(NamedTuple):
-    """Everything that was sent on a stream has left for the peer; there is room for more."""
+    """A stream has no pending octets left; the owner may send more."""
 
     stream_id: int
 
 
 class ConnectionEnded(NamedTuple):
-    """Nothing more comes and nothing more can be sent but what ``data_to_send`` still has. All streams are gone."""
+    """The connection and all its streams have ended; only the rest of ``data_to_send`` remains to be written."""
 
     code: int
     cause: Cause

@@ -1,6 +1,6 @@
-"""Heads of requests: what a header block has to be before it is one (RFC 9113 §8.2, §8.3), and never judging one twice.
+"""Heads of requests: validates header lists (RFC 9113 §8.2, §8.3), and caches the results by header block.
 
-Never looks at what a header means beyond HTTP: routes, deadlines and tokens are the owner's.
+Checks HTTP's own rules alone; routes, deadlines and tokens are the owner's.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ratelimitd_wire.huffman import (
 from ratelimitd_wire.static_table import STATIC_INDEX, STATIC_NAME_INDEX, Field
 
 _MAX_KEPT_HEADS: Final = 64
-"""Clients without deadlines repeat a handful of blocks. Clients that never repeat one fill this for nothing."""
+"""Clients without deadlines repeat a handful of blocks; clients that never repeat one do not profit."""
 
 _MAX_KEPT_BLOCK_BYTES: Final = 2_048
-"""A longer block is not kept: it is rare, and would take the room of many."""
+"""Longer blocks are rare, and would take the room of many."""
 
 _MAX_KEPT_BYTES: Final = 32_768
-"""Of blocks, and 32 octets for each field (as in RFC 7541 §4.1), since they may be held for as long as the connection.
-64 heads of ten fields in 190 octets fit."""
+"""Octets of cached blocks, and 32 for each field (as in RFC 7541 §4.1), per connection. 64 heads of ten fields in 190
+octets fit."""
 
-# equivalent: how many heads are kept is not to be seen
+# equivalent: the number of cached heads has no visible effect
 _FIELD_BYTES: Final = 32
 
 _is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
-"""A token of HTTP without upper case (§8.2.1)."""
+"""An HTTP token without upper case (§8.2.1)."""
 
 _has_bad_octet = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
-"""What a value must not have (§8.2.1)."""
+"""Finds an octet that a value must not have (§8.2.1)."""
 
 _is_length = re.compile(rb"[0-9]{1,18}").fullmatch
 
@@ -50,33 +50,33 @@ _CONNECTION_SPECIFIC: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 )
 _JUDGED_TOGETHER: Final = _PSEUDO | _CONNECTION_SPECIFIC | {_CONTENT_LENGTH, b"te", b"host"}
-"""Names which mean something to HTTP, some of them beside each other. All other fields can be judged one by one."""
+"""Names with rules of HTTP, some of which span several fields. All other fields can be validated one by one."""
 
 
 class Flaw(enum.Enum):
-    """Why a header list is no request."""
+    """Why a header list is not a valid request."""
 
     MALFORMED = enum.auto()
     """It breaks a rule of HTTP (§8.1.1)."""
 
     TOO_LARGE = enum.auto()
-    """It is over our limit, and was not kept."""
+    """It exceeds the limit; its fields were discarded."""
 
 
 class RequestHead:
-    """The header list of a request, sound as far as HTTP goes, or with the flaw that makes it no request.
+    """The header list of a request: valid by HTTP's rules, or with its flaw.
 
-    Equal blocks give the same object, and most blocks of a client differ from the one before in the value of
-    ``grpc-timeout`` alone. So the owner does its work once for a model and keeps it in the model's ``note``; for a head
-    that has a ``model`` it looks at that note and at the ``varying`` fields.
+    Equal blocks may share one object, and most blocks of a client differ from the one before only in the value of
+    ``grpc-timeout``. The owner therefore caches its result for a model in the model's ``note``; for a head with a
+    ``model`` it reads that note and the ``varying`` fields.
 
     Attributes:
-        content_length: what it says, None when it says nothing.
-        flaw: why this is no request, None when it is one.
-        model: None, or a head with the same names at the same places, and the same values but for ``varying``. None of
-            those means anything to HTTP: method, path and authority are those of the model.
-        varying: the fields that may differ from the model's; all others are its own.
-        note: whatever the owner of the connection keeps with a head.
+        content_length: the value of content-length, None without one.
+        flaw: why this is not a valid request, None for a valid one.
+        model: None, or an earlier head with the same names in the same order, and the same values except ``varying``.
+            Method, path, authority and content length are always those of the model.
+        varying: the fields that may differ from the model's.
+        note: data that the owner of the connection keeps with a head.
     """
 
     __slots__ = ("_fields", "content_length", "flaw", "model", "note", "varying")
@@ -97,18 +97,18 @@ class RequestHead:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Names and values in the order in which they came."""
+        """Names and values in order of arrival."""
         if self.model is not None and not self._fields:
             self._fields = self.model.fields[:-1] + self.varying
         return self._fields
 
 
 class HeadReader:
-    """Reads the header blocks of one connection, in the order in which they came.
+    """Reads the header blocks of one connection, in order of arrival.
 
     Attributes:
-        kept: heads by their blocks, valid while nothing else is read. A head in here has no flaw, so the check path
-            asks this first: 50 ns instead of 2 µs and more.
+        kept: cached heads by block, valid until another block is read. They have no flaw. The check path looks here
+            first: 50 ns instead of 2 µs and more.
     """
 
     __slots__ = ("_decoder", "_expected", "_kept_bytes", "_model", "_varies_at", "kept")
@@ -122,23 +122,23 @@ class HeadReader:
         self.kept: dict[bytes, RequestHead] = {}
 
     def read(self, block: bytes) -> RequestHead:
-        """Return the head that a block makes, with its flaw if it has one.
+        """Return the head of a block, with its flaw if it has one.
 
         Raises:
-            ConnectionFailureError: the block cannot be decoded; nothing can be after it.
+            ConnectionFailureError: the block cannot be decoded; no later one can be, either.
         """
         decoder, model = self._decoder, self._model
         if model is not None:
             field = decoder.follow(block)
             if field is not None:
-                # Nothing is kept: the block before this one changed the table, too.
+                # Nothing is cached here: the block before this one changed the table, too.
                 if _is_sound_value(field[1]):
                     return RequestHead((), model.content_length, model, (field,))
                 return _flawed((*model.fields[:-1], field), Flaw.MALFORMED)
         generation = decoder.generation
         fields = self._decode(block)
-        # What was kept is what blocks mean while the dynamic table stands. A block that changed the table itself would
-        # not mean the same a second time.
+        # Cached heads are valid while the dynamic table is unchanged. A block that changes the table is not cached:
+        # the same octets would mean something else a second time.
         stands = generation == decoder.generation
         if not stands:
             self.kept.clear()
@@ -146,26 +146,26 @@ class HeadReader:
             return _flawed((), Flaw.TOO_LARGE)
         head = self._like_model(fields) or self._judge(fields)
         if stands and head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
-            self._keep(block, head)  # equivalent: what is not kept is read again
+            self._keep(block, head)  # equivalent: a block that is not cached is read again
         if not stands and head.model is not None and self._only_last_varies(head):
             decoder.expect_another(block, fields)
         return head
 
     def trailers(self, block: bytes) -> tuple[Field, ...] | None:
-        """Return the trailers that a block makes, None when it makes none (§8.1: no pseudo-header fields).
+        """Return the trailers of a block, None if they are invalid (§8.1: no pseudo-header fields).
 
         Raises:
-            ConnectionFailureError: the block cannot be decoded; nothing can be after it.
+            ConnectionFailureError: the block cannot be decoded; no later one can be, either.
         """
         fields = self._decode(block)
-        self.kept.clear()  # the table may have changed, and trailers are too rare to look
+        self.kept.clear()  # the table may have changed, and trailers are too rare to check
         return fields if fields is not None and all(map(_is_sound, fields)) else None
 
     def _only_last_varies(self, head: RequestHead) -> bool:
         return len(head.varying) < 2 and self._varies_at == len(head.fields) - 1
 
     def _keep(self, block: bytes, head: RequestHead) -> None:
-        """Keep a head, and forget the others when they are too many."""
+        """Cache a head; clear the cache first if it is full."""
         size = len(block) + _FIELD_BYTES * len(head.fields)
         if len(self.kept) == _MAX_KEPT_HEADS or self._kept_bytes + size > _MAX_KEPT_BYTES:
             self.kept.clear()
@@ -173,7 +173,7 @@ class HeadReader:
         self.kept[block] = head
 
     def _decode(self, block: bytes) -> tuple[Field, ...] | None:
-        """Return the fields, None when they are too many."""
+        """Return the fields, None if the list exceeds the limit."""
         try:
             return self._decoder.decode(block)
         except HeaderListTooLargeError:
@@ -188,17 +188,17 @@ class HeadReader:
             ) from None
 
     def _like_model(self, fields: tuple[Field, ...]) -> RequestHead | None:
-        """Return a head for fields that are the model's but for values that can be judged alone, else None.
+        """Return a head for fields that differ from the model's only in values that can be validated alone, else None.
 
-        Fields out of the tables are the same objects every time, so that comparing two lists is comparing pointers.
+        Fields from the tables are the same objects every time, so comparing two lists compares pointers.
         """
         model = self._model
         if model is None or len(fields) != len(model.fields):
             return None
         known, at = model.fields, self._varies_at
         if at:
-            # One field varies, the one that did the last time: 0.3 µs instead of 0.7. A field of
-            # that name may vary, as it did; so only the value has to be judged.
+            # The field that varied last time varies again: 0.3 µs instead of 0.7. Its name may vary, so only the value
+            # has to be validated.
             field = self._expected[at] = fields[at]
             if [*fields] == self._expected:
                 if field == known[at]:
@@ -213,12 +213,12 @@ class HeadReader:
                 if not _may_vary(field, before):
                     return None
                 varying.append(field)
-                # Not 0: what a request begins with is judged together with the rest.
+                # Never 0: a request begins with a pseudo-header field, which may not vary.
                 self._varies_at = place
         return RequestHead(fields, model.content_length, model, tuple(varying))
 
     def _judge(self, fields: tuple[Field, ...]) -> RequestHead:
-        """Judge fields by all the rules; sound ones become the model for those that follow."""
+        """Validate fields by all rules; a valid head becomes the model for those that follow."""
         try:
             head = RequestHead(fields, _judge_request(fields))
         except _MalformedError:
@@ -234,20 +234,20 @@ def _flawed(fields: tuple[Field, ...], flaw: Flaw) -> RequestHead:
 
 
 def _may_vary(field: Field, before: Field) -> bool:
-    """Whether a field in the place of another one makes an equally sound head."""
+    """Return whether a head stays valid with a field in place of ``before``."""
     name, value = field
     return name == before[0] and name not in _JUDGED_TOGETHER and _is_sound_value(value)
 
 
 class _MalformedError(Exception):
-    """The header list is not that of a request."""
+    """The header list is not a valid request."""
 
 
 def _judge_request(fields: tuple[Field, ...]) -> int | None:
     """Return the content length of a request (§8.3.1).
 
     Raises:
-        _MalformedError: the fields are none.
+        _MalformedError: the fields are not a valid request.
     """
     first_regular = 0
     for name, _ in fields:
@@ -255,7 +255,7 @@ def _judge_request(fields: tuple[Field, ...]) -> int | None:
             break
         first_regular += 1
     pseudo = dict(fields[:first_regular])
-    # Also that none comes twice, or behind a regular field: there it would be no sound name.
+    # Also refuses repeated pseudo-header fields; one behind a regular field is refused as an invalid name.
     if len(pseudo) != first_regular or not pseudo.keys() <= _PSEUDO:
         raise _MalformedError
     if not all(_is_sound_value(value) for value in pseudo.values()):
@@ -269,10 +269,10 @@ def _judge_request(fields: tuple[Field, ...]) -> int | None:
 
 
 def _judge_regular(fields: tuple[Field, ...], authority: bytes | None) -> int | None:
-    """Return the content length that regular fields say.
+    """Return the content length in the regular fields, if any.
 
     Raises:
-        _MalformedError: one of them must not be in a request.
+        _MalformedError: a field is invalid in a request.
     """
     content_length = None
     for field in fields:
@@ -285,7 +285,7 @@ def _judge_regular(fields: tuple[Field, ...], authority: bytes | None) -> int | 
             if not _is_length(value) or content_length not in {None, int(value)}:
                 raise _MalformedError
             content_length = int(value)
-        elif name == b"host":  # §8.3.1: must not say another than :authority
+        elif name == b"host":  # §8.3.1: must not differ from :authority
             if authority is not None and value != authority:
                 raise _MalformedError
         elif name != b"te" or value != b"trailers":  # §8.2.2
@@ -294,21 +294,21 @@ def _judge_regular(fields: tuple[Field, ...], authority: bytes | None) -> int | 
 
 
 def _is_sound(field: Field) -> bool:
-    """Whether a regular field has the octets that it may have (§8.2.1)."""
+    """Return whether name and value of a regular field have valid octets only (§8.2.1)."""
     return _is_name(field[0]) is not None and _is_sound_value(field[1])
 
 
 def _is_sound_value(value: bytes) -> bool:
-    # The first half is a tenth of the second, and enough for deadlines and identifiers in hexadecimal.
+    # The first test takes a tenth of the second, and suffices for deadlines and hexadecimal identifiers.
     return value.isalnum() or _has_bad_octet(value) is None
 
 
 TABLE_UPDATE: Final = b"\x20"
-"""Sets the size of the dynamic table to 0, which no later block changes (RFC 7541 §6.3)."""
+"""Sets the size of the dynamic table to 0 (RFC 7541 §6.3); no later block changes it."""
 
 
 def static_block(fields: Iterable[Field]) -> bytes:
-    """Return a header block that neither needs nor changes a dynamic table: answers repeat few fields."""
+    """Return a header block that neither uses nor changes the dynamic table: answers repeat few fields."""
     return b"".join([part for field in fields for part in _encoded(field)])
 
 
@@ -323,7 +323,7 @@ def _encoded(field: Field) -> list[bytes]:
 
 
 def _string(string: bytes) -> bytes:
-    """Encode a string literal, by the Huffman code where that is shorter (§5.2)."""
+    """Encode a string literal, with the Huffman code if that is shorter (§5.2)."""
     code = huffman.encode(string)
     if len(code) < len(string):
         return encode_integer(len(code), 7, 0x80) + code

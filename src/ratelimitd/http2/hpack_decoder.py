@@ -1,9 +1,9 @@
 """The decoder of one connection: header blocks to lists of fields (RFC 7541).
 
-Never looks at what a field says, and trusts no octet of a block. The work is proportional to the octets received,
-whatever they say: an octet costs at most one look-up and one pointer to a field that is in the table already, or its
-share of a string. So a block that refers to one huge entry thousands of times makes no copies of it; and reading stops
-soon after its list has grown beyond what an honest peer sends by mistake.
+Does not interpret fields. The work is proportional to the octets received for any input: an octet costs at most one
+look-up and one pointer to a field in the table, or its share of a string. A block that refers to one huge entry
+thousands of times makes no copies of it, and decoding stops soon after the list exceeds :data:`BOMB_FACTOR` times its
+limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Entry = tuple[Field, int]
 """A field and its size as §4.1 counts it."""
 
 DEFAULT_MAX_BYTES: Final = 4096
-"""What both ends assume of a dynamic table until a setting says otherwise (RFC 9113 §6.5.2)."""
+"""Initial size of a dynamic table (RFC 9113 §6.5.2)."""
 
 
 def field_bytes(field: Field) -> int:
@@ -51,11 +51,11 @@ _STATIC_ENTRIES: Final[tuple[Entry, ...]] = (
 class HeaderTable:
     """One list of both tables, in which the position of an entry is its index.
 
-    A new entry moves all older ones up by one. To insert it at the first dynamic index costs the move of some pointers
-    (at most 128 of them in 4096 bytes, 20 ns); in return every look-up is one subscript, without arithmetic.
+    A new entry moves all older ones up by one, which costs 20 ns (at most 128 pointers in 4096 bytes). In return every
+    look-up is one subscript, without arithmetic.
 
     Attributes:
-        entries: never assigned anew, so that callers may keep a reference.
+        entries: never reassigned, so that callers may keep a reference.
         max_bytes: the maximum size of the dynamic table.
         used_bytes: its size, never above ``max_bytes``.
     """
@@ -68,11 +68,11 @@ class HeaderTable:
         self.used_bytes = 0
 
     def insert(self, field: Field, size: int) -> None:
-        """Add the newest entry and evict the oldest until all fit; one that can never fit empties the table (§4.4)."""
+        """Add an entry and evict the oldest until all fit; one larger than the table empties it (§4.4)."""
         entries = self.entries
         entries.insert(FIRST_DYNAMIC_INDEX, (field, size))
         used_bytes = self.used_bytes + size
-        # Evicting after inserting gives what §4.4 describes the other way round: the newest entry goes last.
+        # The result is that of §4.4, which evicts before inserting: the newest entry is evicted last.
         while used_bytes > self.max_bytes:
             used_bytes -= entries.pop()[1]
         self.used_bytes = used_bytes
@@ -85,47 +85,46 @@ class HeaderTable:
 
 
 DEFAULT_MAX_LIST_BYTES: Final = 16_384
-"""As gRPC's own servers allow: metadata is small, and a limiter's is smaller."""
+"""The limit of gRPC's own servers: metadata is small."""
 
 BOMB_FACTOR: Final = 4
-"""A list over its limit costs its stream; one that is this many times over it costs the connection. Between the two
-lie honest mistakes, such as a cookie jar sent to the wrong server."""
+"""A list over its limit ends the stream; one over this multiple of the limit ends the connection. Between the two are
+honest mistakes, such as a cookie jar sent to the wrong server."""
 
 MAX_UPDATES: Final = 2
-"""In one block: the smallest maximum since the last block, then the final one (§4.2)."""
+"""Table size updates in one block: the smallest size since the last block, then the final one (§4.2)."""
 
 # equivalent: the fields of a block are the same in parts of any length
 RUN_OCTETS: Final = 64
-"""How much of a block is looked at in one go: more than a call has, and little enough to copy before each literal."""
+"""Octets of a block that are read in one loop: more than a call has, and few enough to copy before each literal."""
 
 _MOST_INDEX: Final = 0x7F + 0x7E
-"""Of those that `Decoder.follow` reads: up to two octets, and one more stays so."""
+"""Highest index that `Decoder.follow` reads; it and the next one take two octets."""
 
 _ONE_MORE_ENTRY: Final = bytes(
-    # equivalent: 0x7F, as a second octet, is of an index above `_MOST_INDEX`, which is never followed
+    # equivalent: as a second octet, 0x7F belongs to an index above `_MOST_INDEX`, which is never followed
     octet + (octet < 0x7F or 0x80 + FIRST_DYNAMIC_INDEX <= octet < 0xFE)
     for octet in range(256)
 ).replace(b"\xfe\xff", b"\x80\xff")
-"""What an index becomes when an entry is inserted before it; a table for ``bytes.translate``. An octet above 0x80 is an
-index, 0xFF with the octet behind it. 0xFE needs a second one: it becomes 0x80, which is no index."""
+"""Increments dynamic indexes after an insertion; a table for ``bytes.translate``. An octet above 0x80 is an index; 0xFF
+continues in the next octet. 0xFE would need a second octet: it becomes 0x80, which is not an index."""
 
 _MAX_SHORT_BYTES: Final = 0x7E
 _MAX_SHORT_VALUE_BYTES: Final = _MAX_SHORT_BYTES * 8 // 5
-"""Of a string whose length is written in one octet; the shortest code has 5 bits."""
+"""Longest decoded string whose length takes one octet; the shortest code has 5 bits."""
 
 _NEVER: Final = sys.maxsize
 """An index that no table reaches."""
 
 
 class Decoder:
-    """Decodes the header blocks of one peer, in the order in which they came.
+    """Decodes the header blocks of one peer, in order of arrival.
 
-    A field that comes from a table is the same object every time. Comparing a list with the one before it
-    compares pointers, which costs 10 ns a field.
+    A field from a table is the same object every time, so comparing two lists compares pointers: 10 ns a field.
 
     Attributes:
-        generation: changes with every change of the dynamic table. While it stands, equal blocks have equal fields, so
-            a caller may keep what it made of a block; and a block that left it alone changed nothing.
+        generation: changes with the dynamic table. While it is the same, equal blocks have equal fields, so a caller
+            may cache results by block.
     """
 
     __slots__ = (
@@ -148,25 +147,25 @@ class Decoder:
         max_list_bytes: int = DEFAULT_MAX_LIST_BYTES,
     ) -> None:
         self.generation = 0
-        # A peer that was allowed more than both ends assume has to say that it takes it (§6.3).
+        # A peer that is allowed more than the initial size must announce its use (§6.3).
         self._table = HeaderTable(min(max_table_bytes, DEFAULT_MAX_BYTES))
         self._max_table_bytes = max_table_bytes
         self._max_list_bytes = max_list_bytes
         self._bomb_bytes = max_list_bytes * BOMB_FACTOR
-        # What `follow` goes by: the indexes that a block begins with, the highest of them, what is between them and the
-        # last value, all octets in front of it; and its name.
+        # State of `follow`: the indexes that a block begins with, the octets between them and the last value, all
+        # octets in front of it; the highest index; the name of the last field.
         self._run = self._behind_run = self._lead = b""
         self._deepest = _NEVER
         self._name = b""
         self._name_bytes = 0
 
     def decode(self, block: bytes) -> tuple[Field, ...]:
-        """Return the fields of a whole block, names and values as they are.
+        """Return the fields of a whole block, not validated.
 
         Raises:
-            HpackError: the block is malformed; the connection cannot go on.
-            HeaderBombError: an HpackError, too: the list is more than `BOMB_FACTOR` times over the limit.
-            HeaderListTooLargeError: the list is over the limit; the table is in step, the connection may go on.
+            HpackError: the block is malformed; the connection must end.
+            HeaderBombError: an HpackError: the list exceeds `BOMB_FACTOR` times the limit.
+            HeaderListTooLargeError: the list exceeds the limit; the table is in sync, the connection may continue.
         """
         self._deepest = _NEVER
         fields: list[Field] = []
@@ -181,9 +180,9 @@ class Decoder:
         return tuple(fields)
 
     def expect_another(self, block: bytes, fields: Sequence[Field]) -> None:
-        """Say that the block which was read last, as ``fields``, may be followed by one with another last value.
+        """Prepare :meth:`follow` for blocks that differ from the one just decoded to ``fields`` only in the last value.
 
-        If it was a run of indexes and then a literal for the table, :meth:`follow` can read that one.
+        Has no effect unless the block is a run of indexes and then a literal with indexing.
         """
         at = deepest = 0
         for _ in fields[1:]:
@@ -204,17 +203,17 @@ class Decoder:
             self._name, self._name_bytes = name, field_bytes((name, b""))
 
     def follow(self, block: bytes) -> Field | None:
-        """Read a block that differs from the one before it in the last value alone; return the last field.
+        """Read a block that differs from the one before it only in the last value; return the last field.
 
-        None: it is no such block, or :meth:`expect_another` did not know what to expect. Then nothing was read, and
-        :meth:`decode` is to be called, which takes three times as long.
+        Returns None for other blocks, or if :meth:`expect_another` prepared none. Then nothing was read, and the caller
+        must call :meth:`decode`, which takes three times as long.
         """
         lead, table, deepest = self._lead, self._table, self._deepest
         if deepest >= len(table.entries) or not block.startswith(lead):
             return None
         string = block[len(lead) :]
         size = len(string) - 1
-        if not 0 <= size <= _MAX_SHORT_BYTES:  # equivalent: what is not read here, decode reads
+        if not 0 <= size <= _MAX_SHORT_BYTES:  # equivalent: decode reads what is not read here
             return None
         value = string[1:]
         if string[0] == 0x80 | size:
@@ -231,7 +230,7 @@ class Decoder:
         return field
 
     def _expect(self, run: bytes, behind_run: bytes, deepest: int) -> None:
-        """Keep what the next block begins with, now that an entry was inserted before those that ``run`` points to."""
+        """Store the expected beginning of the next block, after an insertion moved the entries of ``run``."""
         run = run.translate(_ONE_MORE_ENTRY)
         if deepest >= 0x7F:
             run = run.replace(b"\x80", b"\xff\x00")
@@ -245,15 +244,15 @@ class Decoder:
     def _read(self, block: bytes, fields: list[Field]) -> int:
         """Append the fields of a block, up to the one that makes it a bomb; return the size of the list.
 
-        Raises IndexError for an index behind the table, beside what `decode` raises.
+        Raises IndexError for an index beyond the table, and HpackError as `decode`.
         """
         entries = self._table.entries
         add = fields.append
         list_bytes = updates = at = 0
         end = len(block)
         while at < end and list_bytes <= self._bomb_bytes:
-            # Most of a block is a run of fields with indexes of one octet, or of two when the table is full. A loop
-            # over an iterator takes them in 2/3 of the time of one over positions. Anything else ends the run.
+            # Most of a block is a run of indexes of one octet, or of two when the table is full. A loop over an
+            # iterator takes 2/3 of the time of one over positions. Any other octet ends the run.
             run = block[at : at + RUN_OCTETS]
             octets = iter(run)
             octet = more = 0
@@ -283,7 +282,7 @@ class Decoder:
                 field, field_bytes, at = self._literal(block, at, octet)
             elif octet == 0x80:
                 raise IndexError
-            else:  # the integer begins behind 0xFF, where the run may have taken an octet of it
+            else:  # the integer begins behind 0xFF; the loop may have read its first octet
                 index, at = decode_continuation(block, at if more < 0 else at - 1, 0x7F)
                 field, field_bytes = entries[index]
             add(field)
@@ -293,7 +292,7 @@ class Decoder:
     def _literal(self, block: bytes, at: int, octet: int) -> tuple[Field, int, int]:
         """Read a literal whose first octet is given (§6.2); return the field, its size and the position behind it.
 
-        A field that is never to be indexed (§6.2.3) differs for those who send it on. We do not.
+        "Never indexed" (§6.2.3) matters only to intermediaries, and is ignored.
         """
         indexing = octet >= 0x40
         prefix_max = 0x3F if indexing else 0x0F
@@ -313,7 +312,7 @@ class Decoder:
         return field, field_bytes, at
 
     def _update(self, block: bytes, at: int, octet: int, *, may_come: bool) -> int:
-        """Follow a change of the table's maximum size (§6.3); return the position behind it."""
+        """Apply a dynamic table size update (§6.3); return the position behind it."""
         if not may_come:
             raise HpackError(errors.UPDATE_MISPLACED)
         max_bytes = octet & 0x1F

@@ -1,7 +1,7 @@
-"""The receiving half of a connection: what each type of frame means (RFC 9113 §6), one method for each.
+"""The receiving half of a connection: one method for each type of frame (RFC 9113 §6).
 
-Never cuts octets into frames, and never sees the two frames of a common request: that is ``connection.py``. Every
-frame can be dealt with here; what the check path takes is left out for speed alone.
+``connection.py`` splits octets into frames, and handles the two frames of a common request for speed; this module
+handles every frame.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Receiver:
     """Handles the frames that a connection receives.
 
     Attributes:
-        streams: of the connection.
-        reader: of its header blocks.
-        window: what the peer may send on all streams together.
+        streams: streams of the connection.
+        reader: reads its header blocks.
+        window: receive window of the connection.
         events: list that events are appended to; the owner of this object replaces it.
-        block_open: CONTINUATION has to follow.
-        data_frames: frames of DATA that carried something, but for those of the check path.
+        block_open: CONTINUATION must follow.
+        data_frames: DATA frames with content, without those of the check path.
         draining: the first GOAWAY was sent.
-        settings_received: the peer's first frame, which has to be SETTINGS, is there.
-        settings_acknowledged: the peer has applied ours.
+        settings_received: the peer's first frame, which must be SETTINGS, has arrived.
+        settings_acknowledged: the peer has applied our SETTINGS.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Receiver:
         """Handle a frame; ``kind`` is type << 8 | flags.
 
         Raises:
-            ConnectionFailureError: the connection cannot go on.
+            ConnectionFailureError: the connection must end.
         """
         frame_type, flags = kind >> 8, kind & 0xFF
         stream_id &= frames.STREAM_ID_MASK
@@ -156,7 +156,7 @@ class Receiver:
         """Open an idle stream whose identifier is the next or higher.
 
         Raises:
-            StreamFailureError: there is no room for it, or it is no request.
+            StreamFailureError: a limit is reached, or the head is malformed.
         """
         streams, limits = self.streams, self._limits
         streams.begin(stream_id)
@@ -178,16 +178,16 @@ class Receiver:
             self.events.append(RequestReceived(stream_id, head, ended))
 
     def refuse(self, stream_id: int, head: RequestHead) -> None:
-        """Open an idle stream with a malformed head, from HEADERS without END_STREAM."""
+        """Open an idle stream with a flawed head, from HEADERS without END_STREAM."""
         try:
             self.request(stream_id, head, ended=False)
         except StreamFailureError as failure:
             self._fail_stream(stream_id, failure)
 
     def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
-        """Open the windows again by the octets that the owner has handled.
+        """Reopen the windows by the octets that the owner has handled.
 
-        A stream that is gone was acknowledged when it went.
+        The octets of a removed stream were acknowledged on its removal.
         """
         stream = self.streams.live.get(stream_id)
         if stream is None or not stream.held_bytes:
@@ -199,8 +199,8 @@ class Receiver:
     def drain(self) -> None:
         """Take the first or second step of a graceful shutdown (§6.8).
 
-        The first GOAWAY asks the peer to begin no more streams, but refuses none, because some are on their way. The
-        answer to the PING behind it shows that no more are; to end without waiting, call this a second time.
+        The first GOAWAY asks the peer to begin no more streams, but refuses none, since some may be in flight. The
+        answer to the PING behind it shows that none is; to end without waiting, call this a second time.
         """
         if self.draining:
             self.refuse_streams()
@@ -288,7 +288,7 @@ class Receiver:
         if flags & frames.END_HEADERS:
             self._block_ended(stream_id, fragment, ended=ended)
         else:
-            self.announce_all()  # what is kept back could not be told from what came within the block
+            self.announce_all()  # DATA of a pending head takes the fast path, which does not check for an open block
             self._block = _OpenBlock(stream_id, ended, [fragment])
             self.block_open = True
 

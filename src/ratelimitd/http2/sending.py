@@ -1,7 +1,7 @@
 """The sending half of a connection: frames of answers, within the peer's flow-control windows.
 
-Never reads what a peer sent; the receiving half says what it means for this one. Octets are only collected here:
-``take`` returns all of them at once, so that an event-loop iteration is one write.
+The receiving half reports changes by the peer. Octets are collected here, and ``take`` returns all at once, so that an
+event-loop iteration needs one write.
 """
 
 from __future__ import annotations
@@ -44,18 +44,14 @@ _pack_stream_id = struct.Struct(">I").pack
 class UnaryAnswer:
     """A prepared answer: HEADERS, one DATA frame and trailers.
 
-    The identifier of the stream stands in it three times, once in each frame header, and nowhere else does anything
-    depend on the stream. So an answer is four parts, joined by the four octets of the identifier: 100 ns, where three
-    frames built one by one take 500.
-
-    ``prefix_of`` makes what stands in front of a message of so many octets, always equally long: framing of the owner's
-    protocol, prepared like the rest.
+    Only the stream identifier, in the three frame headers, depends on the stream. An answer is therefore four parts
+    joined by the four octets of the identifier: 100 ns; building three frames one by one takes 500.
 
     Attributes:
-        head_block: of the HEADERS.
-        trailer_block: of the trailers.
-        prefix_bytes: of every prefix.
-        prefix_of: see above.
+        head_block: header block of the HEADERS.
+        trailer_block: header block of the trailers.
+        prefix_bytes: length of every prefix.
+        prefix_of: maps the length of a message to its prefix, the framing of the owner's protocol.
     """
 
     __slots__ = (
@@ -104,7 +100,7 @@ class UnaryAnswer:
 
 
 def _data_header(size: int) -> bytes:
-    """Header of a DATA frame up to its stream."""
+    """Return the header of a DATA frame without its stream identifier."""
     if size > DEFAULT_MAX_FRAME_BYTES:
         raise ValueError(size)
     return size.to_bytes(3, "big") + bytes((FrameType.DATA, 0))
@@ -113,14 +109,13 @@ def _data_header(size: int) -> bytes:
 class Sender:
     """Sends the frames of a connection.
 
-    The methods that send on a stream do nothing when it is gone: its StreamReset is an event that the owner has seen
-    or will see.
+    Sending on a removed stream has no effect: the owner has received or will receive its StreamReset.
 
     Attributes:
         buffered_bytes: octets of messages that wait for a window.
-        drained_bytes: octets of messages that had to wait and no longer do, since the connection began.
-        data_frames: frames of DATA that were sent one by one.
-        overflowed: more waits than may; nothing is kept any longer, and the connection has to end.
+        drained_bytes: total octets of messages that had to wait and no longer do.
+        data_frames: DATA frames that were sent one by one.
+        overflowed: ``buffered_bytes`` exceeded its limit; octets are dropped, and the connection must end.
     """
 
     __slots__ = (
@@ -174,8 +169,8 @@ class Sender:
     def send_unary(self, stream_id: int, answer: UnaryAnswer, message: bytes) -> None:
         """Answer a request with one message.
 
-        The fast path: nothing was sent on the stream yet, and everything fits into the windows and
-        one frame. It does what the general way below does, in one piece.
+        The fast path applies if nothing was sent on the stream yet, and the message fits into the windows and one
+        frame. It is equivalent to the general path.
         """
         size = answer.prefix_bytes + len(message)
         live = self._streams.live
@@ -199,8 +194,8 @@ class Sender:
     def send_data(self, stream_id: int, data: bytes, *, ended: bool = False) -> bool:
         """Send a part of a body; ``ended`` if it is the last.
 
-        Returns whether all of it is on its way. If not, WindowOpened will say when it is; sending
-        before that fills a buffer that ends the connection when it is over ``max_unread_bytes``.
+        Returns whether all of it was sent. If not, wait for WindowOpened: sending more fills a buffer that ends the
+        connection above ``max_unread_bytes``.
         """
         if stream_id not in self._streams.live:
             return True
@@ -242,7 +237,7 @@ class Sender:
             self._release(stream_id, stream)
 
     def credit(self, size: int) -> None:
-        """Open the connection's receive window by ``size`` octets; send WINDOW_UPDATE when it is worth a frame."""
+        """Open the connection's receive window by ``size`` octets; send WINDOW_UPDATE when it is due."""
         increment = self._receive_window.give(size)
         if increment:
             self.frame(frames.window_update(0, increment))
@@ -255,7 +250,7 @@ class Sender:
         """
         peer = self.peer
         if peer.apply(payload) < DEFAULT_MAX_BYTES and not self._table_is_empty:
-            # The peer must be told that the table follows (RFC 7541 §4.2). An empty one follows any later setting.
+            # A table size update must confirm the change (RFC 7541 §4.2). Size 0 satisfies any later setting.
             self._table_is_empty = self._table_update_is_due = True
         live = self._streams.live
         most_credit = max((stream.send_credit for stream in live.values()), default=0)
@@ -279,7 +274,7 @@ class Sender:
         """Open the connection's window; return the streams without pending octets.
 
         Raises:
-            ConnectionFailureError: it cannot take that much.
+            ConnectionFailureError: the window would exceed its maximum.
         """
         window = grown(self._window, increment)
         if window is None:
@@ -290,10 +285,10 @@ class Sender:
         return self._flush()
 
     def stream_window_grown(self, stream_id: int, increment: int) -> list[int]:
-        """Open the window of a live stream; return it if nothing is pending on it any more.
+        """Open the window of a live stream; return the stream if it has no pending octets left.
 
         Raises:
-            StreamFailureError: it cannot take that much.
+            StreamFailureError: the window would exceed its maximum.
         """
         stream = self._streams.own(stream_id)
         if self._stream_window(stream) + increment > MAX_WINDOW_BYTES:
@@ -354,7 +349,7 @@ class Sender:
             self._waiting[stream_id] = stream
 
     def _flush(self) -> list[int]:
-        """Send pending octets, one frame per stream in rotation; return the streams that finished and may go on."""
+        """Send pending octets, one frame per stream in rotation; return the streams that may send more."""
         through: list[int] = []
         while self._window > 0 and self._waiting:
             stream_id = next(iter(self._waiting))
@@ -373,7 +368,7 @@ class Sender:
         return through
 
     def _through(self, stream_id: int, stream: Stream, through: list[int]) -> None:
-        """End a stream without pending octets, or let its owner go on."""
+        """End a stream without pending octets, or report that it may send more."""
         if stream.trailers is not None:
             self._headers(stream_id, stream.trailers, ended=True)
         if stream.ended:

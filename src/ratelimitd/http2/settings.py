@@ -1,6 +1,6 @@
-"""SETTINGS (RFC 9113 §6.5): what the peer's mean to us, and which we send.
+"""The peer's SETTINGS (RFC 9113 §6.5), the preface, and answers to peers of other protocols.
 
-Never sends anything. Ours are never changed after the first SETTINGS, so there is nothing to keep in step.
+Our own settings never change after the first SETTINGS.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _pairs = struct.Struct(">HI").iter_unpack
 
 
 class PeerSettings:
-    """What the peer has asked for so far, of that which a server needs.
+    """The peer's settings that matter to a server.
 
-    ENABLE_PUSH and MAX_CONCURRENT_STREAMS bound what we never do. MAX_HEADER_LIST_SIZE is advice, and our answers are
-    smaller than any honest advice.
+    ENABLE_PUSH and MAX_CONCURRENT_STREAMS bound pushes, which we never send. MAX_HEADER_LIST_SIZE is advisory, and our
+    answers are smaller than any honest value.
     """
 
     __slots__ = ("header_table_bytes", "initial_window_bytes", "max_frame_bytes")
@@ -34,13 +34,13 @@ class PeerSettings:
         self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
 
     def apply(self, payload: bytes) -> int:
-        """Take over the values of a SETTINGS frame; unknown ones are ignored.
+        """Apply the values of a SETTINGS frame; unknown ones are ignored.
 
-        Returns the smallest HEADER_TABLE_SIZE on the way from the old to the new one: an encoder has to say when its
-        table was smaller in between (RFC 7541 §4.2).
+        Returns the smallest HEADER_TABLE_SIZE between the old and the new one, which an encoder must signal (RFC 7541
+        §4.2).
 
         Raises:
-            ConnectionFailureError: a value is out of its range, or the payload is no list of settings.
+            ConnectionFailureError: a value is out of its range, or the payload is not a list of settings.
         """
         if len(payload) % 6:
             raise ConnectionFailureError(
@@ -71,7 +71,7 @@ PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _TLS_HANDSHAKE: Final = 0x16
 _TLS_UNEXPECTED_MESSAGE: Final = bytes((0x15, 3, 1, 0, 2, 2, 10))
-"""A fatal alert: the client's error names TLS instead of a closed connection."""
+"""A fatal alert, so that the client reports a TLS error instead of a closed connection."""
 
 _HTTP1_METHODS: Final = (
     b"GET ",
@@ -92,14 +92,14 @@ _HTTP1_ANSWER: Final = (
 
 
 def undecided(octets: bytes) -> bool:
-    """Whether octets that do not begin with the whole preface may still become it, or a request of HTTP/1."""
+    """Return whether octets may be the incomplete beginning of the preface or of an HTTP/1 request."""
     return any(known.startswith(octets) for known in (PREFACE, *_HTTP1_METHODS))
 
 
 def mistaken_protocol(octets: bytes) -> tuple[Cause, bytes]:
-    """Say what a peer speaks that does not begin with the preface, and in its own words that we do not.
+    """Return the protocol of a peer that does not begin with the preface, and an error answer in that protocol.
 
-    The answer is empty when nothing is known that it would understand.
+    The answer is empty for unknown protocols.
     """
     if octets.startswith(_HTTP1_METHODS):
         return Cause.HTTP1, _HTTP1_ANSWER

@@ -1,6 +1,6 @@
 """Streams of a connection (RFC 9113 §5.1): the state machine as a table, and the live streams.
 
-Never sends anything. What each pair of state and input leads to is data in ``TRANSITIONS``:
+``TRANSITIONS`` maps each pair of state and input to the next state:
 
     state           HEADERS      +END_STREAM    DATA         +END_STREAM    RST_STREAM   WINDOW_UPDATE  PRIORITY
     idle            open         remote_closed  !! PROTOCOL  !! PROTOCOL    !! PROTOCOL  !! PROTOCOL    idle
@@ -10,8 +10,8 @@ Never sends anything. What each pair of state and input leads to is data in ``TR
     discarded       discarded …
 
 ``!`` is an error of the stream, ``!!`` of the connection. The second HEADERS of an open stream are trailers, which must
-end it (§8.1). A stream of ours is never half-closed (local): when our answer ends before the request does, RST_STREAM
-with NO_ERROR follows at once (§8.1) and the stream is discarded. Reserved streams are for servers that push.
+end it (§8.1). No stream is half-closed (local): if the answer ends before the request does, RST_STREAM with NO_ERROR
+follows at once (§8.1) and the stream is discarded. Reserved streams exist only with server push.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def grown(window_bytes: int, increment: int) -> int | None:
 class ReceiveWindow:
     """The octets that the peer may still send, and those that were handled but not acknowledged.
 
-    Credit is granted at half of the window: often enough that a peer never waits while we keep up, and a frame of
-    13 octets for thousands of small checks.
+    Credit is granted at half of the window: often enough that a peer does not wait while we keep up, and one frame of
+    13 octets covers thousands of small checks.
 
     Attributes:
         left: octets the peer may send.
@@ -72,8 +72,8 @@ class ReceiveWindow:
 
 
 _MAX_DISCARDED: Final = 256
-"""Limit of remembered streams that we reset: frames that the peer sent before it knew are ignored. Forgetting one costs
-an honest peer a second RST_STREAM."""
+"""Limit of remembered streams that we reset, whose late frames are ignored. A forgotten one costs an honest peer a
+second RST_STREAM."""
 
 _MAX_GAPS: Final = 64
 """Limit of runs of skipped stream identifiers. Honest peers skip none, or the first."""
@@ -88,7 +88,7 @@ class State(enum.Enum):
     """The request is complete: half-closed (remote)."""
     CLOSED = "closed"
     DISCARDED = "discarded"
-    """We closed it before the peer did; frames that the peer sent before it knew are ignored."""
+    """We closed it before the peer did; late frames of the peer are ignored."""
 
 
 class Input(enum.Enum):
@@ -186,14 +186,14 @@ class Stream:
 
     Attributes:
         state: OPEN or REMOTE_CLOSED.
-        send_credit: its window is this and the peer's SETTINGS_INITIAL_WINDOW_SIZE (§6.9.2), so that a change of the
-            setting need not touch it.
+        send_credit: the send window minus the peer's SETTINGS_INITIAL_WINDOW_SIZE (§6.9.2), so that a change of the
+            setting does not touch every stream.
         receive_window: None once the request is complete.
-        held_bytes: of flow control, given to the owner and not acknowledged.
-        body_left: octets of the body that content-length promises, None when it does not.
+        held_bytes: flow-control octets passed to the owner and not acknowledged.
+        body_left: remaining octets of the body by content-length, None without one.
         pending: octets of DATA that wait for a window.
-        trailers: a block that waits for those, None for none.
-        ended: nothing follows what waits.
+        trailers: header block of the trailers that wait behind ``pending``, or None.
+        ended: the answer ends with ``pending`` and ``trailers``.
     """
 
     __slots__ = (
@@ -225,20 +225,20 @@ class Stream:
 
 UNTOUCHED: Final = Stream(State.REMOTE_CLOSED)
 """Shared by all streams with a complete request, no answer yet, and the initial window. Immutable: :meth:`Streams.own`
-replaces it by a copy before a change. Nearly all requests are answered without one, which saves 300 ns."""
+replaces it by a copy before a change. Nearly all requests are answered without a copy, which saves 300 ns."""
 
 
 class Streams:
     """The streams of a connection. The check path works on ``live`` and ``opening`` directly.
 
     Attributes:
-        live: open streams which the owner knows, by identifier.
-        opening: heads of open streams which are kept back until it is clear whether the rest of the request follows at
-            once. Never outlives a slice of input.
+        live: open streams that were announced to the owner, by identifier.
+        opening: heads of open streams not announced yet, since the rest of the request may follow at once. Empty after
+            each slice of input.
         next_id: the lowest identifier that the peer can still use.
-        final_id: the highest that will be served, as the last GOAWAY says; None before.
-        opened_total: streams that ever were in ``live``.
-        reset_total: those of them which were reset by either side, or discarded.
+        final_id: the highest identifier that will be served, as in the last GOAWAY; None before.
+        opened_total: streams that were ever in ``live``.
+        reset_total: those of them that were reset by either side, or discarded.
     """
 
     __slots__ = (
@@ -289,13 +289,13 @@ class Streams:
         return bool(stream_id & 1) and not any(low <= stream_id < high for low, high in self._gaps)
 
     def begin(self, stream_id: int) -> None:
-        """Leave the idle state; lower identifiers leave it, too."""
+        """Take a stream and all lower ones out of the idle state."""
         if stream_id > self.next_id and len(self._gaps) < _MAX_GAPS:
             self._gaps.append((self.next_id, stream_id))
         self.next_id = stream_id + 2
 
     def add(self, stream_id: int, stream: Stream) -> None:
-        """Report a stream to the owner."""
+        """Add a live stream."""
         self.live[stream_id] = stream
         self.opened_total += 1
 

@@ -1,1 +1,1 @@
-"""How nodes hold one limit together: spends travel, and settle exactly once. Pure; see ADR 0023."""
+"""How nodes enforce one limit together: spends are sent to the store, and settled exactly once. Pure; see ADR 0023."""

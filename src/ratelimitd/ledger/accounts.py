@@ -1,8 +1,8 @@
 """The effect of spends on a bucket, for each algorithm: the arithmetic of the ledger. Pure.
 
-An algorithm judges one check and charges it. The ledger also has to charge what another node has long allowed, so here
-a bucket may be overdrawn, and what is owed is kept until it is paid off. A spend is charged at the time at which it was
-decided, wherever it is charged and however late it comes, so that nodes whose clocks differ charge the same window.
+An algorithm judges one check and charges it. The ledger must also charge checks that another node has already allowed,
+so here a bucket may be overdrawn, and keeps its debt until it is paid off. A spend is charged at the time of its
+decision, however late it arrives, so that nodes with different clocks charge the same window.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bu
 from ratelimitd.model import Algorithm, Limit, Outcome
 
 Run: TypeAlias = tuple[int, int]
-"""(time in µs, tokens that were allowed then)."""
+"""(time in µs, tokens allowed at that time)."""
 
 BucketState: TypeAlias = tuple[int, ...] | bytes | None
 """An algorithm's state of a bucket; ``None`` is a full one."""
 
 
 class Refund(NamedTuple):
-    """A charge that is to be given back, because another limit denied the check.
+    """A charge to be given back, because another limit denied the check.
 
     Attributes:
-        generation: of the bucket, when it was charged.
-        revision: of the bucket then.
-        at_us: when it was charged, or earlier.
-        tokens: how many.
-        spent: tokens that the bucket lacked right after the charge, at least. Only a token bucket uses it.
-        refunded: ``SharedState.refunded`` of the bucket then.
+        generation: of the bucket at the charge.
+        revision: of the bucket at the charge.
+        at_us: time of the charge, or earlier.
+        tokens: of the charge.
+        spent: lower bound of the tokens missing right after the charge. Only a token bucket uses it.
+        refunded: ``SharedState.refunded`` of the bucket at the charge.
     """
 
     generation: int
@@ -54,47 +54,47 @@ class Account(Protocol):
         """Return the missing tokens at ``now_us``, rounded up; above the capacity if the bucket is overdrawn."""
 
     def charged(self, state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
-        """Return the state after ``runs``, in ascending order, also beyond the capacity."""
+        """Return the state after ``runs``, in ascending order, even beyond the capacity."""
 
     def capped(self, state: Any, rule: Limit) -> Any:
-        """Return the state under a new limit: at most one whole capacity is owed."""
+        """Return the state under a new limit, with a debt of at most one capacity."""
 
     def standing(self, state: Any) -> tuple[int, int]:
-        """Return (time of the latest spend, spent tokens), which never decreases in the life of a bucket."""
+        """Return (time of the latest spend, amount spent); no spend decreases it."""
 
     def freed(self, rule: Limit, from_us: int, until_us: int) -> int:
-        """Return about how many tokens are freed between two times, at most."""
+        """Return an estimate of the most tokens freed between two times."""
 
     def spent(self, state: Any, rule: Limit) -> int:
-        """Return the whole tokens that were missing at the latest spend."""
+        """Return the whole tokens missing at the latest spend."""
 
     def refunded(self, state: Any, rule: Limit, refund: Refund, already: int) -> tuple[Any, int]:
-        """Give a charge back, as far as the bucket then never allows more than if it had not been charged.
+        """Give back a charge, limited so that the bucket never allows more than if it had not been charged.
 
-        ``already``: tokens that were given back since the charge. Returns the state, with the same latest time, and
-        the tokens given back, rounded up.
+        ``already``: tokens given back since the charge. Returns the state, with the same latest time, and the tokens
+        given back, rounded up.
         """
 
 
 def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
-    """Return (latest, how much) of a state that is (how much, latest_us)."""
+    """Return (latest_us, amount) of a state (amount, latest_us, …)."""
     return (-1, 0) if state is None else (state[1], state[0])
 
 
 def _refilled_tokens(rule: Limit, from_us: int, until_us: int) -> int:
-    """Return what is refilled evenly between two times."""
+    """Return the tokens refilled between two times at an even rate, rounded up."""
     return -(-max(0, until_us - from_us) * rule.limit // rule.window_us)
 
 
 class TokenBucketAccount:
-    """Of :mod:`ratelimitd.algorithms.token_bucket`: (spent, latest_us), one token being ``window_us`` units."""
+    """States of :mod:`ratelimitd.algorithms.token_bucket`: (spent, latest_us), with ``window_us`` units per token."""
 
     standing = staticmethod(_standing)
     freed = staticmethod(_refilled_tokens)
 
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
-        """Decide one check after the overdraft has refilled: the algorithm itself stores at most one capacity."""
+        """Decide one check on a bucket that may be overdrawn; the algorithm itself caps the debt at one capacity."""
         capacity = rule.capacity * rule.window_us
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
@@ -114,7 +114,7 @@ class TokenBucketAccount:
 
     @staticmethod
     def used(state: Any, rule: Limit, now_us: int) -> int:
-        """Return the tokens that have not been refilled."""
+        """Return the tokens not refilled yet."""
         return 0 if state is None else -(-_refilled(state, rule, now_us)[0] // rule.window_us)
 
     @staticmethod
@@ -137,11 +137,11 @@ class TokenBucketAccount:
 
     @staticmethod
     def refunded(state: Any, rule: Limit, refund: Refund, already: int) -> tuple[Any, int]:
-        """Give back what cannot have been refilled since the charge.
+        """Give back the part of the charge that cannot have been refilled since.
 
-        Without the charge the bucket may have been full in the meantime, and what was refilled until then is not
-        missing any more. Of what it lacked right after the charge, this much at least is missing with it and not
-        without it: all but the refill since then, and but what was given back of other charges (ADR 0051).
+        Without the charge the bucket might have been full in the meantime, and refill up to then would have been lost.
+        The part that is certainly still missing because of the charge is the amount missing right after it, less the
+        refill since, less refunds of other charges since (ADR 0051).
         """
         if state is None or refund.at_us > state[1] or refund.spent <= already:
             return state, 0
@@ -159,16 +159,16 @@ def _refilled(state: tuple[int, int], rule: Limit, now_us: int) -> tuple[int, in
 
 
 class FixedWindowAccount:
-    """Of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us), and the count of the window before unless 0.
+    """States of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us), and the previous count unless it is 0.
 
-    What a window was overdrawn by counts in the next one, so that the excess does not grow from window to window.
+    The overdraft of a window counts in the next one, so that the excess does not grow from window to window.
     """
 
     standing = staticmethod(_standing)
 
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
-        """Decide one check as the algorithm does, after what earlier windows were overdrawn by."""
+        """Decide one check as the algorithm does, after the overdraft of earlier windows."""
         opened = _opened(state, rule, now_us)
         outcome = fixed_window.decide(opened, rule, now_us, cost)
         if not outcome[0]:
@@ -185,12 +185,12 @@ class FixedWindowAccount:
 
     @staticmethod
     def used(state: Any, rule: Limit, now_us: int) -> int:
-        """Return the tokens of the window of ``now_us``, or of a later one with spends."""
+        """Return the tokens of the window of ``now_us``, or of a later window with spends."""
         return 0 if state is None else _opened(state, rule, now_us)[0]
 
     @staticmethod
     def charged(state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
-        """Apply each run in its window; of earlier ones, what overdraws the window before the latest."""
+        """Apply each run in its window; a late run also counts its overdraft of the previous window in the latest."""
         limit, window_us = rule.limit, rule.window_us
         for at_us, tokens in runs:
             count, latest_us, before = _opened(state, rule, at_us)
@@ -222,7 +222,7 @@ class FixedWindowAccount:
 
     @staticmethod
     def refunded(state: Any, rule: Limit, refund: Refund, _already: int) -> tuple[Any, int]:
-        """Give back what was charged in the same window."""
+        """Give back a charge of the same window."""
         window = refund.at_us // rule.window_us
         if state is None or refund.at_us > state[1] or state[1] // rule.window_us > window:
             return state, 0
@@ -231,7 +231,7 @@ class FixedWindowAccount:
 
 
 def _opened(state: tuple[int, ...] | None, rule: Limit, at_us: int) -> tuple[int, int, int]:
-    """Return (count, latest_us, count of the window before) in the window of ``at_us``, or in the state's if later."""
+    """Return (count, latest_us, previous count) in the window of ``at_us``, or in that of the state if it is later."""
     if state is None:
         return 0, at_us, 0
     count, latest_us = state[0], state[1]
@@ -247,11 +247,11 @@ def _closed(count: int, latest_us: int, before: int) -> tuple[int, ...]:
 
 
 class SlidingWindowAccount:
-    """Of :mod:`ratelimitd.algorithms.sliding_window`: a log."""
+    """States of :mod:`ratelimitd.algorithms.sliding_window`: logs."""
 
     judge = staticmethod(sliding_window.decide)
     freed = staticmethod(_refilled_tokens)
-    """As if the entries were spread evenly."""
+    """Assumes that entries are spread evenly."""
 
     @staticmethod
     def judge_of(_state: Any, _rule: Limit) -> Decide:
@@ -270,7 +270,7 @@ class SlidingWindowAccount:
 
     @staticmethod
     def capped(state: Any, _rule: Limit) -> Any:
-        """Return the state unchanged: the excess over a lower limit leaves with its window."""
+        """Return the state unchanged: an excess over a lowered limit expires with its window."""
         return state
 
     @staticmethod
@@ -285,7 +285,7 @@ class SlidingWindowAccount:
 
     @staticmethod
     def refunded(state: Any, _rule: Limit, refund: Refund, _already: int) -> tuple[Any, int]:
-        """Take the latest tokens up to the time of the charge out: those that are there leave no sooner than it."""
+        """Remove the latest tokens up to the time of the charge, which expire no later than the charge would."""
         if state is None or refund.at_us > sliding_window.latest(state)[0]:
             return state, 0
         return sliding_window.removed(state, refund.at_us, refund.tokens)

@@ -1,8 +1,8 @@
-"""Spends of known buckets that are not in use: charged without a view, one for each bucket until it is settled. Pure.
+"""Cold spends: charges to known buckets without a view, at most one for each bucket until it is settled. Pure.
 
-Most callers come seldom, and a view is several objects. A cold bucket is charged on its last known state, and only the
-spend is kept; the next few checks are added to it. Anything else that happens to the bucket before the spend is settled
-makes it a view first, so the rules of the ledger need no exception: a cold spend is one that a view would allow within
+Most callers send few checks, and a view is several objects. A cold bucket is charged on its last known state, and only
+the spend is kept; the next few checks are added to it. Any other operation on the bucket before the spend is settled
+first creates a view, so the rules of the ledger need no exception: a cold spend is one that a view would allow within
 its share, where more than half of the capacity is left. See ADR 0053.
 """
 
@@ -16,14 +16,14 @@ from ratelimitd.ledger.protocol import ColdSpend
 from ratelimitd.model import Algorithm, Limit, Outcome
 
 MOST_CHECKS: Final = 4
-"""Of one spend: a view takes as much CPU as three to be made and settled, and less than half for each check."""
+"""Checks in one spend. Making and settling a view takes the CPU of three, but a check on it less than half."""
 
 SURE_SHARES: Final = 25
-"""Less than this part of the capacity is within the share wherever more than half is left, also within a tight one."""
+"""Less than 1/25 of the capacity is within any share, even a tight one, where more than half is left."""
 
 
 def plenty(rule: Limit) -> int:
-    """Return what a bucket may have spent, in the unit of its state, with at least half of the capacity left."""
+    """Return the most that may be spent, in units of the state, with at least half of the capacity left."""
     if rule.algorithm is Algorithm.TOKEN_BUCKET:
         return rule.capacity * rule.window_us >> 1
     return rule.limit >> 1
@@ -42,12 +42,12 @@ def spend(  # noqa: PLR0917 -- called once a check
     """Decide a check on the state of a cold bucket, with the limit and burst of ``rule``.
 
     ``share_of`` is that of the view that the bucket would have; ``unsent`` tokens of the state are unsettled.
-    ``None``: a view has to decide, because the bucket has not plenty, or its spends would have to be settled at once.
+    ``None``: a view has to decide, because half of the capacity or the share is used up.
     """
     if state is not None and state[0] > plenty(rule):
         return None
     outcome = decide(state, rule, now_us, cost)
-    # With unsettled tokens, what remains without them would be more: the share is that of a view, or smaller.
+    # More remains without the unsettled tokens, so this share is at most that of a view.
     remaining, planned, capacity = outcome[1] + cost, (unsent + cost) * members, rule.capacity
     if 2 * remaining <= capacity or not outcome[0]:
         return None
@@ -65,9 +65,9 @@ def add(  # noqa: PLR0917 -- as spend
     cost: int,
     share_of: Callable[[Limit, int], int],
 ) -> tuple[Outcome, ColdSpend] | None:
-    """Decide one more check of a bucket with a cold spend that no batch contains, and add it.
+    """Decide another check of a bucket with a cold spend that is not in a batch yet, and add it.
 
-    ``base`` is the algorithm's state before the spend; else as :func:`spend`.
+    ``base`` is the algorithm's state before the spend; otherwise as :func:`spend`.
     """
     rule, packed, latest_us, tokens, refilled, checks = spent
     if checks >= MOST_CHECKS:
@@ -76,7 +76,7 @@ def add(  # noqa: PLR0917 -- as spend
     state: tuple[int, int]
     if rule.algorithm is Algorithm.TOKEN_BUCKET:
         units = tokens * rule.window_us
-        # Had the bucket been full at the first of them, it lacked this at the last; it may have lacked more.
+        # The amount missing at the latest check if the bucket was full at the first one; at least as much is missing.
         lacking = units - refilled
         if base is not None:
             lacking = max(lacking, units + base[0] - (latest_us - base[1]) * rule.limit)

@@ -1,8 +1,8 @@
 """Holds: tokens that are charged before their cost is known, and settled afterwards. Pure. See ADR 0055.
 
-A hold is charged as a check is, and keeps what a settle needs: of each of its buckets how many tokens were charged
-when, until when the hold lives, and what it was settled with. Whoever keeps the buckets keeps the holds beside them, so
-that nothing separates a charge from the hold that may give it back.
+A hold is charged like a check, and keeps what a settle needs: the tokens and time of each charge, its end, and the
+amount with which it was settled. Holds are stored beside the buckets, so that a charge is never separated from the hold
+that may give it back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ratelimitd.errors import FieldViolation
 from ratelimitd.model import Outcome
 
 NUMBER_BYTES: Final = 16
-"""A hold's number: 128 bits of a keyed digest, so that no caller constructs the number of another's."""
+"""A hold's number: 128 bits of a keyed digest, so that no caller can construct the number of another's hold."""
 
 CHECK_DIGEST_BYTES: Final = 8
 
@@ -24,7 +24,7 @@ MAX_TTL_S: Final = 3_600
 DEFAULT_TTL_S: Final = 60
 
 GRACE_S: Final = 60
-"""How long a hold is remembered after its end, to tell late settles why they do nothing."""
+"""Time for which a hold is kept after its end, so that late settles get a specific error."""
 
 MAX_HOLDS: Final = 100_000
 """Holds in flight that one node has made."""
@@ -32,10 +32,10 @@ MAX_HOLDS: Final = 100_000
 MAX_HOLDS_PER_BUCKET: Final = 10_000
 
 MIN_ENDS: Final = 1_000
-"""Ends of settled holds that are kept until their time comes."""
+"""Ends of settled holds that may be kept until they are due."""
 
 STEP: Final = 1_000
-"""Ends that are looked at in one call: about 1 ms, where 100,000 at once took 150."""
+"""Ends examined in one call: about 1 ms; 100,000 at once took 150 ms."""
 
 OF_ANOTHER_CHECK: Final = FieldViolation("hold_id", "is that of another check")
 OF_WHAT_IS_OVER: Final = FieldViolation(
@@ -48,8 +48,8 @@ T = TypeVar("T")
 class Hold(NamedTuple):
     """A hold to be made.
 
-    ``number`` names it, ``check_digest`` says which check it is of: the same number with another digest is refused.
-    ``cost`` is charged to each of ``charges`` at ``now_us``, for ``ttl_us`` from then on.
+    ``number`` identifies it, and ``check_digest`` its check: the same number with another digest is refused. ``cost``
+    is charged to each of ``charges`` at ``now_us``, for ``ttl_us`` from then on.
     """
 
     number: bytes
@@ -61,12 +61,11 @@ class Hold(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What became of a hold.
+    """The result of a hold.
 
-    ``outcomes`` are those of the buckets of ``names``, which are stored ones: of the charges in their order; of a hold
-    that was made before, of the buckets that it has, and what was told then. ``None``: the store did not answer about
-    that bucket. ``expire_us`` is its end in µs since the Unix epoch, 0 if it was denied. ``is_first``: it was made by
-    this call.
+    ``outcomes`` are those of the buckets of ``names``, their stored names, in the order of the charges; for a hold made
+    before, its own buckets and original outcomes. ``None``: the store did not answer for this bucket. ``expire_us`` is
+    the end in µs since the Unix epoch, 0 if the hold was denied. ``is_first``: this call made the hold.
     """
 
     names: Sequence[bytes]
@@ -76,10 +75,10 @@ class Held(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What a settle made of the buckets of a hold.
+    """The result of a settle.
 
-    ``known``: there is such a hold, settled now (``is_first``) or before with the same tokens. ``outcomes`` say what
-    each bucket has now, as of a check that costs nothing; ``None`` of one that is not there.
+    ``known``: the hold exists, and was settled now (``is_first``) or before with the same tokens. ``outcomes`` are
+    those of a check that costs nothing on each bucket afterwards; ``None`` for a missing bucket.
     """
 
     known: bool
@@ -91,56 +90,56 @@ class Holds(Protocol):
     """Holds beside the buckets that they are charged to: a node's own, or shared ones.
 
     Raises, from each method:
-        StoreUnavailableError: the shared state did not answer; the call may have been done, and can be repeated.
-        StoreOverloadedError: it was not asked.
+        StoreUnavailableError: the shared state did not answer; the call may have been executed, and can be repeated.
+        StoreOverloadedError: the call was not sent.
     """
 
     async def hold(self, hold: Hold) -> Held:
-        """Charge all buckets and keep the hold, or, if an enforced limit denies it, nothing.
+        """Charge all buckets and keep the hold, or, if an enforced limit denies it, do nothing.
 
-        A hold that is in flight already is returned as it was made, whatever buckets its check has by now.
+        A hold that is already in flight is returned as it was made, even if its check has other buckets now.
 
         Raises:
-            CheckInvalidError: the number is that of a hold of another check, or of one that was settled or has ended:
-                it would be allowed and charge nothing. Names ``hold_id``.
-            HoldsFullError: a bucket, or the node, has as many holds as it may have. Nothing was charged.
+            CheckInvalidError: the number belongs to a hold of another check, or to one that was settled or has ended:
+                it would be allowed without a charge. Names ``hold_id``.
+            HoldsFullError: a bucket, or the node, has reached its maximum of holds. Nothing was charged.
         """
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
     ) -> Settled:
-        """Charge ``actual`` tokens for the hold in place of what it holds, on the buckets of these stored names.
+        """Charge ``actual`` tokens instead of the held ones, on the buckets of these stored names.
 
-        Once, however often it is called. 0 gives everything back.
+        Idempotent. 0 gives everything back.
 
         Raises:
-            HoldEndedError: its time was over before it was settled.
+            HoldEndedError: the hold ended before it was settled.
             HoldSettledError: it was settled with another number of tokens.
         """
 
     async def extend(
         self, number: bytes, names: Sequence[bytes], ttl_us: int, now_us: int
     ) -> int | None:
-        """Let the hold end ``ttl_us`` after now, never sooner than it would; returns its end, in µs.
+        """Extend the hold to ``ttl_us`` after now, never shorten it; return its end in µs, ``None`` if unknown.
 
-        On a limit of slots it ends at most one window after it was made. ``None``: there is no such hold.
+        On a concurrency limit it ends at most one window after it was made.
 
         Raises:
-            HoldEndedError: its time is over.
+            HoldEndedError: the hold has ended.
             HoldSettledError: it was settled.
         """
 
 
 class OpenHolds(Generic[T]):
-    """Holds that a node has made, and what it notes of each, until they are settled there or end by its clock."""
+    """Holds made by a node, with a note on each, until they are settled there or end by its clock."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, tuple[int, T]] = {}
-        """Number → end in µs, and what is noted."""
+        """Number → (end in µs, note)."""
         self._ends: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
-        """Return the number of holds, those included that have ended and were not popped."""
+        """Return the number of holds, including ended ones that were not popped yet."""
         return len(self._open)
 
     def __contains__(self, number: bytes) -> bool:
@@ -148,26 +147,26 @@ class OpenHolds(Generic[T]):
         return number in self._open
 
     def add(self, number: bytes, end_us: int, noted: T) -> None:
-        """Note a hold that was made, unless it is open."""
+        """Add a hold, unless it is open."""
         if number not in self._open:
             heappush(self._ends, (end_us, number))
             self._open[number] = end_us, noted
 
     def extend(self, number: bytes, end_us: int) -> None:
-        """Let a hold end later, if it is open."""
+        """Extend a hold, if it is open."""
         if number in self._open:
             former_us, noted = self._open[number]
             self._open[number] = max(former_us, end_us), noted
 
     def pop(self, number: bytes) -> T | None:
-        """Forget a hold that was settled; returns what was noted of it, if it was open."""
+        """Remove a settled hold; return its note, if it was open."""
         end = self._open.pop(number, None)
         return None if end is None else end[1]
 
     def pop_ended(self, now_us: int) -> list[T]:
-        """Forget holds that have ended; returns what was noted of them.
+        """Remove ended holds; return their notes.
 
-        After more than :data:`STEP` ends at a time the rest is left to the next calls.
+        Examines at most :data:`STEP` ends; the next calls do the rest.
         """
         ended, ends = [], self._ends
         for _ in range(STEP):
@@ -177,13 +176,13 @@ class OpenHolds(Generic[T]):
             if number not in self._open:
                 continue
             end_us, noted = self._open[number]
-            if end_us > now_us:  # it was extended
+            if end_us > now_us:  # the hold was extended
                 heappush(ends, (end_us, number))
             else:
                 del self._open[number]
                 ended.append(noted)
         if len(ends) > 2 * len(self._open) + MIN_ENDS:
-            # Most are of holds that were settled: what a caller leaves behind is bounded by what is in flight.
+            # Most are ends of settled holds; this bounds them by the holds in flight.
             self._ends = [(end_us, number) for number, (end_us, _) in self._open.items()]
             heapify(self._ends)
         return ended

@@ -1,11 +1,11 @@
 """One node's side of one bucket: the view by which it decides, and its unsettled spends.
 
-Never does I/O and never reads a clock. The view is the base, the last state that came from the store, less what the
-node has spent since. The node decides on it while what it has not settled stays within its share of what is left; a
-bucket that is closer to its limit is decided by the store.
+Does no I/O and reads no clock. The view is the base, the latest state from the store, less the node's spends since. The
+node decides on it while its unsettled spends stay within its share of the remaining tokens; a bucket closer to its
+limit is decided by the store.
 
-A check on the spot has to cost no more than one in a node's own table, so what it is compared with is remembered: what
-is left of the base only grows until a newer one comes, and is worked out anew only when the old figure is too small.
+A local decision must cost no more than one in a node's own table, so the share is cached. The remaining tokens of the
+base only grow until a newer base arrives, so the share is recomputed only when the cached one is too small.
 """
 
 from __future__ import annotations
@@ -15,56 +15,60 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund, Run
 from ratelimitd.ledger.protocol import ColdSpend, Spends
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.model import COST_EXCEEDS_LIMIT, Limit, Outcome
 
 SHARES_OF_REMAINING: Final = 2
-"""A node may have 1/(2N) of what is left unsettled: all nodes together half of it."""
+"""A node's unsettled tokens may be 1/(2N) of the remaining ones: half of them for all nodes together."""
 
 SHARES_OF_LAST_HALF: Final = 4
 """1/(4N) once no more than half of the capacity is left: the rest is used up soon, and the store may grant it to others
-before a node settles its share. If callers use all nodes at once, the excess was up to 4 % of the limit per window with
-1/(2N), and is below 1 % with 1/(4N) (ADR 0023)."""
+before a node settles its share. With callers on all nodes at once, the excess was up to 4 % of the limit per window
+with 1/(2N), and is below 1 % with 1/(4N) (ADR 0023)."""
 
 SHARES_OF_CAPACITY: Final = 100
 """At least 1/(100N) of the capacity, whatever is left: a smaller excess is not worth a round trip."""
 
 TIGHT_SHARE_PERCENT: Final = 9
-"""With tight shares, all nodes together have at most this part of the capacity unsettled. With the hundredth that they
-may have whatever is left, a tenth."""
+"""With tight shares, the unsettled tokens of all nodes are at most this part of the capacity; a tenth with the 1 % that
+is always allowed."""
 
 STALE_US: Final = 1_000_000
 """Age of a batch in flight that indicates an outage."""
 
 LEAST_PENDING_RUNS: Final = 1_000
-"""Runs of unsent spends above which refilled ones are removed."""
+"""Runs of unsent spends above which refilled ones are dropped."""
 
 _UNKNOWN: Final = -1
+
+_NO_ASKS: Final[list[Ask]] = []
+"""Never modified; saves a list of 56 bytes for most views, which have no asks."""
 
 
 class LocalView:
     """A bucket as one node sees it.
 
     Attributes:
-        rule: in force on this node; its ``revision`` is that of the whole rule book, or of a state that knew better.
+        rule: in force on this node; its ``revision`` is that of the whole rule book, or of a newer state of the store.
         base: the latest state of the store, ``None`` for a full bucket.
         unsent: spends since the last batch.
-        in_flight: spends in the batch in flight.
+        in_flight: the runs of spends in the batch in flight.
+        in_flight_tokens: their sum.
         asks: checks that wait for the next batch.
         refunds: charges of the store that the next batch gives back.
         reserved: tokens of checks that wait for other buckets, and are within the share of this one.
-        forgiven: allowed tokens that are charged nowhere. The caller that counts them resets it to 0.
+        forgiven: allowed tokens that are never charged. The caller that counts them resets it to 0.
         knows_better: the limit is newer than that of the store's last state. Any update corrects the store; a denial
-            makes none, so that one has to be sent.
-        shared_out: the unsettled tokens that all nodes together may have, at least; -1 until computed.
+            causes none, so that one must be sent.
+        shared_out: lower bound of the unsettled tokens allowed to all nodes together; -1 until computed.
         false_positives: denied checks that the next state of the store would have allowed. The caller that counts them
             resets it to 0.
     """
 
     shares: ClassVar[float] = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_CAPACITY
-    """The part of the capacity that all nodes together may have unsettled, at most."""
+    """Upper bound of the unsettled tokens of all nodes together, as a part of the capacity."""
 
     __slots__ = (
         "_account",
@@ -84,6 +88,7 @@ class LocalView:
         "forgiven",
         "generation",
         "in_flight",
+        "in_flight_tokens",
         "knows_better",
         "refunds",
         "reserved",
@@ -98,8 +103,9 @@ class LocalView:
         self.base = base
         self.generation = None if base is None else base.generation
         self.unsent = Spends(rule)
-        self.in_flight = Spends(rule)
-        self.asks: list[Ask] = []
+        self.in_flight: Sequence[Run] = ()
+        self.in_flight_tokens = 0
+        self.asks = _NO_ASKS
         self.forgiven = self.false_positives = 0
         self.asked_tokens = self.asked_in_flight = self.reserved = 0
         self.refunds: Sequence[Refund] = ()
@@ -119,12 +125,12 @@ class LocalView:
     def is_clean(self) -> bool:
         """Whether nothing is unsettled, so that a new view of the same rule and base is equivalent."""
         return not (
-            self.unsent.tokens or self.in_flight.tokens or self.asked_tokens or self.refunds
+            self.unsent.tokens or self.in_flight_tokens or self.asked_tokens or self.refunds
         )
 
     @staticmethod
     def share_of(rule: Limit, remaining: int) -> int:
-        """Return the tokens that all nodes together may have unsettled, with so many left."""
+        """Return the unsettled tokens allowed to all nodes together, with ``remaining`` tokens left."""
         capacity = rule.capacity
         shares = SHARES_OF_LAST_HALF if 2 * remaining <= capacity else SHARES_OF_REMAINING
         return max(remaining // shares, capacity // SHARES_OF_CAPACITY)
@@ -134,15 +140,15 @@ class LocalView:
     def check(self, now_us: int, members: int, cost: int) -> Outcome | None:
         """Decide one check now; ``None`` if the store has to decide it, by :meth:`ask`.
 
-        ``now_us`` is the node's clock, or the caller's time; ``members`` how many nodes are alive, with this one.
+        ``now_us`` is the node's clock, or the caller's time; ``members`` the number of live nodes, including this one.
         """
-        # Attributes are called through a name: a slot that holds a function is slow to call as a method.
+        # Through a local name: calling a function in a slot as a method is slow.
         decide = self._decide
         outcome = decide(self._state, self.rule, now_us, cost)
         if not outcome[0]:
             return self._denied(outcome, now_us, cost)
         unsent = self.unsent
-        planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
+        planned = (self.in_flight_tokens + unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, members, cost)
         self._state = outcome[5]
@@ -153,14 +159,14 @@ class LocalView:
         return outcome
 
     def reserve(self, now_us: int, members: int, cost: int) -> Outcome | None:
-        """Decide as :meth:`check` does, and hold the tokens of an allowed check until :meth:`release`.
+        """Decide as :meth:`check` does, and reserve the tokens of an allowed check until :meth:`release`.
 
-        They count towards the share, and are not spent: the other buckets of the check may deny it.
+        They count towards the share, but are not spent, because other buckets of the check may deny it.
         """
         outcome = self.peek(now_us, cost)
         if not outcome[0]:
             return self._denied(outcome, now_us, cost)
-        planned = (self.in_flight.tokens + self.unsent.tokens + self.asked_tokens + cost) * members
+        planned = (self.in_flight_tokens + self.unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, members, cost)
         self.hold(cost)
@@ -172,18 +178,18 @@ class LocalView:
         self.reserved += cost
 
     def release(self, cost: int) -> None:
-        """End a reservation; :meth:`check_alone` then spends the tokens of a check that all buckets allow."""
+        """End a reservation; if all buckets allow the check, :meth:`check_alone` then spends its tokens."""
         self.asked_tokens -= cost
         self.reserved -= cost
 
     def give_back(self, refund: Refund) -> None:
-        """Let the next batch give a charge of the store back."""
+        """Give back a charge of the store with the next batch."""
         self.refunds = (*self.refunds, refund)
 
     def start_alone(self, now_us: int, members: int) -> None:
-        """Begin with this node's part of a full bucket: the store is away, and the others may allow theirs.
+        """Begin with this node's part of a full bucket, because the store is unreachable and others may use theirs.
 
-        What is taken as spent by them is neither settled nor remembered once the store says what there is.
+        The parts of the others count as spent, are never settled, and are dropped with the next state of the store.
         """
         capacity = self.rule.capacity
         of_others = capacity - -(-capacity // members)
@@ -208,14 +214,16 @@ class LocalView:
         return decide(self._state, self.rule, now_us, cost)
 
     def ask(self, now_us: int, cost: int) -> Ask:
-        """Add a check to the next batch, to be decided as of ``now_us``."""
+        """Add a check to the next batch; the store decides it as of ``now_us``."""
         ask = Ask(max(now_us, self._latest_us), cost)
+        if self.asks is _NO_ASKS:
+            self.asks = []
         self.asks.append(ask)
         self.asked_tokens += cost
         return ask
 
     def withdraw(self, ask: Ask) -> bool:
-        """Remove a check from the next batch; false if a batch already contains it."""
+        """Remove a check from the next batch; false if a batch in flight contains it."""
         for index, one in enumerate(self.asks):
             if one is ask:
                 del self.asks[index]
@@ -224,7 +232,7 @@ class LocalView:
         return False
 
     def is_due(self, now_us: int, members: int) -> bool:
-        """Whether the next batch should be sent at once: the share is used up, or a check waits."""
+        """Whether the next batch should be sent immediately: the share is used up, or a check waits."""
         if self.asks:
             return True
         unsent = self.unsent.tokens * members
@@ -235,42 +243,44 @@ class LocalView:
     # Settling
 
     def resume(self, spent: ColdSpend, *, in_flight: bool) -> None:
-        """Add a spend that was made without this view, which has none yet."""
-        spends = self.in_flight if in_flight else self.unsent
-        spends.resume(spent.at_us, spent.cost, spent.refilled)
+        """Add a cold spend to this new view, which has no spends yet."""
+        if in_flight:
+            self.in_flight, self.in_flight_tokens = spent.runs(), spent.cost
+        else:
+            self.unsent.resume(spent.at_us, spent.cost, spent.refilled)
         self._recompute()
 
     def freeze(self) -> Update:
-        """Return this bucket's part of the next batch, in flight from now on. Nothing else may be in flight."""
-        self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty
+        """Return this bucket's update in the next batch, in flight from now on. No other may be in flight."""
+        self.in_flight, self.in_flight_tokens = self.unsent.runs(), self.unsent.tokens
         self.unsent.begin(self.rule)
         self._trim_at = LEAST_PENDING_RUNS
         asks: Sequence[Ask] = ()
         if self.asks:
-            asks, self.asks = tuple(self.asks), []
+            asks, self.asks = tuple(self.asks), _NO_ASKS
         self.asked_in_flight = self.asked_tokens - self.reserved
         refunds, self.refunds = self.refunds, ()
-        return Update(self.rule, self.generation, self.in_flight.runs(), asks, refunds)
+        return Update(self.rule, self.generation, self.in_flight, asks, refunds)
 
     def acknowledge(self, shared: SharedState) -> None:
         """Adopt the state after the batch in flight was applied."""
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
-            self.in_flight.begin(self.rule)
+            self.in_flight, self.in_flight_tokens = (), 0
         self.hear(shared)
 
     def abandon(self) -> int:
         """Drop the batch in flight, whose result is unknown; return its tokens."""
-        lost = self.in_flight.tokens
-        self.in_flight.begin(self.rule)
+        lost = self.in_flight_tokens
+        self.in_flight, self.in_flight_tokens = (), 0
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         self._recompute()
         return lost
 
     def hear(self, shared: SharedState) -> None:
-        """Adopt a state of the store. The later of two is the base, in any order of arrival."""
+        """Adopt a state of the store. The latest becomes the base, in any order of arrival."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
         self._learn(shared)
@@ -279,23 +289,23 @@ class LocalView:
         elif shared.generation > self.generation:
             # The bucket was reset: drop its spends, as the store drops those in flight.
             self.generation = shared.generation
-            self.forgiven += self.in_flight.tokens + self.unsent.tokens
-            self.in_flight.begin(self.rule)
+            self.forgiven += self.in_flight_tokens + self.unsent.tokens
+            self.in_flight, self.in_flight_tokens = (), 0
             self.unsent.begin(self.rule)
         self._recompute()
         if self._denials:
             self._judge_denials()
 
     def forgive_outage(self, now_us: int) -> None:
-        """After an outage, forgive spends that have refilled meanwhile.
+        """After an outage, forgive spends that have been refilled meanwhile.
 
-        Called on the first reply, before its states are adopted. Refilled tokens were spent rightly, and what several
-        nodes spent in parallel cannot be taken back: charged in full, it would lock the caller out for as many windows
-        as there are nodes.
+        Called on the first reply, before its states are adopted. Spends of refilled tokens were correct, and parallel
+        spends of several nodes cannot be undone. Charged in full, they would lock the caller out for as many windows as
+        there are nodes.
         """
-        lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
+        lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight_tokens
         excess = self.unsent.tokens - max(0, lacking)
-        # Few views have any. The oldest first: they have left the window or the log.
+        # Few views have an excess. The oldest first: they have left the window or the log.
         if excess > 0:
             self.forgiven += self.unsent.remove_oldest(excess)
             self._recompute()
@@ -305,15 +315,15 @@ class LocalView:
         self._is_contended = not all(grants)
 
     def pay(self, tokens: int) -> None:
-        """Correct a double charge: the view had charged the check when the store's grant arrived late."""
-        # Tokens that are no longer unsettled were forgiven; they are charged after all.
+        """Correct a double charge: the view had charged the check before the store's late grant arrived."""
+        # Tokens that are no longer unsettled were forgiven, but are charged after all.
         self.forgiven -= tokens - self.unsent.remove_latest(tokens)
         self._recompute()
 
     def edit(self, rule: Limit) -> None:
-        """Apply an edited rule: no more is settled than it allows.
+        """Apply an edited rule; no more than its capacity is settled.
 
-        If another rule was edited, only the revision changes; a book older than the state's rule has no effect.
+        If another rule was edited, only the revision changes. A book older than the current rule has no effect.
         """
         if rule.revision < self.rule.revision:
             return
@@ -325,7 +335,7 @@ class LocalView:
     # Inside
 
     def _learn(self, shared: SharedState) -> None:
-        """Adopt the limit and burst of a state that other nodes charged under a newer rule book."""
+        """Adopt the limit and burst of a state that another node charged under a newer rule book."""
         if shared.revision > self.rule.revision:
             rule = replace(
                 self.rule, limit=shared.limit, burst=shared.burst, revision=shared.revision
@@ -335,7 +345,7 @@ class LocalView:
             self.rule = rule
 
     def _work_out_share(self, now_us: int) -> int:
-        """Return the unsettled tokens that all nodes together may have, until the base refills."""
+        """Compute and cache the unsettled tokens allowed to all nodes together."""
         self.shared_out = self.share_of(self.rule, self._remaining(now_us))
         return self.shared_out
 
@@ -348,8 +358,8 @@ class LocalView:
     def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
         """Return ``None`` if the waiting checks leave room for one more, else a denial.
 
-        They take what is left, or others have: no more are to wait than there is left for. Where the store has refused
-        some of those that waited last, the other nodes are taken to ask for as much.
+        The waiting checks never exceed the tokens left. If the store denied a check of the last batch, the other nodes
+        are assumed to have as many waiting.
         """
         if not self.asked_tokens:
             return None
@@ -369,20 +379,20 @@ class LocalView:
         return outcome
 
     def _judge_denials(self) -> None:
-        """Count the denials that the new state would have allowed: as many as fit, at the time of the first.
+        """Count the denials that the new state would have allowed: as many as fit, at the time of the first one.
 
-        What has come free since then was not there, and may have been spent since then; that it was is not assumed.
+        Tokens freed since then were not available, and are subtracted as if none of them had been spent.
         """
         at_us, rule, account = self._denied_at_us, self.rule, self._account
         room = rule.capacity - account.used(self._state, rule, at_us)
-        # equivalent: <= frees what comes free in no time
+        # equivalent: with <= no tokens are freed in no time
         if room >= self._denied_cost and at_us < self._latest_us:
             room -= account.freed(rule, at_us, self._latest_us)
         self.false_positives += max(0, min(self._denials, room // self._denied_cost))
         self._denials = 0
 
     def _trim(self, now_us: int) -> None:
-        """Bound unsettled spends during a long outage: forgive now what its end would forgive."""
+        """Bound unsettled spends in a long outage: forgive now those that the first reply would forgive."""
         self.forgive_outage(now_us)
         self._trim_at = max(LEAST_PENDING_RUNS, 2 * len(self.unsent))
 
@@ -396,19 +406,19 @@ class LocalView:
                 state = account.capped(state, rule)
                 # At the same revision the limit differs when an assignment to a plan has ended.
                 self.knows_better = rule.revision >= base.revision
-        if self.in_flight.tokens:
-            state = account.charged(state, rule, self.in_flight.runs())
+        if self.in_flight:
+            state = account.charged(state, rule, self.in_flight)
         if self.unsent.tokens:
             state = account.charged(state, rule, self.unsent.runs())
         self._state = state
         self._latest_us = account.standing(state)[0]
         self.shared_out = _UNKNOWN
-        # The overdrawn state has its own decide function until the next state.
+        # An overdrawn state has its own decide function.
         self._decide = account.judge_of(state, rule)
 
 
 class TightView(LocalView):
-    """A view with tight shares: nodes allow less beyond a limit together, and ask the store more often."""
+    """A view with tight shares: nodes together exceed a limit by less, and ask the store more often."""
 
     shares = TIGHT_SHARE_PERCENT / 100 + 1 / SHARES_OF_CAPACITY
 
@@ -416,5 +426,5 @@ class TightView(LocalView):
 
     @staticmethod
     def share_of(rule: Limit, remaining: int) -> int:
-        """Return at most :data:`TIGHT_SHARE_PERCENT` of the capacity, and what other views may have."""
+        """Return the share of other views, at most :data:`TIGHT_SHARE_PERCENT` of the capacity."""
         return min(LocalView.share_of(rule, remaining), rule.capacity * TIGHT_SHARE_PERCENT // 100)

@@ -1,4 +1,4 @@
-"""What a node has allowed and the store has not acknowledged yet. Never reads a clock."""
+"""Spends that the store has not acknowledged yet, and the batches that carry them. Reads no clock."""
 
 from __future__ import annotations
 
@@ -16,35 +16,30 @@ from ratelimitd.model import Algorithm, Limit
 
 _EVER_US: Final = 2**62  # equivalent: any number above every time
 
-_GRAINS_US: Final[Mapping[Algorithm, int]] = MappingProxyType(
-    {Algorithm.TOKEN_BUCKET: _EVER_US, Algorithm.FIXED_WINDOW: 0, Algorithm.SLIDING_WINDOW: 1}
-)
-"""How far apart spends have to be for the algorithm to tell them apart; 0 is the window."""
-
 _NONE: Final[list[Run]] = []
-"""Never written to: most buckets have no earlier runs, and a list less each."""
+"""Never modified; saves a list for most buckets, which have no earlier runs."""
 
 
 class Spends:
-    """Spends of one bucket under one rule, as runs: those that the algorithm does not tell apart are one.
+    """Spends of one bucket under one rule, as runs: spends that the algorithm does not distinguish are one run.
 
-    So a fixed window has one run for each window, a log one for each time. A token bucket has two at most, whatever was
-    spent in between: what spends make of a bucket depends on how many there were, and on what would be missing after
-    them if the bucket had been full at first, which sinks with each refill and rises with each spend. Charged all at
-    once, at the last time, a bucket that was full would be refilled for nothing before: a node alone at 1.5 times its
-    limit would lose a tenth of a limit in each interval of the sync that begins with a full bucket.
+    A fixed window has one run for each window, a log one for each time, and a token bucket at most two. The effect of
+    spends on a token bucket depends only on their sum, and on the amount missing after them if the bucket was full
+    before, which falls with each refill and rises with each spend. If all were charged at the last time, a full bucket
+    would lose the refill before: a single node at 1.5 times its limit would lose a tenth of a limit in each sync
+    interval that begins with a full bucket.
 
     Attributes:
-        tokens: how many in all.
-        latest_us: when the last was made; means nothing when there is none.
+        tokens: sum of all spends.
+        latest_us: time of the last spend; undefined without any.
     """
 
     __slots__ = (
         "_earlier",
         "_earlier_tokens",
-        "_grain_us",
         "_missing",
         "_rate",
+        "_rule",
         "_until_us",
         "_window_us",
         "latest_us",
@@ -52,27 +47,32 @@ class Spends:
     )
 
     def __init__(self, rule: Limit) -> None:
+        self._adopt(rule)
         self.begin(rule)
 
     def begin(self, rule: Limit) -> None:
-        """Forget what there is, and go on under ``rule``."""
-        self._grain_us = _GRAINS_US[rule.algorithm] or rule.window_us
+        """Drop all spends, and continue under ``rule``."""
+        if rule is not self._rule:
+            self._adopt(rule)
         self._earlier = _NONE
         self._earlier_tokens = 0
         self._until_us = 0  # until then a spend belongs to the last run
-        self._window_us = rule.window_us
-        self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
-        # From a bucket that was full at first; a token is window_us units, a µs refills rate of them.
+        # If the bucket was full before; in units, window_us to a token, of which a µs refills _rate.
         self._missing = 0  # equivalent: the first spend sets it
         self.tokens = 0
         self.latest_us = 0
 
+    def _adopt(self, rule: Limit) -> None:
+        self._rule = rule
+        self._window_us = rule.window_us
+        self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
+
     def __len__(self) -> int:
-        """Number of runs."""
+        """Return the number of earlier runs, plus one for the last if there are spends."""
         return len(self._earlier) + (self.tokens > 0)
 
     def add(self, at_us: int, tokens: int) -> None:
-        """Add a spend, at the time it was charged at; one that comes late is taken for one of the latest time."""
+        """Add a spend at the time of its charge; a late one counts as made at the latest time."""
         if at_us >= self._until_us:
             self._begin_run(at_us)
         elif at_us > self.latest_us:
@@ -83,7 +83,7 @@ class Spends:
         self.tokens += tokens
 
     def runs(self) -> Sequence[Run]:
-        """What to charge for them, in ascending order."""
+        """Return the runs to charge, in ascending order."""
         if not self.tokens:
             return ()
         if not self._rate:
@@ -92,15 +92,15 @@ class Spends:
         return _two_runs(self.latest_us, self.tokens, refilled, self._window_us, self._rate)
 
     def resume(self, at_us: int, tokens: int, refilled: int) -> None:
-        """Add spends of which a full bucket had refilled so much before the last of them; there must be none yet."""
+        """Add the first spends; if the bucket was full, ``refilled`` units were refilled before the last one."""
         self.add(at_us, tokens)
         self._missing -= refilled
 
     def remove_latest(self, tokens: int) -> int:
-        """Take back the latest spends, up to so many tokens; return how many that were."""
+        """Remove the latest spends, up to ``tokens``; return the number removed."""
         taken = max(0, min(tokens, self.tokens))
         self.tokens -= taken
-        # Whatever is left, its last token has just been spent.
+        # At least the last token left has just been spent.
         self._missing = max(self._missing - taken * self._window_us, self._window_us)
         while self._earlier and self.tokens <= self._earlier_tokens:
             at_us, there = self._earlier.pop()
@@ -111,7 +111,7 @@ class Spends:
         return taken
 
     def remove_oldest(self, tokens: int) -> int:
-        """Take back the oldest spends, up to so many tokens; return how many that were."""
+        """Remove the oldest spends, up to ``tokens``; return the number removed."""
         taken = left = max(0, min(tokens, self.tokens))
         self.tokens -= taken
         self._missing = min(self._missing, self.tokens * self._window_us)
@@ -144,10 +144,16 @@ class Spends:
 
     def _end_with(self, at_us: int) -> None:
         self.latest_us = at_us
-        self._until_us = at_us - at_us % self._grain_us + self._grain_us
+        # The algorithm does not distinguish the spends of a run: all of a token bucket, those of one time in a log.
+        if self._rate:
+            self._until_us = _EVER_US
+        elif self._rule.algorithm is Algorithm.FIXED_WINDOW:
+            self._until_us = at_us - at_us % self._window_us + self._window_us
+        else:
+            self._until_us = at_us + 1
 
     def _merge_neighbours(self) -> None:
-        """Every two runs become one at the later time, as in a log that is too long: it never admits more."""
+        """Merge every two runs at the later time, as in a log that is too long; this never admits more."""
         runs = self._earlier
         self._earlier = [
             (at_us, before + tokens)
@@ -158,32 +164,32 @@ class Spends:
 def _two_runs(  # noqa: PLR0917 -- called for every bucket of a batch
     latest_us: int, tokens: int, refilled: int, window_us: int, rate: int
 ) -> Sequence[Run]:
-    """Spends of a token bucket of which so many units were refilled in between if it had been full at first."""
+    """Return the spends of a token bucket as runs; if it was full before, ``refilled`` units were refilled between."""
     if refilled <= 0:
         return ((latest_us, tokens),)
-    # So many earlier, and so much earlier, that a full bucket is refilled by just that before the rest.
+    # As many tokens earlier, and as much earlier, as refill a full bucket by this amount before the rest.
     earlier = -(-refilled // window_us)
     return ((latest_us - refilled // rate, earlier), (latest_us, tokens - earlier))
 
 
 MAX_UPDATES: Final = 100
-"""Of one batch, as the specification has it."""
+"""Updates of one batch, as specified."""
 
 
 LEAST_INTERVAL_US: Final = 10_000
-"""Between two batches of a sender: an attacked bucket costs the store 100 calls a second for each node, no more."""
+"""Interval between two batches of a sender: an attacked bucket costs the store at most 100 calls a second per node."""
 
 
 class ColdSpend(NamedTuple):
-    """The spend of a bucket without a view, of one check or several.
+    """The spend of one or several checks on a bucket without a view.
 
     Attributes:
-        rule: the limit that it was charged under.
+        rule: the limit under which it was charged.
         base: the packed state before it.
-        at_us: the time of its latest check, in µs.
-        cost: its tokens.
-        refilled: the units of a token bucket that its checks have found refilled, if it was full at the first.
-        checks: how many there were.
+        at_us: time of the latest check, in µs.
+        cost: tokens.
+        refilled: units that a token bucket was refilled between the checks, if it was full at the first.
+        checks: number of checks.
     """
 
     rule: Limit
@@ -194,7 +200,7 @@ class ColdSpend(NamedTuple):
     checks: int = 1
 
     def runs(self) -> Sequence[Run]:
-        """What to charge for it, in ascending order."""
+        """Return the runs to charge, in ascending order."""
         rule = self.rule
         return _two_runs(self.at_us, self.cost, self.refilled, rule.window_us, rule.limit)
 
@@ -203,9 +209,9 @@ _NO_COLD: Final[Mapping[bytes, Any]] = MappingProxyType({})
 
 
 class Batch(NamedTuple):
-    """What one sender says of up to ``MAX_UPDATES`` buckets; ``sender`` is a node and its incarnation.
+    """The updates of one sender for up to ``MAX_UPDATES`` buckets; ``sender`` names a node and its incarnation.
 
-    ``cold`` are spends of buckets without a view.
+    ``cold`` are spends on buckets without a view.
     """
 
     sender: str
@@ -216,7 +222,7 @@ class Batch(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the store answers to a batch; ``cold`` are the packed states of buckets without a view."""
+    """The store's answer to a batch; ``cold`` are the packed states of buckets without a view."""
 
     number: int
     settled: Mapping[bytes, Settled]
@@ -227,7 +233,7 @@ class Sender:
     """The batches of one node to one part of the store.
 
     Attributes:
-        outstanding: the batch that is not acknowledged yet, if there is one.
+        outstanding: the batch that is not acknowledged yet, if any.
     """
 
     __slots__ = ("_frozen_at_us", "_name", "_number", "outstanding")
@@ -239,12 +245,12 @@ class Sender:
         self.outstanding: Batch | None = None
 
     def wait_us(self, now_us: int) -> int | None:
-        """How long the next batch has to wait for its turn; ``None`` while one is outstanding."""
+        """Return the µs until the next batch may be sent; ``None`` while one is outstanding."""
         if self.outstanding is not None:
             return None
         if self._frozen_at_us is None:
             return 0
-        # A clock that was set back must not silence the node.
+        # A clock that was set back must not stop the node from sending.
         return min(LEAST_INTERVAL_US, max(0, self._frozen_at_us + LEAST_INTERVAL_US - now_us))
 
     def freeze(
@@ -253,14 +259,14 @@ class Sender:
         now_us: int,
         cold: Mapping[bytes, ColdSpend] = _NO_COLD,
     ) -> Batch:
-        """Make the next batch. There must be none outstanding, nor more updates than one may have."""
+        """Make the next batch. None may be outstanding, and the updates must fit into one batch."""
         self._number += 1
         self._frozen_at_us = now_us
         self.outstanding = Batch(self._name, self._number, now_us, dict(updates), cold)
         return self.outstanding
 
     def acknowledged(self, reply: Reply) -> Batch | None:
-        """The batch that a reply acknowledges; ``None`` for one that came before."""
+        """Return the batch that a reply acknowledges; ``None`` if the reply is not to the outstanding one."""
         batch = self.outstanding
         if batch is None or reply.number != batch.number:
             return None

@@ -1,9 +1,9 @@
-"""What a level would be if holds had been charged other amounts. Pure. See ADR 0055.
+"""Recomputes the level of a bucket after a hold is settled with another amount. Pure. See ADR 0055.
 
-The level of a bucket, the tokens that it lacks, is changed by refill, which ends at zero, by charges, and by edits,
-which cap it. Each of these makes ``min(max(level + add, least), most)`` of a level, and so do several after one
-another. So the changes between two holds are kept as one, however many they were, and another amount of a hold is
-another ``add``: what comes of it is exactly what would have come of it then.
+The level is the number of missing units. Refill lowers it, down to zero; charges raise it; edits cap it. Each of these
+maps a level to ``min(max(level + add, least), most)``, and so does any sequence of them. All changes between two holds
+are therefore kept as one, and another amount of a hold is another ``add``. The result is exact, as if the hold had been
+charged this amount at first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from itertools import chain
 from typing import Final, TypeAlias
 
 Change: TypeAlias = tuple[int, int, int]
-"""(add, least, most): it makes ``min(max(level + add, least), most)`` of a level, which is never below zero."""
+"""(add, least, most): maps a level, which is never negative, to ``min(max(level + add, least), most)``."""
 
 NEVER: Final = 1 << 120
 """Above any level: 10,000 holds of 2^31 tokens of 2^51 units are below 2^96."""
 
-# equivalent: how many holds share a sum is not to be seen
+# equivalent: the number of holds in a block is not observable
 BLOCK: Final = 32
-"""Holds whose changes have a common sum: a settle adds up one block anew, and then the blocks."""
+"""Holds whose changes have a common sum: a settle sums up one block again, and then the blocks."""
 
 
 def changed(level: int, change: Change) -> int:
-    """Return what a change makes of a level."""
+    """Return the level after a change."""
     add, least, most = change
     level += add
     if level < least:
@@ -33,7 +33,7 @@ def changed(level: int, change: Change) -> int:
 
 
 def both(first: Change, second: Change) -> Change:
-    """Return the change that is one after the other."""
+    """Return the composition of two changes."""
     add, least, most = second
     low, high = first[1] + add, first[2] + add
     # Comparisons, not min() and max(), take a third of the time. equivalent: <= and >= assign the value it has
@@ -45,7 +45,7 @@ def both(first: Change, second: Change) -> Change:
 
 
 class _Block:
-    """Up to ``BLOCK`` holds that follow one another, and the sum of their changes, ``None`` if it is out of date."""
+    """Up to ``BLOCK`` consecutive holds, and the sum of their changes, ``None`` if it is out of date."""
 
     __slots__ = ("changes", "numbers", "total")
 
@@ -56,11 +56,11 @@ class _Block:
 
 
 class Replay:
-    """Holds by their time, each with the change of its charge and all changes after it, until the next hold.
+    """Holds by time, each with the change by its charge and all later changes until the next hold.
 
-    They are in blocks, each with the sum of its changes: no step goes over all holds, and a settle goes over one block
-    and then over the sums. A tree would settle one of 10,000 holds in 10 µs instead of 50, but has to be made anew now
-    and then, which takes tens of milliseconds, and takes twice the memory of a bucket with one hold.
+    Holds are in blocks, each with the sum of its changes: no step visits all holds, and a settle visits one block and
+    then the sums. A tree would settle one of 10,000 holds in 10 µs instead of 50, but must be rebuilt at times, which
+    takes tens of milliseconds, and takes twice the memory for a bucket with one hold.
     """
 
     __slots__ = ("_before", "_block_of", "_blocks", "_count")
@@ -73,7 +73,7 @@ class Replay:
         self._count = 0
         self._blocks = [_Block()]
         self._block_of: dict[bytes, _Block] | None = None
-        """``None`` as long as there is one block: most buckets have a hold or two."""
+        """``None`` until there is a second block: most buckets have one or two holds."""
         for number, change in zip(numbers, changes, strict=True):
             self.add(number, change)
 
@@ -82,24 +82,24 @@ class Replay:
         return self._count
 
     def __contains__(self, number: bytes) -> bool:
-        """Return whether the hold of this number is among them."""
+        """Return whether the hold of this number is present."""
         return number in (self._blocks[0].numbers if self._block_of is None else self._block_of)
 
     @property
     def numbers(self) -> list[bytes]:
-        """The numbers of the holds, by their time."""
+        """The numbers of the holds, by time."""
         return [*chain.from_iterable([block.numbers for block in self._blocks])]
 
     def parts(self) -> tuple[int, list[bytes], list[Change]]:
-        """Return what it can be made of anew: the level before the oldest hold, the holds, and their changes."""
+        """Return the arguments that recreate it: the level before the oldest hold, the holds, and their changes."""
         changes = [*chain.from_iterable([block.changes for block in self._blocks])]
         return self._before, self.numbers, changes
 
     def add(self, number: bytes, change: Change) -> None:
-        """Add a hold that has made this change."""
+        """Add a hold with the change by its charge."""
         block = self._blocks[-1]
         if len(block.numbers) >= BLOCK:
-            # equivalent: else a settle would add up all blocks at once
+            # equivalent: otherwise a settle would sum up all blocks at once
             block.total = _total(block.changes)
             if self._block_of is None:
                 self._block_of = dict.fromkeys(block.numbers, block)
@@ -113,13 +113,13 @@ class Replay:
             self._block_of[number] = block
 
     def then(self, change: Change) -> None:
-        """Add a change to those after the latest hold; there is one."""
+        """Add a change after the latest hold; there must be one."""
         block = self._blocks[-1]
         block.changes[-1] = both(block.changes[-1], change)
         block.total = None
 
     def remove(self, number: bytes, more: int) -> None:
-        """Let a hold have added ``more`` to the level, for good: it is no hold any more."""
+        """Remove a hold; its charge adds ``more`` units to the level from now on."""
         block = self._blocks[0] if self._block_of is None else self._block_of.pop(number)
         self._count -= 1
         place = block.numbers.index(number)
@@ -148,9 +148,9 @@ class Replay:
         return level
 
     def _join(self, place: int, block_of: dict[bytes, _Block]) -> None:
-        """Put a small block into the one before it, if it fits, so that there are few, and none is empty."""
+        """Merge a small block into the one before it, if it fits, so that blocks are few, and none is empty."""
         block, before = self._blocks[place], self._blocks[place - 1]
-        # equivalent: whether two blocks become one is not to be seen, but that none is empty
+        # equivalent: a merge is not observable, except that no block is empty
         if block.numbers and (not place or len(before.numbers) > BLOCK // 2):
             return
         before.numbers += block.numbers

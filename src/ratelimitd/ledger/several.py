@@ -1,7 +1,7 @@
-"""One check on several shared buckets: every enforced one is charged, or none is. Pure; see ADR 0051.
+"""One check on several shared buckets: all are charged, or none is. Pure; see ADR 0051.
 
-A bucket within the node's share holds the tokens until all others are decided. One closer to its limit is decided and
-charged by the store, and that charge is given back if another bucket denies the check.
+A bucket within the node's share reserves the tokens until all others are decided. A bucket closer to its limit is
+decided and charged by the store; the charge is given back if another bucket denies the check.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Part:
 
     Attributes:
         limit: in force on the node.
-        view: the node's view, where that decides.
-        outcome: ``None`` until it is decided; an error, if nobody can decide it.
-        refund: gives back what the store has charged; ``None`` if that is nothing, or not known well enough.
-        shared: the bucket in the store after it allowed the check; includes the charge that ``refund`` gives back.
-        is_reserved: the view holds the tokens.
-        is_charged: the bucket is charged already, by the store or by the view because the store was late.
+        view: the node's view, if that decides.
+        outcome: ``None`` until decided; an error if it cannot be decided.
+        refund: gives back the store's charge; ``None`` without one, or if it is not known exactly enough.
+        shared: the bucket in the store after it allowed the check, including the charge of ``refund``.
+        is_reserved: the view has reserved the tokens.
+        is_charged: the bucket is charged, by the store, or by the view because the store was late.
     """
 
     __slots__ = ("is_charged", "is_reserved", "limit", "outcome", "refund", "shared", "view")
@@ -40,35 +40,35 @@ class Part:
         self.is_reserved = self.is_charged = False
 
     def reserve(self, view: LocalView, now_us: int, members: int, cost: int) -> Outcome | None:
-        """Decide by the node's view, and hold the tokens if it allows; ``None`` if the store has to decide."""
+        """Decide by the node's view, and reserve the tokens if it allows; ``None`` if the store has to decide."""
         return self._held(view, view.reserve(now_us, members, cost))
 
     def reserve_alone(self, view: LocalView, now_us: int, cost: int) -> Outcome | None:
-        """Decide by the node's view, whatever the share: the store is not asked."""
+        """Decide by the node's view regardless of the share, because the store is not asked."""
         outcome = view.peek(now_us, cost)
         if outcome[0]:
             view.hold(cost)
         return self._held(view, outcome)
 
     def peek(self, view: LocalView, now_us: int, cost: int) -> Outcome:
-        """Decide by the node's view, and hold nothing."""
+        """Decide by the node's view, and reserve nothing."""
         self.view, self.outcome = view, (outcome := view.peek(now_us, cost))
         return outcome
 
     def release(self, now_us: int, cost: int) -> None:
-        """End the reservation, and decide again: the bucket may have been used up since."""
+        """End the reservation, and decide again, since the bucket may have been used up."""
         if self.view is not None and self.is_reserved:
             self.view.release(cost)
             self.outcome = self.view.peek(now_us, cost)
 
     def charge(self, now_us: int, cost: int) -> None:
-        """Spend what was reserved."""
+        """Spend the reserved tokens."""
         if self.view is not None and self.is_reserved:
             self.outcome = self.view.check_alone(now_us, cost)
             self.is_charged = True
 
     def leave(self, now_us: int, cost: int) -> None:
-        """Let an outcome that allows say what the bucket has without this check."""
+        """Make an allowed outcome report the bucket without this check."""
         if not isinstance(self.outcome, tuple) or not self.outcome[0]:
             return
         if self.view is not None:
@@ -95,7 +95,7 @@ class Part:
 
 
 def denies(parts: Iterable[Part], errors: tuple[type[Exception], ...] = ()) -> bool:
-    """Whether an enforced limit denies the check, or one of ``errors`` stands in the place of its outcome."""
+    """Whether an enforced limit denies the check, or has one of ``errors`` as its outcome."""
     for part in parts:
         outcome = part.outcome
         if part.limit.enforcement is not ENFORCE or outcome is None:
@@ -108,10 +108,10 @@ def denies(parts: Iterable[Part], errors: tuple[type[Exception], ...] = ()) -> b
 def conclude(
     parts: Sequence[Part], now_us: int, cost: int, errors: tuple[type[Exception], ...] = ()
 ) -> bool:
-    """End a check whose parts are all decided: spend what is reserved, or nothing. Returns whether it is allowed.
+    """End a check with decided parts: spend the reserved tokens or nothing. Returns whether it is allowed.
 
-    A part that nobody could decide denies nothing, unless by one of ``errors``, and is not charged. Of a denied check,
-    what the store has charged is the caller's to give back.
+    A part with an error is not charged, and denies only if the error is one of ``errors``. If the check is denied, the
+    caller must give back the store's charges.
     """
     for part in parts:
         part.release(now_us, cost)

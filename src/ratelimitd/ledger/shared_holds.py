@@ -1,9 +1,9 @@
-"""Holds on buckets that nodes share: what the store is asked and answers, and what a hold in several parts comes to.
+"""Holds on shared buckets: calls to the store and its replies, and the result of a hold in several parts. Pure.
 
-Pure. The store keeps a record of each hold beside its buckets: in a Cluster one in each hash tag, of the buckets there.
-A part is charged, or found as it was charged before, and the hold is made if all are. Else what was charged is
-withdrawn: each attempt has a name of its own, and a part is given back when all attempts that met it have withdrawn.
-So no attempt takes away what another has told its caller.
+The store keeps a record of each hold beside its buckets; in a Cluster, one part of it in each hash tag, for the buckets
+there. A call charges a part, or finds it charged before. If all parts are charged, the hold is made; otherwise its
+charges are withdrawn. Each attempt has its own name, and a part is given back when all attempts that found it have
+withdrawn, so that no attempt revokes a hold that another has reported to its caller.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ratelimitd.model import ALLOWED, CONCURRENCY, WITHIN_LIMIT, Limit, Outcome
 ATTEMPT_BYTES: Final = 8
 
 MAX_ATTEMPTS: Final = 8
-"""Of one hold at the same time; with more of them it cannot be withdrawn, and is held until its end."""
+"""Concurrent attempts of one hold; with more it cannot be withdrawn, and stays until its end."""
 
 
 class HoldCall(NamedTuple):
     """A hold, or a part of one, to be made in one step of the store.
 
-    ``checks`` are one for each bucket. ``most`` is how many holds a bucket may have.
+    ``checks`` has one check for each bucket. ``most`` is the maximum of holds on a bucket.
     """
 
     number: bytes
@@ -50,9 +50,9 @@ class HoldCall(NamedTuple):
 
 
 class Made(enum.IntEnum):
-    """What became of a call; the numbers are those of the script.
+    """The result of a call; the numbers are those of the script.
 
-    ``FOUND``: another attempt has made it, or may have. A call that is repeated is answered as at first.
+    ``FOUND``: another attempt has made the part, or may have. A repeated call gets the same answer.
     """
 
     MADE = 1
@@ -66,9 +66,8 @@ class Made(enum.IntEnum):
 class HoldReply(NamedTuple):
     """The answer to a call.
 
-    ``outcomes`` are those of the buckets of ``names``: of the checks in their order; of a part that was found, of the
-    buckets that it has, and what was told then; empty if the number was refused. ``expire_us`` is the end of the part,
-    0 unless it is there.
+    ``outcomes`` are those of the buckets of ``names``, in the order of the checks; for a part that was found, its own
+    buckets and original outcomes; empty if the number was refused. ``expire_us`` is the end of the part, 0 without one.
     """
 
     made: Made
@@ -78,7 +77,7 @@ class HoldReply(NamedTuple):
 
 
 class Step(enum.IntEnum):
-    """What is to be done with a hold; the numbers are those of the script."""
+    """An operation on a hold; the numbers are those of the script."""
 
     SETTLE = 1
     EXTEND = 2
@@ -88,8 +87,8 @@ class Step(enum.IntEnum):
 class StepCall(NamedTuple):
     """A step of a hold on the buckets of ``names``.
 
-    ``amount``: the tokens of a settle, the µs of an extension. ``attempt``: which is withdrawn. ``at_us``: at what time
-    the outcomes say what a bucket has, ``STORE_TIME`` for the store's own.
+    ``amount``: the tokens of a settle, the µs of an extension. ``attempt``: the one to withdraw. ``at_us``: the time of
+    the outcomes, ``STORE_TIME`` for that of the store.
     """
 
     step: Step
@@ -101,7 +100,7 @@ class StepCall(NamedTuple):
 
 
 class Stepped(enum.IntEnum):
-    """What became of a step; the numbers are those of the script."""
+    """The result of a step; the numbers are those of the script."""
 
     UNKNOWN = 0
     DONE = 1
@@ -111,7 +110,7 @@ class Stepped(enum.IntEnum):
 
 
 class StepReply(NamedTuple):
-    """The answer to a step: the end of the part, what was given back and charged, and what the buckets have after."""
+    """The answer to a step: the end of the part, the tokens given back and charged, and the outcomes afterwards."""
 
     stepped: Stepped
     expire_us: int = 0
@@ -121,23 +120,23 @@ class StepReply(NamedTuple):
 
 
 Part: TypeAlias = tuple[Sequence[int], HoldReply | RateLimitdError]
-"""Which of the charges of a hold a call was for, and its answer."""
+"""(indices of the hold's charges that a call was for, its answer)."""
 
 PartOfStep: TypeAlias = tuple[Sequence[int], StepReply | RateLimitdError]
-"""Which of the names of a step a call was for, and its answer."""
+"""(indices of the step's names that a call was for, its answer)."""
 
 
 def conclude(
     names: Sequence[bytes], limits: Sequence[Limit], cost: int, parts: Sequence[Part]
 ) -> Held:
-    """Return what a hold of ``cost`` tokens on buckets comes to. Unless it is made, its parts are to be withdrawn.
+    """Combine the parts of a hold of ``cost`` tokens. Unless the hold is made, the caller must withdraw its parts.
 
-    A denial is the answer whatever else there is: it denies no less if it is asked again.
+    A denial precedes full buckets and failed parts, because a retry would be denied as well.
 
     Raises:
-        CheckInvalidError: the number is that of a hold of another check, or of one that is over.
-        HoldsFullError: a bucket has as many holds as it may have.
-        RateLimitdError: a part could not be made, or it is not known whether it was.
+        CheckInvalidError: the number belongs to a hold of another check, or to one that has ended or was settled.
+        HoldsFullError: a bucket has reached its maximum of holds.
+        RateLimitdError: a part could not be made, or its result is unknown.
     """
     replies = [reply for _, reply in parts if isinstance(reply, HoldReply)]
     made = {reply.made for reply in replies}
@@ -168,12 +167,12 @@ def conclude(
 
 
 def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> StepReply:
-    """Return what a step on ``count`` buckets comes to. ``field`` is what a settled hold refuses.
+    """Combine the parts of a step on ``count`` buckets. ``field`` is the one that a settled hold refuses.
 
     Raises:
-        HoldEndedError: the time of a part was over.
-        HoldSettledError: a part was settled otherwise.
-        RateLimitdError: it is not known of a part whether it was done.
+        HoldEndedError: a part had ended.
+        HoldSettledError: a part was settled before, and the step extends it or settles another amount.
+        RateLimitdError: the result of a part is unknown.
     """
     replies = [reply for _, reply in parts if isinstance(reply, StepReply)]
     stepped = {reply.stepped for reply in replies}
@@ -205,7 +204,7 @@ def has_part(reply: HoldReply | RateLimitdError) -> bool:
 
 
 def _without(outcome: Outcome | None, limit: Limit, cost: int) -> Outcome | None:
-    """Return what an outcome that allowed says without the hold."""
+    """Return an allowed outcome as it is without the hold; others are unchanged."""
     if outcome is None or not outcome[0]:
         return outcome
     taken = 1 if limit.algorithm is CONCURRENCY else cost

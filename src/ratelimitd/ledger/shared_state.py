@@ -1,6 +1,6 @@
-"""A bucket as the shared state holds it, and what a node's update does to it. Pure.
+"""A bucket in the shared state, and the effect of a node's update on it. Pure.
 
-The script that runs in the store does the same; this is what it is tested against.
+The script in the store does the same, and is tested against this model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class SharedState(NamedTuple):
     """A bucket in the store.
 
     ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the newest rule book under
-    which the bucket was charged, ``limit`` and ``burst`` what its rule says there. ``state`` is the algorithm's;
-    ``None`` is a full bucket. ``refunded`` counts the tokens that were given back in this generation.
+    which the bucket was charged, ``limit`` and ``burst`` are those of its rule there. ``state`` is the algorithm's;
+    ``None`` is a full bucket. ``refunded`` counts the tokens given back in this generation.
     """
 
     generation: int
@@ -35,21 +35,21 @@ class SharedState(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A check that the store is to decide: when it came, on the node's clock, and its cost."""
+    """A check that the store must decide: its time, by the node's clock, and its cost."""
 
     at_us: int
     cost: int
 
 
 class Update(NamedTuple):
-    """What one node says of one bucket: what it has allowed, and what it asks.
+    """One node's update of one bucket: the checks that it has allowed, and those that the store must decide.
 
     Attributes:
-        rule: what was charged under; its ``revision`` is that of the whole rule book, whatever was edited there.
-        generation: of the bucket that was charged; ``None`` when the node has not heard of it yet.
-        runs: what was allowed and is to be charged.
-        asks: what is to be decided, in order, after that.
-        refunds: charges that are to be given back before anything else.
+        rule: the limit of the charges; its ``revision`` is that of the whole rule book.
+        generation: of the charged bucket; ``None`` if the node does not know it yet.
+        runs: allowed tokens to be charged.
+        asks: checks to be decided after that, in order.
+        refunds: charges to be given back first.
     """
 
     rule: Limit
@@ -60,27 +60,27 @@ class Update(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What an update made of a bucket, and which of its asks were granted. Those are charged."""
+    """The bucket after an update, and which of its asks were granted and charged."""
 
     shared: SharedState
     grants: tuple[bool, ...]
 
 
-# equivalent: any second that is over does
+# equivalent: any past second works
 YEAR_2025_S: Final = 1_735_689_600
 
 STORE_TIME: Final = -1
-"""In the place of a time: the store's own clock at that moment."""
+"""Stands for the time of the store's own clock."""
 
 
 OBSERVES: Final = 4
-"""Beside ``peek`` of a check that is one with others: its denial denies no other."""
+"""Flag in ``peek`` for an observing limit: its denial denies no other bucket of the check."""
 
 
 class StoreCheck(NamedTuple):
-    """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``.
+    """A check that the store decides on the bucket itself: a node's first one on it, or any under ``strict``.
 
-    ``peek`` also tells which checks are one, where the store decides them together.
+    ``peek`` also marks the checks that the store decides together.
     """
 
     name: bytes
@@ -91,13 +91,13 @@ class StoreCheck(NamedTuple):
 
 
 Met: TypeAlias = tuple[Outcome, SharedState]
-"""The outcome of a first check, without a state, and the bucket as the store has it then; a missing one is full."""
+"""The outcome of a first check, without a state, and the bucket in the store after it; a missing one is full."""
 
 
 def standing(shared: SharedState, rule: Limit) -> tuple[int, ...]:
-    """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket.
+    """Return the sort key of the states of one bucket: the higher one is the later one.
 
-    At the same latest time, a charge leaves more spent, and a refund less but more refunded.
+    At the same latest time, a charge increases ``spent``, and a refund decreases it but increases ``refunded``.
     """
     latest_us, spent = ACCOUNTS[rule.algorithm].standing(shared.state)
     return (*shared[:2], latest_us, shared.refunded, spent)
@@ -106,9 +106,9 @@ def standing(shared: SharedState, rule: Limit) -> tuple[int, ...]:
 def refund_of(
     shared: SharedState, rule: Limit, tokens: int, *, at_us: int | None = None, later: int = 0
 ) -> Refund:
-    """Return what gives a charge back that the store made just before a state of a bucket.
+    """Return the refund of a charge that the store made just before a state of a bucket.
 
-    ``later`` tokens were charged between the charge, which was not before ``at_us``, and that state; none unless given.
+    The charge was made at ``at_us`` or later, and ``later`` tokens were charged between it and that state.
     """
     account = ACCOUNTS[rule.algorithm]
     if at_us is None:
@@ -118,11 +118,11 @@ def refund_of(
 
 
 def refunded(shared: SharedState, rule: Limit, refunds: Sequence[Refund]) -> SharedState:
-    """Return a bucket after refunds; of those, charges of another generation or revision are not given back."""
+    """Return a bucket after refunds; those of another generation or revision are ignored."""
     state, total = shared.state, shared.refunded
     for refund in refunds:
         already = total - refund.refunded
-        # Fewer were given back than before the charge: the store has lost it.
+        # If fewer were given back than before the charge, the store has lost the charge.
         if refund[:2] == shared[:2] and already >= 0:
             state, tokens = ACCOUNTS[rule.algorithm].refunded(state, rule, refund, already)
             total += tokens
@@ -130,38 +130,38 @@ def refunded(shared: SharedState, rule: Limit, refunds: Sequence[Refund]) -> Sha
 
 
 def generation_at(now_us: int) -> int:
-    """The least generation of a bucket that is reset now: seconds since 2025.
+    """Return the least generation of a bucket that is reset now: seconds since 2025.
 
-    The next after what is stored would come twice where the store has lost the last: a node that remembers it takes
-    the bucket that was made full for an older state of its own.
+    The stored generation plus one could repeat after the store has lost the last: a node that remembers that one would
+    take the reset bucket for an older state.
     """
     return max(0, now_us // US_PER_S - YEAR_2025_S)
 
 
 def overdrawn(shared: SharedState, rule: Limit) -> int:
-    """Tokens by which a bucket was overdrawn at its latest spend: what the nodes have allowed too much between them."""
+    """Return the tokens by which a bucket was overdrawn at its latest spend: the excess of all nodes together."""
     return max(0, _used_at_most(shared, rule) - shared.capacity)
 
 
 def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Limit) -> int:
-    """How much of what :func:`overdrawn` says was allowed rightly, ``before`` the capacity was lowered."""
+    """Return the part of :func:`overdrawn` that was allowed correctly, ``before`` the capacity was lowered."""
     if before.capacity <= shared.capacity:
         return 0
     account = ACCOUNTS[rule.algorithm]
     ruling = replace(rule, limit=shared.limit, burst=shared.burst)
     latest_us = account.standing(shared.state)[0]
-    # What the store has cut off at the edit is not there any more; of a log, what has not left its window is.
+    # The store has capped the debt at the edit; a log still has all tokens in its window.
     left = account.capped(before.state, ruling)
     return max(0, account.used(left, ruling, latest_us) - shared.capacity)
 
 
 def has_plenty(shared: SharedState, rule: Limit) -> bool:
-    """Whether at least half of the capacity was left even at the latest spend, and so at any time since."""
+    """Whether at least half of the capacity was left at the latest spend, and so ever since."""
     return 2 * _used_at_most(shared, rule) <= min(shared.capacity, rule.capacity)
 
 
 def _used_at_most(shared: SharedState, rule: Limit) -> int:
-    """Tokens that were missing at the latest spend; later there are fewer."""
+    """Return the tokens missing at the latest spend, the most until now."""
     account = ACCOUNTS[rule.algorithm]
     latest_us = account.standing(shared.state)[0]
     return account.used(shared.state, rule, latest_us)

@@ -1,1 +1,1 @@
-"""The use cases: checks are decided, buckets are reset, holds are made and settled."""
+"""The use cases: decide checks, reset buckets, make and settle holds."""

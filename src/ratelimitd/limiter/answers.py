@@ -28,7 +28,7 @@ def with_full_window(outcome: Outcome, scope: Scope) -> Outcome:
 
 
 def passed(outcome: Outcome) -> Outcome:
-    """Return the outcome of a check that passes: where no limit is enforced, one that observes is the answer."""
+    """Return the outcome of a check that passes; the denial of an observing limit becomes an allowed outcome."""
     return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
 
 
@@ -39,7 +39,7 @@ def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and bes
     outcomes: Sequence[Outcome],
     wait_ms: int,
 ) -> Decision:
-    """Return the answer to a check; ``first`` of the limits decides, and it proceeds ``wait_ms`` later."""
+    """Return the answer to a check that proceeds after ``wait_ms``; the limit at index ``first`` decides."""
     scopes = scope.several or (scope,)
     statuses = statuses_of(scopes, outcomes)
     statuses.insert(0, statuses.pop(first))
@@ -51,7 +51,7 @@ def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and bes
 
 
 def statuses_of(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
-    """Return what each limit says."""
+    """Return the status of each limit."""
     return [
         LimitStatus(*with_full_window(judged, one)[:5], one.rule, one.told, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
@@ -66,7 +66,7 @@ def explained_by(
     *,
     is_blocked: bool,
 ) -> LookedAt:
-    """Return what a rule does in a check whose identity of a type is ``assigned`` to a plan."""
+    """Return the effect of a rule on a check; ``assigned`` maps the types of its identities to plans."""
     if match is not Match.JUDGES:
         return LookedAt(rule, match)
     plan = BLOCKED_PLAN if is_blocked else rule.plan_among(assigned)

@@ -1,4 +1,4 @@
-"""Dry runs: what checks would be answered. They charge and count nothing."""
+"""Dry runs: answer checks without charging or counting them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from ratelimitd.rules.nearest import MAX_LOOKED_AT, RULES_PER_STEP, Nearest
 _Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
 
 _Together: TypeAlias = dict[bytes, tuple[Charge, list[int]]]
-"""What several checks charge to each bucket, by its key."""
+"""Key of a bucket → its charge, and the costs of all checks on it."""
 
 
 class DryRun:
-    """Judges checks by the rules of a limiter and on its buckets."""
+    """Judges checks by the rules and on the buckets of a limiter."""
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter: Final = limiter
 
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
-        """Whether checks would all pass at ``now_us``, one after the other.
+        """Whether all checks would pass at ``now_us``, one after the other.
 
-        Knows no timestamps. Checks may share a bucket: of a rule over all endpoints, for everybody or for one of their
-        identities. An awaitable only where buckets are shared. An undetermined outcome counts as passing: the later
-        charge meets the same failure and answers it.
+        Ignores timestamps. Checks may have a bucket in common: that of a rule for all endpoints or all callers, or of
+        one identity. Returns an awaitable only with shared buckets. An undetermined outcome counts as passing: the
+        later charge fails in the same way, and answers the failure.
         """
         together: _Together = {}
         foreseen = [self._foresee(check, now_us, together) for check in checks]
@@ -74,7 +74,7 @@ class DryRun:
         self, charges: Sequence[Charge], limits: Sequence[Limit], now_us: int, cost: int
     ) -> bool | _Foreseen:
         try:
-            # Each bucket is looked up again when it is charged, and counts then.
+            # A charge looks up each bucket again, and counts the look-up.
             outcomes = self._limiter.buckets.peek_all(charges, now_us, cost)
             if outcomes is None:
                 return limits, self._ask(charges, now_us, cost)
@@ -85,7 +85,7 @@ class DryRun:
     def _ask(
         self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Awaitable[Sequence[Outcome | Exception]]:
-        """Ask the shared state; only shared buckets leave a check undecided."""
+        """Ask the shared state, since only shared buckets leave a check undecided."""
         shared = cast("RemoteBuckets", self._limiter.shared)
         return shared.wait_all(charges, now_us, cost, peek=True, is_counted=False)
 
@@ -110,12 +110,12 @@ class DryRun:
         return not (isinstance(error, BreakerOpenError) and self._limiter.breaker_denies)
 
     async def explain(self, check: Check) -> Explained:
-        """Return the answer that a check would get as a peek, and every rule that was looked at for it.
+        """Return the answer that a check would get as a peek, and every rule considered for it.
 
         Raises:
             CheckInvalidError: as :meth:`ratelimitd.limiter.limiter.Limiter.check`.
             StoreUnavailableError: no rules are loaded yet, or the shared state did not answer.
-            StoreOverloadedError, BreakerOpenError: the shared state was not asked.
+            StoreOverloadedError, BreakerOpenError: the shared state was not called.
         """
         limiter, book = self._limiter, self._limiter.book
         if book is None:
@@ -135,7 +135,7 @@ class DryRun:
         is_blocked = decision.reason is Reason.BLOCKED
         assigned = {one.identifier_type: one.plan for one in plans}
         has_none = decision.reason is Reason.NO_RULE
-        # A rule for * judges what was meant for another, too.
+        # A rule for * also judges checks whose endpoint is misspelled.
         is_other = all(rule.endpoint != check.endpoint for rule, _ in looked_at)
         return Explained(
             decision,
@@ -172,7 +172,7 @@ class DryRun:
 
 
 async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
-    """Return the nearest rules of a book; other calls have their turn between two steps."""
+    """Return the nearest rules of a book; yields to the event loop after each step."""
     rules = islice(book.rules(), MAX_LOOKED_AT)
     while some := [*islice(rules, RULES_PER_STEP)]:
         nearest.look_at(some)

@@ -1,6 +1,6 @@
-"""Holds: checks whose cost is known afterwards, and things in flight. See ADR 0055.
+"""Holds: checks whose cost is known afterwards, and work in flight. See ADR 0055.
 
-A hold is judged as a check is, and answered as one, fail-open answers included. What it holds is kept by the buckets.
+A hold is judged and answered like a check, fail-open answers included. Its charges are kept beside the buckets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ratelimitd.model import (
 )
 
 NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
-"""Its field is the hold's own."""
+"""``lease`` is a field of the hold, not of its check."""
 
 UNANSWERED: Final = StoreUnavailableError("the shared state did not answer about a limit")
 
@@ -42,7 +42,7 @@ _Judged: TypeAlias = Sequence[tuple[Scope, Outcome | StoreUnavailableError]]
 
 
 class HeldLimit(NamedTuple):
-    """A limit that a hold is charged to: the stored name of the bucket, and whose it is; "" if it judges no more."""
+    """A limit that a hold is charged to: its bucket's stored name, and its rule, name and plan, empty if it is gone."""
 
     bucket: bytes
     rule_id: str
@@ -59,14 +59,14 @@ class Holding(NamedTuple):
 
 
 class SettledHold(NamedTuple):
-    """What a settle did; see :class:`ratelimitd.ledger.holds.Settled`."""
+    """The result of a settle; see :class:`ratelimitd.ledger.holds.Settled`."""
 
     known: bool
     limits: Sequence[LimitStatus] = ()
 
 
 class _InFlight(NamedTuple):
-    """What a hold that was made here holds: rule id and name of its limits, and their tokens."""
+    """A hold made here: (rule id, name) of its limits, and the tokens held on each."""
 
     limits: Sequence[tuple[str, str]]
     tokens: int
@@ -91,10 +91,10 @@ class Holder:
         self._clock = clock
         self._open: OpenHolds[_InFlight] = OpenHolds()
         self._counts: dict[tuple[str, str], list[int]] = {}
-        """Rule id and name of a limit → holds in flight, and their tokens."""
+        """(rule id, name) of a limit → [holds in flight, their tokens]."""
 
     def resume(self, holds: Iterable[tuple[bytes, int]]) -> None:
-        """Count the holds in flight from before the start, by number and end in µs; their limits are not known."""
+        """Count holds in flight from before the restart, (number, end in µs) each; their limits are unknown."""
         for number, end_us in holds:
             self._open.add(number, end_us, _InFlight((), 0))
             self._stats.holds_open += 1
@@ -105,9 +105,9 @@ class Holder:
         """Answer a check, and hold what it charges for ``ttl_us``; see :class:`ratelimitd.ledger.holds.Hold`.
 
         Raises:
-            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, the number is that of
+            CheckInvalidError: the timestamp is out of range, the cost is above an enforced limit, the number belongs to
                 a hold of another check, or a limit of concurrency is to be leased. Nothing was charged.
-            HoldsFullError: there are as many holds as there may be. Nothing was charged.
+            HoldsFullError: the maximum of holds is reached. Nothing was charged.
         """
         limiter = self._limiter
         try:
@@ -122,7 +122,7 @@ class Holder:
             if not held.expire_us:
                 _refuse_above_limit(judging, held.outcomes)
             names = held.names
-            if held.expire_us and not held.is_first:  # the buckets of a repeated hold may be others
+            if held.expire_us and not held.is_first:  # a repeated hold may have other buckets
                 names = [self._keys.stored(key) for key, _, _ in charges]
             limits, charged = self._of_buckets(names, judging, held)
             decision = _decided(limiter, judging, limits)
@@ -139,7 +139,7 @@ class Holder:
             self._stats.holds["made"] += 1
             self._stats.hold_tokens["held"] += check.cost
             self._forget_ended()
-            self._forget(number)  # its former, which has ended by the store's clock only
+            self._forget(number)  # a previous one, which has ended by the store's clock only
             noted = _InFlight([one[1:3] for one in charged], check.cost)
             self._open.add(number, held.expire_us, noted)
             self._count(noted, 1)
@@ -148,11 +148,11 @@ class Holder:
     def _of_buckets(
         self, names: Sequence[bytes], judging: Judging, held: Held
     ) -> tuple[_Judged, Sequence[HeldLimit]]:
-        """Return what was told of which limits of a check, and the limits that its hold is charged to.
+        """Return (limit, outcome) of the limits that judge a hold, and the limits that it is charged to.
 
-        ``names`` are the buckets that its limits have now; a repeated hold has those that it was made on. A calendar
-        limit owns the bucket of its former window. Limits without a bucket in the hold are not judged, nor are those
-        that are enforced now and would have denied it then.
+        ``names`` are the buckets that the check's limits use now; a repeated hold keeps its original ones. A calendar
+        limit also owns the bucket of its previous window. Limits without a bucket in the hold are not judged. Nor are
+        limits that denied it while they only observed, and are enforced now.
         """
         owners = {}
         for name, one in zip(names, judging.scope.several or (judging.scope,), strict=True):
@@ -170,14 +170,14 @@ class Holder:
         return told, charged
 
     def _former(self, judging: Judging, scope: Scope) -> bytes:
-        """Return the stored name of the bucket that a limit had in the calendar window before this one."""
+        """Return the stored name of a limit's bucket in the previous calendar window."""
         suffix = self._limiter.scopes.former_suffix(scope, judging.now_us)
         return self._keys.stored(scope.identifier(judging.identifiers) + suffix)
 
     async def settle(
         self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
     ) -> SettledHold:
-        """Charge ``actual`` tokens in place of the ``held`` ones.
+        """Charge ``actual`` tokens instead of the ``held`` ones.
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
         """
@@ -193,7 +193,7 @@ class Holder:
         return SettledHold(known=True, limits=self._statuses(limits, settled.outcomes))
 
     async def extend(self, number: bytes, limits: Sequence[HeldLimit], ttl_us: int) -> int | None:
-        """Let a hold end later; returns its end in µs, ``None`` if there is no such hold.
+        """Extend a hold; return its end in µs, ``None`` if the hold is unknown.
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.extend`.
         """
@@ -204,9 +204,10 @@ class Holder:
         return expire_us
 
     def in_flight(self) -> Sequence[InFlight]:
-        """Return what holds made here since the start hold, by limit; those settled elsewhere count until their end.
+        """Return the holds made here since the start that are in flight, by limit.
 
-        Of very many that ended since the last call, some still count.
+        Holds settled on other nodes count until their end. If very many have ended since the last call, some of them
+        still count.
         """
         self._forget_ended()
         book = self._limiter.book
@@ -239,7 +240,7 @@ class Holder:
     def _statuses(
         self, limits: Sequence[HeldLimit], outcomes: Sequence[Outcome | None]
     ) -> Sequence[LimitStatus]:
-        """Return what buckets have, of the limits whose rules are still there."""
+        """Return the statuses of those limits that still exist."""
         book = self._limiter.book
         statuses = []
         for held, outcome in zip(limits, outcomes, strict=True):
@@ -253,10 +254,10 @@ class Holder:
 
 
 def _decided(limiter: Limiter, judging: Judging, told: _Judged) -> Decision:
-    """Return the answer to a hold of which this was told.
+    """Return the answer to a hold with these outcomes.
 
     Raises:
-        CheckInvalidError: it is a repeated one, and no limit of it judges any more.
+        CheckInvalidError: the hold is repeated, and none of its limits applies any more.
     """
     if not told:
         raise CheckInvalidError(OF_ANOTHER_CHECK)
@@ -267,13 +268,13 @@ def _decided(limiter: Limiter, judging: Judging, told: _Judged) -> Decision:
 
 
 def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:
-    """Refuse a lease where checks take nothing: holding slots for them would."""
+    """Refuse a lease on a concurrency limit: checks take no slot, but a lease would."""
     if any(limit.algorithm is CONCURRENCY for _, limit, _ in charges):
         raise CheckInvalidError(NO_LEASE)
 
 
 def _refuse_above_limit(judging: Judging, outcomes: Sequence[Outcome | None]) -> None:
-    """Refuse a hold that waiting does not help; its caller is to split it, not to try again."""
+    """Refuse a hold whose cost exceeds an enforced limit: the caller must split it, not retry."""
     for one, outcome in zip(judging.scope.several or (judging.scope,), outcomes, strict=True):
         if outcome is not None and outcome[4] is COST_EXCEEDS_LIMIT and one.would_deny is None:
             message = f"is above the limit of {one.limit.capacity} tokens"

@@ -1,4 +1,4 @@
-"""What a limiter needs of others: buckets, a journal of resets, a recorder of checks."""
+"""Interfaces that a limiter depends on: buckets, a journal of resets, a recorder of checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratelimitd.model import Check, Limit, Outcome
 
 
 class Buckets(Protocol):
-    """The buckets a node decides on: its own, or the shared ones it knows."""
+    """The buckets that a node decides on: its own, or its views of shared ones."""
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
@@ -20,7 +20,7 @@ class Buckets(Protocol):
         """Judge and charge a check; return ``None`` if the shared state has to decide.
 
         Raises:
-            BreakerOpenError: the shared state is not asked now. Nothing was charged.
+            BreakerOpenError: the circuit breaker is open. Nothing was charged.
         """
 
     def peek(  # noqa: PLR0917 - the same signature as apply
@@ -31,7 +31,7 @@ class Buckets(Protocol):
     def apply_all(
         self, charges: Sequence[Charge], now_us: int, cost: int
     ) -> Sequence[Outcome] | None:
-        """Judge a check on several buckets, and charge all of them or, if one denies it, none.
+        """Judge a check on several buckets, and charge all of them or, if an enforced limit denies it, none.
 
         Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`. ``None``: the
         shared state has to decide, and nothing was charged.
@@ -51,8 +51,7 @@ class RemoteBuckets(Buckets, Protocol):
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Ask the shared state to decide a check, at once.
 
-        ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
-        nothing was charged.
+        After a ``StoreUnavailableError`` the check may have been charged; after any other error it was not.
         """
 
     def wait_all(
@@ -66,26 +65,26 @@ class RemoteBuckets(Buckets, Protocol):
     ) -> Awaitable[Sequence[Outcome | Exception]]:
         """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
 
-        ``is_counted``: an absent bucket is a miss.
+        ``is_counted``: count an absent bucket as a miss.
 
-        In the place of an outcome is the error of a bucket that cannot be decided. It denies nothing, unless the
+        A bucket that cannot be decided has its error in place of an outcome. The error denies nothing, unless the
         breaker is open and denies.
         """
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
-        """Let the buckets of ``keys``, each with its limit, start afresh on every node.
+        """Reset the buckets of ``keys``, each with its limit, on every node.
 
         Raises:
-            StoreUnavailableError: not known to be done.
-            StoreOverloadedError: at least one was not asked for.
+            StoreUnavailableError: the result is unknown.
+            StoreOverloadedError: at least one reset was not sent.
         """
 
 
 class Journal(Protocol):
-    """Where resets are written before they are answered, so that no restart undoes them."""
+    """Makes resets durable before they are answered, so that no restart undoes them."""
 
     async def reset(self, keys: Sequence[bytes]) -> None:
-        """Write that the buckets of ``keys`` start afresh; done when it is on disk.
+        """Record the reset of the buckets of ``keys``; returns when it is on disk.
 
         Raises:
             StoreUnavailableError: it cannot be written.
@@ -93,15 +92,15 @@ class Journal(Protocol):
 
 
 class Recorder(Protocol):
-    """Notes checks for a trace; each call is as cheap as it can be, and must not raise."""
+    """Notes checks for a trace. Calls must be cheap and must not raise."""
 
     @property
     def seed(self) -> int:
-        """Checks with ``crc32(identifier, seed) < below`` are recorded; no others need to be noted."""
+        """Only checks with ``crc32(identifier, seed) < below`` are recorded and need to be noted."""
 
     @property
     def below(self) -> int:
         """See :attr:`seed`."""
 
     def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
-        """Note a check of ``identifier``, whatever ``check`` has in its place, that was judged at ``at_us``, in µs."""
+        """Note a check that was judged at ``at_us`` (µs); ``identifier`` replaces that of ``check``."""

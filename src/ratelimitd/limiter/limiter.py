@@ -1,7 +1,7 @@
-"""The use case: decide checks, reset buckets. The only place that says "fail open".
+"""The use case: decide checks, reset buckets. The only place that decides to fail open.
 
-Never does I/O of its own, never imports a driver: rules come as an immutable book, buckets from a table, time from a
-clock. A decision takes no await, no lock and no task; only checks that need the shared state wait.
+Does no I/O and imports no driver: rules come as an immutable book, buckets from a table, time from a clock. A decision
+takes no await, no lock and no task; only checks that need the shared state wait.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ FAIL_OPEN_RESET_S: Final = 60
 """The specification's answer while the breaker is open: one token left, reset in 60 s."""
 
 ASKED_PER_TURN: Final = 100
-"""Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
+"""Checks of a batch sent to the shared state per event-loop iteration: about 1 ms."""
 
 
 OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
-"""Takes the identifier and the scope of a check that a rule denied, or a plan; as cheap as it can be."""
+"""Receives the identifier and the scope of a check that a rule or a plan denied; must be cheap."""
 
 
 class Judging(NamedTuple):
-    """What judges a check: its identifiers, the scope of its limits, and the time at which it is judged, in µs."""
+    """The input of a decision: the check's identifiers, the scope of its limits, and its time, in µs."""
 
     identifiers: Sequence[bytes]
     scope: Scope
@@ -72,21 +72,21 @@ class Judging(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A check that the shared state has been asked about: one outcome, or those of several limits."""
+    """A check sent to the shared state, with its pending outcome, or those of several limits."""
 
     judging: Judging
     outcome: Awaitable[Outcome | RateLimitdError | Sequence[Outcome | Exception]]
 
 
 class Limiter:
-    """Decides checks by the rules of a book on buckets: a node's own, or ``shared`` ones; exactly one is given.
+    """Decides checks by the rules of a book, either on a node's own ``buckets`` or on ``shared`` ones.
 
-    ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` hears of
-    the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
-    exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either, nor must
-    ``on_unmatched``, which takes the endpoint of a check without a rule.
-    ``assignments`` are the plans of identities, none unless given. ``recorder`` hears of every check that is answered
-    while there are rules; callers of :meth:`charge` and :meth:`judge` tell it themselves.
+    ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` receives the
+    exception behind a fail-open answer, for the log. It does not receive an unreachable or overloaded shared state,
+    which the client of that state logs once, not for every check. ``on_unmatched`` receives the endpoint of a check
+    without a rule. ``on_error``, ``on_denied`` and ``on_unmatched`` must not raise. ``assignments`` are the plans of
+    identities, none by default. ``recorder`` is notified of every check answered while rules are loaded; callers of
+    :meth:`charge` and :meth:`judge` notify it themselves.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Limiter:
         return self.scopes.book
 
     def replace_book(self, book: RuleBook) -> None:
-        """Put new rules in force, whole, from the next check on."""
+        """Apply a new rule book from the next check on."""
         self.scopes.replace_book(book)
 
     def check(
@@ -147,12 +147,12 @@ class Limiter:
     ) -> Decision | None:
         """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
 
-        Not ``is_noted``: the caller tells the recorder. ``None``, only where buckets are shared: nothing was charged,
-        and :meth:`wait` brings the answer.
+        If ``is_noted`` is false, the caller notifies the recorder. ``None``, only with shared buckets: nothing was
+        charged, and :meth:`wait` returns the answer.
 
         Raises:
-            CheckInvalidError: the policy is ``caller`` and the timestamp is out of range. Nothing else: whatever goes
-                wrong inside is answered fail-open.
+            CheckInvalidError: the policy is ``caller`` and the timestamp is out of range. Any other error is answered
+                fail-open.
         """
         try:
             now_us = self._clock.now_us() if now_us is None else now_us
@@ -165,11 +165,10 @@ class Limiter:
     def check_batch(
         self, checks: Sequence[Check], now_us: int | None = None
     ) -> list[Decision | CheckInvalidError | None]:
-        """Answer ``checks`` as :meth:`check` would in their order; answer i is to check i.
+        """Answer ``checks`` as :meth:`check` does; answer i belongs to check i.
 
-        Checks of one identifier are decided together, as the specification asks, unless different identifiers may share
-        a bucket. A check whose timestamp is refused
-        has its error for an answer; its neighbours do not notice.
+        Checks of one identifier are decided together, as the specification requires, unless different identifiers may
+        share a bucket. A check with an invalid timestamp is answered by its error; the others are not affected.
         """
         answers: list[Decision | CheckInvalidError | None] = [None] * len(checks)
         order: Iterable[int] = range(len(checks))
@@ -184,7 +183,7 @@ class Limiter:
         return answers
 
     async def wait(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
-        """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent at once."""
+        """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent together."""
         asked = []
         for index, check in enumerate(checks):
             if index and index % ASKED_PER_TURN == 0:
@@ -210,26 +209,27 @@ class Limiter:
             recorder.note(check.identifier, check, at_us, allowed=decision.allowed)
 
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
-        """Let the buckets of one identifier on one endpoint start afresh; one that does not exist is as good as reset.
+        """Reset the buckets of one identifier on one endpoint; missing buckets count as reset.
 
-        ``identifier_type`` is a rule's; ``identifier`` that of a bucket, such as :func:`joined` ones. Rules over all
-        endpoints have their buckets on ``**``.
+        ``identifier_type`` is that of a rule; ``identifier`` is that of a bucket, possibly :func:`joined`. Rules for
+        all endpoints have their buckets on ``**``.
 
-        Returns the rules whose buckets these are. A disabled rule is among them, so that enabling it does not bring old
-        spends back.
+        Returns:
+            The rules of these buckets. Disabled rules are included, so that enabling one does not bring old spends
+            back.
 
         Raises:
-            StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
-                has its old value again, without the spends made during the write.
-            StoreOverloadedError: the shared state has so much to do that it was not even asked.
+            StoreUnavailableError: no rules are loaded yet, or the reset could not be made durable. Then the bucket has
+                its old value again, without the spends made during the write.
+            StoreOverloadedError: the shared state is overloaded; no reset was sent.
         """
-        # A caller that gives up half way must not leave a bucket that is reset in memory only.
+        # A cancelled caller must not leave a bucket that is reset in memory only.
         return await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
 
     async def _reset(
         self, identifier: bytes, identifier_type: str, endpoint: str
     ) -> Sequence[Rule]:
-        # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
+        # One at a time: else a failed reset could restore a bucket after a later reset of it was answered.
         async with self._one_reset:
             book = self.scopes.book
             if book is None:
@@ -262,10 +262,9 @@ class Limiter:
         return self._clock.now_us()
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
-        """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
+        """Answer one check of a plain ``scope`` at ``now_us``, and charge it if it is allowed.
 
-        For bulk checks, and of a plain scope. If this returns ``None`` or raises, nothing was charged, and
-        the caller uses :meth:`check`.
+        Bulk checks call this. If it returns ``None`` or raises, nothing was charged, and they call :meth:`check`.
         """
         outcome = self.buckets.apply(
             identifier + scope.key_suffix, scope.limit, scope.decide, now_us, cost
@@ -344,13 +343,13 @@ class Limiter:
         peek: bool = False,
         ahead_ms: int = 0,
     ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
-        """Answer one check of a scope with several; as :meth:`charge`, for checks that have these identifiers.
+        """Answer one check on the limits of ``scope.several``, and charge it if it is allowed and not a ``peek``.
 
-        ``ahead_ms``: all of them are token buckets, and the check proceeds so much later.
+        ``ahead_ms``: the check proceeds that much later; all limits must be token buckets.
 
         Returns:
-            Which of ``scope.several`` decides, the check's outcome, and those of all in their order; ``None`` if
-            nothing was charged, and the caller uses :meth:`wait`.
+            The index in ``scope.several`` of the deciding limit, the check's outcome, and the outcomes of all limits;
+            ``None`` if nothing was charged and the caller must use :meth:`wait`.
         """
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
@@ -364,7 +363,7 @@ class Limiter:
     def _judged(
         self, identifiers: Sequence[bytes], scope: Scope, outcomes: Sequence[Outcome]
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
-        """Count a check by the outcomes of its limits, and return it as :meth:`judge` does."""
+        """Count a check by the outcomes of its limits; return as :meth:`judge`."""
         first = deciding(scope.limits, outcomes)
         outcome, decides = outcomes[first], scope.several[first]
         if scope.observes and (outcome[0] or decides.would_deny is not None):
@@ -393,7 +392,7 @@ class Limiter:
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
     def judging(self, check: Check) -> Judging | Decision:
-        """Return what judges a check now, or the answer to one that no limit judges, which is counted.
+        """Return the input of a decision now; if no limit judges the check, count it and return its answer.
 
         Raises:
             CheckInvalidError: as :meth:`check`.
@@ -413,7 +412,7 @@ class Limiter:
         try:
             judging = self.judging(check)
             if isinstance(judging, Decision):
-                # The rules have changed since it was found that the shared state has to be asked.
+                # The rules have changed since the check was found to need the shared state.
                 return judging
             identifiers, scope, now_us = judging
             shared = cast("RemoteBuckets", self.shared)
@@ -432,7 +431,7 @@ class Limiter:
     def answer(
         self, outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception], judging: Judging
     ) -> Decision:
-        """Return the answer to a check with this outcome, or those of several limits, and count it."""
+        """Count a check with this outcome, or those of several limits, and return its answer."""
         if isinstance(outcome, RateLimitdError):
             return self.failed(outcome)
         if judging.scope.several:
@@ -442,7 +441,7 @@ class Limiter:
     def _answer_several(
         self, outcomes: Sequence[Outcome | Exception], judging: Judging
     ) -> Decision:
-        """Answer by the limits that were reached; one that was not makes an answer that allows fail open."""
+        """Answer by the limits with an outcome; if they allow and another has failed, fail open."""
         identifiers, judged_by, _ = judging
         there = [*zip(judged_by.several, outcomes, strict=True)]
         answered = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
@@ -477,7 +476,7 @@ class Limiter:
     def check_time_us(
         self, timestamp: int, now_us: int, judging: Scope | Unjudged, *, is_counted: bool = True
     ) -> int:
-        """Return the time of a check that has a timestamp; ``is_counted``: one that is out of tolerance counts.
+        """Return the time of a check with a timestamp; ``is_counted``: count a timestamp out of tolerance.
 
         Raises:
             CheckInvalidError: as :meth:`check`.
@@ -494,7 +493,7 @@ class Limiter:
         return at_us
 
     def failed(self, error: Exception) -> Decision:
-        """Answer a check that an error kept from being decided: fail open, or deny while the breaker is open."""
+        """Answer a check that failed with ``error``: fail open, or deny if the open breaker denies."""
         if not isinstance(error, BreakerOpenError):
             if not isinstance(error, StoreUnavailableError | StoreOverloadedError):
                 self._on_error(error)
@@ -508,7 +507,7 @@ class Limiter:
         return Decision(DENIED, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER)
 
     def _fail_open(self, reason: Reason) -> Decision:
-        """Allow without a check, as the specification answers a failure; nothing is charged."""
+        """Allow without a decision, as the specification requires after a failure; nothing is charged."""
         stats = self._stats
         stats.allowed_total += 1
         if reason is Reason.FAIL_OPEN_BREAKER:
@@ -520,6 +519,6 @@ class Limiter:
 
 
 def proceeding_later(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
-    """Return the charges of a check that proceeds so much later."""
+    """Return the charges of a check that proceeds ``ahead_ms`` later."""
     decide = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
     return [(key, limit, decide) for key, limit, _ in charges]

@@ -1,6 +1,6 @@
-"""Which limits judge a check: scopes, found by endpoint, identifier types, plans and time, and remembered.
+"""Finds and caches the limits that judge a check, its scope, by endpoint, identifier types, plans and time.
 
-Knows the rules, the assignments and the keys of buckets; decides nothing and charges nothing.
+Decides nothing and charges nothing.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 
 MAX_SCOPES: Final = 4_096
-"""Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
-the memory that callers can fill by sending ever new endpoints (I17), and the time that clearing the cache takes."""
+"""Endpoints whose scope is cached; a full cache is cleared, and a look-up takes about 3 µs. Bounds the memory that
+callers can fill by sending ever new endpoints (I17), and the time to clear the cache."""
 
 MAX_BY_PLANS: Final = 64
-"""Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
+"""Combinations of plans whose scope is cached for one endpoint and the same identifier types."""
 
 MAX_OF_PLANS: Final = 16_384
-"""Limits of all scopes that are remembered by plans, together about 6 MB: of each endpoint alone there may be hundreds.
-"""
+"""Limits in all scopes cached by plans, together about 6 MB; one endpoint alone may have hundreds."""
 
 
 _FIRST: Final = (0,)
@@ -56,12 +55,13 @@ _FIRST: Final = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What all checks of one endpoint and the same identifier types have in common until the next rule book.
+    """The limits of all checks of one endpoint and the same identifier types, until the next rule book.
 
-    A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
-    and for the check's first identity; ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
-    ``endpoint`` is that of the bucket. ``told`` is the limit as the rule says it; ``limit`` is what buckets are judged
-    by, which differs in a scope of one calendar window. ``plan`` is that of the limit, empty for the rule's own.
+    A scope describes one limit. ``several`` are the scopes of all limits, in order, and ``limits`` their limits; both
+    are empty for a plain scope: one enforced limit without a calendar, for the check's first identity, and no rule
+    passed over. ``counters`` are the rule's allowed and blocked checks. ``endpoint`` is that of the bucket. ``told`` is
+    the limit in the rule; ``limit`` is the one that buckets are judged by, which differs in a calendar window. ``plan``
+    is the limit's, empty for the rule's own.
     """
 
     rule: Rule
@@ -72,20 +72,20 @@ class Scope:
     counters: list[int]
     endpoint: str
     whose: tuple[int, ...] = _FIRST
-    """Which of the check's identities the bucket is for, by their number; none is everybody."""
+    """Indices of the check's identities that the bucket is for; empty for all callers."""
     would_deny: list[int] | None = None
-    """The counter of a limit that only observes."""
+    """The counter of an observing limit."""
     several: tuple[Scope, ...] = ()
     windows: CalendarScopes | None = None
-    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
+    """Finds the scope of a time, if a limit has a calendar; this scope itself then judges nothing."""
     plan: str = ""
     passed_over: tuple[LimitStatus, ...] = ()
-    """What rules say that do not judge, because the check's identity is unlimited."""
+    """Statuses of rules that are passed over, because the check's identity is unlimited."""
     limits: tuple[Limit, ...] = field(init=False)
     observes: bool = field(init=False)
     """Whether one of ``several`` only observes."""
     charged: tuple[Charge, ...] | None = field(init=False)
-    """What a check of ``several`` charges, with the ends of the keys, if all buckets are for its first identity."""
+    """The charges of ``several``, with key suffixes for keys, if all buckets are for the check's first identity."""
 
     def __post_init__(self) -> None:
         several, set_derived = self.several, partial(object.__setattr__, self)
@@ -97,25 +97,25 @@ class Scope:
         set_derived("charged", charged)
 
     def at(self, now_us: int) -> Scope:
-        """Return the scope that judges checks of this time."""
+        """Return the scope that judges checks at ``now_us``."""
         return self if self.windows is None else self.windows.at(now_us)
 
     @property
     def identifier_type(self) -> str:
-        """The type of the rule."""
+        """The rule's identifier type."""
         return self.rule.identifier_type
 
     def identifier(self, identifiers: Sequence[bytes]) -> bytes:
-        """Return the identifier of the bucket, of a check with these."""
+        """Return the bucket's identifier for a check with these identifiers."""
         if self.whose == _FIRST:
             return identifiers[0]
         return joined([identifiers[number] for number in self.whose])
 
 
 class CalendarScopes:
-    """The scopes of a scope with calendar limits, one for each time between two boundaries; the last two are kept.
+    """Scopes with calendar limits, one for each interval between two window boundaries; the last two are cached.
 
-    ``find`` returns the scope of a time, and from when and until when it judges, in µs.
+    ``find`` returns the scope of a time, and the start and end of its interval, in µs.
     """
 
     __slots__ = ("_find", "_found")
@@ -130,20 +130,20 @@ class CalendarScopes:
             if from_us <= now_us < until_us:
                 return scope
         found = self._find(now_us)
-        # Two, because callers' times are on both sides of a boundary for some seconds.
+        # Two, because callers' clocks cross a boundary some seconds apart.
         self._found = (found, *self._found[:1])
         return found[0]
 
 
 class Blocked(NamedTuple):
-    """The checks of an identity that is blocked: their endpoint and its type."""
+    """Checks of a blocked identity: their endpoint, and the identity's type."""
 
     endpoint: str
     identifier_type: str
 
 
 class Unjudged(NamedTuple):
-    """The answer to a check that no limit judges, and which of its identities is blocked, by its number."""
+    """The answer to a check that no limit judges, and the index of its blocked identity, if any."""
 
     decision: Decision
     blocked: int | None = None
@@ -151,10 +151,10 @@ class Unjudged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanScopes:
-    """What judges the checks of one endpoint and the same identifier types, if some identities may have plans.
+    """The scopes of one endpoint and the same identifier types, if some identities may have plans.
 
-    ``assigned`` are the number in a check and the type of each identity to look up, ``named`` the plans that change
-    what judges, ``by_plans`` what judges by the plans of the identities looked up.
+    ``assigned`` are (index in a check, type) of the identities to look up, ``named`` the plans that change the limits.
+    ``by_plans`` maps the plans of these identities to a scope.
     """
 
     endpoint: str
@@ -163,7 +163,7 @@ class PlanScopes:
     named: frozenset[str]
     by_plans: dict[tuple[str, ...], Scope | Unjudged] = field(default_factory=dict)
     by_plan: dict[str, Scope | Unjudged] = field(default_factory=dict)
-    """The same by the plan of the check's first identity, if that alone is to look up."""
+    """The same by the plan of the check's first identity, if only that is looked up."""
 
 
 _NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
@@ -172,16 +172,16 @@ _UNLIMITED: Final = (ALLOWED, INT32_MAX, 0, 0, Reason.UNLIMITED)
 
 
 class Scopes:
-    """Finds what judges a check, by the rules of a book and the plans that ``assignments`` give to identities.
+    """Finds the scope of a check by the rules of a book and the plans in ``assignments``.
 
-    ``is_shared``: nodes share the buckets, and each limit has the revision of the whole book.
+    ``is_shared``: nodes share the buckets, so that each limit has the revision of the whole book.
     """
 
     def __init__(
         self, *, keys: BucketKeys, stats: CheckStats, assignments: Assignments, is_shared: bool
     ) -> None:
         self.book: RuleBook | None = None
-        """The rules in force; ``None`` until a first book is there."""
+        """The rules in force; ``None`` until the first book is loaded."""
         self._keys = keys
         self._stats = stats
         self._assignments = assignments
@@ -191,29 +191,29 @@ class Scopes:
         assignments.on_types_changed = self._judge_anew
 
     def replace_book(self, book: RuleBook) -> None:
-        """Put new rules in force, whole, from the next check on."""
+        """Apply a new rule book from the next check on."""
         self.book = book
         self._known = {}
         self._of_plans = 0
 
     def apart(self) -> Scopes:
-        """Return what judges by the same rules and assignments, and neither counts nor is remembered."""
+        """Return a copy with the same rules and assignments, and with caches and counters of its own."""
         other = copy(self)
         other._known, other._of_plans = {}, 0  # noqa: SLF001 -- of a copy of this
         other._stats = CheckStats()  # noqa: SLF001 -- as above
         return other
 
     def _judge_anew(self) -> None:
-        """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
+        """Invalidate the scopes cached here, and wherever a new object in :attr:`book` invalidates them."""
         if self.book is not None:
             self.replace_book(copy(self.book))
 
     def find(
         self, endpoint: str, identifier_type: str, also: tuple[str, ...] = ()
     ) -> Scope | PlanScopes | None:
-        """Return what all checks of an endpoint and these types have in common until :attr:`book` changes.
+        """Return the scope of all checks of an endpoint and these types, valid until :attr:`book` changes.
 
-        ``None`` without rule or book. Where identities of these types have plans, :meth:`judging` says what judges.
+        ``None`` without a rule or a book. If identities of these types have plans, :meth:`judging` finds the scope.
         """
         try:
             return self._known[
@@ -225,14 +225,14 @@ class Scopes:
             return self._remember_scope(self.book, endpoint, (identifier_type, *also))
 
     def of_check(self, check: Check) -> Scope | PlanScopes | None:
-        """Return the scope of a check, as :meth:`find`."""
+        """Return the scope of a check; see :meth:`find`."""
         also = tuple([kind for kind, _ in check.also])
         return self.find(check.endpoint, check.identifier_type, also)
 
     def judging(
         self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
     ) -> Scope | Unjudged:
-        """Return what judges a check with these identifiers at ``now_us``, by the plans that they are assigned to."""
+        """Return the scope of a check with these identifiers at ``now_us``, by their plans."""
         if scopes.by_plan:
             found = self._assignments.plan_of(scopes.types[0], identifiers[0], now_us)
             known = scopes.by_plan.get("" if found is None else found[0])
@@ -252,13 +252,13 @@ class Scopes:
         return scopes.by_plans.get(by_plans) or self._remember_judging(scopes, by_plans)
 
     def judging_of(self, check: Check, now_us: int) -> Scope | Unjudged:
-        """Return what judges a check at ``now_us``."""
+        """Return the scope that judges a check at ``now_us``."""
         return self.judging_by(self.of_check(check), check, now_us)
 
     def judging_by(
         self, scope: Scope | PlanScopes | None, check: Check, now_us: int
     ) -> Scope | Unjudged:
-        """Return what judges a check of this scope at ``now_us``."""
+        """Return the scope that judges a check at ``now_us``, from the result of :meth:`find`."""
         if isinstance(scope, PlanScopes):
             return self.judging(identifiers_of(check), scope, now_us)
         return scope or WITHOUT_RULE
@@ -272,7 +272,7 @@ class Scopes:
     def buckets_of(
         self, book: RuleBook, rules: Sequence[Rule], endpoint: str, now_us: int
     ) -> list[tuple[bytes, Limit]]:
-        """Return the end of the key and the limit of every bucket that rules have on an endpoint at ``now_us``."""
+        """Return (key suffix, limit) of every bucket of ``rules`` on an endpoint at ``now_us``."""
         found = [
             self._bucket(rule, self._as_of_book(book, limit), endpoint, now_us)
             for rule in rules
@@ -307,7 +307,7 @@ class Scopes:
         found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
         self._of_plans += limits_in(found)
         if self._of_plans > MAX_OF_PLANS:
-            # Bulk checks remember scopes too, until the book changes.
+            # Bulk checks cache scopes, too, until the book changes.
             self._judge_anew()
         scopes.by_plans[plans] = found
         if len(plans) == 1 and scopes.assigned[0][0] == 0:
@@ -365,7 +365,7 @@ class Scopes:
         )
 
     def _scope_at(self, scope: Scope, now_us: int) -> tuple[Scope, int, int]:
-        """Return a scope with the calendar windows of a time, and from when and until when these are, in µs."""
+        """Return a scope with the calendar windows of a time, and the start and end of their overlap, in µs."""
         if scope.several:
             found = [self._scope_at(one, now_us) for one in scope.several]
             several = tuple(one for one, _, _ in found)
@@ -379,7 +379,7 @@ class Scopes:
     def _bucket(
         self, rule: Rule, limit: Limit, endpoint: str, now_us: int
     ) -> tuple[Limit, bytes, int, int]:
-        """Return what judges the buckets of a time, the end of their keys, and from when and until when, in µs."""
+        """Return the limit and the key suffix of buckets at a time, and the start and end of their window, in µs."""
         if limit.calendar is None:
             return limit, self._keys.scope(rule, endpoint, limit), 0, MAX_TIME_US + 1
         window = window_at(limit.calendar, now_us)
@@ -387,14 +387,14 @@ class Scopes:
         return in_force(limit, window), suffix, window.start_s * US_PER_S, window.end_s * US_PER_S
 
     def former_suffix(self, scope: Scope, now_us: int) -> bytes:
-        """Return the end of the keys of the calendar window before that of a time; of another limit, of its keys."""
+        """Return the key suffix of the calendar window before that of a time; its only suffix without a calendar."""
         *_, from_us, _ = self._bucket(scope.rule, scope.told, scope.endpoint, now_us)
         return self._bucket(scope.rule, scope.told, scope.endpoint, from_us - 1)[1]
 
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
-        """Return the limit with the revision of the whole book, because only that orders edits of different rules.
+        """Return the limit; if buckets are shared, with the book's revision, which alone orders edits of all rules.
 
-        By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
+        By its own revision, the global rule would seem older than a deleted rule for one endpoint.
         """
         return replace(limit, revision=book.revision) if self._is_shared else limit
 
@@ -405,14 +405,14 @@ def _bare(limit: Limit) -> Limit:
 
 
 def _unlimited(passed_over: Sequence[LimitStatus]) -> Decision:
-    """Return the answer to a check that only rules of unlimited identities apply to, or none."""
+    """Return the answer to a check of an unlimited identity that no limit judges."""
     rule = passed_over[0].rule if passed_over else None
     limits = tuple(passed_over) if len(passed_over) > 1 else ()
     return Decision(*_UNLIMITED, rule, None, limits, plan=UNLIMITED_PLAN)
 
 
 def _denied_until(expire_time: int, now_us: int) -> Decision:
-    """Return the answer to a check of an identity that is blocked until then, in Unix seconds; 0 = for good."""
+    """Return the answer to a check of an identity blocked until ``expire_time`` in Unix seconds; 0 = for good."""
     retry_after = min(-(-(expire_time * US_PER_S - now_us) // US_PER_S), INT32_MAX)
     return Decision(
         DENIED,
@@ -425,7 +425,7 @@ def _denied_until(expire_time: int, now_us: int) -> Decision:
 
 
 def limits_in(judging: Scope | Unjudged) -> int:
-    """Return how many limits are remembered of a check: at least one."""
+    """Return the number of limits that a cached scope counts for, at least one."""
     return len(judging.limits) if isinstance(judging, Scope) and judging.limits else 1
 
 
@@ -437,7 +437,7 @@ def identifiers_of(check: Check) -> Sequence[bytes]:
 
 
 def charges_of(identifiers: Sequence[bytes], scope: Scope) -> list[Charge]:
-    """Return the buckets of a check with these identifiers, in the order of the scope's limits."""
+    """Return the charges of a check with these identifiers, in the order of the scope's limits."""
     if scope.charged is not None:
         first = identifiers[0]
         return [(first + suffix, limit, decide) for suffix, limit, decide in scope.charged]

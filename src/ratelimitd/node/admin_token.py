@@ -1,6 +1,6 @@
-"""The admin token that a node makes where no setting names one: its file, and how a command on the same host finds it.
+"""The admin token that a node generates without a setting for one: its file, and its lookup on the same host.
 
-Loopback is no credential: behind a plain proxy every caller comes from there. See ADR 0042.
+Loopback is no credential: behind a plain proxy every caller comes from loopback. See ADR 0042.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ LOOPBACK: Final = ("127.0.0.1", "::1")
 """The addresses of that name (RFC 6761 section 6.3)."""
 
 TOKEN_BYTES: Final = 32
-"""Random bytes of a token: 256 bits cannot be guessed, however many tries a caller has."""
+"""Random bytes of a token: 256 bits cannot be guessed in any number of attempts."""
 
 STATE_DIRS: Final = (
     Path("ratelimitd-state"),
     Path("/var/lib/ratelimitd/ratelimitd-state"),
 )
-"""Where a node on this host keeps its state unless RATELIMITD_STATE_DIR says otherwise: the default, and the unit's."""
+"""State directories of a node on this host unless RATELIMITD_STATE_DIR is set: the default, and that of the unit."""
 
 
 def own_admin_token(state_dir: Path) -> str:
-    """Return the token in ``state_dir``, made at the first start. The caller holds the lock of the directory.
+    """Return the token in ``state_dir``, generated at the first start. The caller holds the lock of the directory.
 
     Raises:
         StartupError: the file cannot be used, or others than its owner can; one line says why.
@@ -55,7 +55,7 @@ class FoundToken(NamedTuple):
 def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = False) -> FoundToken:
     """Find the token of the node that answers at ``target``, a ``HOST:PORT`` of this host.
 
-    The token goes to no other address: the node that runs says in its state directory where it listens. ``localhost``
+    The token goes to no other address: a running node publishes its address in its state directory. ``localhost``
     becomes the loopback address of that node, since another program may listen at the other one; not with ``tls``,
     where the certificate may be for the name alone.
     """
@@ -71,7 +71,7 @@ def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = Fal
                 continue
             for one in (asked, *(Address(host, asked.port) for host in hosts)):
                 if _is_reached(address(listens_at), one):
-                    # Root may use the token of a node that has a user of its own.
+                    # Root may use the token of a node that runs as another user.
                     token = read_admin_token(directory / FILE_NAME, own=False)
                     why_none = "" if token else f"{directory / FILE_NAME} is missing"
                     return FoundToken(str(one) if token else target, token, why_none)
@@ -86,7 +86,7 @@ def find_admin_token(target: str, environ: Mapping[str, str], *, tls: bool = Fal
 
 
 def _is_reached(listen: Address, target: Address) -> bool:
-    """Whether nothing but what listens at ``listen`` can answer at ``target``."""
+    """Return whether only the listener at ``listen`` can answer at ``target``."""
     if listen.port != target.port:
         return False
     if listen.host == target.host:
@@ -99,9 +99,9 @@ def _is_reached(listen: Address, target: Address) -> bool:
 
 
 def read_admin_token(path: Path, *, own: bool = True) -> str | None:
-    """Return the token in the file, ``None`` where there is no file. ``own``: it must belong to this process's user.
+    """Return the token in the file, ``None`` if there is no file. ``own``: it must belong to this process's user.
 
-    Without ``own`` links are refused: one may lead to any file that this process alone can read.
+    Without ``own``, links are refused: one may point to a file that only this process can read.
 
     Raises:
         StartupError: the file cannot be used, or others than its owner can; one line says why.
@@ -130,7 +130,7 @@ def read_admin_token(path: Path, *, own: bool = True) -> str | None:
 
 
 def _demand_private(path: Path, status: os.stat_result, *, own: bool) -> None:
-    """Refuse a file that other users made or can use. A group may have been made for it (fsGroup of Kubernetes)."""
+    """Refuse a file that other users made or can use. A group may have access (fsGroup of Kubernetes)."""
     if stat.S_ISDIR(status.st_mode):
         raise _unusable(path, "is a directory")
     if not stat.S_ISREG(status.st_mode):
@@ -143,7 +143,7 @@ def _demand_private(path: Path, status: os.stat_result, *, own: bool) -> None:
 
 
 def _make(path: Path) -> str:
-    """Make a token and its file, which is there whole or not at all."""
+    """Generate a token, and write its file atomically."""
     made = secrets.token_urlsafe(TOKEN_BYTES)
     aside = path.with_name(f"{FILE_NAME}.tmp")
     try:

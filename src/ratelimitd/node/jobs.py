@@ -1,7 +1,7 @@
-"""The small duties of a running node, each short enough for one turn of the event loop.
+"""Periodic jobs of a running node, each short enough for one event-loop iteration.
 
-Expired buckets and assignments go, the table learns that time has passed, the clock is compared with the wall, health
-takes its sample, and the loop measures its own lag. Never waits, never does I/O.
+They sweep expired buckets and assignments, advance the table's tick, compare the clock with the wall clock, sample
+health, and measure the loop's lag. They never wait and do no I/O.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ratelimitd.rules.assignments import Assignments
 
 TICK_S: Final = 0.1
 SWEEP_SHARDS: Final = 4
-"""Shards swept in a tick, about 0.4 ms; a full table of a million buckets is through in 40 s."""
+"""Shards swept in a tick, about 0.4 ms; a full table of a million buckets takes 40 s."""
 
 SWEEP_ASSIGNMENTS: Final = 100
-"""Shards of each type's assignments swept in a tick, about 0.2 ms; all of them are through in four minutes."""
+"""Shards of each type's assignments swept in a tick, about 0.2 ms; all of them take four minutes."""
 
 SAMPLE_S: Final = 1.0
 
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """The duties of one node; ``table`` is where its own buckets are, if they are its own.
+    """The periodic jobs of one node; ``table`` has its local buckets, ``None`` in a cluster.
 
-    ``loop_time_s`` is the event loop's own time in seconds.
+    ``loop_time_s`` returns the event loop's time in seconds.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Upkeep:
         self._clock_is_wrong = False
 
     def tick(self) -> None:
-        """What is due every :data:`TICK_S` seconds."""
+        """Run the jobs due every :data:`TICK_S` seconds."""
         now_s = self._loop_time_s()
         lag_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + TICK_S
@@ -74,13 +74,13 @@ class Upkeep:
             self._table.sweep(now_us, SWEEP_SHARDS)
 
     def sample(self) -> None:
-        """What is due every :data:`SAMPLE_S` seconds."""
+        """Run the jobs due every :data:`SAMPLE_S` seconds."""
         self._health.sample()
         self._runtime.clock_error_us = error_us = self._clock.remeasure()
         self._report_clock(error_us)
 
     def _report_clock(self, error_us: int) -> None:
-        """Log when the alarm begins and when it ends; meanwhile the metric tells."""
+        """Log the start and the end of the alarm; meanwhile the metric shows the error."""
         was_wrong, self._clock_is_wrong = self._clock_is_wrong, abs(error_us) > SKEW_ALARM_US
         if self._clock_is_wrong and not was_wrong:
             _log.error(
@@ -93,9 +93,10 @@ class Upkeep:
 
 
 GC_THRESHOLDS: Final = (1_000, 10, 200)
-"""New container objects per collection of the youngest; collections of one generation per collection of the next: a
-full one every 2 million objects. By default it is every 70,000: with 1,000 large calls waiting, 8 to 35 ms every 0.7 s.
-Garbage that only a full one frees stays below 30 MB: 1.5 KB for each closed connection, which cost 100 objects."""
+"""New container objects per collection of the youngest generation, then collections of one generation per collection of
+the next: a full one every 2 million objects. The default is every 70,000: with 1,000 large calls waiting, 8 to 35 ms
+every 0.7 s. Garbage that only a full one frees stays below 30 MB: 1.5 KB and 100 objects per closed connection.
+"""
 
 
 # A full garbage collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up
@@ -110,10 +111,10 @@ def tidy() -> None:
 
 @contextmanager
 def whole_load() -> Iterator[None]:
-    """Around the load of a whole rule book: no collection walks it while it grows, nor once it is in force.
+    """Disable garbage collection during the load of a whole rule book, then freeze the book.
 
-    What is cyclic garbage at the end is never freed; that is little, and a book is loaded whole only at the start and
-    when the database was replaced.
+    Cyclic garbage of the load is never freed. It is little, and a book is loaded whole only at the start and after the
+    database was replaced.
     """
     gc.disable()
     try:

@@ -1,7 +1,6 @@
-"""The composition root: which adapters a node is made of, in which order they open, and in which they close.
+"""The composition root: creates the parts of a node, and opens and closes them in order.
 
-What it answers, and on which ports, is in :mod:`ratelimitd.node.serving`. Decides nothing about checks; signals, stdout
-and the exit code are the supervisor's.
+Services and ports are in :mod:`ratelimitd.node.serving`; the supervisor handles signals, stdout and the exit code.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
-"""What of DRAIN_S is kept for writing buckets and closing stores after the last call has ended."""
+"""Part of DRAIN_S reserved for writing buckets and closing stores after the last call."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +70,8 @@ _log = logging.getLogger(__name__)
 class Node:
     """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
 
-    ``reuse_port``: it is one of several processes on the gRPC port, and its HTTP side is for their parent, see
-    :mod:`ratelimitd.workers`. ``may_listen`` returns when it may take the port, and is asked when all else is open.
+    ``reuse_port``: the node is one of several processes on the gRPC port, and serves HTTP to their parent, see
+    :mod:`ratelimitd.workers`. ``may_listen`` is awaited before the node listens, when all else is open.
     """
 
     def __init__(
@@ -90,12 +89,12 @@ class Node:
         self.http_address = ""
         """``host:port`` that HTTP listens on, or the path of its socket, once started; empty when it is off."""
         self.spoe_address = ""
-        """``host:port`` that HAProxy asks at, once started; empty when it is off."""
+        """``host:port`` of the server for HAProxy, once started; empty when it is off."""
         self.login_link = ""
         """Opens the pages once, shortly after the start; empty unless the node made its admin token."""
         self.node_id = settings.node_name
         self.metrics: Metrics | None = None
-        """What it reports on itself, once started."""
+        """Metrics of the node, once started."""
         self.stats = CheckStats(CAUSES, map(str, Cause))
         self._settings = settings
         self._admin_token = settings.admin_token
@@ -135,7 +134,7 @@ class Node:
         """Open everything, and answer calls.
 
         Raises:
-            StartupError: something cannot be opened; whatever was open is closed again. One line says what.
+            StartupError: something cannot be opened; one line says what. All open parts are closed.
         """
         try:
             await self._start()
@@ -156,7 +155,7 @@ class Node:
 
     @property
     def readiness(self) -> Readiness:
-        """Whether checks should come here: there is a rule book, and the node is not on its way out."""
+        """Whether the node should receive checks: it has a rule book and is not draining."""
         if self._draining:
             return Readiness(ready=False, reason="draining")
         if self._limiter is None or self._limiter.book is None:
@@ -201,13 +200,13 @@ class Node:
             assignments=self._assignments,
             whole_load=self._whole_load,
         )
-        # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
+        # Opened before the buckets, so that a drain closes it after them: rules can be read again, spends cannot.
         self._open.push_async_callback(feed.close)
         await feed.start()
         if bucket_key is not None and (feed.book is not None or not settings.redis_url):
             self._keys.rekey(bucket_key.use())
         else:
-            # Without rules no bucket is named; and nodes that share buckets wait for the key that all of them have.
+            # Without rules no bucket is named, and nodes that share buckets wait for their common key.
             self._late_key = bucket_key
         if settings.redis_url:
             await self._start_in_cluster(store, feed)
@@ -224,7 +223,7 @@ class Node:
         return self._clock.now_us() / US_PER_S
 
     async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
-        """With buckets of its own, which survive a restart on its disk."""
+        """Start with local buckets, which are kept on disk over restarts."""
         callers_time = self._settings.timestamps == "caller"
         table = BucketTable(self._settings.cache_entries, callers_time=callers_time)
         holds = OwnHolds(
@@ -251,7 +250,7 @@ class Node:
         await self._serve(limiter, holder, store, parts, background=background)
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
-        """With the buckets that all nodes share."""
+        """Start with the buckets that all nodes share."""
         self._cluster = cluster = open_cluster(
             self._settings,
             keys=self._keys,
@@ -265,7 +264,7 @@ class Node:
         self._open.push_async_callback(cluster.drain, self._closing_s)
         await cluster.start()
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
-            self._clock.anchor()  # no check has been answered by it yet
+            self._clock.anchor()  # no check was answered by this clock yet
         background = self._start_jobs(feed, None)
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
@@ -387,7 +386,7 @@ class Node:
 
     def _take_book(self, book: RuleBook) -> None:
         if self._limiter is None:
-            return  # it is given the first book when it is made
+            return  # it gets the first book when it is created
         if self._late_key is not None:
             self._keys.rekey(self._late_key.use())
             self._late_key = None
@@ -435,7 +434,7 @@ class Node:
 
 
 def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | None:
-    """Return what sends traces to ``endpoint``, ``None`` if it is empty. Only then is their library imported.
+    """Return a tracer that sends to ``endpoint``, ``None`` if it is empty. Imports the library only if needed.
 
     Raises:
         StartupError: the library is not installed.

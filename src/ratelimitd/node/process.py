@@ -1,6 +1,6 @@
-"""What each process of ours has around its event loop: signals, one line for a failure, an exit status.
+"""The frame of each process around its event loop: signals, a one-line failure, an exit status.
 
-Never knows what the process does, and never shows the traceback or the text of an unexpected error.
+Never shows the traceback or the text of an unexpected error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from ratelimitd.errors import SettingsError, StartupError
+from ratelimitd.errors import SettingsError, StartupError, printable
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 SIGNAL_BASE: Final = 128
 """A process ended by signal n exits with 128 + n, as shells report it."""
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None)
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 def failed(line: str) -> int:
-    """Tell a person on stderr why the process ends; returns the exit status."""
-    sys.stderr.write(f"Error: {line}\n")
+    """Print to stderr why the process ends; returns the exit status."""
+    sys.stderr.write(f"Error: {printable(line)}\n")
     return EXIT_FAILED
 
 
 def announce(grpc_address: str, http_address: str, node_id: str, login_link: str = "") -> None:
-    """Write the ready line to stdout, and after it the login link if there is one. The log never has the link."""
+    """Write the ready line to stdout, then the login link if there is one. The link is never logged."""
     lines = f"ratelimitd ready grpc={grpc_address} http={http_address or 'off'} node={node_id}\n"
     if login_link:
         lines += f"page: {login_link} (logs in once, within 30 s)\n"
@@ -52,7 +52,7 @@ def run_process(
 ) -> int:
     """Run ``serve`` in an event loop of its own; returns the exit status.
 
-    What it raises goes to ``on_failure`` as one line, which returns the status then.
+    An exception goes to ``on_failure`` as one line; its result is the status.
     """
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -67,7 +67,7 @@ def run_process(
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest event loop there is."""
+    """Return a new event loop, of uvloop if it is installed."""
     try:
         import uvloop  # noqa: PLC0415 - optional: it is not there for every platform
     except ImportError:
@@ -76,25 +76,30 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for an end, ``insist`` hears of any other, with the status they stand for."""
+    """Handles :data:`SIGNALS`: the first requests the end, a later SIGTERM or SIGINT calls ``insist`` with its status.
+
+    A terminal that closes sends SIGHUP several times. Where SIGHUP is ignored, as under ``nohup``, it stays ignored.
+    """
 
     def __init__(self, insist: Callable[[int], None]) -> None:
         self._insist = insist
         self._asked = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             loop.add_signal_handler(number, self._on_signal, number)
 
     def ask(self) -> None:
-        """Ask for an end as the first signal does."""
+        """Request the end, as the first signal does."""
         self._asked.set()
 
     async def wait(self) -> None:
-        """Return when an end is asked for."""
+        """Wait until the end is requested."""
         await self._asked.wait()
 
     async def comes_before(self, starting: asyncio.Task[Any]) -> bool:
-        """Whether a signal comes before the start is done; then the start is broken off, and what it opened closed."""
+        """Return whether the end is requested before the start is done; if so, the start is cancelled."""
         asked = asyncio.create_task(self._asked.wait())
         await asyncio.wait((asked, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -106,7 +111,7 @@ class StopSignals:
         return True
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._asked.is_set():
+        if self._asked.is_set() and number != signal.SIGHUP:
             self._insist(SIGNAL_BASE + number)
         self._asked.set()
 
@@ -119,20 +124,20 @@ def _report_lost_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, 
 
 
 leave: Callable[[int], None] = os._exit
-"""Ends the process without another thought: no buffers, no threads, no finalisers."""
+"""Ends the process at once: flushes no buffers, joins no threads, runs no finalisers."""
 
 
 def ending_with(parent: int) -> Callable[[], None]:
-    """Return what a child does before it becomes its program: its files are private, and it ends with its parent.
+    """Return a ``preexec_fn``: makes the child's files private, and ends the child with its parent.
 
-    It takes no lock: other threads may have held any.
+    It takes no lock: another thread may have held it at the fork.
     """
 
     def prepare() -> None:
         os.umask(0o077)
         if hasattr(_libc, "prctl"):  # Linux
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it ended before this was asked for
+            if os.getppid() != parent:  # the parent ended before the request
                 os._exit(1)
 
     return prepare

@@ -1,6 +1,6 @@
 """Services with their roles, pages, and the servers of a node's ports.
 
-Part of the composition root: decides nothing about checks.
+Part of the composition root: decides no checks.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ TRANSPORTS: Final = ("native", "grpcio")
 """Values of the setting TRANSPORT, the default first."""
 
 CAUSES: Final = frozenset(map(str, (*Cause, *TransportError))) - {Cause.PEER_RESET, Cause.OWNER}
-"""Why a transport ends a call, a stream or a connection that it counts as lost: the closed set. Missing are a caller
-that gave up, for its call counts as cancelled, and the node itself on its way out."""
+"""Closed set of causes for which a transport ends a call, a stream or a connection and counts it as lost. Not included:
+a caller that gave up, whose call counts as cancelled, and the node's own drain.
+"""
 
 
 def server_of(name: str) -> type[GrpcioServer | NativeServer]:
-    """Return the class of a transport's server: a :class:`ratelimitd.rpc.interface.Server`, each made in the same way.
+    """Return the :class:`ratelimitd.rpc.interface.Server` class of a transport; all take the same arguments.
 
-    ``name`` is one of :data:`TRANSPORTS`. Only what is asked for is imported: a node that speaks gRPC itself starts
-    without Google's library.
+    ``name`` is one of :data:`TRANSPORTS`. Imports only that transport: a native node runs without grpcio.
     """
     if name == "grpcio":
         from ratelimitd.rpc.grpcio_server import GrpcioServer  # noqa: PLC0415
@@ -111,7 +111,7 @@ class Serving:
             return ""
         app = application(self._web_parts())
         if self.reuse_port:
-            # The address is the parent's, which passes on what is not for itself.
+            # The parent listens on the address, and forwards requests that it does not answer.
             server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
         else:
             tls = web_context(self._tls_files) if settings.http_tls else None
@@ -181,7 +181,7 @@ class Serving:
     def _methods(self) -> Methods:
         settings, access, stats = self.settings, self._access, self.parts.stats
         cluster = self.parts.cluster
-        # Waits are known to a node's own buckets only.
+        # Only local buckets support waits.
         identities = Identities.of(settings.identifier_types)._replace(wait=cluster is None)
         config = ConfigService(
             self.store,

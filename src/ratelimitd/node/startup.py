@@ -1,6 +1,6 @@
-"""How a node's rule store comes into service: schema, seed and bucket key, tried until it works.
+"""Opens a node's rule store: schema, seed and bucket key, retried until it works.
 
-Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013 and ADR 0024.
+The feed requests each attempt, and reports failures. See ADR 0013 and ADR 0024.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ratelimitd.node.tokens_file import without_waiting
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import BucketKey, LastGoodBook, require_same_key
+from ratelimitd.rules.last_good import BOOK_FILE, BucketKey, LastGoodBook, require_same_key
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
@@ -29,21 +29,21 @@ from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 
 ACTOR: Final = "RULES_FILE"
-"""Who the audit trail names."""
+"""Actor in the audit trail."""
 
 
 async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
-    """Write the rules of ``path`` if the store never had one, whole, else log that the file is left alone.
+    """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
-    Returns how many were written. ``types`` are the identifier types that rules may have, or be made of.
+    Returns how many were written. ``types`` are the identifier types that rules may use.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
-    if not await store.revision():  # else the file need not even be there
+    if not await store.revision():  # else the file may be missing
         drafts = await _drafts_in(path, types)
-        # What decides is asked again in the transaction.
+        # The transaction checks again that the book is new.
         written = await store.create_all(drafts, ACTOR)
         if written or not drafts:
             return written
@@ -66,7 +66,7 @@ async def _drafts_in(path: Path, types: Collection[str] | None) -> Sequence[Rule
 
 
 def read_rules_file(path: Path) -> bytes:
-    """Return the content of the file; of one that is too large, a byte more than it may have.
+    """Return the content of the file, cut one byte beyond ``MAX_FILE_BYTES``.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 class StoreOpening:
     """Opens the store of one node.
 
-    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book.
+    ``may_create`` returns at each attempt whether to create a missing file. ``rules_file`` seeds a new book.
     ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
     of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
     """
@@ -110,11 +110,11 @@ class StoreOpening:
         self._is_open = False
 
     async def open(self) -> None:
-        """Bring the store into service, unless it is; call it again after a failure.
+        """Open the store, unless it is open; call it again after a failure.
 
         Raises:
-            StoreUnavailableError: not now; a later attempt may succeed.
-            StartupError: somebody has to mend the configuration. By the first attempt only: a node that serves goes on.
+            StoreUnavailableError: a later attempt may succeed.
+            StartupError: the configuration is wrong. Only the first attempt raises it: a serving node continues.
         """
         if self._is_open:
             return
@@ -128,12 +128,20 @@ class StoreOpening:
         self._is_open = True
 
     async def _prepare(self) -> None:
-        if isinstance(urls.parse_database_url(self._database_url), urls.SqliteFile):
+        database = urls.parse_database_url(self._database_url)
+        if isinstance(database, urls.SqliteFile):
+            may_create = self._may_create()
+            if not may_create and not await asyncio.to_thread(database.path.exists):
+                message = (
+                    f"the rule database {database.path} is missing: restore it; to begin with an empty one, "
+                    f"remove {BOOK_FILE} from STATE_DIR and restart"
+                )
+                raise StoreUnavailableError(message)
             await migrations.upgrade(
-                self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
+                self._database_url, create=may_create, busy_timeout_s=BUSY_TIMEOUT_S
             )
         else:
-            # Other nodes may be of an older release, and their operator decides when that is no longer so.
+            # Other nodes may run an older release; the operator decides when to migrate.
             await migrations.require_current(self._database_url)
         if self._rules_file is not None:
             written = await seed_new_book(self._store, self._rules_file, self._types)
@@ -155,12 +163,15 @@ def feed_of(
     assignments: Assignments,
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
-    """The feed of a node, which opens the store before it first reads it."""
+    """Return the feed of a node; it opens the store before its first read."""
+    last_good = LastGoodBook(state_dir)
     opening = StoreOpening(
         store,
         settings.database_url,
-        # A database that is missing while the last good book is in force is lost, and an empty one would allow all.
-        may_create=lambda: feed.book is None,
+        # Beside a last good book a missing database was lost. An empty one that nothing fills would allow all checks.
+        may_create=lambda: (
+            feed.book is None and (settings.rules_file is not None or not last_good.exists())
+        ),
         rules_file=settings.rules_file,
         types=settings.known_types,
         bucket_key=bucket_key,
@@ -170,7 +181,7 @@ def feed_of(
         store,
         on_book=on_book,
         assignments=assignments,
-        last_good=LastGoodBook(state_dir),
+        last_good=last_good,
         open_store=opening.open,
         whole_load=whole_load,
     )

@@ -1,6 +1,6 @@
 """The process around a node: start, ready line, drain, exit status.
 
-Never knows what a node is made of. A failed start is one line and never a traceback.
+A failed start is one line, never a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratelimitd.observe import logs
 from ratelimitd.settings.table import Settings
 
 OVERDUE_S: Final = 2.0
-"""How much longer than DRAIN_S a drain may take before the process ends without it."""
+"""Time beyond DRAIN_S after which the process ends without a complete drain."""
 
 SWITCH_INTERVAL_S: Final = 0.000_05
 """Must be shorter than an iteration of a busy event loop; see :func:`_share_the_interpreter`."""
@@ -28,58 +28,58 @@ _log = logging.getLogger(__name__)
 
 
 class Overseer(Protocol):
-    """Whom the process of a node answers to."""
+    """Controls the process of a node, and receives its events."""
 
     reuse_port: bool
-    """Whether other processes of the overseer's listen on the node's port."""
+    """Whether other processes of the overseer listen on the node's port."""
 
     def attending(self, node: Node, stop: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Around the life of the node; ``stop`` asks for its end as a signal does."""
+        """Return a context around the life of the node; ``stop`` requests its end, as a signal does."""
 
     async def may_listen(self) -> None:
-        """All that the node lacks is to listen for calls; return when it may."""
+        """Wait until the node may listen for calls; all else is open."""
 
     def ready(self, node: Node) -> None:
-        """The node answers calls."""
+        """Handle that the node answers calls."""
 
     def failed(self, line: str) -> int:
-        """The process ends because of this; returns its exit status."""
+        """Handle an error that ends the process; returns the exit status."""
 
     def insist(self, status: int) -> None:
-        """A signal came while the node was on its way out already; ``status`` is the one it stands for."""
+        """Handle a signal during the drain; ``status`` is its exit status."""
 
     def drained(self) -> None:
-        """The node is drained and everything is written; the process may end here."""
+        """Handle that the node is drained and everything is written; may end the process."""
 
 
 class Terminal:
-    """The :class:`Overseer` of a process that somebody started by hand or by a service manager."""
+    """The :class:`Overseer` of a process that was started by hand or by a service manager."""
 
     reuse_port = False
 
     def attending(
         self, _node: Node, _stop: Callable[[], None]
     ) -> AbstractAsyncContextManager[None]:
-        """Ignore requests: there is no parent."""
+        """Return an empty context: there is no parent."""
         return nullcontext()
 
     async def may_listen(self) -> None:
-        """At once: it is alone on its port."""
+        """Return at once: no other process shares the port."""
 
     def ready(self, node: Node) -> None:
-        """The ready line, and the login link."""
+        """Print the ready line and the login link."""
         process.announce(node.grpc_address, node.http_address, node.node_id, node.login_link)
 
     def failed(self, line: str) -> int:
-        """One line on stderr."""
+        """Print one line to stderr."""
         return process.failed(line)
 
     def insist(self, status: int) -> None:
-        """End at once."""
+        """Exit at once."""
         process.leave(status)
 
     def drained(self) -> None:
-        """End as any program does."""
+        """Return, for a normal exit."""
 
 
 def run(settings: Settings, overseer: Overseer | None = None) -> int:
@@ -96,12 +96,12 @@ def run(settings: Settings, overseer: Overseer | None = None) -> int:
 
 
 def _share_the_interpreter() -> None:
-    """Let the threads that write to disk have their turn while the loop is busy.
+    """Let the threads that write to disk run while the loop is busy.
 
-    A thread that waits for the interpreter may demand it only after it has waited for this interval without the
-    interpreter changing hands; and a loop that polls its sockets lets go and takes it back in every turn. With an
-    interval longer than a turn the thread is woken in vain each time, and hardly ever gets it: with turns of 0.11 ms
-    one write to the bucket log took 155 ms at an interval of 0.5 ms, 37 ms at 0.1 ms, and 0.3 ms at 0.05 ms (measured).
+    A thread that waits for the GIL may request it only after an interval in which the GIL did not change hands, and the
+    event loop releases and retakes it in each iteration, when it polls its sockets. If the interval is longer than an
+    iteration, the thread wakes in vain and starves: with iterations of 0.11 ms, one write to the bucket log took 155 ms
+    at an interval of 0.5 ms, 37 ms at 0.1 ms, and 0.3 ms at 0.05 ms (measured).
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

@@ -1,7 +1,7 @@
-"""TOKENS_FILE: people and programs, each with a role, most with the digest of a token; read again when it changes.
+"""TOKENS_FILE: people and programs, each with a role, most with the digest of a token; reloaded when it changes.
 
-A file that became wrong or vanished leaves the last good tokens in force. No message quotes a value of the file: it may
-be a token in the wrong place. See ADR 0059.
+If the file becomes invalid or vanishes, the last good tokens stay in force. No message quotes a value of the file,
+which may be a misplaced token. See ADR 0059.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUIRED: Final = frozenset({"name", "role"})
 FIELDS: Final = REQUIRED | {"sha256", "expires"}
 
 _NAME: Final = re.compile(r"(?!RULES_FILE$|admin@)[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
-"""Not what the audit trail calls others."""
+"""Excludes the audit trail's names of other actors."""
 
 _SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 class TokensFile:
-    """Keeps ``tokens`` as the file says; ``now_s`` is Unix time. The file is read once here.
+    """Keeps ``tokens`` up to date with the file, which is read first here; ``now_s`` returns Unix time.
 
-    ``others`` maps tokens that are set elsewhere, which no entry may have, to the names of their settings; empty ones
-    do not count.
+    ``others`` maps the tokens of other settings, which no entry may have, to the settings' names; empty tokens are
+    ignored.
 
     Raises:
-        StartupError: it cannot be used; the message names the entry and its field.
+        StartupError: the file cannot be used; the message names the entry and its field.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TokensFile:
         self.tokens = NamedTokens(now_s, read_tokens(path, others))
 
     async def reload(self) -> None:
-        """Read the file if it changed; never raises for what is in it. One ``stat`` while nothing changed."""
+        """Read the file if it changed; never raises for its content. Costs one ``stat`` if nothing changed."""
         stamp = stamp_of(self._path)
         if stamp == self._stamp:
             return
@@ -71,7 +71,7 @@ class TokensFile:
             _log.error("%s; the %d tokens read before stay in force", error, len(self.tokens))
             return
         if stamp_of(self._path) != stamp:
-            return  # written to while it was read: the next time looks again
+            return  # written while it was read: the next reload reads it again
         self._stamp = stamp
         guarded, had_checks = self.tokens.guard_checks, self.tokens.have_checks
         self.tokens.replace(found)
@@ -106,7 +106,7 @@ def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) ->
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file for ``open``. Without O_NONBLOCK opening a pipe would wait for a writer, and the node with it."""
+    """Open a file for ``open``. Without O_NONBLOCK, opening a pipe would block the node until there is a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

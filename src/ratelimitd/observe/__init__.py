@@ -1,1 +1,1 @@
-"""What a node tells about itself: metrics, health and logs. Reads counters; the check path never waits for it."""
+"""Metrics, health and logs of a node. Reads counters; the check path never waits for it."""

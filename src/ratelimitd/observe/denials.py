@@ -1,7 +1,7 @@
-"""The most denied endpoints and identifiers of the last minutes, and the endpoints most asked for without a rule.
+"""The endpoints and identifiers with the most denials, and the endpoints with the most checks without a rule, recently.
 
-These paths pay one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
-module but masked, with a keyed hash to tell them apart, or on purpose for an operator who asked: see ADR 0029.
+Each such check costs one append to a bounded list; the counting runs ten times a second. Identifiers leave this module
+only masked, with a keyed hash to tell them apart, or unmasked at an operator's request: see ADR 0029.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from ratelimitd.model import IdentifierType, types_within
 from ratelimitd.observe.logs import masked, shown
 
 # The most frequent items in bounded memory: the sketch of Misra and Gries ("Finding repeated elements", 1982) in the
-# form that makes an addition cheap (Anderson et al., "A high-performance algorithm for identifying frequent items in
-# data streams", IMC 2017): counters are added until there are twice as many as ``size``; then the count of the middle
-# one is taken off all, and those that come to nothing go. So no count is too high, and none is too low by more than
-# the sum of all divided by ``size``.
+# variant with cheap additions (Anderson et al., "A high-performance algorithm for identifying frequent items in data
+# streams", IMC 2017). At twice ``size`` counters, the median count is subtracted from all, and counters that reach 0
+# are dropped. So counts are never too high, and too low by at most the sum of all divided by ``size``.
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -28,7 +27,7 @@ FADED: Final = 0.01
 
 
 class FrequentItems(Generic[Item]):
-    """Counts of the most frequent items, for fewer than twice ``size`` items."""
+    """Counts of the most frequent items; tracks fewer than twice ``size`` items."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -38,7 +37,7 @@ class FrequentItems(Generic[Item]):
         return len(self._counts)
 
     def add(self, item: Item, count: float = 1.0) -> None:
-        """Count an item ``count`` times."""
+        """Add ``count`` to an item."""
         counts = self._counts
         counts[item] = counts.get(item, 0.0) + count
         if len(counts) >= 2 * self._size:
@@ -46,7 +45,7 @@ class FrequentItems(Generic[Item]):
             self._counts = {key: value - middle for key, value in counts.items() if value > middle}
 
     def fade(self, factor: float) -> None:
-        """Multiply every count by ``factor``, so that older denials count less."""
+        """Multiply every count by ``factor``, so that older denials weigh less."""
         self._counts = {
             item: count * factor for item, count in self._counts.items() if count * factor > FADED
         }
@@ -59,25 +58,25 @@ class FrequentItems(Generic[Item]):
 FOLD_S: Final = 0.1
 
 MAX_PENDING: Final = 1_000
-"""Denials counted per :data:`FOLD_S`, in 0.5 ms: all, up to 10,000 a second. Of more, the last ones are weighted to
-represent all."""
+"""Denials recorded per :data:`FOLD_S`, counted in 0.5 ms: all, up to 10,000 a second. Above that, the last ones are
+weighted to represent all."""
 
 SIZE: Final = 256
-"""Endpoints and identifiers that are counted: those with more than 0.4 % of the denials are among them."""
+"""Tracked endpoints and identifiers: each one with more than 0.4 % of the denials is among them."""
 
 HALF_LIFE_S: Final = 60.0
 
 TOP: Final = 10
 
 TOP_UNMATCHED: Final = 100
-"""Endpoints without a rule that a node tells an operator who asks."""
+"""Endpoints without a rule that a node reports to an operator on request."""
 
 PER_MINUTE: Final = 0.6931471805599453
-"""ln 2: what fades by half in each minute and grows at a steady rate comes to the rate of a minute divided by it."""
+"""ln 2: a count that halves every minute and grows at a steady rate converges to the rate per minute divided by it."""
 
 
 class Denied(Protocol):
-    """The part of :class:`ratelimitd.limiter.scopes.Scope` and ``Blocked`` that is used here."""
+    """The part of :class:`ratelimitd.limiter.scopes.Scope` and ``Blocked`` used here."""
 
     @property
     def endpoint(self) -> str:
@@ -85,21 +84,21 @@ class Denied(Protocol):
 
     @property
     def identifier_type(self) -> str:
-        """The type of the rule that decides, or of the identity that is blocked."""
+        """The type of the deciding rule, or of the blocked identity."""
 
 
 class DeniedEndpoint(NamedTuple):
-    """An endpoint and its denials per minute, or its checks without a rule."""
+    """An endpoint with its denials per minute, or its checks without a rule."""
 
     endpoint: str
     per_minute: float
 
 
 class DeniedIdentifier(NamedTuple):
-    """An identifier that may be shown, and its denials per minute.
+    """An identifier with its denials per minute.
 
-    ``digest`` is a keyed hash, so that several nodes' numbers of one identifier can be added. ``name`` is the
-    identifier itself, only where it was asked for and may be told: never that of an API key.
+    ``digest`` is a keyed hash that identifies it when counts of several nodes are added. ``name`` is the identifier
+    itself, set only on request, and never for an API key.
     """
 
     digest: str
@@ -110,17 +109,17 @@ class DeniedIdentifier(NamedTuple):
 
 
 class _Noted(Generic[Item]):
-    """The last checks of a kind, of which ``total`` returns how many there were."""
+    """The last checks of one kind; ``total`` returns the number of all of them."""
 
     def __init__(self, total: Callable[[], int]) -> None:
         self._items: deque[Item] = deque(maxlen=MAX_PENDING)
         self._total = total
         self._taken = total()
         self.note = self._items.append
-        """Takes one. A bound method of the list itself: 30 ns."""
+        """Records one check. A bound method of the list itself: 30 ns."""
 
     def take(self) -> tuple[Sequence[Item], float]:
-        """Return those since the last call, and the weight by which they stand for all."""
+        """Return the checks recorded since the last call, and the weight of each that makes them represent all."""
         total = self._total()
         grown, self._taken = total - self._taken, total
         items = [*self._items]
@@ -129,7 +128,7 @@ class _Noted(Generic[Item]):
 
 
 class Denials:
-    """The denials of one node; ``digest`` makes the keyed hash of an identifier and its type."""
+    """The denials of one node; ``digest`` computes the keyed hash of an identifier and its type."""
 
     def __init__(self, stats: CheckStats, *, digest: Callable[[bytes, str], str]) -> None:
         self._stats = stats
@@ -138,11 +137,11 @@ class Denials:
         self._endpoints: FrequentItems[str] = FrequentItems(SIZE)
         self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
         self.note = self._denied.note
-        """Takes (identifier, scope) of a denied check."""
+        """Records (identifier, scope) of a denied check."""
         self._without_rule: _Noted[str] = _Noted(lambda: stats.no_rule_total)
         self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
         self.note_without_rule = self._without_rule.note
-        """Takes the endpoint of a check without a rule."""
+        """Records the endpoint of a check without a rule."""
 
     def fold(self) -> None:
         """Count the recorded checks; called every :data:`FOLD_S` seconds."""
@@ -156,7 +155,7 @@ class Denials:
             self._unmatched.add(endpoint, weight)
 
     def fade(self, elapsed_s: float) -> None:
-        """Advance the time."""
+        """Fade all counts for the elapsed time."""
         factor = 0.5 ** (elapsed_s / HALF_LIFE_S)
         self._endpoints.fade(factor)
         self._identifiers.fade(factor)
@@ -171,7 +170,7 @@ class Denials:
         return _per_minute(self._endpoints)
 
     def top_identifiers(self, *, named: bool = False) -> list[DeniedIdentifier]:
-        """Return the :data:`TOP` identifiers with the most denials; ``named``: with names, except API keys."""
+        """Return the :data:`TOP` identifiers with the most denials; ``named``: including names, except API keys."""
         return [
             DeniedIdentifier(
                 digest=self._digest(identifier, identifier_type),
@@ -186,7 +185,7 @@ class Denials:
         ]
 
     def _total(self) -> int:
-        """Denials recorded; those of an open breaker are not."""
+        """Number of recorded denials; excludes those of an open breaker."""
         return self._stats.blocked_total - self._stats.breaker_denied_total
 
 

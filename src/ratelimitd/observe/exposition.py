@@ -1,7 +1,7 @@
-"""The metrics as text for Prometheus, in pieces so small that writing them never holds up a check.
+"""The metrics as text for Prometheus, in pieces small enough that formatting never delays checks noticeably.
 
-Formats by the library; never reads a number itself. With 1,000 rules a page is 160 KB and takes 6 to 10 ms to format
-(measured, CPython 3.11): too long at a stretch beside checks that are to take less than one.
+The library formats; nothing here reads counters. With 1,000 rules a page is 160 KB and takes 6 to 10 ms to format
+(measured, CPython 3.11): too long for one step beside checks that should take less than 1 ms.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from prometheus_client.utils import floatToGoString
 from ratelimitd.observe.metrics import Definition, Point, split_labels
 
 PIECE_POINTS: Final = 100
-"""Readings formatted at a stretch: about 0.5 ms."""
+"""Readings formatted per step: about 0.5 ms."""
 
 _END: Final = b"# EOF\n"
-"""What OpenMetrics wants at the end of the page, and the library appends to each piece."""
+"""End marker of OpenMetrics, which the library appends to each piece."""
 
 
 class Page:
-    """One scrape: ``content_type`` for the reader's ``Accept`` header, and the pieces of the text."""
+    """One scrape: ``content_type`` for the client's ``Accept`` header, and the text in pieces."""
 
     def __init__(self, accept: str, points: Iterable[tuple[Definition, Iterable[Point]]]) -> None:
         self._encode, self.content_type = choose_encoder(accept)
         self._points = points
 
     def pieces(self) -> Iterator[bytes]:
-        """The text. Pause between two pieces: each is read and formatted when it is asked for."""
+        """Yield the text. Pause between two pieces: each is read and formatted when requested."""
         end = b""
         for definition, points in self._points:
             for number, batch in enumerate(_batches(points)):
@@ -49,18 +49,18 @@ class Page:
 
 
 class _OneFamily(Collector):
-    """A registry of one family, which is all that the encoder asks of a registry."""
+    """A registry of one family: the only part of a registry that the encoder uses."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
 
     def collect(self) -> Iterable[Metric]:
-        """The family."""
+        """Return the family."""
         return (self._family,)
 
 
 def _batches(points: Iterable[Point]) -> Iterator[list[Point]]:
-    """``points`` in lists of at most :data:`PIECE_POINTS`; one empty list when there are none."""
+    """Yield ``points`` in lists of at most :data:`PIECE_POINTS`; one empty list if there are none."""
     rest = iter(points)
     yield list(islice(rest, PIECE_POINTS))
     while batch := list(islice(rest, PIECE_POINTS)):
@@ -84,5 +84,5 @@ def _family(definition: Definition, points: Iterable[Point]) -> Metric:
 
 
 def _without_header(text: bytes) -> bytes:
-    """A piece without the ``# HELP`` and ``# TYPE`` lines that the first piece of its family has."""
+    """Return a piece without the ``# HELP`` and ``# TYPE`` lines, which the first piece of its family has."""
     return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"#"))

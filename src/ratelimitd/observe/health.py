@@ -1,7 +1,6 @@
-"""Whether the node is HEALTHY: the specification's four conditions over the last 60 seconds.
+"""Evaluates whether the node is HEALTHY: the specification's four conditions over the last 60 seconds.
 
-Reads the counters that the check path increments. DEGRADED is a judgement for people and alerts; it never takes the
-node out of service.
+Reads counters of the check path. DEGRADED informs people and alerts; it never takes the node out of service.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""
 
 MIN_CHECKS_TO_TELL: Final = 100
-"""With fewer, hit ratio and average latency count as met, as they do without traffic: the first checks of a node are
-of buckets that it cannot know, and one that waits for the shared state outweighs many."""
+"""Below this, hit ratio and average latency count as met, as without traffic: a node's first checks miss by necessity,
+and one that waits for the shared state outweighs many."""
 
 MAX_AVERAGE_LATENCY_MS: Final = 2.0
 """The average latency of a check must be below this (specification, health status)."""
 
 MAX_ERROR_RATE: Final = 0.01
-"""The share of checks answered fail-open must be below this (specification, health status)."""
+"""The share of checks failed open must be below this (specification, health status)."""
 
 MS_PER_S: Final = 1000
 
 
 BreakerStateName = Literal["closed", "open", "half_open"]
-"""The states of the circuit breaker, by their name on the wire."""
+"""The states of the circuit breaker, by wire name."""
 
 BREAKER_STATES: Final = get_args(BreakerStateName)
 
 EMBEDDED: Final = SharedStateStatus(connected=True, breaker_state="closed")
-"""Status of a node whose own memory is the shared state, which cannot be away."""
+"""Status of a node whose own memory is the shared state, which is always available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class HealthReport:
     """One evaluation of the four conditions of the specification over the last 60 s.
 
     ``healthy`` is their conjunction. ``local_cache_hit_ratio`` and ``error_rate`` are fractions from 0 to 1,
-    ``average_latency_ms`` is in milliseconds; ``rules_revision`` is 0 before the first rule book is there.
-    ``hit_ratio_met``, ``latency_met``: that condition holds, perhaps only because there were too few checks to tell.
+    ``average_latency_ms`` is in milliseconds; ``rules_revision`` is 0 before the first rule book. ``hit_ratio_met``,
+    ``latency_met``: that condition holds, or there were too few checks to evaluate it.
     """
 
     healthy: bool
@@ -69,7 +68,7 @@ WINDOW_S: Final = 60
 
 
 class RollingWindow:
-    """Samples of the last :data:`WINDOW_S` seconds, and the one before them as the ground to subtract from."""
+    """Samples of the last :data:`WINDOW_S` seconds, and the one before them as the baseline."""
 
     __slots__ = ("_samples",)
 
@@ -79,7 +78,7 @@ class RollingWindow:
     def sample(self, now_us: int, totals: Totals) -> None:
         """Add a sample; called about once a second with monotonic µs.
 
-        Memory is bounded by the window: samples that no later question can need are dropped.
+        Drops samples that no later call can need, which bounds memory.
         """
         self._samples.append((now_us, totals))
         start_us = now_us - WINDOW_S * US_PER_S
@@ -101,7 +100,7 @@ class RollingWindow:
 
 
 class Health:
-    """The measurements of one node, and the verdict on them."""
+    """The measurements of one node and the resulting health status."""
 
     def __init__(
         self,
@@ -126,15 +125,15 @@ class Health:
         self._window.sample(self._clock.monotonic_us(), Totals.of(self._stats))
 
     def cache_hit_ratio(self) -> float:
-        """Known buckets / look-ups over the last 60 s; 1 without look-ups."""
+        """Look-ups that found a bucket / look-ups, over the last 60 s; 1 without look-ups."""
         return _hit_ratio(self._recent())
 
     def shared_state(self) -> SharedStateStatus:
-        """Whether the shared state is reached, and the state of the breaker before it."""
+        """Whether the shared state is reachable, and the state of its circuit breaker."""
         return self._shared_state()
 
     def report(self) -> HealthReport:
-        """Evaluate the four conditions. Without traffic, or with very little, a ratio counts as met."""
+        """Evaluate the four conditions. With few or no checks, a ratio counts as met."""
         recent = self._recent()
         shared_state = self._shared_state()
         hit_ratio = _hit_ratio(recent)
@@ -167,6 +166,6 @@ class Health:
 def _hit_ratio(recent: Totals) -> float:
     if not recent.looked:
         return 1.0
-    # A miss counts when it is asked for, its check when it is answered, and one that fails is taken back: while some
-    # are under way there may be fewer known than none, or more than there are.
+    # A miss counts at the look-up, its check at the answer, and a failed check is subtracted again. While some are in
+    # progress, the difference may be negative or exceed the look-ups.
     return min(max(0.0, recent.known / recent.looked), 1.0)

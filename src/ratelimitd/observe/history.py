@@ -1,6 +1,6 @@
-"""The last 24 hours of a node: a sample every two seconds, computed from cumulative counters, and means of older ones.
+"""The last 24 hours of a node: a sample every two seconds, computed from cumulative counters, and means for older ones.
 
-Reads no clock and no counter: values are passed in. See ADR 0029.
+Reads no clock and no counter: values are arguments. See ADR 0029.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ SAMPLE_S: Final = 2.0
 
 
 class Span(NamedTuple):
-    """A stretch of time up to now, and how long each of its samples is; both in seconds."""
+    """A period up to now and the step of its samples, both in seconds."""
 
     kept_s: int
     step_s: int
 
     @property
     def most(self) -> int:
-        """The most samples in it, the unfinished one among them."""
+        """The maximum number of samples in it, including the unfinished one."""
         return self.kept_s // self.step_s
 
 
 SPANS: Final[Mapping[str, Span]] = MappingProxyType(
     {"5m": Span(300, 2), "15m": Span(900, 2), "1h": Span(3_600, 10), "24h": Span(86_400, 240)}
 )
-"""What is kept: at most 450 samples of each step, 1.6 MB in all."""
+"""Kept samples: at most 450 per step, 1.6 MB in all."""
 
 DEFAULT_SPAN: Final = "15m"
 
@@ -42,9 +42,9 @@ DEFAULT_SPAN: Final = "15m"
 class Sample(NamedTuple):
     """One node, or the sum of all, over about :data:`SAMPLE_S` seconds.
 
-    ``at_ms`` is the end of the stretch in ms since the Unix epoch. The first five are checks per second: ``looked`` are
-    those that looked for a bucket, and ``known`` those of them that found it. ``latency_counts`` is what the histogram
-    of :class:`ratelimitd.counters.CheckStats` grew by.
+    ``at_ms`` is its end in ms since the Unix epoch. The first five rates are checks per second: ``looked`` are those
+    that looked up a bucket, ``known`` those that found it. ``latency_counts`` is the growth of the histogram of
+    :class:`ratelimitd.counters.CheckStats`.
     """
 
     at_ms: int
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 
     @property
     def hit_ratio(self) -> float | None:
-        """Known buckets / look-ups; ``None`` without look-ups."""
+        """Look-ups that found a bucket / look-ups; ``None`` without look-ups."""
         return min(1.0, self.known_per_s / self.looked_per_s) if self.looked_per_s else None
 
     def percentile_ms(self, share: float) -> float | None:
@@ -70,7 +70,7 @@ class Sample(NamedTuple):
 
 
 def summed(samples: Sequence[Sample]) -> Sample:
-    """Add up samples of at least one node; the loop lag is the largest."""
+    """Add up samples of at least one node; the loop lag is the maximum."""
     return Sample(
         at_ms=max(sample.at_ms for sample in samples),
         allowed_per_s=sum(sample.allowed_per_s for sample in samples),
@@ -88,9 +88,9 @@ def summed(samples: Sequence[Sample]) -> Sample:
 
 
 def folded(samples: Iterable[Sample], step_s: int) -> list[Sample]:
-    """Return one sample for each stretch of ``step_s`` seconds of time that has samples, oldest first.
+    """Return one sample per step of ``step_s`` seconds that has samples, oldest first.
 
-    It is their mean, with all of their latencies, the largest loop lag, and the time of the last one.
+    It holds their mean, the sum of their latency counts, the largest loop lag, and the time of the last one.
     """
     series = _Series(Span(sys.maxsize, step_s))
     for sample in samples:
@@ -99,7 +99,7 @@ def folded(samples: Iterable[Sample], step_s: int) -> list[Sample]:
 
 
 class _Series:
-    """The samples of a span that are finished, and the sum of those that make up the next."""
+    """The finished samples of a span, and the sum of those in the unfinished one."""
 
     def __init__(self, span: Span) -> None:
         self._step_ms = span.step_s * 1_000
@@ -133,7 +133,7 @@ _PER_S: Final = tuple(name for name in Sample._fields if name.endswith("_per_s")
 
 
 class Totals(NamedTuple):
-    """Counters of :class:`ratelimitd.counters.CheckStats` at one moment, or what they grew by."""
+    """Counters of :class:`ratelimitd.counters.CheckStats` at one moment, or their growth."""
 
     allowed: int = 0
     blocked: int = 0
@@ -163,7 +163,7 @@ class Totals(NamedTuple):
 
 
 class Sampler:
-    """Creates the samples of this node."""
+    """Computes the samples of this node."""
 
     def __init__(self, stats: CheckStats, clock: Clock) -> None:
         self._stats = stats
@@ -183,7 +183,7 @@ class Sampler:
             blocked_per_s=grown.blocked / elapsed_s,
             fail_open_per_s=grown.fail_open / elapsed_s,
             looked_per_s=grown.looked / elapsed_s,
-            # A miss counts when it is asked for, and its check when it is answered.
+            # A miss counts at the look-up, its check at the answer.
             known_per_s=max(0, grown.known) / elapsed_s,
             latency_counts=grown.latency_counts,
             buckets=buckets,
@@ -218,8 +218,8 @@ class History:
 def percentile_s(counts: Sequence[int], share: float) -> float | None:
     """Return the latency in seconds that ``share`` (0 to 1) of the checks did not exceed; ``None`` without checks.
 
-    ``counts`` are those of :attr:`ratelimitd.counters.CheckStats.latency_counts`, or what they grew by. Within
-    a bucket the checks count as evenly spread; above the last bound nothing is known, so it is the answer.
+    ``counts`` are those of :attr:`ratelimitd.counters.CheckStats.latency_counts`, or their growth. Interpolates
+    linearly within a bucket of the histogram; above the last bound it returns that bound.
     """
     rank = share * sum(counts)
     if not rank:

@@ -1,8 +1,8 @@
 """The state of the node and its cluster, now and over the last 24 hours, for the page.
 
-Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
-looks, reads what they tell. Without an open page it reads only every ten seconds, so that a page that is opened has a
-past to show. See ADR 0029.
+Takes one step every two seconds, independent of the number of viewers: takes a sample of the node, publishes its
+status, and, while a page is open, reads the other nodes' statuses. Without an open page it reads them every ten
+seconds, so that a newly opened page has a history. See ADR 0029.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ratelimitd.observe.node_status import (
 )
 
 SILENT_S: Final = 6.0
-"""Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
+"""Age of a status that missed two updates: its node is excluded from totals and shown as gone for a minute."""
 
 WATCH_S: Final = 1.0
 
@@ -49,7 +49,7 @@ STEPS_UNSEEN: Final = 5
 """Steps between two reads of the other nodes' statuses while no page is open."""
 
 FRESH_US: Final = 3_000_000
-"""A page that is opened uses statuses that are at most this old."""
+"""Maximum age of the statuses for a newly opened page."""
 
 DECODED_PER_TURN: Final = 20
 """Statuses parsed per event-loop iteration, in less than 1 ms."""
@@ -63,7 +63,7 @@ Listener = Callable[[], Awaitable[None]]
 
 
 class NodeView(NamedTuple):
-    """One node. ``age_s``: age of its status; ``gone``: too old for a running node, and the store was read since."""
+    """One node. ``age_s``: age of its status; ``gone``: too old for a running node, and the last read succeeded."""
 
     status: NodeStatus
     is_this: bool
@@ -73,11 +73,11 @@ class NodeView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """A snapshot of everything that the page shows.
+    """A snapshot of everything on the page.
 
-    ``total`` is of all nodes that are not gone. ``nodes`` begins with this one; the others follow by name.
-    ``unheard_s``: for how long what the others say could not be read; ``None``: it was read lately. ``shares``: nodes
-    share the buckets.
+    ``total`` covers all nodes that are not gone. ``nodes`` begins with this one; the others are sorted by name.
+    ``unheard_s``: how long statuses of other nodes could not be read; ``None``: the last read succeeded. ``shares``:
+    nodes share the buckets.
     """
 
     total: Sample
@@ -98,7 +98,7 @@ class Overview:
 
 @dataclass(slots=True)
 class _Others:
-    """Statuses of the other nodes, when they were read, and when last tried; ``unheard``: that was in vain."""
+    """Statuses of the other nodes, the times of the read and of the last attempt; ``unheard``: that one failed."""
 
     statuses: Sequence[NodeStatus] = ()
     read_at_us: int | None = None
@@ -110,8 +110,8 @@ class _Others:
 class Live:
     """The live view of one node.
 
-    ``own`` makes the status of this node, and with it its next sample; ``is_healthy`` is its verdict alone.
-    ``board`` is ``None`` for a node that is alone.
+    ``own`` returns the status of this node, including its next sample; ``is_healthy`` returns its health only.
+    ``board`` is ``None`` for a single node.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Live:
         self._listeners: set[Listener] = set()
         self._steps = 0
         self.ended = False
-        """End the steps of a stopping node."""
+        """Ends the steps of a stopping node."""
 
     def history(self, span: Span) -> Sequence[Sample]:
         """Return the samples of all nodes over one of :data:`ratelimitd.observe.history.SPANS`, oldest first."""
@@ -151,7 +151,7 @@ class Live:
         self._listeners.discard(listener)
 
     async def step(self) -> None:
-        """Do the work that is due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
+        """Perform the work due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
         self._denials.fade(SAMPLE_S)
         self._status = status = self._own()
         if self._board is not None:
@@ -166,9 +166,9 @@ class Live:
             await listener()
 
     def watch(self) -> None:
-        """Tell the other nodes at once when the node's verdict has changed; called every :data:`WATCH_S` seconds.
+        """Publish the status at once when the node's health has changed; called every :data:`WATCH_S` seconds.
 
-        Their pages show it after WATCH_S and a step of their own.
+        Other nodes' pages show it after WATCH_S and one step of their own.
         """
         if self._board is not None and self._is_healthy() is not self._status.healthy:
             self._status = self._own()
@@ -187,7 +187,7 @@ class Live:
             await self._read()
 
     def overview(self, *, named: bool = False) -> Overview:
-        """Return a snapshot; ``named``: with the names of denied identifiers that may be shown."""
+        """Return a snapshot; ``named``: including the names of denied identifiers that may be shown."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
         own = self._denials
@@ -209,7 +209,7 @@ class Live:
         """Return the :data:`TOP_UNMATCHED` endpoints with the most checks without a rule, on all nodes."""
         await self.refresh()
         own = self._denials.top_unmatched(TOP_UNMATCHED)
-        # Other nodes publish the beginnings of long ones.
+        # Other nodes publish truncated endpoints.
         whole = {one.endpoint[:MAX_ENDPOINT]: one.endpoint for one in own}
         found = {one.endpoint: one.per_minute for one in own}
         alive = [node.status for node in self._nodes() if not node.gone and not node.is_this]
@@ -232,7 +232,7 @@ class Live:
         try:
             found = await self._board.read()
         except RateLimitdError:
-            # What they said last stays, and gets old. That the store is away others have told the operator.
+            # Keep the last statuses, which age. Other components already report that the store is unavailable.
             others.unheard = True
             return
         statuses, corrupt = [], set()
@@ -258,7 +258,7 @@ class Live:
     def _nodes(self) -> Sequence[NodeView]:
         views = [self._view(status) for status in self._others.statuses]
         names = {view.status.node_id for view in views if not view.gone} | {self._status.node_id}
-        # Who has come back under its name is not gone.
+        # A node that restarted under the same name is not gone.
         shown = [view for view in views if not view.gone or view.status.node_id not in names]
         shown.sort(key=lambda view: (view.status.node_id, view.status.sample.at_ms))
         return [NodeView(self._status, is_this=True, age_s=0.0, gone=False), *shown]
@@ -266,21 +266,21 @@ class Live:
     def _view(self, status: NodeStatus) -> NodeView:
         """Return a node with the age of its status by the cluster's clock; a future status counts as gone, too.
 
-        Of a node that could not be heard nobody knows whether it is gone.
+        While statuses cannot be read, no node counts as gone.
         """
         age_s = self._clock.now_us() / US_PER_S - status.sample.at_ms / _MS_PER_S
         is_silent = abs(age_s) > SILENT_S and not self._others.unheard
         return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=is_silent)
 
     def _total(self, nodes: Iterable[NodeView]) -> Sample:
-        """Add up the nodes that were heard lately, at this node's time, so that the history is in order."""
+        """Add up the nodes with recent statuses, at this node's time, so that the history stays in order."""
         heard = [node for node in nodes if not node.gone and node.age_s <= SILENT_S]
         total = summed([node.status.sample for node in heard])
         return total._replace(at_ms=self._status.sample.at_ms)
 
 
 def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[DeniedEndpoint]:
-    """Merge the top endpoints of several nodes; all are cut to the length of published ones."""
+    """Merge the top endpoints of several nodes; truncates all to the published length."""
     found: dict[str, float] = {}
     for one in (one for each in lists for one in each):
         endpoint = one.endpoint[:MAX_ENDPOINT]
@@ -291,7 +291,7 @@ def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[Den
 def _merged_identifiers(
     lists: Iterable[Iterable[DeniedIdentifier]], names: Mapping[str, str]
 ) -> Sequence[DeniedIdentifier]:
-    """Merge the top identifiers; names come from the first node, which is this one, and else from ``names``."""
+    """Merge the top identifiers; names come from the first list, this node's own, or else from ``names``."""
     found: dict[str, DeniedIdentifier] = {}
     for one in (one for each in lists for one in each):
         first = found.get(one.digest)

@@ -1,8 +1,8 @@
 """The log of a node: one line per event on stderr, JSON or for a terminal, with node and rules revision.
 
-Never shows the text of an exception, only its type and where it was raised: the text may quote an identifier or a
-token. Never a line per check or per bad call; what repeats is written once a second, less and less often while it goes
-on, with the number left out.
+Never logs the text of an exception, only its type and where it was raised: the text may quote an identifier or a token.
+Never logs a line per check or per bad call; repeated events are logged at increasing intervals, from 1 s on, with the
+number of omitted records.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ratelimitd.model import EVERYBODY, IdentifierType, types_within
 
 REPEAT_PAUSE_S: Final = 1.0
 LONGEST_REPEAT_PAUSE_S: Final = 60.0
-"""Shortest and longest pause between two lines of the same event; doubled from line to line. A fault of a day is about
+"""Shortest and longest pause between two lines of the same event; each line doubles it. A fault of a day takes about
 1,400 lines, not 86,400."""
 
 REMEMBERED_EVENTS: Final = 1_024
-"""Limit of remembered events; a library's texts may vary without bound."""
+"""Maximum number of remembered events; a library's texts may vary without bound."""
 
 QUIET: Final = {
     "uvicorn.error": logging.ERROR,  # its warnings are one line per malformed HTTP request
@@ -40,13 +40,13 @@ QUIET: Final = {
     "grpc": logging.CRITICAL,  # its errors quote metadata, and so tokens
     "asyncio": logging.WARNING,
 }
-"""Libraries, and the level from which their records are logged."""
+"""Libraries and the minimum level at which their records are logged."""
 
 _NO_EXCEPTION: Final[tuple[None, None, None]] = (None, None, None)
 
 
 class LogContext:
-    """Context of every line; ``rules_revision`` is set with each new rule book."""
+    """Context added to every line; ``rules_revision`` is set with each new rule book."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -60,7 +60,7 @@ class LogContext:
 
 
 class _Written(NamedTuple):
-    """Time of the last line of an event, the pause after it, and the number of records left out since."""
+    """Time of the last line of an event, the pause after it, and the number of records omitted since."""
 
     at_s: float
     pause_s: float
@@ -68,21 +68,22 @@ class _Written(NamedTuple):
 
 
 class OncePerPause(logging.Filter):
-    """Lets an event through at most once in a pause that grows; the next line says how many were left out.
+    """Passes an event at most once per growing pause; the next line reports the number of omitted records.
 
-    The pause is :data:`REPEAT_PAUSE_S` again for an event that was not met for so long after its last pause.
+    An event that did not occur for :data:`REPEAT_PAUSE_S` after its last pause starts again with that pause.
 
-    Two records are the same event when logger, level and text, with its values, are. What was left out of an event
-    that came to its end is told by the next line of any other. ``time_s`` is monotonic seconds.
+    Two records are the same event if logger, level and formatted text are equal. Records omitted at the end of an event
+    are reported by the next line of any other event. ``time_s`` is monotonic seconds.
     """
 
     def __init__(self, time_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._time_s = time_s
-        # Threads log, too, and a handler asks its filters before it takes its own lock. A destructor may log meanwhile.
+        # Threads log concurrently: a handler calls its filters before it takes its own lock. Reentrant: a destructor
+        # may log meanwhile.
         self._lock = threading.RLock()
         self._seen: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()
-        """By event, in the order of their last line."""
+        """Keyed by event, ordered by last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is written."""
@@ -106,7 +107,7 @@ class OncePerPause(logging.Filter):
         return True
 
     def _forget_ended(self, now_s: float) -> int:
-        """Drop the oldest events while they have ended or are too many; return the number of their left-out records."""
+        """Drop the oldest events while they have ended or are too many; return the number of their omitted records."""
         left_out = 0
         while self._seen:
             key, oldest = next(iter(self._seen.items()))
@@ -173,7 +174,7 @@ def _formatter(context: LogContext, *, console: bool, colors: bool) -> logging.F
 
 
 def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Remove counts of left-out records that are 0."""
+    """Remove counts of omitted records that are 0."""
     for name in ("left_out", "left_out_of_others"):
         if not event.get(name):
             event.pop(name, None)
@@ -193,18 +194,18 @@ def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
 
 
 SHOWN_CHARACTERS: Final = 4
-"""Longest shown start of an identifier, and at most a quarter of it."""
+"""Longest unmasked start of an identifier, which is also at most a quarter of it."""
 
 HIDDEN: Final = "…"
 
 
 def masked(identifier: bytes, identifier_type: str) -> str:
-    """Mask an identifier: half of an IPv4 address, two groups of an IPv6 address, else its first characters."""
+    """Mask an identifier: keep half of an IPv4 address, two groups of an IPv6 address, else the first characters."""
     return "+".join(starmap(_masked, _parts(identifier, identifier_type))) or EVERYBODY
 
 
 def shown(identifier: bytes, identifier_type: str) -> str:
-    """Return an identifier for people; those of a combination are joined by ``+``."""
+    """Return an identifier in readable form; those of a combination are joined by ``+``."""
     return "+".join(text for text, _ in _parts(identifier, identifier_type)) or EVERYBODY
 
 
@@ -226,7 +227,7 @@ _log = logging.getLogger(__name__)
 
 
 class RulesLog:
-    """Logs changes of the rules; :meth:`write`, called about once a second, logs the last state."""
+    """Logs changes of the rules; :meth:`write`, called about once a second, logs the latest state."""
 
     def __init__(self) -> None:
         self._state: tuple[int, int] | None = None
@@ -237,7 +238,7 @@ class RulesLog:
         self._state = revision, rules
 
     def write(self) -> None:
-        """Log the state if it differs from the last logged one."""
+        """Log the state if it differs from the last one logged."""
         if self._state is None or self._state == self._written:
             return
         self._written = self._state

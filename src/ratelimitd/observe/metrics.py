@@ -1,7 +1,7 @@
 """Every metric of a node, defined once, for ``/metrics`` and for ``GetMetrics``.
 
-The check path moves plain integers; nothing here runs until somebody asks. Labels come from closed sets only, never
-from what a caller sent.
+The check path increments plain integers; everything here runs on request only. Labels come from closed sets, never from
+caller input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ratelimitd.rules.feed import RuleFeed
 STATM: Final = Path("/proc/self/statm")
 
 STARTED_AT_S: Final = time.time()
-"""Unix seconds at which this module was first imported, which is while the process starts."""
+"""Unix seconds of the first import of this module, during the start of the process."""
 
 _MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
@@ -46,17 +46,17 @@ def resident_bytes(statm: Path = STATM) -> int:
 
 @dataclass(slots=True)
 class Runtime:
-    """Measurements of the background jobs; written by them, read here."""
+    """Measurements written by the background jobs."""
 
     loop_lag_s: float = 0.0
-    """Largest delay of a timer of the event loop in the last 10 to 20 s, in seconds."""
+    """Largest delay of an event-loop timer in the last 10 to 20 s, in seconds."""
     clock_error_us: int = 0
-    """How far the wall clock is ahead of the node's clock, in µs."""
+    """Wall clock minus node clock, in µs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
-    """The parts of a node that metrics and statuses are read from."""
+    """The parts of a node that metrics and statuses read."""
 
     stats: CheckStats
     health: Health
@@ -82,7 +82,7 @@ class TransportStatus(Protocol):
 
     @property
     def unary(self) -> int:
-        """Unary calls that wait."""
+        """Unary calls in progress."""
 
     @property
     def streams(self) -> int:
@@ -94,19 +94,19 @@ class TransportStatus(Protocol):
 
     @property
     def http2_streams(self) -> int | None:
-        """Requests whose answer has not ended."""
+        """Requests whose response has not ended."""
 
 
 MetricKind = Literal["counter", "gauge", "histogram"]
-"""Kinds of metric, by their name in the contract."""
+"""Kinds of metric, by contract name."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramSample:
     """One histogram.
 
-    ``upper_bounds`` in the metric's unit (seconds), rising, without +Inf; ``cumulative_counts`` is one longer, its
-    last entry (+Inf) is the number of observations; ``sum`` in the metric's unit.
+    ``upper_bounds`` in the metric's unit (seconds), ascending, without +Inf; ``cumulative_counts`` is one longer, its
+    last entry (+Inf) the number of observations; ``sum`` in the metric's unit.
     """
 
     upper_bounds: tuple[float, ...]
@@ -118,8 +118,8 @@ class HistogramSample:
 class MetricSample:
     """One metric at one moment.
 
-    ``name`` is the specification's exact name (``rate_limiter.fail_open`` included); ``value`` is that of a counter
-    or gauge and 0 for a histogram, which has ``histogram`` instead. Label values come from closed sets only.
+    ``name`` is the specification's exact name (including ``rate_limiter.fail_open``); ``value`` is that of a counter or
+    gauge, and 0 for a histogram, which sets ``histogram``. Label values come from closed sets only.
     """
 
     name: str
@@ -142,9 +142,9 @@ Read = Callable[[NodeParts], Iterable[Point]]
 
 
 class Definition(NamedTuple):
-    """One metric. ``name`` is that of the exposition; ``label`` holds the names of its labels, joined by commas.
+    """One metric. ``name`` is its name in the exposition; ``label`` holds its label names, joined by commas.
 
-    ``reported_name`` is the name in GetMetrics where the specification wants another one there.
+    ``reported_name`` is the name in GetMetrics if the specification requires a different one there.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Metrics:
 
 
 def split_labels(definition: Definition, point: Point) -> tuple[list[str], list[str]]:
-    """Return the names of a metric's labels and their values in this reading."""
+    """Return the label names of a metric and their values in this reading."""
     names = definition.label.split(",") if definition.label else []
     return names, point.label.split(",", len(names) - 1) if names else []
 
@@ -242,7 +242,7 @@ def _per_rule(column: int) -> Read:
 def _transport(
     **kinds: Callable[[TransportStatus], int | None],
 ) -> Read:
-    """Return readings by kind; values that a transport does not know are left out."""
+    """Return readings by kind, without values that a transport does not provide."""
 
     def points(parts: NodeParts) -> Iterable[Point]:
         status = parts.transport()
@@ -261,10 +261,10 @@ def _counts(
     return lambda parts: [Point(count, label) for label, count in sorted(read(parts).items())]
 
 
-# A table, so not the formatter's.
+# Keep the layout of the table.
 # fmt: off
 DEFINITIONS: Final = (
-    # The specification's eight, by their exact names and without labels.
+    # The eight of the specification, with their exact names and without labels.
     _counter("rate_limiter_requests_allowed_total",
         "Checks answered allowed, fail-open answers and checks without a rule included.",
         lambda r: r.stats.allowed_total),
@@ -375,7 +375,7 @@ DEFINITIONS: Final = (
         "Passes of the bucket snapshot that failed; not where buckets are shared.",
         _of_snapshot(lambda s: s.errors_total)),
 
-    # The cluster. A node whose buckets are its own has none of these.
+    # The cluster; absent on a node with its own buckets.
     Definition("rate_limiter_cluster_nodes", "gauge", "Nodes alive, as this node sees it.",
         _of_cluster(lambda c: c.membership.count)),
     Definition("rate_limiter_sync_lag_seconds", "gauge",

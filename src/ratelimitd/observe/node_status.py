@@ -1,7 +1,7 @@
-"""The status that a node publishes: the value, its bytes, and the validation of foreign bytes.
+"""The status that a node publishes: the value, its encoding, and the validation of other nodes' bytes.
 
-Pure. Whatever is read from a shared state may have been put there by anybody: it is a status of ours, within bounds, or
-it is none. See ADR 0029.
+Pure. Anyone with access to the shared state can write there: bytes that are not a valid status within bounds are
+rejected. See ADR 0029.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FORMAT: Final = 1
 """Version of the format. Nodes ignore statuses of other versions."""
 
 MAX_BYTES: Final = 4_096
-"""A node without denials needs about 700."""
+"""A status without denials takes about 700."""
 
 MAX_ENDPOINT: Final = 60
 """Characters of an endpoint in a published status: ten endpoints leave room in :data:`MAX_BYTES`."""
 
 MAX_NAMES_BYTES: Final = 600
-"""Names that a status carries, in octets of JSON: those of the most denied identifiers."""
+"""Bytes of JSON for names in a status: those of the most denied identifiers."""
 
 MAX_SEALED: Final = 1_000
 """Characters of sealed names, in base64."""
@@ -44,7 +44,7 @@ Row = TypeVar("Row")
 
 
 class HeldLimit(NamedTuple):
-    """Holds in flight on one limit, and the tokens that they hold; endpoint and type are the rule's."""
+    """Holds in flight on one limit, and their tokens; endpoint and type are the rule's."""
 
     endpoint: str
     identifier_type: str
@@ -54,7 +54,7 @@ class HeldLimit(NamedTuple):
 
 
 class BusyRule(NamedTuple):
-    """A rule that is among the busiest of a node, and the checks per second that it decides there."""
+    """One of the busiest rules of a node, with the checks per second that it decides there."""
 
     rule_id: str
     allowed_per_s: float
@@ -63,12 +63,12 @@ class BusyRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """The status of one node. Its ``sample`` has the time and the recent counts.
+    """The status of one node. ``sample`` holds the time and the recent counts.
 
-    ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``: in
-    how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
-    clock, in a cluster that of the shared state, is ahead of the node's. ``admin_token_digest``: the same on all nodes
-    with one admin token; empty for none.
+    ``healthy`` and the six fields after it are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``:
+    seconds until an open breaker is tried again; 0 while it is closed. ``clock_error_s``: wall clock (in a cluster, the
+    shared state's) minus node clock. ``admin_token_digest``: equal on all nodes with the same admin token; empty
+    without.
     """
 
     node_id: str
@@ -99,14 +99,14 @@ class NodeStatus:
     rules: Sequence[BusyRule] = ()
     """The busiest rules."""
     names: str = ""
-    """The names of ``identifiers``, sealed for nodes with the same secret; empty for none."""
+    """The names of ``identifiers``, sealed for nodes with the same secret; empty if there are none."""
 
 
 def encode(status: NodeStatus) -> bytes:
-    """Encode for other nodes in at most :data:`MAX_BYTES`, without the names of identifiers.
+    """Encode for other nodes in at most :data:`MAX_BYTES`; names of identifiers are sealed.
 
-    Where that is too little, rules are left out, then the sealed names, and then, for endpoints of many multi-byte
-    characters, all lists.
+    If it is longer, drops the rules, then the sealed names, and then, for endpoints of many multi-byte characters, all
+    lists.
     """
     fields = {
         "v": FORMAT,
@@ -137,7 +137,7 @@ def decode(octets: bytes) -> NodeStatus:
     """Decode the status of another node.
 
     Raises:
-        StoreCorruptError: there is none, of our format and within bounds.
+        StoreCorruptError: the bytes are not a status of this format within bounds.
     """
     try:
         if len(octets) > MAX_BYTES:
@@ -152,7 +152,7 @@ def decode(octets: bytes) -> NodeStatus:
             identifiers=_rows(
                 fields["identifiers"], DeniedIdentifier, _text, _text, _text, _number
             ),
-            # A node of the release before has none of these.
+            # Absent in statuses of the previous release.
             unmatched=_rows(fields.get("unmatched", []), DeniedEndpoint, _text, _number),
             holds=_rows(fields.get("holds", []), HeldLimit, _text, _text, _text, _count, _count),
             names=_sealed(fields.get("names", "")),
@@ -164,7 +164,7 @@ def decode(octets: bytes) -> NodeStatus:
 
 
 def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: BucketKeys) -> str:
-    """Return the names of the first identifiers, as many as there is room for; empty for none."""
+    """Return the sealed names of the first identifiers, as many as fit; empty if there are none."""
     names: dict[str, str] = {}
     octets = b""
     for one in identifiers:
@@ -178,7 +178,7 @@ def sealed_names(identifiers: Sequence[DeniedIdentifier], seal: BucketKeys) -> s
 
 
 def names_within(sealed: str, seal: BucketKeys) -> Mapping[str, str]:
-    """Return names by the digest of their identifier; none of what another secret sealed."""
+    """Return names by the digest of their identifier; empty if another secret sealed them."""
     try:
         octets = seal.unseal(b64decode(sealed))
         names = _mapping(json.loads(octets or b"{}"))
@@ -209,7 +209,7 @@ def _counts(value: Any) -> tuple[int, ...]:
 
 
 def _rows(value: Any, kind: Callable[..., Row], *readers: Callable[[Any], Any]) -> list[Row]:
-    """Return the entries of a list, each of which has one value for each reader."""
+    """Return the entries of a list, each with one value per reader."""
     return [
         kind(*(read(part) for read, part in zip(readers, parts, strict=True)))
         for parts in (_list(one, len(readers), exactly=True) for one in _list(value, TOP))
@@ -229,7 +229,7 @@ def _list(value: Any, most: int, *, exactly: bool = False) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    """Return text for a table; invisible and bidirectional control characters are replaced."""
+    """Return text for a table, with invisible and bidirectional control characters replaced."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise _NoStatusError
     return "".join([one if one.isprintable() else "\ufffd" for one in value])
@@ -248,7 +248,7 @@ def _flag(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    # The comparison is false of NaN, too.
+    # Also rejects NaN, for which the comparison is false.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MAX_NUMBER:
         raise _NoStatusError
@@ -292,7 +292,7 @@ _FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "excess_bound_ratio": _number,
     "admin_token_digest": _text,
 }
-"""Fields with one value, and their parsers."""
+"""Single-value fields and their parsers."""
 
 _SAMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "at_ms": _count,
@@ -306,4 +306,4 @@ _SAMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "memory_bytes": _count,
     "loop_lag_s": _number,
 }
-"""The same for a sample, in its order."""
+"""Fields of a sample, in its order, and their parsers."""

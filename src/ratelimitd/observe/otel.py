@@ -1,7 +1,7 @@
-"""Spans over OTLP/HTTP, by OpenTelemetry's SDK: gathered in a bounded queue, sent by a thread of their own.
+"""Exports spans over OTLP/HTTP with OpenTelemetry's SDK, from a bounded queue and in a separate thread.
 
-The only place that knows the SDK, imported only where OTEL_ENDPOINT is set. A collector that is away costs the spans
-that do not fit into the queue, and one line of the log; see ADR 0031.
+The only module that uses the SDK, imported only if OTEL_ENDPOINT is set. While the collector is unreachable, spans
+beyond the queue are lost, and the log gets one line; see ADR 0031.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ratelimitd import __version__
 from ratelimitd.tracing import TRACEPARENT, is_sampled
 
 MAX_QUEUED: Final = 2_048
-"""Spans that wait to be sent, some 2 KB each; further ones take the place of the oldest."""
+"""Spans that wait for export, about 2 KB each; a full queue drops the oldest."""
 
 MAX_BATCH: Final = 512
 
 PERIOD_MS: Final = 1_000
 
 SEND_S: Final = 5.0
-"""Longest time for sending one batch, with all its attempts."""
+"""Longest time for sending one batch, including retries."""
 
 CLOSE_S: Final = 1.0
-"""Longest time that a node which stops waits for its last spans to be sent."""
+"""Longest time that a stopping node waits for the export of its last spans."""
 
 MAX_SPANS_PER_S: Final = 500
-"""A span costs some 70 µs. Callers decide which of their checks are traced, and must not decide what a node costs."""
+"""A span costs about 70 µs. Callers decide which of their checks are traced; this bounds the cost to the node."""
 
 TRACES_PATH: Final = "/v1/traces"
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtelSpan:
-    """A span of the SDK as a :class:`ratelimitd.tracing.Span`."""
+    """An SDK span as a :class:`ratelimitd.tracing.Span`."""
 
     __slots__ = ("_span",)
 
@@ -62,7 +62,7 @@ class OtelSpan:
         self._span.set_attribute(name, value)
 
     def end(self, error: str = "") -> None:
-        """End it; it is sent when its turn comes."""
+        """End the span, which queues it for export."""
         if error:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
@@ -95,7 +95,7 @@ class OtelTracer:
         self._time_s = time_s
         self._second = 0
         self._begun = 0
-        # What it has to say of a collector that is away, we say once; and it would quote what a collector answers.
+        # Its errors about an unreachable collector would repeat ours and quote the collector's responses.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = _Reporting(endpoint_of(endpoint))
         resource = Resource.create(
@@ -119,7 +119,7 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("ratelimitd", __version__)
 
     def begin(self, name: str, parent: str | None = None) -> OtelSpan | None:
-        """A span, if its trace is recorded and there were not too many in this second."""
+        """Return a span if its trace is recorded and this second's limit is not reached."""
         context = Context()
         if parent is not None:
             if not is_sampled(parent):
@@ -133,22 +133,22 @@ class OtelTracer:
         return OtelSpan(self._tracer.start_span(name, context, kind))
 
     async def close(self) -> None:
-        """Send what there is, for at most ``CLOSE_S``."""
+        """Export the queued spans, for at most ``CLOSE_S``."""
         loop, closed = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # The loop may have ended.
+            # The loop may be closed already.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(closed.set)
 
-        # Not a thread of the loop: that would be waited for at the end of the process.
+        # Not the loop's executor: the process would wait for its threads at exit.
         threading.Thread(target=shut_down, name="last spans", daemon=True).start()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await closed.wait()
         except TimeoutError:
-            self._exporter.shutdown()  # what waits for another attempt gives up
+            self._exporter.shutdown()  # aborts pending retries
 
     def _has_room(self) -> bool:
         second = int(self._time_s())
@@ -159,7 +159,7 @@ class OtelTracer:
 
 
 class _Reporting(SpanExporter):
-    """The exporter, which tells the log when it begins to fail and when it recovers. Runs in the sending thread."""
+    """The exporter; logs when it begins to fail and when it recovers. Runs in the sending thread."""
 
     def __init__(self, endpoint: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S)
@@ -183,5 +183,5 @@ class _Reporting(SpanExporter):
 
 
 def endpoint_of(url: str) -> str:
-    """Where traces go for what a setting says: OTLP's own path where there is none."""
+    """Return the URL for traces: the setting, with OTLP's default path if it has none."""
     return url if urlsplit(url).path not in {"", "/"} else url.rstrip("/") + TRACES_PATH

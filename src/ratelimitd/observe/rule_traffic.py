@@ -1,7 +1,7 @@
 """The traffic of each rule on this node, for the page: sampled from the counters of the check path.
 
-Every ten seconds the counters of all rules are read, some at a time. The busiest rules have a past of 24 hours, in
-memory that is bounded by their number. Reads no clock but the one it is given.
+Reads the counters of all rules every ten seconds, in steps. The busiest rules have a history of 24 hours, in bounded
+memory. Reads only the clock that it is given.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from ratelimitd.observe.node_status import BusyRule
 STEP_S: Final = 10
 
 KEPT_RULES: Final = 1_000
-"""Rules with a past: 6 KiB each."""
+"""Rules with a history: 6 KiB each."""
 
 RULES_PER_TURN: Final = 100
 """Rules sampled per event-loop iteration, in about 0.5 ms."""
 
 SLOTS: Final = 361
-"""Slots of each ring: an hour of samples, or a day of sums of 24 samples, and one that is written meanwhile."""
+"""Slots of each ring: an hour of samples, or a day of sums of 24 samples, plus the one being written."""
 
 SAMPLES_PER_SLOT: Final = (1, 24)
 
 SPANS: Final[Mapping[str, Span]] = MappingProxyType(
     {name: Span(span.kept_s, max(span.step_s, STEP_S)) for name, span in history.SPANS.items()}
 )
-"""The spans of the history, in the steps that are kept here."""
+"""The spans of the history, with the steps kept here."""
 
 LAST_MINUTE: Final = Span(60, STEP_S)
 
 FADE: Final = 0.5 ** (STEP_S / 600)
-"""Traffic of ten minutes ago counts half when the busiest rules are chosen."""
+"""Traffic of ten minutes ago counts half in the choice of the busiest rules."""
 
 MOST_REPLACED: Final = 10
-"""Rules of which the past is given up for busier ones, per sample."""
+"""Rules per sample whose history is dropped in favour of busier ones."""
 
 _MAX_COUNT: Final = 2**32 - 1
 
 
 class Traffic(NamedTuple):
-    """Checks that a rule has decided since the start, and when it last decided one: in ms, up to ten seconds late.
+    """Checks that a rule decided since the start, and the time of the last one in ms, up to ten seconds late.
 
-    ``last_ms`` is 0 if it never has. ``judged``: it was asked for, so that without a decision of its own it judged
-    beside rules that decided. ``counted``: its checks are counted apart from those of others.
+    ``last_ms`` is 0 if it never decided one. ``judged``: it applied to a check, so with no decision of its own it
+    applied alongside rules that decided. ``counted``: it has counters of its own.
     """
 
     allowed: int = 0
@@ -74,7 +74,7 @@ class Rates(NamedTuple):
 
 
 class _Past:
-    """The counts of one rule in slots that all rules share, from the sample number ``since`` on."""
+    """The counts of one rule, from sample number ``since`` on, in slots that all rules have in common."""
 
     __slots__ = ("rings", "since")
 
@@ -92,7 +92,7 @@ class _Past:
 
 
 class _Rule:
-    """What is known of a rule; ``weight`` is its traffic, which fades."""
+    """The state of a rule; ``weight`` is its traffic, which fades."""
 
     __slots__ = ("allowed", "blocked", "last_ms", "past", "weight")
 
@@ -102,14 +102,14 @@ class _Rule:
         self.past: _Past | None = None
 
     def grown(self, allowed: int, blocked: int) -> tuple[int, int]:
-        """Take the counters of now; returns what they grew by. A pair that was dropped begins at 0 again."""
+        """Set the current counters; return their growth. A pair of counters that was dropped restarts at 0."""
         anew = allowed < self.allowed or blocked < self.blocked
         counts = allowed - (0 if anew else self.allowed), blocked - (0 if anew else self.blocked)
         self.allowed, self.blocked = allowed, blocked
         return counts
 
     def take(self, counts: tuple[int, int], number: int, now_ms: int) -> None:
-        """Note what the counters grew by up to the sample ``number``."""
+        """Add the growth of the counters up to sample ``number``."""
         self.weight = self.weight * FADE + sum(counts)
         if any(counts):
             self.last_ms = now_ms
@@ -130,7 +130,7 @@ class RuleTraffic:
         """The :data:`TOP` busiest rules with their rates of the last minute."""
 
     async def sample(self) -> None:
-        """Take the sample that is due every :data:`STEP_S` seconds."""
+        """Take the sample due every :data:`STEP_S` seconds."""
         number = self._number + 1
         now_ms = self._now_us() // US_PER_MS
         counters = iter([*self._stats.by_rule.items(), *self._stats.further_rules.items()])
@@ -149,7 +149,7 @@ class RuleTraffic:
         self.busiest = self._busiest()
 
     def of(self, rule_id: str) -> Traffic:
-        """Return what a rule has decided up to now."""
+        """Return the decisions of a rule up to now."""
         counters = self._stats.counters_of(rule_id)
         judged = rule_id in self._stats.used_rules
         if counters is None:
@@ -173,7 +173,7 @@ class RuleTraffic:
         newest = self._number // samples
         allowed, blocked = past.rings[level]
         for slot in range(max(newest - span.most + 1, past.since // samples), newest + 1):
-            # The first slot of a past may have begun before it, and the newest may not be whole.
+            # The history may start within the first slot, and the newest slot may be incomplete.
             first = max(slot * samples, past.since)
             elapsed_s = STEP_S * (1 + min((slot + 1) * samples - 1, self._number) - first)
             place = slot % SLOTS
@@ -191,7 +191,7 @@ class RuleTraffic:
         return found
 
     def _choose(self) -> None:
-        """Give the busiest rules a past, which begins with the next sample."""
+        """Start a history, from the next sample on, for the busiest rules."""
         with_past = [rule for rule in self._rules.values() if rule.past is not None]
         without = [rule for rule in self._rules.values() if rule.past is None and rule.weight]
         free = KEPT_RULES - len(with_past)

@@ -1,1 +1,1 @@
-"""Transports: bytes from the network to handlers and back. What a call means, the services know."""
+"""Transports: pass bytes between the network and handlers. The services interpret the calls."""

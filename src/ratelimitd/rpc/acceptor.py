@@ -1,7 +1,7 @@
-"""Accepts connections. Each counts from the moment of accept, not from the end of its TLS handshake.
+"""Accepts connections. Each counts from accept, not from the end of its TLS handshake.
 
-asyncio's servers do not report a connection before its TLS handshake has ended, or one whose handshake fails;
-so silent connections could not be counted. Never sees what comes after the handshake.
+asyncio's servers report a connection only after a successful TLS handshake, so silent connections could not be counted.
+Handles nothing after the handshake.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TO_HTTP1: Final = (
     b"content-length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
 )
 _TO_HTTP2: Final = frames.go_away(0, ErrorCode.INADEQUATE_SECURITY, b"this port speaks TLS")
-"""Without the SETTINGS that should come first: after these grpc's core counts as connected and retries at once, 400
-times a second; without them it backs off."""
+"""Omits the SETTINGS that should come first: with them, grpc's core counts as connected and retries at once, 400 times
+a second; without them it backs off."""
 
 
 def answer_to(octets: bytes) -> bytes | None:
@@ -57,13 +57,13 @@ RETRY_S: Final = 1.0
 """Pause of accepting after the system ran out of descriptors or memory."""
 
 NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors without a descriptor or memory left. Any other error of accept(2) concerns one connection."""
+"""Errors of exhausted descriptors or memory. Any other error of accept(2) concerns one connection."""
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""From the connection to the end of its TLS handshake. Honest ones take some round trips."""
+"""From accept to the end of the TLS handshake. Honest ones take some round trips."""
 
 _LONGER_THAN_OURS_S: Final = 2 * HANDSHAKE_TIMEOUT_S
-"""Timeout of asyncio's own handshake timer, which uses another clock."""
+"""Timeout for asyncio's own handshake timer, which uses another clock."""
 
 _PLAINTEXT_READS: Final = 16
 _PLAINTEXT_BYTES: Final = 4_096
@@ -75,12 +75,12 @@ Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
 class Acceptor(Generic[Connection]):
     """Accepts connections, at most ``max_connections`` at a time.
 
-    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. With
-    ``ends_handshakes`` one more ends the oldest handshake instead of being refused. Call :meth:`leave` when a
-    connection is lost.
+    ``make`` makes the protocol of a connection; ``count`` counts failures. ``tls`` is None for plaintext. With
+    ``ends_handshakes`` a connection above the maximum ends the oldest handshake instead of being refused. Call
+    :meth:`leave` when a connection is lost.
 
     Attributes:
-        places: connections that there are, those still in their handshake among them.
+        places: connections, including those in their handshake.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class Acceptor(Generic[Connection]):
         task.add_done_callback(partial(self._came, sock, connection))
 
     def _make_room(self) -> bool:
-        """End the handshake that has lasted longest; false if there is none that may be ended."""
+        """End the oldest handshake; false if there is none to end."""
         return self._ends_handshakes and any(self._end(task) for task in list(self._coming))
 
     def _end(self, task: asyncio.Task[bool]) -> bool:
-        """End a handshake, unless it has just come to its end."""
+        """End a handshake, unless it has just ended."""
         if not task.cancel():
             return False
         self._count(TransportError.SLOW_HANDSHAKE)
@@ -209,7 +209,7 @@ class Acceptor(Generic[Connection]):
         """Return whether a peer begins with TLS; others are answered in plaintext."""
         first = await self._first_octet(sock)
         if first == TLS_RECORD:
-            # A handshake is 1 ms of arithmetic and more.
+            # A handshake takes 1 ms of CPU or more.
             await self._handshake_gate.passed()
             return True
         if first:
@@ -226,7 +226,7 @@ class Acceptor(Generic[Connection]):
                 await readable
             finally:
                 self._loop.remove_reader(sock)
-            # Woken for nothing, as select(2) says may happen: there is nothing to read yet.
+            # A spurious wake-up, see select(2): there is nothing to read yet.
             with contextlib.suppress(BlockingIOError):
                 return sock.recv(1, socket.MSG_PEEK)
 
@@ -259,7 +259,7 @@ _log = logging.getLogger(__name__)
 def room_for(connections: int) -> int:
     """Return how many of the wanted connections to admit: at least one.
 
-    The process's soft limit is raised as far as that needs and the hard one allows.
+    Raises the process's soft limit of open files as far as needed and allowed by the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + RESERVED
@@ -279,10 +279,10 @@ UNIX_PREFIX: Final = "unix:"
 
 
 async def demand_free(listen: str) -> None:
-    """Raise if the address is in use, so that a taken port is one clear line.
+    """Raise if the address is in use, so that a taken port is reported in one clear line.
 
     Raises:
-        StartupError: the address is taken, not this host's, or not to be resolved; the message names the setting.
+        StartupError: the address is taken, not local, or does not resolve; the message names the setting.
     """
     if listen.startswith(UNIX_PREFIX):
         await _demand_silent_socket(listen)
@@ -295,7 +295,7 @@ async def demand_free(listen: str) -> None:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in found:
             with socket.socket(family, kind, protocol) as probe:
-                # As a server does it: connections that wait for their end do not keep a port taken.
+                # As servers do: connections in TIME_WAIT do not keep a port taken.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -308,8 +308,8 @@ async def demand_free(listen: str) -> None:
 async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
     """Return sockets bound to all addresses of ``listen``; with port 0, all to one free port.
 
-    ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced. With ``reuse_port``
-    other processes of the same user that ask for it too may have the port as well.
+    ``[::]`` includes IPv4, as with grpcio. A left-over socket file is replaced. ``reuse_port`` shares the port with
+    other processes of the same user that set it, too.
 
     Raises:
         StartupError: an address cannot be bound; the message names the setting.
@@ -340,7 +340,7 @@ async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[so
 
 
 def bound_address(listen: str, port: int) -> str:
-    """Return the address of a server that listens on ``listen`` and got ``port``."""
+    """Return the address of a server that listens on ``listen`` with the assigned ``port``."""
     if listen.startswith(UNIX_PREFIX):
         return listen
     return f"{listen.rpartition(':')[0]}:{port}"
@@ -350,7 +350,7 @@ def split(listen: str) -> tuple[str, int]:
     """Return host, without brackets, and port of ``host:port``.
 
     Raises:
-        StartupError: it is no such text.
+        StartupError: ``listen`` has another form.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal():

@@ -35,7 +35,7 @@ KEEPALIVE_PING: Final = b"keepaliv"
 
 
 class Registry(Protocol):
-    """What a connection needs of its server."""
+    """The part of the server that a connection uses."""
 
     shared: ServerState
 
@@ -82,7 +82,7 @@ class NativeConnection(asyncio.Protocol):
         """Streams whose answer has not ended."""
         return self._http2.open_streams
 
-    # What the transport says
+    # Callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the connection, unless the server is closing."""
@@ -104,7 +104,7 @@ class NativeConnection(asyncio.Protocol):
         if self._ended_at_s is not None:
             return  # the peer may still read the reason; its input no longer matters
         if self._reading_paused:
-            self._backlog += data  # read before the transport heard of the pause
+            self._backlog += data  # read before the pause took effect
             self._backlog_came_s = self._monotonic_s()
         else:
             now_s = self._came_s = self._monotonic_s()
@@ -137,8 +137,7 @@ class NativeConnection(asyncio.Protocol):
         self._unread_bytes = 0
         self._registry.left(self)
 
-    # Turns
-
+    # Slices
     def _turn(self, data: bytes, now_s: float) -> None:
         """Handle one slice of the input, then write all answers at once."""
         self._in_turn = True
@@ -236,7 +235,7 @@ class NativeConnection(asyncio.Protocol):
         try:
             self._transport.write_eof()
         except OSError:
-            # The peer has reset the connection, and the transport has not heard of it yet.
+            # The peer has reset the connection, which the transport has not reported yet.
             self._transport.abort()
             return
         if self._reading_paused:

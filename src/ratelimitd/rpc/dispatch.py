@@ -1,8 +1,7 @@
 """The calls of one connection, from HTTP/2 events to handlers and back.
 
-Requests that arrive in one piece, as nearly all do, are answered here; consecutive ones of one method by one call of
-its bulk handler. All others are handled by :mod:`ratelimitd.rpc.requests`. Performs no I/O: the owner feeds events and
-writes octets.
+Answers requests that arrive in one piece, as nearly all do; consecutive ones of one method by one call of its bulk
+handler. :mod:`ratelimitd.rpc.requests` handles all others. Performs no I/O: the owner feeds events and writes octets.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _NO_RUN: Final = _Run(None)
 class ConnectionCalls:
     """The calls of one connection.
 
-    ``wake`` is called when there may be something to send, except within :meth:`handle`.
+    ``wake`` is called when there may be octets to send. After :meth:`handle` the owner writes in any case.
 
     Attributes:
         answers: writes the answers of calls.
@@ -85,7 +84,7 @@ class ConnectionCalls:
         """Unanswered calls by stream."""
         return self._table.open
 
-    # What the peer does
+    # Input of the peer
 
     def handle(self, events: Iterator[Event], now_s: float, came_s: float | None = None) -> bool:
         """Handle events that arrived at ``came_s``, by default now; false if the time budget ran out first."""
@@ -116,7 +115,7 @@ class ConnectionCalls:
         return not self._unusual or self._answer_unusual()
 
     def _answer_run(self, run: _Run) -> None:
-        """Answer consecutive calls; keep those that the bulk handler leaves to the unary one."""
+        """Answer consecutive calls; queue those that the bulk handler leaves to the unary one."""
         if run.handler is None:
             return
         shared, requests = self._shared, run.requests
@@ -124,7 +123,7 @@ class ConnectionCalls:
         if not self._budget.is_late:  # the bulk handler does not check deadlines
             try:
                 answers = run.handler(run.messages)
-            except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
+            except Exception:  # noqa: BLE001 -- the unary handler decides each call instead
                 shared.count(TransportError.UNEXPECTED)
         send = self._connection.send_unary
         for request, answer in zip(requests, answers, strict=True):
@@ -134,7 +133,7 @@ class ConnectionCalls:
                 send(request[0], UNARY_ANSWER, answer)
 
     def _answer_unusual(self) -> bool:
-        """Answer the calls that the bulk handler left; false if the time budget was used up before the last."""
+        """Answer the calls that the bulk handler left; false if the time budget ran out before the last."""
         budget, unusual = self._budget, self._unusual
         while unusual:
             request = unusual.popleft()
@@ -157,7 +156,7 @@ class ConnectionCalls:
             queue.end()
 
     def block(self) -> None:
-        """Let streams wait while the peer does not read."""
+        """Pause streams while the peer does not read."""
         self.answers.blocked = True
 
     def unblock(self) -> None:
@@ -172,7 +171,7 @@ class ConnectionCalls:
         self._unusual.clear()
         self.answers.lose()
 
-    # What the clock and the server do
+    # Timeouts and the end
 
     def expire(self, now_s: float) -> None:
         """End the calls whose deadline has passed."""

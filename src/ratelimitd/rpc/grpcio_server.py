@@ -1,7 +1,7 @@
-"""The transport over ``grpc.aio``: raw bytes in and out, so that judging them stays the services' business.
+"""The transport over ``grpc.aio``: passes raw bytes between the network and the services, which validate them.
 
-The reference transport: correct before fast. Never knows what a method means. The options below are those that the
-stock server gets wrong for a limiter; each says why. See ADR 0016.
+The reference transport: correct before fast. The options below replace defaults that are wrong for a limiter; each has
+its reason beside it. See ADR 0016.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0
-"""How long calls in flight may go on after ``stop_accepting``: until ``stop`` says otherwise."""
+"""Grace of calls in flight after ``stop_accepting``, until ``stop`` sets another."""
 
 
 class RevivedServer:
-    """One server at a time.
+    """Runs one grpc server, and replaces it when it ends unexpectedly.
 
-    ``build`` makes a server, ``credentials`` what its port asks for (``None``: plaintext). Both are called at each
-    opening: grpc takes neither a second time. ``lost`` is called for each server that grpc gave up.
+    ``build`` makes a server, ``credentials`` those of its port (``None``: plaintext). Both are called at each opening,
+    since grpc accepts neither twice. ``lost`` is called for each server that ended unexpectedly.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RevivedServer:
         """Bind and serve; returns the bound address.
 
         Raises:
-            StartupError: the address cannot be listened on, or the credentials cannot be made.
+            StartupError: cannot listen on the address, or cannot make the credentials.
         """
         credentials = self._credentials()
         server = self._build()
@@ -81,7 +81,7 @@ class RevivedServer:
         before = asyncio.all_tasks()
         await server.start()
         for task in asyncio.all_tasks() - before:
-            # The one that accepts calls is compiled, and no coroutine to the interpreter.
+            # The task that accepts calls is compiled, so its coroutine is not a CoroutineType.
             if not isinstance(task.get_coro(), CoroutineType):
                 task.add_done_callback(partial(self._serving_ended, address))
         self._server = server
@@ -92,7 +92,7 @@ class RevivedServer:
         self._ending = True
         if self._server is not None and self._draining is None:
             self._draining = asyncio.create_task(self._server.stop(LONG_GRACE_S))
-            await asyncio.sleep(0)  # let it say so to the connections
+            await asyncio.sleep(0)  # lets it send GOAWAY
 
     async def stop(self, grace_s: float) -> None:
         """Wait at most ``grace_s`` seconds for calls in flight, then close everything."""
@@ -103,7 +103,7 @@ class RevivedServer:
             await self._draining
 
     def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
-        """Open the port again when grpc gave it up: a path that is not UTF-8 silently ends its loop."""
+        """Reopen the port when grpc's accept loop has ended, which a path that is not UTF-8 silently causes."""
         if self._ending or serving.cancelled() or serving.exception() is None:
             return
         self._lost()
@@ -114,7 +114,7 @@ class RevivedServer:
         while not self._ending:
             try:
                 await self.open(address)
-            except StartupError:  # the old one has not let go of the port yet
+            except StartupError:  # the old server has not released the port yet
                 await asyncio.sleep(REOPEN_PAUSE_S)
             else:
                 return
@@ -127,13 +127,13 @@ _log = logging.getLogger(__name__)
 _STATUS: Final = {StatusCode(code.value[0]): code for code in grpc.StatusCode}
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _SAN_PROPERTY: Final = "x509_subject_alternative_name"
-# The words of grpc's own bound, which callers meet when there are too many calls and streams together.
+# The text of grpc's own bound, which callers receive when there are too many calls and streams together.
 _TOO_MANY_CALLS: Final = (TransportError.TOO_MANY_CALLS, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = (TransportError.TOO_MANY_STREAMS, "too many streams are open")
 _MAX_METADATA_BYTES: Final = 16 * 1024
 _STALLED_CALLS: Final = 20_000
-"""Room in the C core for calls that sent headers and no message yet. They take a place before anybody can judge them,
-so that the bound on calls proper, which is our own, must not be theirs; each costs about 25 KB."""
+"""Room in the C core for calls that sent headers but no message. They take a place before a handler runs, so they must
+not count against our own bound on calls. Each costs about 25 KB."""
 
 
 class GrpcioServer:
@@ -177,7 +177,7 @@ class GrpcioServer:
 
     @property
     def in_progress(self) -> InProgress:
-        """What it is busy with now. Connections are grpc's own affair."""
+        """Calls in progress; grpc does not report its connections."""
         return InProgress(self._calls.taken, self._streams.taken)
 
     async def stop_accepting(self) -> None:
@@ -186,7 +186,7 @@ class GrpcioServer:
 
     async def stop(self, grace_s: float) -> None:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
-        # A watch does not end: waiting for it would always take the whole grace.
+        # A watch does not end, so waiting for it would always take the whole grace.
         self._stopping.set()
         await self._server.stop(grace_s)
 
@@ -194,7 +194,7 @@ class GrpcioServer:
         return grpc.aio.server(
             handlers=(self._router,),
             options=_options(self._limits, reuse_port=self._reuse_port),
-            # Of all kinds together: what comes beyond costs no task. Calls and streams have bounds of their own.
+            # Over all kinds: calls beyond it cost no task. Calls and streams have bounds of their own.
             maximum_concurrent_rpcs=_STALLED_CALLS
             + self._limits.max_concurrent_rpcs
             + self._limits.max_streams,
@@ -294,13 +294,13 @@ class GrpcioServer:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(source.load()),
-            newer,  # type: ignore[arg-type]  # None is "no change"; the stub does not know
+            newer,  # type: ignore[arg-type]  # None means "no change", which the stub does not allow
             require_client_authentication=files.client_ca is not None,
         )
 
 
 class GrpcioCall:
-    """A :class:`ratelimitd.rpc.interface.Call` over grpc's context; everything is looked up when asked for."""
+    """A :class:`ratelimitd.rpc.interface.Call` over grpc's context; values are looked up on request."""
 
     __slots__ = ("_context", "method")
 
@@ -338,7 +338,7 @@ class GrpcioCall:
 
 @dataclass(slots=True)
 class _Room:
-    """Room for calls: ``with room`` takes one of ``places``; without one the call is counted and refused."""
+    """Bounds calls: ``with room`` takes one of ``places``, or counts and refuses the call."""
 
     places: int
     count: Callable[[TransportError], None]
@@ -357,7 +357,7 @@ class _Room:
 
 
 class _Router(grpc.GenericRpcHandler):
-    """Finds the handler of a path. One that is not there, grpc answers with UNIMPLEMENTED."""
+    """Finds the handler of a path. grpc answers UNIMPLEMENTED for unknown paths."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class _Router(grpc.GenericRpcHandler):
 
 
 def _demand_time(context: _Context) -> None:
-    """Raise before anything is charged if the caller has left."""
+    """Raise before anything is charged if the deadline has passed."""
     if context.time_remaining() == 0:
         raise RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival")
 
@@ -396,9 +396,9 @@ def _options(limits: TransportLimits, *, reuse_port: bool) -> list[tuple[str, in
         # Equal, because between the two a call is refused at random; the defaults are 8 and 16 KiB.
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        # On by default: a second server on the port would start, and take half of the connections.
+        # On by default, which would let a second server take half of the connections.
         ("grpc.so_reuseport", int(reuse_port)),
-        # The option whose name says "recv" is not this one, and is ignored without a word.
+        # Not the option with "recv" in its name, which is silently ignored.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 2),

@@ -1,8 +1,8 @@
-"""What a transport and the services agree on: calls, handlers, status codes and errors.
+"""The interface between transports and services: calls, handlers, status codes and errors.
 
-Services are written against this module alone, so that the same handlers run behind every transport. A unary handler
-takes the bytes of one message and the call, and returns the bytes of the answer, or an awaitable of them: an answer
-that needs no waiting costs no task. Nothing here imports a transport.
+Services import this module alone, so the same handlers run behind every transport. A unary handler takes the bytes of
+one message and the call, and returns the bytes of the answer, or an awaitable of them: an immediate answer costs no
+task. Imports no transport.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransportError(enum.StrEnum):
     """Why a transport ended a call: the closed set of causes that it counts."""
 
     BAD_REQUEST = "bad_request"
-    """Headers or frames of messages that are not those of a call; not what a message says."""
+    """Malformed headers or message framing. Invalid content of a message is not counted here."""
     CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -50,13 +50,13 @@ class TransportError(enum.StrEnum):
     TLS_FILES = "tls_files"
     """New certificate files could not be used; the old ones stay in service."""
     TLS_HANDSHAKE = "tls_handshake"
-    """It failed: nothing in common, a client certificate that is missing or not trusted, or octets that are no TLS."""
+    """Failed: no common parameters, a missing or untrusted client certificate, or octets that are not TLS."""
     SLOW_HANDSHAKE = "slow_handshake"
-    """It took too long."""
+    """The TLS handshake took too long."""
     SLOW_REQUEST = "slow_request"
-    """The rest of a call's request did not come in time."""
+    """The rest of a request did not arrive in time."""
     PLAINTEXT = "plaintext"
-    """Somebody spoke it on a port of TLS."""
+    """A client sent plaintext to a TLS port."""
 
 
 class RpcError(Exception):
@@ -88,7 +88,7 @@ class Call(Protocol):
         """The first value of a lower-case ASCII metadata key, or ``None``."""
 
     def values(self, key: str) -> Sequence[str]:
-        """All values of a lower-case ASCII metadata key, in the order in which they came."""
+        """All values of a lower-case ASCII metadata key, in order of arrival."""
 
     def time_remaining_s(self) -> float | None:
         """Seconds left until the caller's deadline, ``None`` without one, never negative."""
@@ -105,34 +105,34 @@ BidiStreamHandler = Callable[[AsyncIterator[bytes], Call], AsyncIterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods a transport serves, by full path. A path is in exactly one of the three tables.
+    """The methods a transport serves, by full path. A path is in exactly one of the first three tables.
 
-    What a transport owes a handler: it is not called once the call's deadline has passed, so that nothing is charged
-    for an answer without a reader; it is cancelled when the caller leaves; and an ``RpcError`` it raises becomes
-    the status of the call. Anything else it raises becomes INTERNAL with a fixed text.
+    A transport does not call a handler after the call's deadline, so that an answer without a reader charges nothing.
+    It cancels the handler when the caller leaves. An ``RpcError`` from the handler becomes the status of the call; any
+    other exception becomes INTERNAL with a fixed text.
     """
 
     unary: Mapping[str, UnaryHandler] = field(default_factory=dict)
     server_stream: Mapping[str, ServerStreamHandler] = field(default_factory=dict)
     bidi_stream: Mapping[str, BidiStreamHandler] = field(default_factory=dict)
     bulk: Mapping[str, BulkHandler] = field(default_factory=dict)
-    """Shortcuts of unary methods for messages that came together: answer i is to message i, and ``None`` is for the
-    method's own handler. It asks for nothing but the message, waits for nothing, and raises nothing. A transport may
-    use it or not: the answers are the same."""
+    """Optional fast path of unary methods: decides messages that arrived together. Answer i belongs to message i; on
+    ``None`` the transport calls the unary handler. A bulk handler needs only the messages, does not wait, and does not
+    raise. Answers are the same without it."""
     bulk_unless_sampled: bool = False
-    """Calls whose caller records its trace (``traceparent``, W3C Trace Context) are for the method's own handler."""
+    """Calls with a sampled ``traceparent`` (W3C Trace Context) skip the bulk handler."""
 
 
 class InProgress(NamedTuple):
-    """What a transport is busy with at the moment; ``None`` where it cannot tell."""
+    """Work in progress of a transport; ``None`` where it is unknown."""
 
     unary: int
-    """Unary calls whose handler has not answered yet; one that answers at once is never seen here."""
+    """Unary calls whose handler is waiting; calls answered at once are never counted."""
     streams: int
     """Calls that answer with a stream."""
     connections: int | None = None
     http2_streams: int | None = None
-    """Requests that are not answered to their end, over all connections: those still arriving, too."""
+    """Open streams over all connections, including requests still arriving and answers not completely sent."""
 
 
 class Server(Protocol):
@@ -140,7 +140,7 @@ class Server(Protocol):
 
     @property
     def in_progress(self) -> InProgress:
-        """What it is busy with now; takes a look at each connection."""
+        """Work in progress now; takes time in proportion to the connections."""
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address as ``host:port``.
@@ -168,32 +168,33 @@ class TransportLimits:
     max_concurrent_rpcs: int = 1_000
     """Unary calls in progress; more are answered RESOURCE_EXHAUSTED."""
     max_streams: int = 1_000
-    """Calls that last (health watches, reflection), counted apart: idle watchers must not use up the room of checks."""
+    """Streaming calls (health watches, reflection), counted apart: idle watchers must not take the room of checks."""
     max_streams_per_connection: int = 256
-    """Unlimited by default, which makes a flood of resets on one connection cost ten times the CPU (measured)."""
+    """gRPC's default, unlimited, makes a flood of resets on one connection cost ten times the CPU (measured)."""
     min_ping_interval_ms: int = 5_000
-    """Callers ping every 10 s, with or without calls; half of that forgives jitter. The default, 5 min, closes them."""
+    """Clients ping every 10 s, with or without calls; half of that allows for jitter. gRPC's default, 5 min, would
+    close their connections."""
     keepalive_interval_ms: int = 60_000
     keepalive_timeout_ms: int = 20_000
-    """Finds callers that vanished without a word."""
+    """Detects peers that disappeared without closing the connection."""
     stall_timeout_ms: int = 20_000
-    """How long a peer may owe what everything waits for: its preface, the rest of a frame or of a header block, room
-    for answers."""
+    """Timeout for input that blocks the connection: the preface, the rest of a frame or header block, window for
+    answers."""
     request_timeout_ms: int = 60_000
-    """From the head of a call with one message to its end: the largest message at 70 KB/s. Withholding the rest
-    of many requests must not keep others from the room for them."""
+    """From the head of a unary request to its end: allows the largest message at 70 KB/s. Clients that withhold the
+    rest of many requests must not take the room of others."""
     max_connection_age_ms: int = 3_600_000
-    """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""
+    """Behind a connection balancer, old connections must end before a new node gets its share. Jitter: ±10 %."""
     max_connection_age_grace_ms: int = 60_000
     max_connections: int = 10_000
-    """At about 10 KiB each while idle. More are closed as soon as they come."""
+    """About 10 KiB each while idle. Further ones are closed on accept."""
     max_request_bytes_per_connection: int = 16 * 1024 * 1024
-    """Messages that wait for their rest, or for the end of their call: four of the largest."""
+    """Bytes of incomplete requests: four of the largest messages."""
     max_request_bytes: int = 256 * 1024 * 1024
-    """The same over all connections. Flow control bounds what is unread; these two bound what was read too early."""
+    """The same over all connections. Flow control bounds unread octets; these two bound octets read too early."""
     max_open_requests: int = 10_000
-    """Over all connections, those that still arrive among them: each may hold a header list of 16 KiB, and a
-    connection's share times the number of connections would be 40 GB."""
+    """Over all connections, including requests still arriving. Each may hold a header list of 16 KiB; the streams of
+    all connections together could hold 40 GB."""
     max_unread_bytes: int = 256 * 1024 * 1024
-    """Answers that peers do not take, over all connections: above it, connections that hold more than their share end.
-    What one may hold times the number of connections would be 40 GB, too."""
+    """Answers that peers have not read, over all connections; above it, connections that hold more than their share
+    are closed. If each held the 4 MiB at which it refuses requests, they would hold 40 GB together."""

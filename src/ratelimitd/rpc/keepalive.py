@@ -1,4 +1,4 @@
-"""Maps time and the state of a connection to an action: ping, shutdown or end of slow, silent, stalled or old peers.
+"""Maps time and the state of a connection to an action: ping, shut down or end slow, silent, stalled or old peers.
 
 Pure.
 """
@@ -14,7 +14,7 @@ from ratelimitd.rpc.interface import TransportLimits
 MS_PER_S: Final = 1_000.0
 
 AGE_JITTER: Final = 0.1
-"""Random part of the maximum age: connections that began together must not end together."""
+"""Random part of the maximum age, so that connections that began together do not end together."""
 
 
 class Step(enum.Enum):
@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
 class Keepalive:
     """Timers of one connection, in seconds of the owner's clock.
 
-    ``jitter`` from −1 to 1 spreads the age.
+    ``jitter``, from −1 to 1, varies the maximum age.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
-"""gRPC's messages on a stream (flag, length, message), cut out of DATA frames.
+"""Length-prefixed gRPC messages (flag, length, message): framing, inflation, status trailers and timeouts.
 
-Compressed messages are inflated here, and never beyond the bound on messages, whatever a few kilobytes claim to hold.
-Never knows what a message means. What is refused is refused with grpcio's status and text, which the tests compare.
+Messages are inflated up to the bound on messages, so that a few kilobytes cannot become gigabytes. Refusals have
+grpcio's status and text, which the tests compare. The content of messages is not interpreted.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def framed(message: bytes) -> bytes:
 def only_message(body: bytes) -> bytes | None:
     """Return the message of a body of exactly one uncompressed message; else ``None``.
 
-    What most calls are: it spares them a :class:`MessageReader`. Of at most 4 GiB, so a bound on messages bounds
-    the body.
+    Spares most calls a :class:`MessageReader`. The message has at most 4 GiB, so a bound on messages bounds the body.
     """
     size = len(body) - PREFIX_BYTES
     if size < 0:
@@ -76,7 +75,7 @@ class Part(NamedTuple):
 class MessageReader:
     """Assembles the messages of one call, without inflating them.
 
-    It holds at most one unfinished message, of at most ``max_message_bytes`` and its prefix, as far as it has come.
+    Holds at most one incomplete message, of at most ``max_message_bytes`` and its prefix.
     """
 
     __slots__ = ("_buffer", "_max_message_bytes")
@@ -94,7 +93,7 @@ class MessageReader:
         """Add bytes, and yield the messages that they complete. The caller must exhaust it.
 
         Raises:
-            RpcError: RESOURCE_EXHAUSTED for a message over the bound, as soon as its prefix tells; the call is over.
+            RpcError: RESOURCE_EXHAUSTED as soon as a prefix announces a message over the bound; the call is over.
         """
         buffer = self._buffer
         buffer += data
@@ -118,7 +117,7 @@ def message_of(part: Part, encoding: Encoding, max_message_bytes: int) -> bytes:
     """Return the message, inflated if it is compressed.
 
     Raises:
-        RpcError: as :func:`inflated`, and INTERNAL for one that is compressed although no header said how.
+        RpcError: as :func:`inflated`, and INTERNAL for a compressed message without ``grpc-encoding``.
     """
     if not part.compressed:
         return part.content
@@ -132,7 +131,7 @@ def inflated(message: bytes, encoding: Encoding, max_message_bytes: int) -> byte
     """Inflate a message, up to the bound.
 
     Raises:
-        RpcError: RESOURCE_EXHAUSTED for one that holds more than the bound, INTERNAL for one that is broken.
+        RpcError: RESOURCE_EXHAUSTED if the result exceeds the bound, INTERNAL if the message is broken.
     """
     stream = zlib.decompressobj(encoding.value or 0)
     try:
@@ -165,7 +164,7 @@ MAX_MESSAGE_CHARS: Final = 1_024
 """Longest status message: most clients limit trailers to 8 KiB, including details."""
 
 _UNQUOTED: Final = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""gRPC over HTTP/2, "Percent-Byte-Unencoded": all printable ASCII but the percent sign."""
+"""gRPC over HTTP/2, "Percent-Byte-Unencoded": printable ASCII except the percent sign."""
 
 _HTTP_OK: Final = (b":status", b"200")
 _CONTENT_TYPE: Final = (b"content-type", b"application/grpc")
@@ -178,7 +177,7 @@ def status_fields(error: RpcError) -> Fields:
         text = quote(error.message[:MAX_MESSAGE_CHARS], safe=_UNQUOTED, errors="replace")
         fields.append((b"grpc-message", text.encode("ascii")))
     if error.details:
-        # Unpadded, as gRPC asks of those who send.
+        # Unpadded, as gRPC requires of senders.
         fields.append((b"grpc-status-details-bin", b64encode(error.details).rstrip(b"=")))
     return tuple(fields)
 
@@ -210,7 +209,7 @@ ACCEPTED_ENCODINGS: Final[Fields] = ((b"grpc-accept-encoding", ENCODINGS),)
 
 
 MAX_DIGITS: Final = 8
-"""gRPC over HTTP/2, "Timeout": at most eight digits, so that no sum of it and a clock overflows anywhere."""
+"""gRPC over HTTP/2, "Timeout": at most eight digits, so that adding it to a clock never overflows."""
 
 _UNIT_S: Final = {
     ord("H"): 3_600.0,
@@ -228,9 +227,9 @@ _ZERO: Final = ord("0")
 
 
 def is_positive_timeout(value: bytes) -> bool:
-    """Return whether a value is a positive timeout, in half the time of parsing it.
+    """Return true for a positive timeout without leading zeros, in half the time of parsing it.
 
-    False says nothing, for a value with leading zeros may do so, too.
+    False proves nothing: a value with a leading zero may be positive, too.
     """
     return (
         value.lstrip(_DIGITS) in _UNITS and 1 < len(value) <= MAX_DIGITS + 1 and value[0] != _ZERO

@@ -38,7 +38,7 @@ async def run_unary(
         message = await answer
     except asyncio.CancelledError:
         error = CANCELLED
-    except Exception as raised:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
+    except Exception as raised:  # noqa: BLE001 -- any error ends only this call
         error = writer.shared.status_of(raised)
     finally:
         writer.leave_place()
@@ -59,7 +59,7 @@ async def run_stream(
         async for message in answers:
             if not writer.send(stream_id, open_call, message):
                 await open_call.room.wait()
-            # Whether the peer reads shows when the answers are written, in a later event-loop iteration.
+            # A peer that does not read is detected when the answers are written, in a later event-loop iteration.
             await writer.shared.stream_gate.passed()
     except asyncio.CancelledError:
         error = CANCELLED
@@ -109,7 +109,7 @@ class Invoker:
             return
         try:
             answer = plan.unary(message, call)  # type: ignore[misc]  # checked by the callers
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
+        except Exception as error:  # noqa: BLE001 -- any error ends only this call
             self._answers.fail(stream_id, shared.status_of(error))
             return
         if isinstance(answer, bytes):

@@ -25,7 +25,7 @@ from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 class ResponseWriter:
     """The answers of one connection.
 
-    ``wake`` is called when there may be something to send; within an iteration it does nothing.
+    ``wake`` is called when there may be octets to send.
 
     Attributes:
         blocked: the peer does not read, and streams wait until :meth:`unblock`.
@@ -106,7 +106,7 @@ class ResponseWriter:
         self, stream_id: int, error: RpcError, fields: Fields = (), *, is_counted: bool = False
     ) -> None:
         """End a call with a status, and cancel its handler. ``is_counted``: its cause has been counted."""
-        self._budget.expensive = True  # 15 µs: a slice of 256 of them would be twice its time
+        self._budget.expensive = True  # 15 µs: a slice of 256 of them would take twice the budget
         open_call = self._table.leave(stream_id)
         if error.code is StatusCode.DEADLINE_EXCEEDED and not is_counted:
             self.shared.count(TransportError.DEADLINE_EXCEEDED)
@@ -136,7 +136,7 @@ class ResponseWriter:
         return True
 
     def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
-        """Open the flow-control windows again by octets that were handled."""
+        """Reopen the flow-control windows by octets that were handled."""
         if flow_bytes:
             self._connection.acknowledge(stream_id, flow_bytes)
             self._wake()
@@ -144,7 +144,7 @@ class ResponseWriter:
     def lose(self) -> None:
         """Break the reference cycle with the closed connection.
 
-        Otherwise only the garbage collector frees it, once in about a thousand connections: 13 MiB (measured).
+        Otherwise only the garbage collector frees it, once per about a thousand connections: 13 MiB (measured).
         """
         self._wake = _no_wake
 

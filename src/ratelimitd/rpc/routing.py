@@ -33,7 +33,7 @@ from ratelimitd.tracing import TRACEPARENT, is_sampled
 
 
 class HttpFallback(NamedTuple):
-    """A header block and its body, which is empty for HEAD."""
+    """Header block and body of an answer; the body is empty for HEAD."""
 
     head_block: bytes
     body: bytes
@@ -73,7 +73,7 @@ _TIMEOUT: Final = b"grpc-timeout"
 _ENCODING: Final = b"grpc-encoding"
 _CONTENT_TYPE: Final = b"content-type"
 _MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
-"""Fields that select a route beside the path; all others are metadata."""
+"""Fields that select a route besides the path; all others are metadata."""
 
 _BINARY: Final = b"-bin"
 """End of the names of binary metadata."""
@@ -90,7 +90,7 @@ _ENCODINGS: Final = {
 
 _GRPC: Final = b"application/grpc"
 _AFTER_GRPC: Final = (b"", b"+", b";")
-"""What may follow in a content type: nothing, a codec, or parameters."""
+"""Valid continuations of the content type: none, a codec, or parameters."""
 
 
 class MethodRoute(NamedTuple):
@@ -130,11 +130,11 @@ class Route:
         plain: the answer to a request that is not gRPC.
         encoding: compression of messages.
         timeout_s: the deadline in the header block; ``None`` without one.
-        any_deadline: blocks that differ in a positive ``grpc-timeout`` only may use this route, too.
+        any_deadline: blocks that differ only in a positive ``grpc-timeout`` may share this route.
         unary, server_stream, bidi_stream: the handler; one of them is set.
-        bulk: the bulk handler beside the unary one, if any.
+        bulk: the bulk handler of the unary method, if any.
         meaningful: fields that may select another route if they vary.
-        call: the argument of the handler if nothing varies and there is no deadline: one object for all such calls.
+        call: the argument of the handler, shared by all calls without varying fields and deadline.
     """
 
     __slots__ = (
@@ -168,7 +168,7 @@ class Route:
 
 
 class NativeCall:
-    """A :class:`ratelimitd.rpc.interface.Call`; metadata is looked up when asked for.
+    """A :class:`ratelimitd.rpc.interface.Call`; metadata is looked up on request.
 
     ``deadline_s`` is a reading of ``monotonic_s``.
     """
@@ -234,7 +234,7 @@ class Router:
         self._monotonic_s = monotonic_s
 
     def read(self, head: RequestHead) -> Route:
-        """Return the route of a request, cached for header blocks that differ in metadata and deadline only."""
+        """Return the route of a request, cached for header blocks that differ only in metadata and deadline."""
         model = head.model or head
         kept = model.note
         if kept is None:
@@ -379,7 +379,7 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
 def address_of(family: int | None, name: Any) -> str:
     """Return ``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``; ``name`` is the socket's peer name.
 
-    IPv4-mapped addresses become IPv4. A peer that has left has no name, and must not pass for one on this host.
+    IPv4-mapped addresses become IPv4. A peer that has left has no name, and must not count as local.
     """
     if family == socket.AF_UNIX:
         return "unix:"
@@ -392,5 +392,5 @@ def address_of(family: int | None, name: Any) -> str:
 
 
 def sans_of(certificate: dict[str, Any]) -> tuple[str, ...]:
-    """Return the subject alternative names of a certificate in the form of :mod:`ssl`, of any kind."""
+    """Return the subject alternative names, of any kind, of a certificate in the form of :mod:`ssl`."""
     return tuple(name for _, name in certificate.get("subjectAltName", ()) if isinstance(name, str))

@@ -1,6 +1,6 @@
 """The native transport: a gRPC server on asyncio alone. See ADR 0016.
 
-Listens, keeps the table of connections, and has the one timer that serves them all. Never sees a frame or a call.
+Listens, keeps the table of connections, and runs their one common timer. Handles no frames and no calls.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class NativeServer:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
         if not self._closed:
             await self.stop_accepting()
-        # Handlers that have been woken answer first: a health watch says that the node goes.
+        # Handlers that have been woken answer first: a health watch reports that the node stops.
         await asyncio.sleep(0)
         for connection in list(self._connections):
             connection.calls.end_streams(_STOPPING)

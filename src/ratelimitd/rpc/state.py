@@ -21,7 +21,7 @@ from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Route, routes_of
 
 MAX_UNREAD_QUESTIONS: Final = 1_000
-"""Per stream. An empty message takes 5 octets of the stream's window and 50 times that of memory."""
+"""Per stream. An empty message takes 5 octets of the stream's window and 50 times as much memory."""
 
 _TOO_MANY_QUESTIONS: Final = RpcError(
     StatusCode.RESOURCE_EXHAUSTED, "too many messages of the stream are unread"
@@ -36,11 +36,11 @@ class OpenCall:
         call: the argument of its handler.
         reader: cuts the request into messages.
         part: the message of a unary request, once it is complete.
-        held_bytes: bytes of its request that are counted against the bounds.
+        held_bytes: bytes of the request that count against the bounds.
         questions: the messages for a bidi handler; ``None`` for other calls.
         task: runs the handler; ``None`` before.
         headers_sent: the answer has begun.
-        room: set when the transport accepts more of a stream, after a message that had to wait.
+        room: set when the stream can be written again after a message had to wait.
         began_s: arrival of the head.
     """
 
@@ -129,9 +129,9 @@ class _Question(NamedTuple):
 class Questions:
     """The messages of a stream as its handler reads them; an asynchronous iterator.
 
-    Unread messages are not acknowledged, so that a faster peer has to wait. Messages are inflated when they are read:
-    otherwise a window of compressed ones would become gigabytes. ``admit`` is awaited before each: a handler that never
-    waits would otherwise answer a whole window in one event-loop iteration. ``read`` is called after each.
+    Unread messages are not acknowledged, so a faster peer has to wait. Messages are inflated when they are read:
+    inflating a whole window would take gigabytes. ``admit`` is awaited before each message: a handler that never waits
+    would otherwise answer a whole window in one event-loop iteration. ``read`` is called after each message.
 
     Attributes:
         waiting_bytes: size of the unread messages. Most of a large one is acknowledged while it arrives.
@@ -210,8 +210,8 @@ class Questions:
 
 
 TURN_S: Final = 0.002
-"""Limits on frames and octets keep common calls within it; it bounds expensive ones, such as a small message that
-inflates to a large one."""
+"""Bounds expensive calls, such as small messages that inflate to large ones; the limits on frames and octets keep
+common calls within it."""
 
 LATE_S: Final = 0.1
 """Input that waited longer is checked against its deadline; few deadlines are shorter."""
@@ -224,7 +224,7 @@ class TimeBudget:
         began_s: start of the iteration, a reading of ``monotonic_s``.
         came_s: arrival of the input, from which deadlines count. Earlier than ``began_s`` for input left over from an
             earlier iteration.
-        expensive: work was done that takes many times as long as a common call, and the clock was not read since.
+        expensive: work that takes many times as long as a common call was done since the clock was last read.
     """
 
     __slots__ = ("_monotonic_s", "began_s", "came_s", "expensive")
@@ -245,7 +245,7 @@ class TimeBudget:
         return self.began_s - self.came_s > LATE_S
 
     def is_over(self) -> bool:
-        """Whether the budget is used up; to be asked after expensive work."""
+        """Whether the budget is used up; called after expensive work."""
         self.expensive = False
         return self._monotonic_s() - self.began_s > TURN_S
 
@@ -257,9 +257,9 @@ MOST_AT_ONCE: Final = 8
 
 
 class TickGate:
-    """First come, first through; one per event-loop iteration.
+    """Admits waiters in order, one per event-loop iteration.
 
-    With a clock, ``monotonic_s``, long iterations admit more: else a loop whose iterations take 30 ms would admit 33 a
+    With a clock, ``monotonic_s``, long iterations admit more: a loop whose iterations take 30 ms would admit only 33 a
     second. Only for work that takes less than ``EVERY_S``: longer work would lengthen the iterations further.
     """
 
@@ -308,7 +308,7 @@ class TickGate:
 
 
 class ServerState:
-    """The calls of one server, over all its connections. ``monotonic_s`` is in seconds."""
+    """State of all calls of one server. ``monotonic_s`` is in seconds."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class ServerState:
         self.request_bytes = 0
         """Bytes of requests that have not reached a handler."""
         self.open_requests = 0
-        """Requests that were not answered at once, including those that still arrive."""
+        """Requests that were not answered at once, including those still arriving."""
         self.connections = 0
         self.unread_bytes = 0
         """Bytes of answers that peers have not taken."""
@@ -386,8 +386,8 @@ class CallTable:
     def take_place(self) -> bool:
         """Take a place for a unary call whose handler did not answer at once; false if there is none.
 
-        When all are taken, connections with less than an equal share get more, up to twice the bound: otherwise one
-        caller with many slow calls would keep out all others.
+        When all are taken, connections with less than an equal share still get places, up to twice the bound:
+        otherwise one caller with many slow calls would block all others.
         """
         shared, places = self._shared, self._limits.max_concurrent_rpcs
         if shared.unary_in_progress >= places:
@@ -416,7 +416,7 @@ class CallTable:
         return open_call
 
     def leave(self, stream_id: int) -> OpenCall | None:
-        """Remove a call and what is counted for it; return it, ``None`` if there is none."""
+        """Remove a call and its counts; return it, ``None`` if there is none."""
         open_call = self.open.pop(stream_id, None)
         if open_call is not None:
             self._shared.open_requests -= 1
@@ -466,7 +466,7 @@ class CallTable:
         ]
 
     def unfinished(self, began_s: float) -> list[int]:
-        """Return the requests that began by then and have not reached a handler."""
+        """Return the requests that began at ``began_s`` or earlier and have not reached a handler."""
         calls = [
             stream_id
             for stream_id, open_call in self.open.items()

@@ -1,7 +1,6 @@
-"""The server's certificate, its key and the CA of client certificates: read, judged, and read again when they change.
+"""Reads and verifies the server's certificate, its key and the CA of client certificates; reloads them on change.
 
-Never gives a transport anything that was not seen to work: a broken new file keeps the old one in service. Knows
-nothing of gRPC.
+Transports receive verified files only: after a broken change the old ones stay in service.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class TlsFiles(NamedTuple):
-    """Where the PEM files are; with ``client_ca`` every client must show a certificate of that CA."""
+    """Paths of the PEM files; with ``client_ca`` every client must present a certificate of that CA."""
 
     cert: Path
     key: Path
@@ -31,12 +30,12 @@ class TlsFiles(NamedTuple):
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, client_ca: Path | None = None) -> Self | None:
-        """Return the files of settings that are set together or not at all; ``None``: they are not."""
+        """Return the files of the settings; ``None`` if certificate and key are not both set."""
         return None if cert is None or key is None else cls(cert, key, client_ca)
 
 
 class Certificates(NamedTuple):
-    """PEM texts that were seen to work together."""
+    """PEM texts that were verified together."""
 
     chain: bytes
     key: bytes
@@ -50,9 +49,9 @@ The change time also covers permissions, and copies that keep the modification t
 
 
 class CertificateSource:
-    """Reads the files of a server and notices when they change.
+    """Reads the files of a server and detects changes.
 
-    ``report`` hears one line for every change that cannot be used. :meth:`newer` may be called from any one thread.
+    ``report`` receives one line for every unusable change. :meth:`newer` may run in any thread, but in one at a time.
     """
 
     def __init__(self, files: TlsFiles, report: Callable[[str], None]) -> None:
@@ -72,9 +71,9 @@ class CertificateSource:
         return self._current
 
     def newer(self) -> Certificates | None:
-        """The certificates, if they changed since they were last given out; never raises.
+        """Return the certificates if they changed since they were last returned, else ``None``; never raises.
 
-        Cheap while nothing changed: one ``stat`` a file, at each handshake.
+        Called at each handshake; without a change it costs one ``stat`` per file.
         """
         stamp = self._stamp_now()
         if stamp == self._stamp:
@@ -86,7 +85,7 @@ class CertificateSource:
             self._report(f"{error}; the old certificate stays in service")
             return None
         if self._stamp_now() != stamp:
-            return None  # written to while it was read: the next handshake looks again
+            return None  # written to while it was read: the next handshake reads again
         self._stamp = stamp
         if found == self._current:
             return None
@@ -94,7 +93,7 @@ class CertificateSource:
         return found
 
     def forget(self) -> None:
-        """What :meth:`newer` gave last could not be used after all: look at the files again next time."""
+        """Discard the last result of :meth:`newer`, which could not be used: its next call reads the files again."""
         self._stamp = ()
         self._current = None
 
@@ -103,7 +102,7 @@ class CertificateSource:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the present version of a file."""
+    """Return the current version of a file."""
     try:
         status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
     except OSError:
@@ -142,7 +141,7 @@ def _demand_certificates(pem: bytes, path: Path, setting: str) -> None:
 def _demand_matching_key(files: TlsFiles) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # With a password at hand OpenSSL does not ask the terminal for the one of an encrypted key.
+        # A given password keeps OpenSSL from asking the terminal for that of an encrypted key.
         context.load_cert_chain(files.cert, files.key, password="")
     except OSError as error:  # SSLError is one, too
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
@@ -159,9 +158,9 @@ HTTP1: Final = "http/1.1"
 
 
 class TlsContexts:
-    """The context to listen with; each handshake goes on with one of the files as they are then.
+    """The context to listen with; each handshake uses the current files.
 
-    ``protocol`` is the one that is offered (RFC 7301).
+    ``protocol`` is offered by ALPN (RFC 7301).
     """
 
     def __init__(self, files: TlsFiles, source: CertificateSource, protocol: str = HTTP2) -> None:
@@ -176,7 +175,7 @@ class TlsContexts:
         source.load()
         self._current = _context(files, protocol)
         self.listening = _context(files, protocol)
-        # Called with every ClientHello, also without a name.
+        # Called for every ClientHello, even without a server name.
         self.listening.sni_callback = self._choose
 
     def _choose(
@@ -185,13 +184,13 @@ class TlsContexts:
         if self._source.newer() is not None:
             try:
                 self._current = _context(self._files, self._protocol)
-            except OSError:  # changed again since it was judged: the next handshake looks again
+            except OSError:  # changed again since it was verified: the next handshake reads again
                 self._source.forget()
         handshake.context = self._current
 
 
 def web_context(files: TlsFiles | None) -> ssl.SSLContext | None:
-    """Return the context of the HTTP side; ``None`` without files. It asks for no client certificate.
+    """Return the context of the HTTP port; ``None`` without files. It requests no client certificate.
 
     Raises:
         StartupError: the files cannot be used; the message names the setting and the file.
@@ -207,7 +206,7 @@ def _context(files: TlsFiles, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
-    # A session that is taken up again shows no certificate: one of a CA that was taken away would get in.
+    # A resumed session presents no certificate, so it would admit one of a removed CA.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
     context.load_cert_chain(files.cert, files.key, password="")

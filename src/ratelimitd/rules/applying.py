@@ -1,6 +1,6 @@
-"""From the rules of a store to a whole set of wanted ones: what is created, changed and deleted.
+"""Compares the rules of a store with a wanted set: which rules are created, changed and deleted.
 
-Pure, and one rule at a time, so that callers can pause between rules. See ADR 0058.
+Pure. Handles one rule at a time, so that callers can pause between rules. See ADR 0058.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import RuleRow, etag_of, is_rule_id, type_problem, validated
 
 MAX_APPLIED: Final = 20_000
-"""Rules of one call: under the lock of the revision, which other writers wait 2 s for, it takes about 1 s."""
+"""Maximum rules per call: it holds the revision lock, for which other writers wait up to 2 s, for about 1 s."""
 
 MAX_NAMED: Final = 15
-"""Violations that are named, as many as a status carries beside their number."""
+"""Violations reported individually: as many as fit in a status beside the number of the others."""
 
 FIELD: Final = "rate_limits"
 
@@ -28,7 +28,7 @@ ACTIONS: Final = ("create", "update", "delete")
 
 
 class Change(NamedTuple):
-    """A rule before and after, ``None`` where there is none; equal if nothing changes."""
+    """A rule before and after a change; ``None`` where it does not exist. Both are equal if nothing changes."""
 
     before: RuleRow | None
     after: RuleRow | None
@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
 
 _NO_ROW: Final = RuleRow(*[None] * 8)
-"""Stands for a wanted rule that is refused."""
+"""Placeholder for an invalid wanted rule."""
 
 
 class _Wanted(NamedTuple):
@@ -59,12 +59,12 @@ class _Wanted(NamedTuple):
 
 
 class BookDiff:
-    """Compares wanted rules with stored ones: :meth:`want` each, :meth:`see` each stored one, take :meth:`changes`.
+    """Compares wanted with stored rules: :meth:`want` each, :meth:`see` each stored one, then call :meth:`changes`.
 
-    A wanted rule with an id is that rule; one without is the rule of its endpoint and identifier type, unless another
-    wanted rule has the id of that one. ``types`` are the identifier types that rules may have, or be made of; a stored
-    rule may keep another one. With ``prune`` stored rules that are not wanted are deleted. ``new_id`` makes the id of a
-    new rule that has none.
+    A wanted rule with an id matches the stored rule with that id. One without an id matches the stored rule of its
+    endpoint and identifier type, unless that rule's id is wanted, too. ``types`` are the identifier types that rules
+    may have or combine; a stored rule may keep another one. ``prune`` deletes stored rules that are not wanted.
+    ``new_id`` generates missing ids of new rules.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class BookDiff:
         self._unwanted: list[RuleRow] = []
         self._named: list[FieldViolation] = []
         self._more = 0
-        """Violations that are only counted: a message of 4 MiB may have millions."""
+        """Violations that are only counted: a message of 4 MiB may contain millions."""
 
     def want(self, draft: RuleDraft) -> None:
-        """Add a wanted rule, and note what is wrong with it."""
+        """Add a wanted rule and record its violations."""
         index = len(self._wanted)
         rule_id = draft.id.lower()
         try:
@@ -102,7 +102,7 @@ class BookDiff:
         self._wanted.append(_Wanted(row, draft.etag))
 
     def see(self, row: RuleRow) -> None:
-        """Compare a stored rule, valid or not. A row without the id of a rule is left alone."""
+        """Compare a stored rule, valid or not. Ignores a row whose id is not a rule id."""
         if not is_rule_id(row.id):
             return
         index = self._by_id.get(row.id)
@@ -116,7 +116,7 @@ class BookDiff:
             self._stored[index] = row
 
     def changes(self, revision: int) -> Iterator[Change]:
-        """Yield what becomes of each wanted rule in their order, then the deletions; changed rules get ``revision``.
+        """Yield the change of each wanted rule in their order, then the deletions; changed rules get ``revision``.
 
         Call :meth:`refuse` afterwards.
 
@@ -143,10 +143,10 @@ class BookDiff:
                 self._complain(taken, "id", f"{text}: give it, none, or prune")
 
     def refuse(self) -> None:
-        """Raise what is wrong.
+        """Raise the recorded violations.
 
         Raises:
-            RuleInvalidError: names the violated fields, such as ``rate_limits[3].limit``, or their number beyond 15.
+            RuleInvalidError: names the violated fields, such as ``rate_limits[3].limit``, and counts those beyond 15.
         """
         if self._more:
             self._named.append(FieldViolation(FIELD, f"{self._more} more fields are wrong"))

@@ -1,6 +1,6 @@
-"""Which plan each identity is assigned to: one assignment, its validation, and a node's look-up that holds a million.
+"""Assignments of identities to plans: the value, its validation, and a node's look-up table for a million of them.
 
-Reads no clock and does no I/O. See ADR 0050.
+Reads no clock and performs no I/O. See ADR 0050.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_EXPIRE_TIME: Final = 2**33 - 1
 """Latest end of an assignment, in Unix seconds: the year 2242, within the instants that a node handles."""
 
 _SHARDS: Final = 250_000
-"""Shards of a type: 4 assignments each at a million, 8 at the maximum. The list of them takes 2 MB."""
+"""Shards per identifier type: 4 assignments each at a million, 8 at the maximum. Their list takes 2 MB."""
 
 _PLAN_BITS: Final = 22
 _PLAN_MASK: Final = 2**_PLAN_BITS - 1
-"""A value is the end of an assignment and the number of its plan; there are at most as many plans as assignments."""
+"""Mask of the plan number in a packed value. There are at most as many plans as assignments."""
 
 _FREED_PER_STEP: Final = 1_000
 """Shards of an old look-up freed in one step: 4,000 assignments."""
@@ -43,7 +43,7 @@ _UNIX_TIME: Final = re.compile(r"-?[0-9]{1,18}")
 
 
 class Assignment(NamedTuple):
-    """One identity's plan. ``identifier`` is canonical, as in a :class:`~ratelimitd.model.Check`.
+    """The plan of one identity. ``identifier`` is canonical, as in a :class:`~ratelimitd.model.Check`.
 
     ``expire_time`` is in Unix seconds, 0 = never. ``etag`` differs after every edit; in a request, empty matches all.
     """
@@ -57,22 +57,22 @@ class Assignment(NamedTuple):
 
     @property
     def identity(self) -> tuple[str, bytes]:
-        """Whose assignment it is."""
+        """The assigned identity."""
         return self.identifier_type, self.identifier
 
     def same_as(self, other: Assignment | None) -> bool:
-        """Return whether both say the same of an identity."""
+        """Return whether both assign the same plan, with the same end and note."""
         return other is not None and self[:-1] == other[:-1]
 
     def with_etag(self, revision: int) -> Assignment:
         """Return it as stored at this revision."""
-        # The type may be a member of an enumeration, whose repr is another.
+        # The type may be an enumeration member, whose repr differs.
         content = repr((str(self.identifier_type), *self[1:-1], revision)).encode()
         return self._replace(etag=blake2b(content, digest_size=9).hexdigest())
 
 
 def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator[tuple[str, str]]:
-    """Yield each field of a requested assignment that is wrong, with a description. The identity is not looked at."""
+    """Yield each invalid field of a requested assignment with a description. Does not validate the identity."""
     if NAME.fullmatch(plan) is None:
         yield "plan", "the plan must be 1 to 32 characters of a-z, 0-9, _ and -"
     if expire_time and not now_s < expire_time <= MAX_EXPIRE_TIME:
@@ -86,10 +86,10 @@ def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator
 
 
 def expire_time_of(text: str, now_s: float) -> int:
-    """Return the Unix seconds of an end as people write it, 0 for an empty text.
+    """Parse the end of an assignment into Unix seconds; an empty text is 0.
 
     Raises:
-        ValueError: it is none; the message says what is taken.
+        ValueError: the text is not a time; the message names the accepted formats.
     """
     if not text:
         return 0
@@ -107,7 +107,7 @@ def expire_time_of(text: str, now_s: float) -> int:
 
 
 class Assigned(NamedTuple):
-    """What a node needs of an assignment; ``expire_time`` in Unix seconds, 0 = never."""
+    """The fields of an assignment that a node needs; ``expire_time`` in Unix seconds, 0 = never."""
 
     identifier_type: str
     identifier: bytes
@@ -116,9 +116,9 @@ class Assigned(NamedTuple):
 
 
 def assigned_of(row: Sequence[Any]) -> Assigned | None:
-    """Return the assignment of a stored row, in the fields of ``Assigned``; ``None`` if it is none.
+    """Return the assignment of a stored row in the fields of ``Assigned``; ``None`` if the row is invalid.
 
-    A row may be written past the service, with values of any type.
+    A row written by other programs may hold values of any type.
     """
     identifier_type, identifier, plan, expire_time = row
     if (
@@ -146,20 +146,20 @@ def is_utf8(octets: bytes) -> bool:
 
 
 def _nothing() -> None:
-    """Stand for a callback that is not set."""
+    """Default for a callback that is not set."""
 
 
 class Assignments:
-    """The plan of each identity. One writer: the event loop.
+    """The plan of each identity. Only the event loop writes it.
 
-    Each identifier type has many *shards*, a few assignments in one ``bytes`` each: an object of its own for each
-    identifier, and a slot in a dict, would take 110 bytes for one of 38; this takes 60. No step takes longer the more
-    there are, and the cyclic garbage collector sees nothing of them.
+    Each identifier type has many *shards*; a shard is one ``bytes`` object with a few assignments. This takes 60 bytes
+    per 38-byte identifier; a dict entry with an object per identifier would take 110. The duration of a step does not
+    grow with the number of assignments, and the cyclic garbage collector does not track the shards.
 
-    An assignment is ``FF identifier FE value``, the value in hexadecimal digits, and a shard ends with another ``FF``.
-    UTF-8 has neither FE nor FF, so that a search for ``FF identifier FE`` finds this identifier or nothing.
+    An assignment is ``FF identifier FE value``, the value in hexadecimal digits; a shard ends with another ``FF``.
+    UTF-8 never contains FE or FF, so a search for ``FF identifier FE`` matches this identifier only.
 
-    ``on_types_changed`` is called after the first identity of a type was assigned or the last one was removed.
+    Calls ``on_types_changed`` after assigning the first identity of a type and after removing the last one.
     """
 
     __slots__ = (
@@ -178,7 +178,7 @@ class Assignments:
         self._sweep_next = 0
 
     def __len__(self) -> int:
-        """Return the number of assignments, those that expired and are not yet swept included."""
+        """Return the number of assignments, including expired ones not yet swept."""
         return sum(self._entries.values())
 
     def plan_of(
@@ -193,7 +193,7 @@ class Assignments:
         if shards is None:
             return None
         shard = shards[hash(identifier) % _SHARDS]
-        start = b"\xff" + identifier + b"\xfe"  # half the time of a format
+        start = b"\xff" + identifier + b"\xfe"  # takes half the time of bytes formatting
         at = shard.find(start)
         if at < 0:
             return None
@@ -223,7 +223,7 @@ class Assignments:
         return {plan: self._holders[number] for plan, number in self._numbers.items()}
 
     def put(self, identifier_type: str, identifier: bytes, plan: str, expire_time: int) -> None:
-        """Assign an identity to a plan until ``expire_time`` in Unix seconds, 0 = for good; replaces what it had.
+        """Assign an identity to a plan until ``expire_time`` in Unix seconds, 0 = never; replaces any assignment.
 
         ``identifier`` is UTF-8.
         """
@@ -232,7 +232,7 @@ class Assignments:
             self._types[identifier_type] = [b""] * _SHARDS
             self._entries[identifier_type] = 0
         shards, place = self._types[identifier_type], hash(identifier) % _SHARDS
-        # The plan first, so that one with this holder alone keeps its number.
+        # Add before removing: a plan whose only holder is this identity keeps its number.
         value = expire_time << _PLAN_BITS | self._hold(plan)
         shard = shards[place]
         rest = self._without(shard, identifier)
@@ -242,7 +242,7 @@ class Assignments:
             self.on_types_changed()
 
     def remove(self, identifier_type: str, identifier: bytes) -> None:
-        """Remove the assignment of an identity; ignore one that has none."""
+        """Remove the assignment of an identity; ignore an unknown identity."""
         shards = self._types.get(identifier_type)
         if shards is None:
             return
@@ -257,7 +257,7 @@ class Assignments:
             self.on_types_changed()
 
     def items(self) -> Iterator[Assigned]:
-        """Yield each assignment as of the first step; they may be changed meanwhile."""
+        """Yield each assignment as of the first step; concurrent changes do not affect it."""
         plans, types = self._plans, [(name, list(shards)) for name, shards in self._types.items()]
         for identifier_type, shards in types:
             for shard in shards:
@@ -266,7 +266,7 @@ class Assignments:
                     yield Assigned(identifier_type, identifier, plan, expire_time)
 
     def replace(self, other: Self) -> Iterator[None]:
-        """Take over the content of ``other``, which is not to be used any more, at once; then free the old in steps.
+        """Switch to the content of ``other``, which must not be used again, then free the old content in steps.
 
         The new content is in force before the first step; a step takes about 0.1 ms.
         """
@@ -283,7 +283,7 @@ class Assignments:
                 yield
 
     def sweep(self, now_us: int, shards: int) -> None:
-        """Drop what has expired from the next ``shards`` shards of every type, about 1 µs each."""
+        """Drop expired assignments from the next ``shards`` shards of every type; about 1 µs each."""
         for _ in range(min(shards, _SHARDS)):
             at = self._sweep_next
             self._sweep_next = (at + 1) % _SHARDS
@@ -293,7 +293,7 @@ class Assignments:
                         self.remove(identifier_type, identifier)
 
     def _without(self, shard: bytes, identifier: bytes) -> bytes:
-        """Return the shard without an identifier, whose plan has a holder less; empty if it was the only one."""
+        """Remove an identifier from the shard and decrement the holders of its plan; empty if none is left."""
         start = shard.find(b"\xff%b\xfe" % identifier)
         if start < 0:
             return shard
@@ -304,12 +304,12 @@ class Assignments:
         return rest if len(rest) > 1 else b""
 
     def _hold(self, plan: str) -> int:
-        """Return the number of a plan, which has a holder more."""
+        """Return the number of a plan and increment its holders."""
         number = self._numbers.get(plan)
         if number is None:
             if self._free:
                 number = self._free.pop()
-                # A copy, since `items` may still read the former.
+                # Copy: `items` may still read the old list.
                 self._plans = self._plans.copy()
                 self._plans[number] = plan
             else:

@@ -1,7 +1,6 @@
-"""The rule book: which rule decides a check, as an immutable snapshot that is swapped whole.
+"""The rule book: an immutable snapshot of all rules, replaced whole, that selects the rule of each check.
 
-A check in flight keeps the book it started with. See ADR 0001 for the precedence, ADR 0013 for how a book is kept
-current.
+A check in flight keeps the book it started with. See ADR 0001 for the precedence, ADR 0013 for the updates of a book.
 
 A book is two indexes, by (endpoint, identifier type) and by id, each split into ``SHARDS`` dicts. A new book shares
 every unchanged dict with its predecessor: an edit of one rule of 100,000 copies three or four dicts of about 400
@@ -33,7 +32,7 @@ _IdShards = tuple[dict[str, Rule], ...]
 class RuleBook:
     """Every rule as of one ``revision`` of the store, at most one per id and per (endpoint, identifier type).
 
-    Shards depend on the process's own ``hash`` and never leave the process. Endpoints are compared byte for byte.
+    Shards depend on the process's own ``hash`` and never leave the process. Endpoints compare byte for byte.
     """
 
     __slots__ = ("_by_id", "_by_pair", "_plans", "_types", "revision")
@@ -62,7 +61,7 @@ class RuleBook:
 
     @classmethod
     def of(cls, rules: Iterable[Rule], revision: int) -> RuleBook:
-        """Return a book of these rules; the later of two with the same id or pair stays."""
+        """Return a book of these rules; of two with the same id or pair, the later one wins."""
         editor = BookEditor(cls.empty())
         for rule in rules:
             editor.put(rule)
@@ -75,10 +74,10 @@ class RuleBook:
         )
 
     def judging(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, str]]:
-        """Yield every rule that judges a check whose identities are of ``types``, and the endpoint of its bucket.
+        """Yield every rule that applies to a check with identities of ``types``, and the endpoint of its bucket.
 
-        For every type, product or ``all`` that the identities make: the rule that :meth:`match` returns, and the
-        enabled ``**`` rule. First those of one type, in the order of ``types``, then products, then ``all``.
+        For each type, product of types, and ``all``: the rule that :meth:`match` returns, and the enabled ``**`` rule.
+        Single types come first, in the order of ``types``, then products, then ``all``.
         """
         for one in self._made_of(types):
             rule = self.match(endpoint, one)
@@ -89,7 +88,7 @@ class RuleBook:
                 yield rule, EVERY_ENDPOINT
 
     def looked_at(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
-        """Yield every rule of this endpoint, ``*`` and ``**``, and whether it judges a check, as :meth:`judging`."""
+        """Yield every rule of this endpoint, ``*`` and ``**``, and whether it applies, as :meth:`judging`."""
         named = self._made_of(types)
         for one in (*named, *sorted(self._types.keys() - named)):
             own = self._enabled(endpoint, one)
@@ -117,7 +116,7 @@ class RuleBook:
     def candidates(self, endpoint: str, identifier_type: str) -> tuple[Rule, ...]:
         """Return the endpoint's own rule and the ``*`` rule, in order of precedence, enabled or not.
 
-        ``**`` has one rule alone: what is judged beside the others.
+        ``**`` has one candidate, its own rule, which applies in addition to the others.
         """
         found = []
         names = (endpoint,) if endpoint == EVERY_ENDPOINT else (endpoint, GLOBAL_ENDPOINT)
@@ -150,7 +149,7 @@ class RuleBook:
         return self._plans.keys()
 
     def parts(self) -> list[object]:
-        """Return the dicts of the book, so that the owner can free them in steps."""
+        """Return the dicts of the book, for the owner to free in steps."""
         return [*self._by_pair, *self._by_id]
 
 
@@ -177,7 +176,7 @@ class BookEditor:
 
         Unknown ``removed_ids`` are ignored.
         """
-        # Two rules may swap their endpoints: remove from every old place before adding to a new one.
+        # Two rules may swap their endpoints: remove all old places before adding new ones.
         gone = chain(removed_ids, (rule.id for rule in changed)) if self._types else ()
         for number, rule_id in enumerate(gone, 1):
             self.remove(rule_id)

@@ -1,6 +1,6 @@
-"""Converts the configuration of envoyproxy/ratelimit: its limits to rule drafts, with a note on what has no equivalent.
+"""Converts the limits of an envoyproxy/ratelimit configuration to rule drafts, with notes on limits without equivalent.
 
-Maps descriptors as :mod:`ratelimitd.services.convert_envoy` maps them to checks. Opens no file and asks no node. See
+Maps descriptors as :mod:`ratelimitd.services.convert_envoy` maps them to checks. Opens no file and calls no node. See
 ADR 0033.
 """
 
@@ -16,7 +16,7 @@ from ratelimitd.rules.validation import validated
 from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
-"""Many times the size of such files."""
+"""Far above the size of real files."""
 
 UNNAMED_TYPE: Final = IdentifierType.API_KEY
 """Identifier type of a limit whose descriptor names none."""
@@ -32,13 +32,13 @@ _UNITS: Final = {
     "month": 30 * _DAY_S,
     "year": 365 * _DAY_S,
 }
-"""Seconds of each unit: its own ``UnitToDivider``. It aligns them to the Unix epoch, as fixed windows are here."""
+"""Seconds per unit, as in its ``UnitToDivider``. Its units are aligned to the Unix epoch, as fixed windows are here."""
 
 _UNLIMITED: Final = (INT32_MAX, 1)
-"""Requests and seconds of a rule that denies nothing, so that none for ``*`` decides in its place."""
+"""Requests and seconds of a rule that never denies, which keeps the ``*`` rule from applying."""
 
 _OBSERVE: Final = ("shadow_mode", "quota_mode")
-"""Keys of a descriptor whose limit never denies by itself."""
+"""Keys of a descriptor whose limit never denies."""
 
 _LIMIT_KEYS: Final = frozenset({"unit", "requests_per_unit", "name", "unlimited", "replaces"})
 _KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", *_OBSERVE})
@@ -58,7 +58,7 @@ class Note(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """The rules of a file, notes in its order, the keys to add to ENVOY_IDENTIFIERS, and the limits left out."""
+    """The rules of a file, notes in file order, the keys to add to ENVOY_IDENTIFIERS, and the limits left out."""
 
     rules: Sequence[RuleDraft]
     notes: Sequence[Note]
@@ -122,7 +122,7 @@ def _domain_and_descriptors(data: bytes, notes: list[Note]) -> tuple[str, Node]:
 def _limits(
     items: Node, above: tuple[_Entry, ...], domain: str, notes: list[Note]
 ) -> Iterator[_Limit]:
-    """Yield every limit of a list of descriptors and below; add other findings to ``notes``."""
+    """Yield every limit of a list of descriptors and of nested ones; add other findings to ``notes``."""
     descriptors = items.value
     if not isinstance(descriptors, list):
         notes.append(Note(items.line, _place(domain, above), "descriptors are no list: left out"))
@@ -170,10 +170,10 @@ def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> It
 
 
 def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDraft:
-    """Return the rule of a limit.
+    """Return the rule equivalent to a limit.
 
     Raises:
-        ValueError: there is none; the message says why.
+        ValueError: no rule is equivalent; the message says why.
     """
     requests, window_seconds = _numbers(limit.fields)
     entries = limit.entries

@@ -1,6 +1,6 @@
-"""Keeps a node's rules and assignments current: first load, changes since, last good copy without a database.
+"""Keeps a node's rules and assignments current: first load, later changes, and the last good copy as a fallback.
 
-Decides no check and writes no rule. See ADR 0013 and ADR 0050.
+Applies no rule to checks and writes none. See ADR 0013 and ADR 0050.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ratelimitd.rules.store import BookChanges, RuleStore
 
 POLL_S: Final = 2.0
 POLL_JITTER: Final = 0.2
-"""Interval of the polls ± this fraction, so that nodes do not poll in step: an edit is seen within 2.4 s (I13)."""
+"""Poll interval ± this fraction, so that nodes do not poll in step; edits become visible within 2.4 s (I13)."""
 
 RETRY_FIRST_S: Final = 0.25
 RETRY_LONGEST_S: Final = 5.0
-"""Delay after a failure: doubles from the first to the longest, less up to half at random."""
+"""Delay after a failure: doubles from the first to the longest, reduced by up to half at random."""
 
 MAX_REPORTED_ROWS: Final = 10
-"""Invalid rows named in the log per reload; the rest is counted."""
+"""Invalid rows named in the log per reload; further rows are only counted."""
 
 ASSIGNMENTS_PER_STEP: Final = 1_000
-"""Assignments applied per event-loop iteration: about 1 ms. A batch is in force whole."""
+"""Assignments applied per event-loop iteration: about 1 ms. A batch takes effect as a whole."""
 
 _FREED_PER_STEP: Final = 32
 """Shards of an old book freed per event-loop iteration."""
@@ -42,12 +42,12 @@ _log = logging.getLogger(__name__)
 class RuleFeed:
     """Follows a :class:`~ratelimitd.rules.store.RuleStore` and passes every new book, whole, to ``on_book``.
 
-    ``assignments`` are kept as the store has them, changed in place.
+    ``assignments`` mirrors those of the store, changed in place.
 
-    Logs the first failure and the recovery, not each attempt. An invalid row is skipped; the book keeps its rule.
+    Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
 
-    ``open_store`` is awaited before each read and prepares the store; it raises ``StoreUnavailableError`` while it
-    cannot. ``whole_load`` is entered around each load of a whole book. Tests set ``sleep`` and ``random`` (0 to 1).
+    Awaits ``open_store`` before each read to prepare the store; it raises ``StoreUnavailableError`` while it cannot.
+    Enters ``whole_load`` around each load of a whole book. Tests set ``sleep`` and ``random`` (0 to 1).
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class RuleFeed:
         random: Callable[[], float] = random_source.random,
     ) -> None:
         self.skipped_total = 0
-        """Invalid rows, counted at each reload that read them."""
+        """Invalid rows, counted at each reload that reads them."""
         self.assignments: Final = Assignments() if assignments is None else assignments
-        """The plans of identities, which are changed in place; complete once there is a book."""
+        """The plans of identities, changed in place; complete once there is a book."""
         self._store = store
         self._on_book = on_book
         self._last_good = last_good
@@ -87,18 +87,18 @@ class RuleFeed:
 
     @property
     def left_out(self) -> int:
-        """Number of invalid rows now; rows without a usable id count as one until the next whole load."""
+        """Current number of invalid rows; all rows without a usable id count as one until the next whole load."""
         return len(self._left_out)
 
     @property
     def connected(self) -> bool:
-        """Whether the book came from the store, not from an earlier run, and the last read succeeded."""
+        """Whether the book came from the store, not from disk, and the last read succeeded."""
         return self._from_store and not self._failures
 
     async def start(self) -> None:
-        """Load a first book, from the store or else the last good one.
+        """Load the first book from the store, else the last good one from disk.
 
-        Returns without a book when there is neither; :meth:`run` retries. Raises what ``open_store`` raises, except
+        Returns without a book if neither exists; :meth:`run` retries. Raises what ``open_store`` raises, except
         ``StoreUnavailableError``.
         """
         await self.notify()
@@ -112,7 +112,7 @@ class RuleFeed:
                     self._publish(book)
 
     async def run(self) -> None:
-        """Poll the store until cancelled. An exception counts as a failed attempt and ends the run; run it again."""
+        """Poll the store until cancelled. An exception counts as a failed attempt and ends the run; call it again."""
         while True:
             await self._sleep(self._delay_s())
             try:
@@ -122,7 +122,7 @@ class RuleFeed:
                 raise
 
     async def notify(self) -> None:
-        """Apply what changed now instead of at the next poll; return when it is in force.
+        """Apply pending changes now instead of at the next poll; return when they are in force.
 
         Call it after a local write. Does not raise when the store is unavailable: the poll catches up.
         """
@@ -169,7 +169,7 @@ class RuleFeed:
         old = self._book
         editor = BookEditor(RuleBook.empty() if old is None or changes.full else old)
         await _all_steps(editor.apply(changes.changed, changes.removed_ids))
-        # Before the book: its revision says that they are in force.
+        # Before the book, whose revision promises that they are in force.
         await _all_steps(self._assign(changes))
         self._from_store = True
         self._publish(editor.finish(changes.revision))
@@ -217,6 +217,6 @@ class RuleFeed:
 
 
 async def _all_steps(steps: Iterator[None]) -> None:
-    """Take steps, one per event-loop iteration."""
+    """Run the steps, one per event-loop iteration."""
     for _ in steps:
         await asyncio.sleep(0)

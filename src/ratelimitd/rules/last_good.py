@@ -1,12 +1,12 @@
-"""What a node keeps of the rule database in its state directory, for a start while the database is unavailable.
+"""Copies of the rule database's content in the state directory, for a start while the database is unavailable.
 
-Two files: the last good rule book with the assignments, and the key of the buckets' names. Both are written aside and
-renamed, so that a reader finds the old file or the new one, whole. An unusable file is logged and never ends the start.
-See ADR 0013.
+Two files: the last good rule book with the assignments, and the key that hashes bucket names. Each is written to a
+temporary file and renamed, so that readers see the old or the new file, whole. An unusable file is logged and never
+fails the start. See ADR 0013.
 
 The book is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, one per assignment in the fields
-of ``Assigned``, and a checksum of all before it. Assignments that are changed while the file is written are in it as
-before or as after.
+of ``Assigned``, and a checksum of all preceding lines. For assignments changed during the write, the file holds either
+state.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ BOOK_FILE: Final = "rules.last-good"
 KEY_FILE: Final = "bucket-key"
 FORMAT: Final = "ratelimitd rule book 1"
 FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
-"""A release without assignments must not take such a file for a whole one."""
+"""Not format 1: a release without assignments must reject such a file."""
 
 WRITE_DELAY_S: Final = 5.0
-"""How long a new book waits for a newer one before it is written, so that an import is written once."""
+"""Delay of writing a new book, during which a newer one replaces it: an import is written once."""
 
 ASSIGNMENTS_PER_S: Final = 20_000
-"""The delay is 1 s longer for each so many assignments: a million are written in 3 s, at most once in 55 s."""
+"""The delay grows by 1 s per this many assignments: a million take 3 s to write, at most once in 55 s."""
 
 RULES_PER_STEP: Final = 128
-"""Rules, or assignments, written per event-loop iteration: about 0.5 ms."""
+"""Rules or assignments written per event-loop iteration: about 0.5 ms."""
 
 BYTES_PER_STEP: Final = 16_384
 """Bytes read and decoded per event-loop iteration: about 100 rules, 1 ms."""
@@ -52,10 +52,10 @@ BYTES_PER_STEP: Final = 16_384
 _MAX_HEADER_BYTES: Final = 1_024
 
 KEY_NAME: Final = "key"
-"""The store's secret that is used when KEY_SECRET is empty."""
+"""Name of the secret used when KEY_SECRET is empty."""
 
 FINGERPRINT_NAME: Final = "key fingerprint"
-"""The store's secret that tells whether nodes have the same key."""
+"""Name of the secret that shows whether nodes have the same key."""
 
 _FINGERPRINT_OF: Final = b"ratelimitd: which key names the buckets"
 
@@ -63,14 +63,14 @@ _log = logging.getLogger(__name__)
 
 
 class LastGood(NamedTuple):
-    """What a node serves without a database."""
+    """The state that a node serves without a database."""
 
     book: RuleBook
     assignments: Assignments
 
 
 class LastGoodBook:
-    """Keeps the newest book in ``state_dir``, which must exist and belong to this node alone. Tests set ``sleep``."""
+    """Keeps the newest book in ``state_dir``, which must exist and be private to this node. Tests set ``sleep``."""
 
     def __init__(
         self, state_dir: Path, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -82,10 +82,14 @@ class LastGoodBook:
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    async def load(self) -> LastGood | None:
-        """Return what the file holds, ``None`` without a usable one.
+    def exists(self) -> bool:
+        """Return whether there is a file."""
+        return self._path.exists()
 
-        An unusable file is logged and renamed to ``*.bad``.
+    async def load(self) -> LastGood | None:
+        """Return the content of the file; ``None`` without a usable one.
+
+        Logs an unusable file and renames it to ``*.bad``.
         """
         try:
             with await asyncio.to_thread(self._path.open, "rb") as file:
@@ -100,7 +104,7 @@ class LastGoodBook:
         return None
 
     def offer(self, book: RuleBook, assignments: Assignments) -> None:
-        """Write these after a delay, see ``WRITE_DELAY_S``, unless newer ones are offered before. Never raises."""
+        """Write these after a delay, see ``WRITE_DELAY_S``; a newer offer replaces them. Never raises."""
         self._offered = LastGood(book, assignments)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_offered(), name="last good rule book")
@@ -116,7 +120,7 @@ class LastGoodBook:
     async def _write_offered(self) -> None:
         while self._offered is not None:
             if not self._closing:
-                # Only the delay is cancelled; a write that has begun is completed.
+                # Cancel only the delay; a write that has begun completes.
                 delay_s = WRITE_DELAY_S + len(self._offered.assignments) / ASSIGNMENTS_PER_S
                 self._delay = asyncio.ensure_future(self._sleep(delay_s))
                 await asyncio.wait([self._delay])
@@ -153,9 +157,9 @@ class LastGoodBook:
 
 
 class BucketKey:
-    """The key of one node: the store's if it can be read in time, else the copy in ``state_dir``, else a new one.
+    """The key of one node: the store's if readable in time, else the copy in ``state_dir``, else a new one.
 
-    The log never holds the key.
+    The key is never logged.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -165,7 +169,7 @@ class BucketKey:
         self._in_use = False
 
     async def settle(self, store: RuleStore) -> None:
-        """Take over the store's key, or store this node's if there is none; a key in use does not change.
+        """Adopt the store's key, or store this node's key if it has none; a key in use does not change.
 
         Raises:
             StoreUnavailableError: the store cannot be read.
@@ -186,7 +190,7 @@ class BucketKey:
         self._key = stored
 
     def use(self) -> bytes:
-        """Return the key, fixed from now on, and write its copy to the state directory."""
+        """Return the key, fixed from now on, and copy it to the state directory."""
         self._in_use = True
         if self._key != self._copy:
             self._save()
@@ -223,13 +227,13 @@ class BucketKey:
 
 
 async def require_same_key(store: RuleStore, key_secret: bytes) -> None:
-    """Verify that this node has the key of the first node that called this; nodes that share buckets must call it.
+    """Verify that this node's key matches that of the first caller. Nodes that share buckets must call it.
 
-    ``key_secret`` is the setting; empty = the store's key. The store holds a keyed hash of a fixed text, from which a
-    reader of the database can test guesses of a weak key, and learns nothing of a random one. See ADR 0024.
+    ``key_secret`` is the setting; empty = the store's key. The store holds a keyed hash of a fixed text: a reader of
+    the database can test guesses of a weak key, but learns nothing about a random one. See ADR 0024.
 
     Raises:
-        StartupError: the keys differ; this node would count in separate buckets.
+        StartupError: the keys differ: this node would count in separate buckets.
         StoreUnavailableError: the store cannot be read.
     """
     key = key_secret or await store.secret(KEY_NAME)
@@ -243,11 +247,11 @@ async def require_same_key(store: RuleStore, key_secret: bytes) -> None:
 
 
 class _UnusableFileError(Exception):
-    """The file is no whole book; the message says why."""
+    """The file is not a valid book; the message says why."""
 
 
 async def _read(file: BinaryIO) -> LastGood:
-    """Return what is in the file, decoded in steps; nothing of it is used before its checksum is verified."""
+    """Return the content of the file, decoded in steps; verifies the checksum before anything is used."""
     first = await asyncio.to_thread(file.readline, _MAX_HEADER_BYTES)
     header = _object(first)
     revision = header.get("revision")
@@ -281,7 +285,7 @@ def _object(line: bytes) -> dict[str, object]:
 
 
 def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
-    """Add the rule or the assignment of a line."""
+    """Add the rule or assignment of a line."""
     try:
         values = json.loads(line)
         if len(values) == len(Assigned._fields):

@@ -1,6 +1,6 @@
-"""Which rules are nearly for an endpoint that has none: a typing error misses them, or a path sent for its template.
+"""Finds the rules closest to an endpoint without a rule: after a typing error, or for a path in place of its template.
 
-Pure. Endpoints are compared byte for byte, so that a check of ``/Orders/`` passes a rule of ``/orders`` unlimited.
+Pure. Endpoints compare byte for byte: a check of ``/Orders/`` does not match a rule of ``/orders`` and is unlimited.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, NearRule, Rule, ty
 MAX_NEAREST: Final = 3
 
 MAX_LOOKED_AT: Final = 10_000
-"""Rules that are compared with one endpoint, in some 50 ms; of a longer book the first in no particular order."""
+"""Rules compared with one endpoint, in about 50 ms; of a larger book, the first ones in no particular order."""
 
 RULES_PER_STEP: Final = 32
-"""Rules compared between two yields to the event loop: about 0.2 ms, and 1 ms of the most expensive endpoints."""
+"""Rules compared between two yields to the event loop: about 0.2 ms; 1 ms for the most expensive endpoints."""
 
 MAX_SEGMENTS: Final = 16
-"""Parts of a path that are compared one by one; what follows counts as one."""
+"""Path segments compared individually; the rest counts as one."""
 
 MAX_SLIPS: Final = 2
-"""Characters in a row in which a misspelled endpoint may differ; two cover a pair that is swapped."""
+"""Consecutive characters in which a misspelled endpoint may differ; two cover a swapped pair."""
 
 METHODS: Final = frozenset(
     {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"}
 )
 
 TEMPLATES: Final = "{<:"
-"""How a parameter begins in the templates of the usual frameworks."""
+"""First characters of a parameter in the path templates of common frameworks."""
 
 
 class _Kind(IntEnum):
-    """How near an endpoint is, the nearest first."""
+    """How close an endpoint is, the closest first."""
 
     SAME_PATH = 0
     TEMPLATE = 1
@@ -45,7 +45,7 @@ class _Kind(IntEnum):
 
 
 class _Form(NamedTuple):
-    """An endpoint taken apart; ``segments`` are those of its path without upper case."""
+    """A parsed endpoint; ``segments`` are those of its path in lower case."""
 
     text: str
     method: str
@@ -55,16 +55,16 @@ class _Form(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """A near rule with what orders it: kind, whether it is for other types, whether it is off, and the rest."""
+    """A near rule and its sort key: kind, whether for other types, whether disabled, and the rest."""
 
     order: tuple[int, bool, bool, int, str, str]
     near: NearRule
 
 
 class Nearest:
-    """The rules that are nearest to an endpoint for identities of ``types``, of all that :meth:`look_at` is given.
+    """The rules nearest to an endpoint for identities of ``types``, among all rules passed to :meth:`look_at`.
 
-    ``only_spelling``: none but those that differ in case or slashes alone.
+    ``only_spelling`` selects only rules that differ in nothing but case, slashes, few letters or names of parameters.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Nearest:
         self._best: list[_Near] = []
 
     def look_at(self, rules: Iterable[Rule]) -> None:
-        """Compare more rules; those of the endpoint itself, ``*`` and ``**`` are looked at elsewhere."""
+        """Compare more rules; skips those of the endpoint itself, ``*`` and ``**``."""
         passed = {self._asked.text, GLOBAL_ENDPOINT, EVERY_ENDPOINT}
         near = (self._near(rule) for rule in rules if rule.endpoint not in passed)
         found = [*self._best, *filter(None, near)]
@@ -91,12 +91,10 @@ class Nearest:
         shared = _shared(asked.segments, own.segments)
         longest = max(len(asked.segments), len(own.segments))
         whys = _other_parts(asked, own)
-        if asked.segments == own.segments:
-            if whys and self._only_spelling:
-                return None
-            kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
-        elif self._only_spelling:
+        if self._only_spelling and not _is_respelled(asked, own):
             return None
+        if asked.segments == own.segments:
+            kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
         elif shared == len(asked.segments) == len(own.segments):
             kind, whys = _Kind.TEMPLATE, [*_templates(asked, own), *whys]
         elif _is_misspelled("/".join(asked.segments), "/".join(own.segments)):
@@ -124,12 +122,12 @@ def _form(endpoint: str) -> _Form:
 
 
 def _is_placeholder(segment: str) -> bool:
-    """Whether a segment stands for any, in a template of one of the usual frameworks, or is meant to."""
+    """Whether a segment is, or resembles, a template parameter of a common framework."""
     return segment[0] in TEMPLATES or "*" in segment
 
 
 def _shared(asked: tuple[str, ...], own: tuple[str, ...]) -> int:
-    """Return how many segments two paths have in common at their beginning."""
+    """Return the number of leading segments that two paths share."""
     pairs = zip(asked, own, strict=False)
     return sum(1 for _ in takewhile(_agree, pairs))
 
@@ -140,7 +138,7 @@ def _agree(pair: tuple[str, str]) -> bool:
 
 
 def _spellings(asked: _Form, own: _Form) -> list[str]:
-    """Say in what two equal paths differ."""
+    """Describe the differences in spelling of two equal paths."""
     parts = [[part for part in one.path.split("/") if part] for one in (asked, own)]
     whys = ["differs in case"] if parts[0] != parts[1] else []
     shapes = [["" if not part else "x" for part in one.path.split("/")] for one in (asked, own)]
@@ -148,7 +146,7 @@ def _spellings(asked: _Form, own: _Form) -> list[str]:
 
 
 def _other_parts(asked: _Form, own: _Form) -> list[str]:
-    """Say what else than the path differs."""
+    """Describe the differences outside the path."""
     whys = []
     if asked.method != own.method:
         whys.append(f"names the method {own.method}" if own.method else "names no method")
@@ -158,7 +156,7 @@ def _other_parts(asked: _Form, own: _Form) -> list[str]:
 
 
 def _templates(asked: _Form, own: _Form) -> list[str]:
-    """Say how two paths of equal length match each other; one segment at least is a placeholder."""
+    """Describe how two paths of equal length match; at least one segment is a placeholder."""
     differing = [
         pair for pair in zip(asked.segments, own.segments, strict=True) if len({*pair}) > 1
     ]
@@ -170,8 +168,24 @@ def _templates(asked: _Form, own: _Form) -> list[str]:
     return ["is the template of this path: callers must send the template"]
 
 
+def _is_respelled(asked: _Form, own: _Form) -> bool:
+    """Whether the same endpoint may be meant: not another number, method or query, and no path of a template."""
+    if (asked.method, asked.query) != (own.method, own.query):
+        return False
+    one, other = _unnamed(asked), _unnamed(own)
+    return one == other or (_digits(one) == _digits(other) and _is_misspelled(one, other))
+
+
+def _unnamed(form: _Form) -> str:
+    return "/".join("{parameter}" if _is_placeholder(one) else one for one in form.segments)
+
+
+def _digits(text: str) -> list[str]:
+    return [one for one in text if one.isdigit()]
+
+
 def _is_misspelled(asked: str, own: str) -> bool:
-    """Whether two texts differ in one place, of few characters beside those that they share."""
+    """Whether two texts differ in one place only, in few characters."""
     longest = max(len(asked), len(own))
     if abs(len(asked) - len(own)) > MAX_SLIPS:
         return False
@@ -182,7 +196,7 @@ def _is_misspelled(asked: str, own: str) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """Return how many characters two texts have in common at their beginning, in few steps."""
+    """Return the number of leading characters that two texts share, in few steps."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,6 @@
 """The rules file: YAML text to rule drafts and back, for ``rules apply``, ``rules export`` and RULES_FILE.
 
-Reports all errors of a file at once, each with its place. Opens no file and asks no node.
+Reports all errors of a file at once, each with its place. Opens no file and calls no node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ratelimitd.rules.validation import MAX_QUOTED_CHARS, stored_limit, validate
 from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
-"""An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
+"""Fits an export of ``MAX_RULES`` rules with the longest ASCII endpoints."""
 
 RULES_KEY: Final = "rules"
 
@@ -45,10 +45,10 @@ FIELDS: Final[Mapping[str, str]] = {
     "limits": "a list",
     "plans": "a mapping",
 }
-"""The fields of a rule in the order of the contract, and the name of their type."""
+"""The fields of a rule in the order of the contract, and the names of their types."""
 
 WINDOW: Final = "window"
-"""Field in the place of ``window_seconds``: a duration such as ``1m``."""
+"""Alternative to ``window_seconds``: a duration such as ``1m``."""
 
 WINDOW_PATTERN: Final = re.compile("[1-9][0-9]{0,9}[smhd]")
 DURATION: Final = "a duration such as 30s, 1m, 12h or 1d"
@@ -86,7 +86,7 @@ _TYPES: Final = {
 }
 
 _ADDED: Final = (("id", ""), ("enabled", True))
-"""Values of a rule that does not name the field."""
+"""Defaults of fields that a rule omits."""
 
 _NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -96,7 +96,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 def parse_rules(data: bytes, types: Collection[str] | None = None) -> tuple[RuleDraft, ...]:
     """Return the rules of a file in its order; a given id is in lower case.
 
-    ``types`` are the identifier types that rules may have, or be made of.
+    ``types`` are the identifier types that rules may have or combine.
 
     Raises:
         RuleInvalidError: names every violated field by its place, such as ``rules[3].limit``; ``rules`` stands for the
@@ -127,7 +127,7 @@ def dump_rules(drafts: Iterable[RuleDraft]) -> str:
 
 
 def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
-    """Return the same file in JSON, which is also YAML, for programs: with every field."""
+    """Return the same file as JSON, which is also YAML, with every field, for programs."""
     items = [_item(draft) for draft in drafts]
     text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
     # JSON may hold these unescaped; YAML refuses them or reads them as line ends.
@@ -135,7 +135,7 @@ def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
 
 
 def _item(draft: RuleDraft) -> dict[str, Any]:
-    """Return a rule as a file has it: with a limit of its own, or with a list, and with plans if it has any."""
+    """Return a rule as a file represents it: with one limit or a list of limits, and with any plans."""
     absent = (*(FIRST_LIMIT if draft.limits else ()), "limits", "plans")
     item = {field: getattr(draft, field) for field in FIELDS if field not in absent}
     if draft.limits:
@@ -146,7 +146,7 @@ def _item(draft: RuleDraft) -> dict[str, Any]:
 
 
 def _shortened(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rule or limit without those that the reader adds, and with windows as durations."""
+    """Return the fields of a rule or limit without defaults, and with windows as durations."""
     shortened: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "window_seconds":
@@ -166,7 +166,7 @@ def _limit_item(limit: LimitDraft) -> dict[str, Any]:
         fields["enforcement"] = str(limit.enforcement)
     if "period" in fields:
         fields["period"] = str(limit.period)
-        del fields["window_seconds"]  # which only says its nominal length
+        del fields["window_seconds"]  # its nominal length, which the period implies
     return fields
 
 
@@ -191,7 +191,7 @@ def _items(document: Node) -> list[Node]:
 def _draft(
     index: int, item: Node, violations: list[FieldViolation], types: Collection[str] | None
 ) -> RuleDraft | None:
-    """Return the draft of an item, ``None`` if it has errors, which are added to ``violations``."""
+    """Return the draft of an item; ``None`` if it has errors, which are added to ``violations``."""
     place = f"{RULES_KEY}[{index}]"
     found: list[FieldViolation] = []
     if not isinstance(item.value, dict):
@@ -213,7 +213,7 @@ def _draft(
 
 
 def _plan(place: str, name: str, item: Node, violations: list[FieldViolation]) -> PlanDraft:
-    """Return an item of the plans, with a substitute for what is no list."""
+    """Return a plan, with a substitute if its value is not a list."""
     place = f"{place}.plans[{name[:MAX_QUOTED_CHARS]}]"
     if isinstance(item.value, list):
         return PlanDraft(name, _limits(place, item.value, violations))
@@ -231,7 +231,7 @@ def _limits(
 
 
 def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]) -> LimitDraft:
-    """Return an item of a list of limits, with substitutes for what is missing or mistyped."""
+    """Return one limit of a list, with substitutes for missing or mistyped fields."""
     substitutes = {**_NUMBERS}
     if not isinstance(item.value, dict):
         text = "must be a mapping of a limit's fields"
@@ -243,13 +243,13 @@ def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]
     typed = _typed(place, item, LIMIT_TYPES, required=required, violations=violations)
     name = typed.pop("name", f"limit-{number}" if "name" in item.value else "")
     draft = LimitDraft(name, **{**substitutes, **typed}).completed()
-    if draft.window_seconds is None:  # beside a period that is none
+    if draft.window_seconds is None:  # the period is invalid
         return dataclasses.replace(draft, window_seconds=_PLACEHOLDERS["window_seconds"])
     return draft
 
 
 def _normal(draft: RuleDraft) -> RuleDraft:
-    """Return the draft as a node has it: first limits named, and no list for one limit without a name."""
+    """Return the draft as a node returns it: first limits named, and no list for a single limit without a name."""
     plans = tuple(PlanDraft(plan.name, _named(plan.limits)) for plan in draft.plans)
     draft = dataclasses.replace(draft, plans=plans)
     if not draft.limits:
@@ -274,7 +274,7 @@ def _typed(
     required: Iterable[str],
     violations: list[FieldViolation],
 ) -> dict[str, Any]:
-    """Return the well-typed fields of a mapping; what is unknown, missing or mistyped is a violation."""
+    """Return the well-typed fields of a mapping; an unknown, missing or mistyped field is a violation."""
     fields: Any = item.value
     typed = {}
     for name, node in fields.items():
@@ -298,7 +298,7 @@ def _typed(
 def _read_window(
     place: str, typed: dict[str, Any], fields: Mapping[str, Node], violations: list[FieldViolation]
 ) -> None:
-    """Turn a window into its seconds."""
+    """Replace a window by its seconds."""
     text = typed.pop(WINDOW, None)
     line = fields[WINDOW].line
     if "window_seconds" in fields:
@@ -314,7 +314,7 @@ def window_of(text: str) -> int:
     """Return the seconds of a window such as ``30s``, ``1m``, ``12h`` or ``1d``.
 
     Raises:
-        ValueError: it is none; the text says what would be.
+        ValueError: the text is not a window; the message names the format.
     """
     if WINDOW_PATTERN.fullmatch(text) is None:
         message = f"must be {DURATION}"
@@ -331,27 +331,36 @@ def duration_of(seconds: int) -> str:
 def _value_violations(
     place: str, draft: RuleDraft, item: Node, types: Collection[str] | None
 ) -> list[FieldViolation]:
-    """Return what the node's own validation finds, by place in the file."""
+    """Return the violations that the node's own validation finds, with their places in the file."""
     fields: Any = item.value
     try:
         validated(draft, rule_id=draft.id, revision=0, types=types)
     except RuleInvalidError as error:
-        # In a file a plan is its list of limits.
+        # In a file, a plan is its list of limits.
         names = [
             (path.removeprefix("rate_limit.").replace("].limits", "]"), text)
             for path, text in error.violations
         ]
-        if draft.limits:  # what the rule does not have itself is of the first limit
+        if draft.limits:  # report fields that the rule omits at its first limit
             names = [
                 (name if name in fields or name not in FIRST_LIMIT else f"limits[0].{name}", text)
                 for name, text in names
             ]
-        return [_violation(place, name, text, _line(item, name)) for name, text in names]
+        return [_named_violation(place, name, text, item) for name, text in names]
     return []
 
 
-def _line(item: Node, path: str) -> int:
-    """Return the line of a field such as ``limits[1].name``, or of the innermost part of its path that the file has."""
+def _named_violation(place: str, path: str, text: str, item: Node) -> FieldViolation:
+    """Return a violation of a field such as ``limits[1].name``, by the field and the line that the file has for it."""
+    found = _innermost(item, path)
+    of_window = path.removesuffix("window_seconds")
+    if of_window != path and isinstance(found.value, dict) and WINDOW in found.value:
+        path, found = of_window + WINDOW, found.value[WINDOW]
+    return _violation(place, path, text, found.line)
+
+
+def _innermost(item: Node, path: str) -> Node:
+    """Return the innermost part of the path that the file has."""
     for step in re.findall(r"[^.\[\]]+", path):
         parts: Any = item.value
         if isinstance(parts, dict) and step in parts:
@@ -360,7 +369,7 @@ def _line(item: Node, path: str) -> int:
             item = parts[int(step)]
         else:
             break
-    return item.line
+    return item
 
 
 def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:

@@ -1,7 +1,7 @@
-"""The JSON Schema of a rules file, for editors: what they can check and complete while a file is written.
+"""The JSON Schema of a rules file, with which editors check and complete a file.
 
-Made of the reader's own fields and bounds. What a schema cannot say, such as that names differ, only the reader checks:
-it refuses more, and never less.
+Built from the reader's own fields and bounds. Everything the schema refuses, the reader refuses, too. Constraints that
+a schema cannot express, such as unique names, only the reader checks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ratelimitd.rules.validation import (
 Json = dict[str, Any]
 
 SCHEMA_ID: Final = "https://json-schema.org/draft-07/schema#"
-"""The version that editors know best."""
+"""The draft with the widest editor support."""
 
 _ID: Final = RULE_ID.pattern.replace("a-f", "a-fA-F")
 _NAME: Final = NAME.pattern
@@ -84,7 +84,7 @@ _FIELDS: Final[Mapping[str, Json]] = {
         "description": "observe: counts what it would deny, and denies nothing.",
     },
 }  # fmt: skip
-"""What a schema says of each field beside the type that the reader has for it."""
+"""The schema of each field, apart from its type, which comes from the reader."""
 
 _TYPES: Final = {
     "text": "string",
@@ -135,7 +135,7 @@ def _limits(*, at_least: int) -> Json:
 
 
 def _object(types: Mapping[str, str], fields: Mapping[str, Json], required: Sequence[str]) -> Json:
-    """Return the schema of a mapping of exactly the fields that the reader takes."""
+    """Return the schema of a mapping with exactly the fields that the reader accepts."""
     return {
         "type": "object",
         "required": required,

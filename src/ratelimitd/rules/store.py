@@ -1,4 +1,4 @@
-"""The rule store as the rest of the node sees it: its interface, and the values that go in and out.
+"""The interface of the rule store, and the values that it takes and returns.
 
 The interface keeps SQL out of the core; :mod:`ratelimitd.rules.sql.store` implements it. See ADR 0008 and ADR 0013.
 """
@@ -39,7 +39,7 @@ class LimitDraft:
     enforcement: Any = Enforcement.ENFORCE
 
     def completed(self) -> LimitDraft:
-        """Return the draft with what its period implies: a nominal window for ``None``, and the other defaults."""
+        """Return the draft with the values that its period implies: a nominal window, and the other defaults."""
         if self.period not in NOMINAL_SECONDS:
             return self
         window_seconds, anchor_day = self.window_seconds, self.anchor_day
@@ -58,7 +58,7 @@ class LimitDraft:
 DEFAULT_TIME_ZONE: Final = "UTC"
 
 DEFAULT_ALGORITHM: Final = Algorithm.TOKEN_BUCKET
-"""Of a limit in a file or on a command line that names none; a caller of the service names one."""
+"""Algorithm of a limit in a file or on a command line that names none; callers of the service must name one."""
 
 
 LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraft))
@@ -73,7 +73,7 @@ class PlanDraft(NamedTuple):
 
 
 def in_order(identifier_type: str) -> str:
-    """Return a product of identifier types as it is stored: its parts in the order of their bytes."""
+    """Return a product of identifier types as stored: its parts sorted by their bytes."""
     return "+".join(sorted(identifier_type.split("+")))
 
 
@@ -81,8 +81,8 @@ def in_order(identifier_type: str) -> str:
 class RuleDraft:
     """A requested rule, not yet validated, in the fields and units of ``RateLimit``; an empty ``id`` = generated.
 
-    ``limits`` is the whole list of a rule with several limits or a named one, else empty. Its first says what
-    ``limit``, ``window_seconds`` and ``algorithm`` say. ``plans`` are in the order of their names.
+    ``limits`` is the whole list of a rule with several limits or a named one, else empty. Its first limit repeats
+    ``limit``, ``window_seconds`` and ``algorithm``. ``plans`` are sorted by name.
     """
 
     endpoint: str
@@ -95,7 +95,7 @@ class RuleDraft:
     limits: tuple[LimitDraft, ...] = ()
     plans: tuple[PlanDraft, ...] = ()
     etag: str = ""
-    """Of the stored rule that it takes the place of, where it is one of a whole set; empty = any."""
+    """In a whole set: etag of the stored rule to replace; empty = any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class RuleChanges:
     def apply(self, draft: RuleDraft) -> RuleDraft:
         """Return ``draft`` with the given fields replaced.
 
-        A list of limits brings the fields of the first; without one, the fields of the first change it in the list.
+        A list of limits also sets the rule's fields of its first limit; without one, those fields change the first
+        limit in the list.
         """
         named = {
             field.name: value
@@ -132,7 +133,7 @@ class RuleChanges:
 
 
 FIRST_LIMIT: Final = ("limit", "window_seconds", "algorithm")
-"""The fields of a rule that are also those of its first limit."""
+"""The fields of a rule that its first limit has, too."""
 
 
 EDITABLE: Final = tuple(field.name for field in dataclasses.fields(RuleChanges))
@@ -140,7 +141,7 @@ EDITABLE: Final = tuple(field.name for field in dataclasses.fields(RuleChanges))
 
 
 class SkippedRow(NamedTuple):
-    """An invalid row: it is not served, and the other rows are."""
+    """An invalid row, which is left out; the other rows are served."""
 
     rule_id: str
     reason: str
@@ -149,9 +150,9 @@ class SkippedRow(NamedTuple):
 class AuditEntry(NamedTuple):
     """One change of a rule: who made it, when (UTC), and the rule's fields before and after, ``None`` if absent.
 
-    ``action`` is ``create``, ``update`` or ``delete``. Fields are as stored: untyped and not validated. A change of an
-    assignment has an empty ``rule_id``, and its fields. So has ``apply``, of a whole set of rules, and its fields after
-    it are the numbers of created, updated and deleted ones.
+    ``action`` is ``create``, ``update``, ``delete`` or ``apply``. Fields are as stored: untyped and not validated. A
+    change of an assignment has an empty ``rule_id`` and the assignment's fields. An ``apply``, of a whole set of rules,
+    has an empty ``rule_id``, too, and as fields after it the numbers of created, updated and deleted rules.
     """
 
     revision: int
@@ -164,10 +165,10 @@ class AuditEntry(NamedTuple):
 
 
 class AuditFilter(NamedTuple):
-    """What is selected of the audit trail; an empty field selects all.
+    """A selection of the audit trail; an empty field selects all.
 
-    ``actor`` and ``text`` are contained in who made a change, and in the fields of the rule that it changed, in upper
-    or lower case. A set of rules is selected if one of its rules is. ``since`` is included, ``until`` is not.
+    ``actor`` and ``text`` match case-insensitively anywhere in the actor and in the fields of the changed rule. A set
+    of rules matches if one of its rules does. ``since`` is inclusive, ``until`` exclusive.
     """
 
     actor: str = ""
@@ -183,8 +184,8 @@ EVERY_CHANGE: Final = AuditFilter()
 class BookChanges(NamedTuple):
     """The changes from a known revision to ``revision``.
 
-    With ``full``, ``changed`` is every rule, and ``assignments`` every assignment. Otherwise remove ``removed_ids`` and
-    ``unassigned`` first, then put ``changed`` and ``assigned``. Invalid assignments are skipped and counted.
+    With ``full``, ``changed`` holds every rule and ``assignments`` every assignment. Otherwise remove ``removed_ids``
+    and ``unassigned`` first, then put ``changed`` and ``assigned``. Invalid assignments are skipped and counted.
     """
 
     revision: int
@@ -199,7 +200,7 @@ class BookChanges(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What a whole set of rules changed, or would change; ``counts`` are by action, empty for what stayed."""
+    """The changes a whole set of rules made, or would make; ``counts`` are by action, empty for unchanged rules."""
 
     revision: int
     changes: Sequence[Change]
@@ -209,9 +210,9 @@ class Applied(NamedTuple):
 class RuleStore(Protocol):
     """Keeps the rules, one revision counter over all of them, an audit trail, and the node's secrets.
 
-    A write is one transaction: the rule, the next revision and the audit row, or nothing. ``actor`` is the caller
-    (a certificate's SAN, or role@peer). Every method raises ``StoreUnavailableError`` when the database cannot be
-    reached or written; messages never hold SQL or values.
+    A write is one transaction: the rule, the next revision and the audit row, or nothing. ``actor`` is the caller (a
+    certificate's SAN, or role@peer). Every method raises ``StoreUnavailableError`` when the database cannot be reached
+    or written; messages never contain SQL or values.
     """
 
     @property
@@ -228,7 +229,7 @@ class RuleStore(Protocol):
         """
 
     async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
-        """Fill a store that never held a rule, in one transaction; leave any other unchanged.
+        """Fill a store that has never held a rule, in one transaction; leave any other unchanged.
 
         Returns:
             The number of rules written: all, or 0 when the store has a revision or a rule.
@@ -242,10 +243,10 @@ class RuleStore(Protocol):
     async def apply(
         self, drafts: Sequence[RuleDraft], actor: str, *, prune: bool, dry_run: bool, since: int
     ) -> Applied:
-        """Bring the rules to ``drafts`` in one revision; :class:`~ratelimitd.rules.applying.BookDiff` says how.
+        """Replace the rules with ``drafts`` in one revision; see :class:`~ratelimitd.rules.applying.BookDiff`.
 
-        ``since`` is a revision after which no rule was changed; 0 = any. With ``dry_run`` nothing is written. Without a
-        change the revision stays.
+        With ``since`` > 0, no rule may have changed after that revision. ``dry_run`` writes nothing. Without a change,
+        the revision stays.
 
         Raises:
             RuleInvalidError: names the violated fields, such as ``rate_limits[3].limit``.
@@ -254,10 +255,10 @@ class RuleStore(Protocol):
         """
 
     async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
-        """Bring the rules back to what they were at the revision ``to``, in a new revision, as :meth:`apply` does.
+        """Restore the rules of the revision ``to`` in a new revision, as :meth:`apply` does.
 
         Raises:
-            RuleInvalidError: there was no such revision, the audit trail does not have all changes since, or too many.
+            RuleInvalidError: there was no such revision, the audit trail has gaps since, or too many rules changed.
         """
 
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
@@ -287,8 +288,8 @@ class RuleStore(Protocol):
     ) -> Sequence[Rule]:
         """Return at most ``size`` rules by the bytes of endpoint, then identifier type; fewer only at the end.
 
-        ``endpoint`` and ``identifier_type`` select exactly, empty = all; ``after`` is the last (endpoint, identifier
-        type) of the previous page.
+        ``endpoint`` and ``identifier_type`` select exact matches, empty = all; ``after`` is the last (endpoint,
+        identifier type) of the previous page.
         """
 
     async def audit(
@@ -296,8 +297,8 @@ class RuleStore(Protocol):
     ) -> Sequence[AuditEntry]:
         """Return at most ``size`` changes, newest first; fewer only at the end.
 
-        ``rule_id`` selects the changes of one rule, those in whole sets among them; empty = all, a whole set as one.
-        ``before`` is the last revision of the previous page.
+        ``rule_id`` selects the changes of one rule, including those in whole sets; empty = all, with a whole set as one
+        entry. ``before`` is the last revision of the previous page.
         """
 
     async def changes_since(self, revision: int | None) -> BookChanges:
@@ -307,7 +308,7 @@ class RuleStore(Protocol):
         """Return the revision of the last change, 0 before the first."""
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
-        """Return the secret of this name; the first call sets it: ``proposed``, else ``SECRET_BYTES`` random bytes."""
+        """Return the secret of this name; the first call sets ``proposed``, else ``SECRET_BYTES`` random bytes."""
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
@@ -316,8 +317,8 @@ class RuleStore(Protocol):
 class AssignmentStore(Protocol):
     """Keeps the assignments beside the rules, with the same revision counter and audit trail.
 
-    A write is one transaction. What has expired is as good as absent, and is deleted by later writes, a bounded number
-    each. ``actor`` and ``StoreUnavailableError`` are as for :class:`RuleStore`.
+    A write is one transaction. Expired assignments count as absent; each later write deletes a bounded number of them.
+    ``actor`` and ``StoreUnavailableError`` are as for :class:`RuleStore`.
     """
 
     async def assign_all(
@@ -325,7 +326,7 @@ class AssignmentStore(Protocol):
     ) -> Sequence[Assignment]:
         """Assign every identity, or none; return the assignments in this order, with their new etags.
 
-        Each identity occurs once. One whose assignment already says the same keeps its etag.
+        Each identity occurs once. An assignment that already has the requested content keeps its etag.
 
         Raises:
             AssignmentConflictError: an etag is given and is not the assignment's.
@@ -357,7 +358,7 @@ class AssignmentStore(Protocol):
 
 
 class AssignmentQuery(NamedTuple):
-    """What a listing selects: a plan, a type, and how the identifier begins; empty = all. A prefix needs a type."""
+    """The filter of a listing: a plan, a type, and a prefix of the identifier; empty = all. A prefix needs a type."""
 
     plan: str = ""
     identifier_type: str = ""

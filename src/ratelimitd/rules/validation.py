@@ -1,7 +1,7 @@
-"""Validates rules: drafts on their way into the store, and rows on their way out.
+"""Validates rules: drafts before they are stored, and rows as they are read.
 
-Rows are validated like requests, because they may be written past the service, and one invalid row must not affect the
-others. For the same reason values are untyped: SQLite stores any type in any column. See ADR 0010.
+Rows are validated like requests, because they may be written outside the service, and one invalid row must not affect
+the others. Their values are untyped: SQLite stores any type in any column. See ADR 0010.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ MAX_ENDPOINT_CHARS: Final = 255
 MAX_IDENTIFIER_TYPE_CHARS: Final = 255
 
 REMEMBERED_TYPES: Final = 1_024
-"""Identifier types whose form is remembered: a load asks for it 100,000 times."""
+"""Cache size for parsed identifier types: a load looks them up 100,000 times."""
 
 MAX_LIMITS: Final = 8
-"""Limits of one rule: each is another bucket to look up in a check."""
+"""Limits per rule: each adds a bucket look-up to a check."""
 MAX_ANCHOR_DAY: Final = 31
 
 CALENDAR_FIELDS: Final = ("period", "time_zone", "anchor_day")
-"""The fields of a limit that say its calendar."""
+"""The fields of a limit that define its calendar."""
 
 MAX_PLANS: Final = 32
-"""Plans of one rule: a price list is shorter, and each takes memory and bytes of an answer."""
+"""Plans per rule: a price list is shorter, and each plan takes memory and bytes of an answer."""
 
 MAX_QUOTED_CHARS: Final = 64
-"""Characters of a wrong name that an error quotes."""
+"""Characters of an unknown name that an error quotes."""
 
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""Not allowed in the endpoint of a rule or of a check."""
+"""Not allowed in the endpoint of a rule or a check."""
 
 RULE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9_-]{1,32}")
-"""Of a limit or a plan."""
+"""Format of the name of a limit or a plan."""
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
-# A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
+# A dict look-up takes a sixth of Enum's by-value call, and a load makes 200,000.
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
 
 _PERIODS: Final = {member.value: member for member in Period}
@@ -79,13 +79,13 @@ _PERIODS: Final = {member.value: member for member in Period}
 _ENFORCEMENTS: Final = {member.value: member for member in Enforcement}
 
 _NO_LIMIT: Final = LimitDraft(None, None, None, None)
-"""Stands for a stored list that is none."""
+"""Placeholder for a stored value that is not a list of limits."""
 
 _NO_PLAN: Final = PlanDraft("", ())
-"""Stands for stored plans that are none."""
+"""Placeholder for invalid stored plans."""
 
 _ONLY: Final = LimitDraft("", None, None, None)
-"""Has the name and the enforcement of a rule's only limit."""
+"""Holds the default name and enforcement of a rule's only limit."""
 
 
 class RuleRow(NamedTuple):
@@ -100,9 +100,9 @@ class RuleRow(NamedTuple):
     enabled: Any
     revision: Any
     limits: Any = None
-    """JSON: an array of the limits as objects, of the first only the name; ``None`` for one limit without a name."""
+    """JSON: an array of the limits as objects, the first with its name only; ``None`` for one limit without a name."""
     plans: Any = None
-    """JSON: an object with an array of limits for each plan; ``None`` for none."""
+    """JSON: an object with an array of limits per plan; ``None`` without plans."""
 
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
@@ -140,7 +140,9 @@ class RuleRow(NamedTuple):
 def validated(
     draft: RuleDraft, *, rule_id: str, revision: int, types: Collection[str] | None = None
 ) -> Rule:
-    """Return the rule of a draft, with this id and revision; ``types`` are those it may have, or be made of.
+    """Return the validated rule of a draft, with this id and revision.
+
+    ``types`` are the identifier types that it may have or combine.
 
     Raises:
         RuleInvalidError: names every violated field by its path in the contract.
@@ -182,7 +184,7 @@ def rule_from_row(row: RuleRow) -> Rule | SkippedRow:
 
 
 def rule_within(row: RuleRow) -> Rule | SkippedRow:
-    """Return the rule of a row, or why it is invalid, whatever its id and revision are."""
+    """Return the rule of a row, or why it is invalid, without validating id and revision."""
     draft = row.draft()
     reasons = [f"{field}: {description}" for field, description in _violations(draft)]
     if reasons:
@@ -193,13 +195,13 @@ def rule_within(row: RuleRow) -> Rule | SkippedRow:
 def etag_of(row: RuleRow) -> str:
     """Return an opaque text that differs after every edit.
 
-    It covers content and revision: a database restored from a backup counts the same revisions again.
+    It covers content and revision: a database restored from a backup assigns the same revisions again.
     """
-    # A rule without a list of limits or without plans keeps the etag of before there were any.
+    # A rule without a list of limits or without plans keeps its etag from releases without those columns.
     lists = (row.limits, row.plans)
     length = len(row) - (2 if lists == (None, None) else lists[1] is None)
     text = "\x00".join(map(str, row[:length]))
-    # equivalent: how long an etag is says nothing
+    # equivalent: the length of an etag has no meaning
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
 
 
@@ -270,7 +272,7 @@ def _stored_plans(plans: Sequence[Plan | PlanDraft]) -> str | None:
 
 
 def stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
-    """Return the fields of a limit that say more than their default."""
+    """Return the fields of a limit that differ from their defaults."""
     fields = _fields(limit)
     fields["name"] = limit.name or DEFAULT_LIMIT
     if not limit.burst:
@@ -315,7 +317,7 @@ def _violations(
 
 
 def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the list of limits, by its place, such as ``limits[1].name``."""
+    """Yield the violations of the list of limits, by place, such as ``limits[1].name``."""
     if len(rule.limits) > MAX_LIMITS:
         yield "limits", f"a rule has at most {MAX_LIMITS} limits"
         return
@@ -330,7 +332,7 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
 
 
 def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with plans, by its place, such as ``plans[pro].limits[1].name``."""
+    """Yield the violations of plans, by place, such as ``plans[pro].limits[1].name``."""
     if plans == (_NO_PLAN,):
         yield "plans", "must be lists of limits by the name of a plan"
         return
@@ -368,7 +370,7 @@ def _list_violations(
             names.add(name)
         if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
-        # The first limit's numbers may be the rule's, and have been looked at.
+        # The first limit's numbers may be the rule's own, already validated.
         numbers = _number_violations(limit) if index >= numbers_from else ()
         found = chain(numbers, _burst_violations(limit), _calendar_violations(limit))
         yield from ((f"{at}{field}", text) for field, text in found)
@@ -414,7 +416,7 @@ def _anchor_problem(limit: LimitDraft) -> str:
 def _nominal_problem(period: str, window_seconds: Any) -> str:
     nominal = NOMINAL_SECONDS[_PERIODS[period]]
     if _number_problem("window", window_seconds) or window_seconds == nominal:
-        return ""  # what is no number has been looked at
+        return ""  # a value that is not a number is reported elsewhere
     return f"the window of a {period} must be unset or {nominal}"
 
 
@@ -429,7 +431,7 @@ def _burst_violations(limit: LimitDraft) -> Iterator[tuple[str, str]]:
         not any(_number_violations(limit))
         and limit.burst * limit.window_seconds > INT32_MAX * limit.limit
     ):
-        # Buckets hold the seconds until they are full in 31 bits.
+        # Buckets store the seconds until they are full in 31 bits.
         yield "burst", f"the burst must be refilled by limit and window in at most {INT32_MAX} s"
 
 
@@ -446,7 +448,7 @@ def _endpoint_problem(endpoint: Any) -> str:
 
 
 def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:
-    """Return what is wrong with the identifier type of a rule; ``types`` are those it may have, or be made of."""
+    """Return the problem of a rule's identifier type, or an empty text; ``types`` are those it may have or combine."""
     if isinstance(identifier_type, str) and _has_form_of_type(identifier_type):
         parts = types_within(identifier_type)
         if types is None or all(part in types for part in parts):
@@ -458,7 +460,7 @@ def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> 
 
 
 def choice_of(types: Iterable[str], more: str = "") -> str:
-    """Return identifier types, and ``more``, for an error that refuses another, with the setting that declares others.
+    """List identifier types and ``more`` for an error message, with the setting that declares further types.
 
     The types come first: a status has room for 120 characters.
     """

@@ -1,4 +1,4 @@
-"""Reads the part of YAML that files of rules and tokens need: mappings, sequences and scalars, each with its line.
+"""Reads the subset of YAML that files of rules and tokens need: mappings, sequences and scalars, each with its line.
 
 Uses the events of PyYAML, not its loader, which composes recursively in C and crashes on deep nesting, lets a repeated
 key overwrite the first, reads ``1:30`` as 90 and ``no`` as false, and multiplies aliases. Here nesting is bounded, keys
@@ -32,7 +32,7 @@ Scalar = str | int | bool | None
 
 
 class YamlError(ValueError):
-    """The text is not YAML, or outside the supported part; the message names the line and quotes no text."""
+    """The text is not YAML or uses an unsupported part; the message names the line and quotes no text."""
 
 
 class Node(NamedTuple):
@@ -43,7 +43,7 @@ class Node(NamedTuple):
 
 
 def read_yaml_file(data: bytes, max_bytes: int) -> Node:
-    """Return the one document of a file in UTF-8, with or without a byte order mark.
+    """Return the single document of a UTF-8 file, with or without a byte order mark.
 
     Raises:
         YamlError: see there; also when the file is longer or not in UTF-8.
@@ -60,7 +60,7 @@ def read_yaml_file(data: bytes, max_bytes: int) -> Node:
 
 
 def read_yaml(text: str) -> Node:
-    """Return the one document of ``text``; an empty text is the scalar ``None``.
+    """Return the single document of ``text``; an empty text is the scalar ``None``.
 
     Raises:
         YamlError: see there.
@@ -121,7 +121,7 @@ def _entries(events: Iterator[Any], depth: int) -> dict[str, Node]:
         if not isinstance(key, str):
             _refuse("a key must be text", event)
         if key in entries:
-            # Not the key: in a file of tokens it may be one, in the wrong place.
+            # Do not quote the key: in a file of tokens, it may be a misplaced token.
             _refuse("a key appears twice in one mapping", event)
         entries[key] = _node(next(events), events, depth + 1)
     return entries
@@ -140,7 +140,7 @@ def _refuse(problem: str, event: Any) -> NoReturn:
 
 
 def _located(error: yaml.MarkedYAMLError) -> str:
-    """Return the parser's problem and its line, in one line."""
+    """Return the parser's problem and its line as one line of text."""
     mark = error.problem_mark or error.context_mark
     where = "" if mark is None else f"line {mark.line + 1}: "
     hint = (

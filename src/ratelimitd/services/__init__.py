@@ -1,1 +1,1 @@
-"""What the RPCs mean: messages in, messages out, over the limiter and the rule store. Never imports a transport."""
+"""Handlers of the RPCs: messages in, messages out, over the limiter and the rule store. Imports no transport."""

@@ -1,7 +1,7 @@
 """Authorization: whether the credentials of a call hold the role that its method requires.
 
-Never reads a setting and never logs. Identity comes from a bearer token or from the client certificate that TLS
-verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017, ADR 0042 and ADR 0059.
+Reads no settings and writes no logs. Identity comes from a bearer token or from the verified client certificate; with
+LOOPBACK_ADMIN also from calling over loopback. See ADR 0017, ADR 0042 and ADR 0059.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ FORWARDING_HEADERS: Final = (
     "true-client-ip",
     "x-azure-clientip",
 )
-"""Headers of proxies: with any of them, the address of the peer is not that of the caller."""
+"""Headers of proxies: with any of them, the peer's address is not the caller's."""
 
 _BEARER: Final = "bearer "
 
 Requirement = Callable[[Call], None]
-"""Returns, or raises ``RpcError`` for a call that is refused."""
+"""Returns, or raises ``RpcError`` to refuse the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A bearer token that is known by its digest. ``name`` is empty for ADMIN_TOKEN and CHECK_TOKEN."""
+    """A bearer token, stored as its digest. ``name`` is empty for ADMIN_TOKEN and CHECK_TOKEN."""
 
     role: Role
     digest: bytes = field(default=b"", repr=False)
-    """SHA-256 of the token; empty: there is none, and a trusted proxy names the user."""
+    """SHA-256 of the token; empty for a user without a token, whom a trusted proxy names."""
     name: str = ""
     expires_s: float = math.inf
     """Unix time from which it is refused."""
     stand_in: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    """A token that never leaves the process: sessions of the page call the services with it."""
+    """Internal token with which sessions of the page call the services; never leaves the process."""
 
 
 class NamedTokens:
@@ -81,11 +81,11 @@ class NamedTokens:
     def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
         self._now_s = now_s
         self.guard_checks = False
-        """Whether one held the check role at any time: to remove the last one must not open the checks to everybody."""
+        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
         self.replace(tokens)
 
     def replace(self, tokens: Iterable[Token]) -> None:
-        """Put ``tokens`` into force, and all others out of it."""
+        """Replace all tokens in force with ``tokens``."""
         self._by_name = {token.name: token for token in tokens}
         by_digest = {token.digest: token for token in self._by_name.values() if token.digest}
         by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
@@ -98,7 +98,7 @@ class NamedTokens:
 
     @property
     def have_checks(self) -> bool:
-        """Whether one holds the check role."""
+        """Whether any token holds the check role."""
         return any(token.role is Role.CHECK for token in self._by_name.values())
 
     def by_digest(self, digest: bytes) -> Token | None:
@@ -110,14 +110,14 @@ class NamedTokens:
         return self._unexpired(self._by_name.get(name))
 
     def session_of(self, name: str) -> tuple[bytes, str] | None:
-        """Return what binds a session to the token with this name, and what the session presents to the services."""
+        """Return the digest that binds a session to the token with this name, and the session's authorization value."""
         token = self.by_name(name)
         return (token.digest, f"Bearer {token.stand_in}") if token and token.digest else None
 
     def user_of(self, name: str) -> str | None:
-        """Return what a user whom a trusted proxy names presents to the services; ``None``: there is no such entry.
+        """Return the authorization value of a user named by a trusted proxy; ``None`` without such an entry.
 
-        Entries with a token are none: a proxy that lets anybody in as anybody would be every program, too.
+        Entries with a token do not count: a proxy that accepts any user name must not be able to act as a program.
         """
         token = self.by_name(name)
         return f"Bearer {token.stand_in}" if token and not token.digest else None
@@ -128,10 +128,10 @@ class NamedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Credentials of the roles; an empty one holds none. The admin role includes the other two.
+    """Credentials by role; an empty one is not set. The admin role includes the other two.
 
     ``loopback_admin``: callers from loopback hold the admin role while no admin token or SAN is set.
-    ``admin_token_name`` tells callers where the admin token comes from. ``named``: ``None`` without TOKENS_FILE.
+    ``admin_token_name`` names the source of the admin token to callers. ``named``: ``None`` without TOKENS_FILE.
     """
 
     admin_token: str = ""
@@ -143,7 +143,7 @@ class Credentials:
     named: NamedTokens | None = None
 
     def __repr__(self) -> str:
-        """Without the credentials."""
+        """Return a text without the credentials."""
         return "Credentials(…)"
 
 
@@ -166,26 +166,26 @@ class Access:
         self._loopback_admin = credentials.loopback_admin and not guarded
 
     def requirement(self, role: Role) -> Requirement | None:
-        """Return the guard of a role; ``None`` if no credentials are ever needed, which saves the check path a call."""
+        """Return the guard of a role; ``None`` if it never needs credentials, which saves the check path a call."""
         if role is Role.OPEN or (self.is_open(role) and self._named is None):
             return None
         if self._loopback_admin and role is not Role.CHECK:
             return _require_loopback
-        # A check spends, so the read role does not include it.
+        # Checks consume tokens, so the read role does not include them.
         required = partial(self._require, frozenset({role, Role.ADMIN}), self._need(role))
         return (
             partial(self._require_unless_open, role, required) if self.is_open(role) else required
         )
 
     def is_open(self, role: Role) -> bool:
-        """Return whether calls need no credential for this role now. A changed TOKENS_FILE may end that."""
+        """Return whether calls need no credential for this role now; a changed TOKENS_FILE may require one."""
         if role is not Role.CHECK:
             return role is Role.OPEN
         guarded = Role.CHECK in self._set or self._check_sans
         return not (guarded or (self._named is not None and self._named.guard_checks))
 
     def demand(self, role: Role, call: Call) -> None:
-        """Refuse calls without the read or the admin role, for data that no method of the services returns.
+        """Refuse a call without ``role``, read or admin, for data outside the services.
 
         Raises:
             RpcError: the call is refused.
@@ -195,7 +195,7 @@ class Access:
         required(call)
 
     def actor(self, call: Call) -> str:
-        """Return the actor of an admin call for the audit trail: its SAN or token's name, or role@host of the peer."""
+        """Return the actor of an admin call for the audit trail: SAN, name of the token, or role@host of the peer."""
         sans = call.peer_sans
         admin = next((san for san in sans if san in self._admin_sans), "")
         if admin:
@@ -203,13 +203,15 @@ class Access:
         token = self._token_of(call)
         if token and token.name:
             return token.name
-        return sans[0] if sans else f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
+        return (
+            sans[0] if sans else f"{Role.ADMIN}@{_host(call.peer) or call.peer.partition(':')[0]}"
+        )
 
     def principal(self, call: Call) -> str:
-        """Return whose a call is; empty if open.
+        """Return the principal of a call; empty without credentials.
 
-        The certificate's name that holds a role, or the name of its token, which stays when the token is replaced, or
-        the role of a token without a name.
+        It is the certificate's name that holds a role, the name of the token, which outlives a replaced token, or the
+        role of a token without a name.
         """
         sans = self._admin_sans | self._check_sans
         certified = next((san for san in call.peer_sans if san in sans), "")
@@ -218,7 +220,7 @@ class Access:
         token = self._token_of(call)
         if token is None:
             return ""
-        # With a space, which is in no role and in no SAN: nobody else has this principal.
+        # Unique, since no role and no SAN contains a space.
         return f"token {token.name}" if token.name else token.role
 
     def _require_unless_open(self, role: Role, required: Requirement, call: Call) -> None:
@@ -232,7 +234,7 @@ class Access:
             raise _refusal(need, known=bool(held) or _only_certificate(call))
 
     def _need(self, role: Role) -> str:
-        """Return the kinds of credentials that hold this role here, never their values."""
+        """Return the kinds of credentials that hold this role on this node, not their values."""
         checks = role is Role.CHECK
         tokens = ["CHECK_TOKEN"] * (checks and Role.CHECK in self._set)
         tokens += [self._admin_token_name] * (Role.ADMIN in self._set)
@@ -244,7 +246,7 @@ class Access:
         return f"this call needs the {role} role: {', or '.join(ways) or 'no credential that holds it is set'}"
 
     def login(self, call: Call) -> str | None:
-        """Return whose token somebody entered into a form: empty is the admin token, ``None`` may not log in.
+        """Return the name of the token in a login form: empty for the admin token, ``None`` if it may not log in.
 
         Raises:
             RpcError: too many wrong tokens came from the caller's address.
@@ -253,7 +255,7 @@ class Access:
         return token.name if token and token.role in {Role.READ, Role.ADMIN} else None
 
     def _token_of(self, call: Call, cost: int = 1) -> Token | None:
-        """Return the holder of the call's token; ``None`` if it has none, or a wrong or expired one."""
+        """Return the call's token; ``None`` if it is missing, wrong or expired."""
         text = _bearer(call)
         if not text or not (self._tokens or self._named is not None):
             return None
@@ -299,7 +301,7 @@ def is_loopback(call: Call) -> bool:
 
 
 def digest_of(token: str) -> bytes:
-    """Return the digest under which a token is known, here and in TOKENS_FILE."""
+    """Return the digest under which a token is stored, here and in TOKENS_FILE."""
     return sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -309,8 +311,9 @@ _KEY: Final = secrets.token_bytes(32)
 def _key_of(digest: bytes) -> bytes:
     """Return the key under which a token is looked up.
 
-    The time of a comparison may tell how far two keys agree. They depend on a secret of the process: neither a caller
-    nor a reader of TOKENS_FILE knows which guess has which key. One look-up does, however many tokens there are.
+    The time of a comparison may reveal how far two keys agree. Keys therefore depend on a secret of the process:
+    neither a caller nor a reader of TOKENS_FILE can compute the key of a guess. One look-up serves any number of
+    tokens.
     """
     return blake2b(digest, key=_KEY).digest()
 
@@ -326,7 +329,7 @@ def _only_certificate(call: Call) -> bool:
 
 
 def _host(peer: str) -> str:
-    """Return the host of ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``; else an empty text."""
+    """Return the host of ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``; empty for other peers."""
     scheme, _, rest = peer.partition(":")
     if scheme not in {"ipv4", "ipv6"}:
         return ""

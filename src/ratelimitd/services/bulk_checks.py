@@ -1,10 +1,9 @@
 """Answers many checks from their bytes, without message objects.
 
 All checks of one endpoint share most of their bytes: type, endpoint and cost in the request; limit, window and rule in
-the answer. The bytes after the identifier are therefore the key of a cache, whose values hold the rule, the suffix of
-the bucket key, and the end of the answer. Only the canonical encoding is cached (each field once, in order, shortest
-varints), so that other encodings do not get buckets of their own; the general path handles them and all errors. See ADR
-0021.
+the answer. The bytes after the identifier are the key of a cache, whose values hold the rule, the suffix of the bucket
+key, and the end of the answer. Only the canonical encoding is cached (each field once, in order, shortest varints), so
+that other encodings do not get buckets of their own; the general path handles them and all errors. See ADR 0021.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ratelimitd.services.wire import WireCheck, parse_check
 from ratelimitd.services.wire_format import KEPT, ONE_BYTE, varint
 
 MAX_KNOWN: Final = 4_096
-"""Cached endings of requests. Endpoints are route templates and costs are small, so there are few."""
+"""Cached endings of requests. Few are needed: endpoints are route templates, and costs are small."""
 
 MAX_KNOWN_BYTES: Final = 256
 """Longest cached ending; 1 MB in all."""
@@ -48,12 +47,12 @@ MAX_LEARNED: Final = 100
 MAX_RESET_TIMES: Final = 1_024
 
 MAX_ANSWER_BYTES: Final = 1_023
-"""Longest answer, of some eight limits."""
+"""Longest answer: about eight limits."""
 
 _MOST_STATUS_BYTES: Final = 3 + 2 + 6 + 11 + 6 + 2
 """Tag and length of an entry in ``limits``, and its longest outcome."""
 
-# equivalent: a larger number leaves more answers to the general way, and they are the same
+# equivalent: a larger number leaves more answers to the general path, which returns the same
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Longest start of an answer, fields 1 to 5."""
 
@@ -97,26 +96,30 @@ _STATUS_PLAN: Final = b"\x62"
 
 
 _Known: TypeAlias = tuple[Check, "Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
-"""(a check of which the identifier is any, scope, cost, whether identifiers are addresses, end of the answer after the
-reason, the same with the reason of an allowed check, parts of the answer if the scope has several) for requests with
-one ending. If the identifier may have a plan, the scope is found by that, and the parts are ``_OF_PLAN``.
+"""Cached data of an ending: (check with any identifier, scope, cost, whether identifiers are addresses, end of the
+answer after the reason, the same with the reason of an allowed check, parts of the answer if the scope has several
+limits). If the identifier may have a plan, the plan selects the scope, and the parts are ``_OF_PLAN``.
 
 A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
 which the general path answers.
 """
 
 _Parts: TypeAlias = tuple[Sequence[bytes], bytes, tuple[bytes, bytes], tuple[bytes, bytes, bytes]]
-"""What all answers of a scope have in common. Of the entry in ``limits`` of an allowed check: all before the remaining
-tokens, by the bytes that these take where the reset time takes ``_RESET_BYTES``, and all after the reset time. Limit,
-window and rule id, and the limit's name. Of any other entry its begin, limit and window, and what follows the reason.
+"""Constant bytes of the answers for one limit. The entry in ``limits`` of an allowed check: the bytes before the
+remaining tokens, by the length of those when the reset time takes ``_RESET_BYTES``; the bytes after the reset time. The
+answer: limit, window and rule id; the limit's name. Any other entry: its beginning; limit and window; the bytes after
+the reason.
 """
 
 _OF_PLAN: Final[Sequence[_Parts]] = (((), b"", (b"", b""), (b"", b"", b"")),)
-"""Stands for the parts of an answer that are found by the identifier's plan."""
+"""Placeholder for parts that depend on the identifier's plan."""
 
 
 class _ByPlan:
-    """The rest of a request whose identifier may have a plan. ``known`` is by the id of a scope, which it holds."""
+    """Cached data of requests whose identifier may have a plan.
+
+    ``known`` is keyed by the ``id`` of a scope; its values keep the scope alive.
+    """
 
     __slots__ = ("check", "known", "scopes")
 
@@ -127,7 +130,7 @@ class _ByPlan:
 
 
 Question: TypeAlias = tuple[bytes, _Known]
-"""An identifier and the cached rest of its request."""
+"""An identifier and the cached data of its request."""
 
 
 class BulkChecks:
@@ -152,7 +155,7 @@ class BulkChecks:
         self._status_resets: dict[int, bytes] = {}
 
     def answer_calls(self, messages: Sequence[bytes]) -> Sequence[bytes | None]:
-        """Answer messages of one call each; ``None`` where the unary handler has to answer.
+        """Answer messages of one call each; ``None`` where the unary handler must answer.
 
         A handler of :attr:`ratelimitd.rpc.interface.Methods.bulk`.
         """
@@ -164,7 +167,7 @@ class BulkChecks:
         return answers
 
     def read(self, messages: Sequence[bytes]) -> list[Question | None]:
-        """Parse messages under the rules in force; ``None`` for those that the general path has to answer."""
+        """Parse messages under the rules in force; ``None`` where the general path must answer."""
         if self._scopes.book is not self._book:
             self._book, self._known, self._of_plans = self._scopes.book, {}, 0
         known, to_learn = self._known, MAX_LEARNED
@@ -189,14 +192,14 @@ class BulkChecks:
                     ask(None)
                 else:
                     ask((identifier, common))
-            except Exception:  # noqa: BLE001 -- too short, not an address, or an error that the general path reports
+            except Exception:  # noqa: BLE001 -- too short, not an address, or an error: the general path reports it
                 ask(None)
         return questions
 
     def answer(  # noqa: C901, PLR0912 -- one loop: a call more costs every check 50 ns
         self, questions: Sequence[Question | None]
     ) -> list[bytes | None]:
-        """Decide questions in order, at one instant; ``None`` where the general path has to answer."""
+        """Decide questions in order, at one instant; ``None`` where the general path must answer."""
         charge, reset_times = self._limiter.charge, self._reset_times
         recorder, sampled = self._limiter.recorder, []
         seed, below = (recorder.seed, recorder.below) if recorder is not None else (0, 0)
@@ -227,7 +230,7 @@ class BulkChecks:
                     tell(None if judged is None else self._answer_several(*judged, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
-            except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it
+            except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it
                 tell(None)
                 continue
             if outcome is None:
@@ -250,19 +253,19 @@ class BulkChecks:
 
     def _note(self, question: Question | None, answer: bytes | None, now_us: int) -> None:
         recorder = self._limiter.recorder
-        # Without an answer the general path notes the check.
+        # Without an answer the general path records the check.
         if recorder is not None and question is not None and answer is not None:
             identifier, known = question
             recorder.note(identifier, known[0], now_us, allowed=answer.startswith(_ALLOWED))
 
     def _answer_wholly(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> bytes | None:
-        """Answer a check of which no ending is kept in its turn: buckets may be shared with those that follow."""
+        """Answer a check without a cached ending here, in order: later checks may share its buckets."""
         check = by_plan.check._replace(identifier=identifier)
         decision = self._limiter.check(check, now_us, is_noted=False)
         return None if decision is None else answer_of(decision).SerializeToString()
 
     def _of_plan(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> _Known | None:
-        """Return what is known of requests of identifiers with this one's plan; ``None``: what is not encoded here."""
+        """Return the cached data for the plan of an identifier; ``None`` if the answer cannot be encoded here."""
         judging = self._scopes.judging((identifier,), by_plan.scopes, now_us)
         if isinstance(judging, Unjudged):
             return None

@@ -1,7 +1,7 @@
-"""The RateLimiterConfig service: rules are created, changed, deleted, read and listed.
+"""The RateLimiterConfig service: creates, changes, deletes, reads and lists rules.
 
-A write is answered once it is stored and this node's own rule book shows it: the caller's next check on this node is
-decided by it. Never decides what a valid rule is. See ADR 0008 and ADR 0013.
+A write is answered once it is stored and in this node's rule book, so it decides the caller's next check on this node.
+:mod:`ratelimitd.rules.validation` defines valid rules. See ADR 0008 and ADR 0013.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from ratelimiter.v1 import ratelimiter_pb2
 
 SEAL_BYTES: Final = 16
 
-# No endpoint or identifier type contains a control character, so this one parts them.
+# A separator: no endpoint or identifier type contains a control character.
 _PART: Final = "\x00"
 
 
 class ListQuery(NamedTuple):
-    """The filters of a listing; empty = all."""
+    """The filters of a listing; an empty one matches all."""
 
     endpoint: str
     identifier_type: str
 
 
 class Position(NamedTuple):
-    """The last item of a page, a rule or an assignment: the next page starts behind it.
+    """The last item of a page, a rule or an assignment: the next page starts after it.
 
-    Of an assignment, ``name`` is its identifier in hex.
+    For an assignment, ``name`` is its identifier in hex.
     """
 
     name: str
@@ -68,23 +68,23 @@ class Position(NamedTuple):
 
 
 def page_token(position: Sequence[str], query: Sequence[str], key: bytes) -> str:
-    """The token that continues ``query`` behind ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
+    """Return the token that continues ``query`` after ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
     text = _PART.join(position).encode()
     return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
 
 
 def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
-    """Where a token says to go on.
+    """Return the position in a token.
 
     Raises:
-        RuleInvalidError: it is not a token that was made with this key for this query.
+        RuleInvalidError: the token was not made with this key for this query.
     """
     try:
         padding = "=" * (-len(token) % 4)
         sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
         name, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
         position = Position(name, identifier_type)
-        # Made anew and compared whole: base64 can spell the same bytes in several ways, and only one is ours.
+        # Encoded again and compared whole, since base64 has several texts for the same bytes.
         if hmac.compare_digest(token, page_token(position, query, key)):
             return position
     except ValueError:
@@ -115,21 +115,21 @@ BYTES_PER_STEP: Final = 4_096
 """Changes that are written, and bytes of rules that are read, per event-loop iteration: about 1 ms."""
 
 PAGE_KEY_NAME: Final = "page-token"
-"""The store's secret that seals page tokens; kept there, so that every node takes every node's tokens."""
+"""Name of the secret that seals page tokens; it is in the store, so that every node accepts every node's tokens."""
 
 
 class Feed(Protocol):
-    """A :class:`ratelimitd.rules.feed.RuleFeed`, or what tells other nodes as well."""
+    """A :class:`ratelimitd.rules.feed.RuleFeed`, or a wrapper that notifies other nodes as well."""
 
     async def notify(self) -> None:
-        """Take over what changed in the store; never raises because of the store: polling will catch up."""
+        """Load the changes in the store; does not raise on errors of the store, since polling will catch up."""
 
 
 class ConfigService:
     """Handlers of the rules.
 
-    ``actor`` says who the audit trail names for a call. ``types`` are the identifier types that rules may have, or be
-    made of. ``is_unused`` says of a rule's id whether it has judged no check on this node since it started.
+    ``actor`` returns the actor of a call for the audit trail. ``types`` are the identifier types that rules may have,
+    alone or combined. ``is_unused`` returns whether the rule of an id has decided no check since this node started.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ConfigService:
         self._applying = asyncio.Lock()
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={
                 f"/{SERVICE}/CreateRateLimit": self.create_rate_limit,
@@ -163,14 +163,14 @@ class ConfigService:
         )
 
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
-        """Add a rule; its id may be a UUID of the caller's choice."""
+        """Create a rule; its id may be a UUID of the caller's choice."""
         draft = draft_of(parse_create(data).rate_limit)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
 
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
-        """Change a rule: the fields its mask names, or all of them."""
+        """Change a rule: the fields in the mask, or all without one."""
         update = update_of(parse_update(data), self._types)
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
@@ -179,7 +179,7 @@ class ConfigService:
         return rate_limit_of(rule).SerializeToString()
 
     async def delete_rate_limit(self, data: bytes, call: Call) -> bytes:
-        """Take a rule out."""
+        """Delete a rule."""
         message = parse_delete(data)
         rule_id = deleted_id_of(message)
         await self._store.delete(rule_id, text_of(message.etag), self._actor(call))
@@ -187,13 +187,13 @@ class ConfigService:
         return EMPTY
 
     async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
-        """One page of the rules, by the bytes of endpoint, then identifier type."""
+        """Return one page of the rules, ordered by the bytes of endpoint, then identifier type."""
         message = parse_list(data)
         query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
         key = await self.page_key()
         after = position_of(token, query, key) if token else None
-        # One more than asked for tells whether there is a next page.
+        # One more than requested shows whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
         shown = [rule for rule in rules[:size] if not message.unused or self._is_unused(rule.id)]
         answer = ratelimiter_pb2.ListRateLimitsResponse(rate_limits=map(rate_limit_of, shown))
@@ -204,7 +204,7 @@ class ConfigService:
         return answer.SerializeToString()
 
     async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
-        """One rule, by its id or by its endpoint and identifier type."""
+        """Return one rule, by its id or by its endpoint and identifier type."""
         message = parse_get(data)
         if message.id:
             if message.endpoint or message.identifier_type:
@@ -220,7 +220,7 @@ class ConfigService:
         return rate_limit_of(rule).SerializeToString()
 
     async def apply_rate_limits(self, data: bytes, call: Call) -> bytes:
-        """Bring the rules to a whole set, one call after the other: each holds 20,000 rules in memory."""
+        """Apply a whole set of rules. Calls run one at a time: each holds up to 20,000 rules in memory."""
         async with self._applying:
             drafts: list[RuleDraft] = []
             others = bytearray()
@@ -245,14 +245,14 @@ class ConfigService:
         return await _applied_answer(applied, dry_run=message.dry_run)
 
     async def page_key(self) -> bytes:
-        """Return the key of page tokens, read once: a node also starts while the store is away."""
+        """Return the key of page tokens; read on first use, since a node also starts without its store."""
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key
 
 
 async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield serialised rules, some 1 ms of work in each event-loop iteration."""
+    """Yield serialised rules, about 1 ms of work per event-loop iteration."""
     size = 0
     for rule in rules:
         yield rule
@@ -276,7 +276,7 @@ def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
 
 
 async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
-    """Return the answer about a whole set, with as many of the changes as it may have."""
+    """Return the answer to an applied set, with its changes up to the bounds."""
     answer = ratelimiter_pb2.ApplyRateLimitsResponse(
         revision=applied.revision,
         created=applied.counts["create"],
@@ -297,7 +297,7 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
 
 
 def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
-    """The endpoint and the identifier type of the one rule that is asked for."""
+    """Return the endpoint and the identifier type of the requested rule."""
     violations = []
     place = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
     if not message.endpoint:
@@ -313,7 +313,7 @@ def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
 
 
 def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:
-    """The filters and the page size, 0 meaning the default and more than the most meaning the most."""
+    """Return the filters and the page size: the default for 0, and at most the maximum."""
     violations = []
     query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
     if problem := _text_problem(message.endpoint):
@@ -328,7 +328,7 @@ def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int
 
 
 def _text_problem(octets: bytes) -> str:
-    """Return what is wrong with text that is looked for; PostgreSQL has none with a zero byte."""
+    """Return the problem of a text to look up, or an empty text; PostgreSQL stores no zero bytes."""
     if not is_utf8(octets):
         return "must be valid UTF-8"
     return "must not contain control characters" if b"\0" in octets else ""

@@ -1,7 +1,7 @@
 """Converts checks, resets and answers between the wire and the model, and validates them.
 
-Pure, and total on every message the parser lets through: a field is either valid or named in a ``CheckInvalidError``.
-Never does I/O, never decides anything. See ADR 0010.
+Pure, and total on every message that the parser accepts: a field is either valid or named in a ``CheckInvalidError``.
+See ADR 0010.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ratelimitd.services.wire import WireCheck, WireIdentity, WireReset
 from ratelimiter.v1 import ratelimiter_pb2
 
 REMEMBERED_ENDPOINTS: Final = 4_096
-"""Cached endpoints; they are route templates, so few. Saves decoding and validation, 0.4 µs. At most 1,020 bytes each,
-8 MB in all."""
+"""Cached endpoints: route templates, so few. Saves decoding and validation, 0.4 µs. At most 1,020 bytes each, 8 MB in
+all."""
 
 REMEMBERED_ADDRESSES: Final = 16_384
 """Cached addresses: ``ipaddress`` takes 1 to 5 µs, the cache 0.1 µs. About 4 MB in all."""
@@ -51,14 +51,14 @@ T = TypeVar("T")
 
 
 class Identities(NamedTuple):
-    """What callers may name: identifier types by their octets; ``wait``: a check may name how long it waits."""
+    """Identifier types that callers may name, by their octets; ``wait``: a check may set ``max_wait_ms``."""
 
     types: Mapping[bytes, str]
     wait: bool = True
 
     @classmethod
     def of(cls, declared: Iterable[str]) -> Self:
-        """Return the types of the contract with those that a node declares beside them."""
+        """Return the types of the contract and those that a node declares."""
         return cls({name.encode(): name for name in (*IdentifierType, *declared)})
 
 
@@ -66,7 +66,7 @@ CONTRACT_IDENTITIES: Final = Identities.of(())
 
 
 MAX_EXPLAINED: Final = 100
-"""Rules of one explanation: of many declared types, some have rules that the check does not name."""
+"""Rules in one explanation, which includes rules for identifier types that the check does not name."""
 
 
 class Target(NamedTuple):
@@ -138,7 +138,7 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
 
 
 def identity_of(message: WireIdentity, identities: Identities, path: str) -> Identity:
-    """Return an identity, as a check names it; ``path`` is that of its fields, such as ``identity.``.
+    """Return an identity, validated as in a check; ``path`` is the prefix of its fields, such as ``identity.``.
 
     Raises:
         CheckInvalidError: names every violated field.
@@ -160,7 +160,7 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         remaining_tokens=remaining,
         reset_time=reset_time,
         retry_after_seconds=retry_after,
-        # Reason's numbers are the contract's; the stub knows only its own enum.
+        # Reason's numbers are the contract's; the stub accepts only its own enum.
         reason=reason,  # type: ignore[arg-type]
         limit=limit.limit if limit else 0,
         window_seconds=limit.window_seconds if limit else 0,
@@ -174,7 +174,7 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
 
 def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explanation:
     """Return the contract's explanation of a check."""
-    # Those that judge come first; the sort keeps their order.
+    # Rules that judge come first; the sort is stable.
     ordered = sorted(explained.looked_at, key=lambda one: one.match is not Match.JUDGES)
     return ratelimiter_pb2.Explanation(
         answer=answer_of(explained.decision),
@@ -212,7 +212,7 @@ def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explan
 
 
 def _plan_remedy(assigned: AssignedPlan, explained: Explained) -> str:
-    """Return what would have to change for the check to pass the plan, or for the plan to judge."""
+    """Return the change that would let the check pass the plan, or let the plan judge."""
     kind, plan, expire_time = assigned
     if plan == BLOCKED_PLAN:
         wait = f", or wait {explained.decision.retry_after} s" if expire_time else ""
@@ -239,7 +239,7 @@ def _remedy(check: Check, looked_at: LookedAt) -> str:
 
 
 def _wait(check: Check, limits: Iterable[LimitStatus]) -> str:
-    """Return what lets a check pass the limits of a rule; empty if they allow it."""
+    """Return the change that lets a check pass the limits of a rule; empty if they allow it."""
     denial = max(
         (one for one in limits if not one.allowed), key=lambda one: one.retry_after, default=None
     )
@@ -336,7 +336,7 @@ def is_canonical_address(raw: bytes) -> bool:
     """Return whether these octets are an address in canonical form.
 
     Raises:
-        ValueError: they are no address.
+        ValueError: they are not an address.
     """
     return _canonical_address(raw) == raw
 
@@ -346,7 +346,7 @@ def _canonical_address(raw: bytes) -> bytes:
     try:
         address = ipaddress.ip_address(_text(raw))
     except ValueError:
-        # Not the library's text: it quotes the identifier.
+        # Not the library's text, which quotes the identifier.
         message = "must be an IPv4 or IPv6 address"
         raise ValueError(message) from None
     if isinstance(address, ipaddress.IPv6Address):
@@ -405,7 +405,7 @@ def _text(raw: bytes) -> str:
 def _identity_violations(
     message: WireIdentity, identities: Identities, path: str = ""
 ) -> Iterator[FieldViolation]:
-    # With no valid type the identifier is judged as opaque bytes: its other rules hold for every type.
+    # Without a valid type the identifier is validated as opaque bytes: the other rules hold for every type.
     known_type = identities.types.get(message.identifier_type)
     yield from _violations(
         f"{path}identifier", lambda raw: _identifier(raw, known_type), message.identifier

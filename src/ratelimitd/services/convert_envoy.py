@@ -2,8 +2,8 @@
 
 Each descriptor of a request is one check. Its identities are the entries whose keys are in the node's table of
 identifiers, the first of each type; the endpoint is the domain and the other entries in order,
-``domain/key=value/…``. Without such an entry the last value is the identifier, as an API key, and every entry is part
-of the endpoint.
+``domain/key=value/…``. Without an identity the last value is the identifier, as an API key, and every entry is part of
+the endpoint.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 PACKAGE: Final = "envoy.service.ratelimit.v3"
 
 MAX_REQUEST_BYTES: Final = 65_536
-"""Longer requests are refused unread: 4 MiB of empty entries would take 300 MB of memory only to be refused. Envoy
-sends some hundred bytes."""
+"""Longer requests are refused unparsed: parsing 4 MiB of empty entries would take 300 MB of memory. Envoy sends a few
+hundred bytes."""
 
 MAX_DESCRIPTORS: Final = 32
-"""Limit of descriptors per request, decided in 0.5 to 0.7 ms. Envoy rarely sends more than three."""
+"""Limit of descriptors per request; deciding them takes 0.5 to 0.7 ms. Envoy rarely sends more than three."""
 
 MAX_ENTRIES: Final = 16
 """Limit of entries per descriptor."""
 
 Identifiers = Mapping[bytes, str]
-"""Key of an entry → the type of identifier that its value is."""
+"""Key of an entry → identifier type of its value."""
 
 
 class WireEntry(Protocol):
@@ -66,14 +66,14 @@ class WireAddend(Protocol):
 
 
 class WireDescriptor(Protocol):
-    """``RateLimitDescriptor``. Whether ``hits_addend`` was sent, ``HasField`` knows."""
+    """``RateLimitDescriptor``. ``HasField`` shows whether ``hits_addend`` was sent."""
 
     entries: Sequence[WireEntry]
     hits_addend: WireAddend
     is_negative_hits: bool
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
-        """Whether a message field was sent."""
+        """Return whether a message field was sent."""
 
 
 class WireRequest(Protocol):
@@ -85,16 +85,16 @@ class WireRequest(Protocol):
 
 
 def files() -> Iterable[descriptor_pb2.FileDescriptorProto]:
-    """The files that describe the service, each behind those it imports."""
+    """Return the files that describe the service, each after those it imports."""
     data = Path(__file__).with_name("envoy_descriptors.binpb").read_bytes()
     return descriptor_pb2.FileDescriptorSet.FromString(data).file
 
 
 def parse_request(data: bytes) -> WireRequest:
-    """Read a ``RateLimitRequest``.
+    """Parse a ``RateLimitRequest``.
 
     Raises:
-        InvalidInputError: it is too long, or the bytes are none.
+        InvalidInputError: the bytes are too long, or malformed.
     """
     if len(data) > MAX_REQUEST_BYTES:
         message = f"must be at most {MAX_REQUEST_BYTES} bytes"
@@ -128,16 +128,16 @@ _UNITS: Final = {
     86_400: Response.RateLimit.DAY,
     604_800: Response.RateLimit.WEEK,
 }
-"""Windows that Envoy has a name for. It counts a month as no fixed number of seconds, so only one of a calendar is."""
+"""Windows with a name in Envoy. Its month has no fixed number of seconds, so only calendar months map to it."""
 
 
 def answer_of(
     decisions: Sequence[Decision], now_us: int, fields: str, revision: str = NEWEST_REVISION
 ) -> bytes:
-    """Return the answer to a request whose descriptors were decided so.
+    """Return the answer to a request with these decisions, in the order of its descriptors.
 
-    ``fields`` says which header fields go with it, ``revision`` in which form ``RateLimit`` is.
-    Statuses are in the order of the descriptors, and one that is denied denies the request.
+    ``fields`` selects the header fields to add, ``revision`` the form of ``RateLimit``. One denied descriptor denies
+    the request.
     """
     response = Response()
     denied = any(not decision.allowed for decision in decisions)
@@ -220,7 +220,7 @@ class _AsIdentity:
 
 @dataclass(slots=True)
 class _AsCheck:
-    """A descriptor as a ``RateLimitRequest`` of our own contract, so that one place says what a valid check is."""
+    """A descriptor as a ``RateLimitRequest`` of our own contract, so that one validation serves both."""
 
     identifier: bytes
     identifier_type: bytes
@@ -250,7 +250,7 @@ def descriptors_of(request: WireRequest) -> Iterable[tuple[str, WireDescriptor]]
     """Return the descriptors of a request by their path.
 
     Raises:
-        CheckInvalidError: there is no domain, or not a number of descriptors that is allowed.
+        CheckInvalidError: the domain is missing, or the number of descriptors is out of bounds.
     """
     if not request.domain:
         raise CheckInvalidError(FieldViolation("domain", "must not be empty"))
@@ -336,7 +336,7 @@ _NOTHING_HELD: Final = Decision(ALLOWED, INT32_MAX, 0, 0, Reason.NO_RULE)
 
 
 def decision_of(settled: SettledHold) -> Decision:
-    """Return what a settle says as an answer that allows: of several limits, the one that would decide a check."""
+    """Return a settled hold as an allowing decision; of several limits, by the one that would decide a check."""
     if not settled.limits:
         return _NOTHING_HELD
     limits = [one.limit or one.rule for one in settled.limits]

@@ -71,7 +71,7 @@ def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
 
 
 def change_of(change: Change, *, dry_run: bool) -> ratelimiter_pb2.RateLimitChange:
-    """Return the contract's message of a change; in a dry run the etag that the rule would get is not there."""
+    """Return the contract's message of a change; in a dry run without the etag that the rule would get."""
     before, after = map(_row_message, change)
     if after is not None and dry_run:
         after.etag = ""
@@ -82,7 +82,7 @@ def _row_message(row: RuleRow | None) -> ratelimiter_pb2.RateLimit | None:
     if row is None:
         return None
     rule = rule_within(row)
-    # What was written past the service, and is no rule, has no more than an id.
+    # A row that bypassed the service and is not a valid rule has only an id.
     return rate_limit_of(rule) if isinstance(rule, Rule) else ratelimiter_pb2.RateLimit(id=row.id)
 
 
@@ -99,7 +99,7 @@ def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
 
 
 def _calendar_fields(limit: Limit) -> dict[str, Any]:
-    """Return the fields of the contract's ``Limit`` that say its calendar."""
+    """Return the calendar fields of the contract's ``Limit``."""
     if limit.calendar is None:
         return {}
     period, time_zone, anchor_day = limit.calendar
@@ -110,7 +110,7 @@ def _calendar_fields(limit: Limit) -> dict[str, Any]:
 def draft_of(message: WireRule) -> RuleDraft:
     """Return the rule of a create, not yet validated.
 
-    ``enabled`` unset means true; a field of the first limit unset means that of the list.
+    An unset ``enabled`` means true; the list of limits provides unset fields of the first limit.
     """
     fields = _fields_of(message)
     if message.limits:
@@ -136,7 +136,7 @@ def _fields_of(message: WireRule) -> dict[str, Any]:
 
 
 def _plan_drafts(message: WireRule) -> tuple[PlanDraft, ...]:
-    # Of two entries with one key a map has the last.
+    # As in a map, the last of several entries with the same key counts.
     plans = {text_of(entry.key): entry.value.limits for entry in message.plans}
     return tuple(PlanDraft(name, tuple(map(_limit_draft, plans[name]))) for name in sorted(plans))
 
@@ -160,10 +160,10 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
 def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
 
-    ``types`` are the identifier types that rules may have, or be made of.
+    ``types`` are the identifier types that rules may have, alone or combined.
 
     Raises:
-        RuleInvalidError: names everything that is wrong and can be seen without the stored rule.
+        RuleInvalidError: names every violation that can be found without the stored rule.
     """
     rule = message.rate_limit
     paths = list(dict.fromkeys(map(text_of, message.update_mask.paths)))
@@ -181,13 +181,13 @@ def deleted_id_of(message: WireDelete) -> str:
     """Return the id of the rule of a delete.
 
     Raises:
-        RuleInvalidError: it is no UUID.
+        RuleInvalidError: it is not a UUID.
     """
     return canonical_id(text_of(message.id), "id")
 
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
-    # Unset, enabled means true to a create, its zero to a mask, and to an update without one: leave it as it is.
+    # An unset ``enabled`` is true in a create, false under a mask, and unchanged in an update without a mask.
     if paths:
         fields = _fields_of(rule)
         return RuleChanges(**{name: fields[name] for name in paths})

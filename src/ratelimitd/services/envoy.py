@@ -37,7 +37,7 @@ SERVICE: Final = f"{PACKAGE}.RateLimitService"
 METHOD: Final = f"/{SERVICE}/ShouldRateLimit"
 
 HOLD_KEY: Final = b"hold"
-"""Key of the only entry of a descriptor that gives hits back; its value is the text of the hold."""
+"""Key of the only entry of a descriptor that refunds hits; its value is the text of the hold."""
 
 _Refunds = Sequence[tuple[str, Ticket, int]]
 """Path of each descriptor, its hold, and the tokens that remain charged."""
@@ -49,7 +49,7 @@ _Verdict = Decision | CheckInvalidError
 
 @dataclass(frozen=True, slots=True)
 class EnvoyOptions:
-    """Options: which entries identify callers, and which header fields Envoy adds."""
+    """Options: the entries that identify callers, and the header fields that Envoy adds."""
 
     identifiers: Identifiers
     identities: Identities
@@ -72,7 +72,7 @@ class EnvoyOptions:
 
 
 class EnvoyService:
-    """The handler. ``perf_counter_s`` is in seconds and measures how long a check takes."""
+    """The handler. ``perf_counter_s`` is in seconds and measures the latency of checks."""
 
     def __init__(
         self,
@@ -96,16 +96,16 @@ class EnvoyService:
         return Methods(unary={METHOD: self.should_rate_limit})
 
     def should_rate_limit(self, data: bytes, call: Call) -> bytes | Awaitable[bytes]:
-        """Decide the descriptors of a request, and charge them if all pass; or give hits of holds back.
+        """Decide the descriptors of a request, and charge them if all pass; or refund hits of holds.
 
         Raises:
-            InvalidInputError: the request is malformed; nothing was charged or given back.
+            InvalidInputError: the request is malformed; nothing was charged or refunded.
         """
         started_s = self._perf_counter_s()
         try:
             options = self._options
             request = parse_request(data)
-            # Without descriptors either way refuses it.
+            # Both paths refuse a request without descriptors.
             if all(one.is_negative_hits for one in request.descriptors):
                 return self._settle(self._refunds(request, call))
             asked = checks_of(request, options.identifiers, options.identities)
@@ -113,8 +113,8 @@ class EnvoyService:
             self._stats.invalid_total += 1
             raise
         checks = _one_for_each_bucket(asked)
-        # A single check charges nothing unless it passes, without being looked at before.
-        # One time for judging and charging: a window that ends in between would allow what was not charged.
+        # A single check needs no dry run: it charges nothing unless it passes.
+        # The dry run and the charge use the same time: a window that ends in between would allow without charging.
         now_us = self._limiter.now_us()
         passes = len(checks) == 1 or self._dry_run.all_pass([*checks.values()], now_us)
         if not isinstance(passes, bool):
@@ -122,7 +122,7 @@ class EnvoyService:
         final = checks if passes else _looks(checks)
         verdicts = self._limiter.check_batch([*final.values()], now_us)
         if not passes and _all_allowed([one for one in verdicts if one is not None]):
-            # Each would pass, and not all of them: they share a bucket, which has not the tokens of all.
+            # Each alone would pass, but not all together: they share a bucket without enough tokens for all.
             final = _looks(checks, sum(check.cost for check in checks.values() if not check.peek))
             verdicts = self._limiter.check_batch([*final.values()], now_us)
         if None in verdicts:
@@ -130,10 +130,10 @@ class EnvoyService:
         return self._answer(asked, final, verdicts, started_s)
 
     def _refunds(self, request: WireRequest, call: Call) -> _Refunds:
-        """Return the holds that a request gives hits back of.
+        """Return the holds whose hits a request refunds.
 
         Raises:
-            InvalidInputError: names the first field that is wrong.
+            InvalidInputError: names the first invalid field.
         """
         refunds = []
         for path, descriptor in descriptors_of(request):
@@ -151,7 +151,7 @@ class EnvoyService:
         return refunds
 
     async def _settle(self, refunds: _Refunds) -> bytes:
-        """Settle holds in order. An error leaves the earlier ones settled: repeated, these are answered alike."""
+        """Settle holds in order. After an error the earlier ones stay settled; a repetition answers them alike."""
         decisions = []
         for path, ticket, actual in refunds:
             try:
@@ -168,7 +168,7 @@ class EnvoyService:
             verdicts = await self._verdicts(looks, self._limiter.check_batch([*looks.values()]))
             if not _all_allowed(verdicts):
                 return self._answer(asked, looks, verdicts, started_s)
-            # All would pass by now. What is answered OK is charged, so they are judged by charging them.
+            # By now all would pass. An answer of OK must be charged, so they are decided again by charging.
         charges = self._limiter.check_batch([*checks.values()])
         return await self._wait_for_charges(asked, checks, charges, started_s)
 
@@ -184,7 +184,7 @@ class EnvoyService:
     async def _verdicts(
         self, checks: _Checks, verdicts: Sequence[_Verdict | None]
     ) -> Sequence[_Verdict]:
-        """Return the verdicts, after asking the shared state for missing ones."""
+        """Return the verdicts; requests missing ones from the shared state."""
         pairs = zip(checks.values(), verdicts, strict=True)
         late = iter(await self._limiter.wait([check for check, known in pairs if known is None]))
         return [next(late) if known is None else known for known in verdicts]
@@ -196,7 +196,7 @@ class EnvoyService:
         verdicts: Sequence[_Verdict | None],
         started_s: float,
     ) -> bytes:
-        # None of them is an error: only a caller's timestamp makes one, and Envoy sends none.
+        # No verdict is an error: only a timestamp of the caller causes one, and Envoy sends none.
         by_bucket = dict(zip(checks, cast("Sequence[Decision]", verdicts), strict=True))
         decisions = [by_bucket[_bucket(check)] for check in asked]
         answer = self._written(decisions)
@@ -214,7 +214,7 @@ def _bucket(check: Check) -> _Bucket:
 
 
 def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
-    """Merge checks of the same bucket: decided separately, each would have the bucket for itself."""
+    """Merge checks of the same bucket; decided separately, each could take all of its tokens."""
     checks: _Checks = {}
     for check in asked:
         bucket = _bucket(check)
@@ -228,7 +228,7 @@ def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
 
 
 def _looks(checks: _Checks, cost: int = 0) -> _Checks:
-    """Return the same checks as peeks, of this cost unless it is 0."""
+    """Return the same checks as peeks, with this cost unless it is 0."""
     return {
         bucket: check._replace(peek=True, cost=min(cost, INT32_MAX) or check.cost)
         for bucket, check in checks.items()

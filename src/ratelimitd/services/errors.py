@@ -1,7 +1,7 @@
-"""What an error means to a caller: one table from error type to gRPC status, and the rich details that go with it.
+"""Maps errors to gRPC statuses and rich details, by one table.
 
-Nothing a caller sends can leave here as UNKNOWN, with a traceback or with the name of a class. Details follow
-google.rpc: every error carries an ``ErrorInfo`` with a stable reason. See ADR 0010.
+No error reaches a caller as UNKNOWN, with a traceback or with the name of a class. Details follow google.rpc: every
+error has an ``ErrorInfo`` with a stable reason. See ADR 0010.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ DOMAIN: Final = "ratelimitd"
 """The domain of every ``ErrorInfo`` reason."""
 
 RULE_RESOURCE: Final = "ratelimiter.v1.RateLimit"
-"""What a ``ResourceInfo`` calls a rule."""
+"""Type of a rule in ``ResourceInfo``."""
 
 RETRY_DELAY_S: Final = 1
-"""When a caller may try again after UNAVAILABLE; the store is probed about that often."""
+"""Delay before a retry after UNAVAILABLE; the store is probed about that often."""
 
 MAX_TEXT_CHARS: Final = 120
 MAX_MESSAGE_CHARS: Final = 360
-"""Characters of each violation, and of the message. All of it travels in trailers, of which clients
-take 8 KiB."""
+"""Characters of each violation, and of the message: trailers hold all of it, and clients limit them to 8 KiB."""
 
 _log = logging.getLogger(__name__)
 
 
 class ErrorStatus(NamedTuple):
-    """One row of the table. ``message`` is a fixed text; empty = the error's own, which holds no secret."""
+    """One row of the table. ``message`` is a fixed text; if empty, the error's own, which contains no secret."""
 
     code: StatusCode
     reason: str
@@ -89,18 +88,18 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
 """Every error that may reach a caller; a subclass counts as its nearest parent in the table."""
 
 UNEXPECTED: Final = ErrorStatus(StatusCode.INTERNAL, "INTERNAL", "unexpected error")
-"""Everything else: a defect of ours, told to the log and not to the caller."""
+"""All other errors: defects, reported in the log and not to the caller."""
 
 
 def rpc_error(error: RateLimitdError) -> RpcError:
-    """The status and details for an error of our tree."""
+    """Return the status and details of an error."""
     row = _row(type(error))
     message = row.message or _clipped(str(error), MAX_MESSAGE_CHARS)
     return rich_error(row.code, row.reason, message, *_details(error, message))
 
 
 def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -> RpcError:
-    """An error with ``ErrorInfo`` and further ``google.rpc`` details."""
+    """Return an error with ``ErrorInfo`` and further ``google.rpc`` details."""
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     for detail in details:
@@ -109,7 +108,7 @@ def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -
 
 
 class ErrorEdge:
-    """The last line of every handler: whatever is raised inside leaves as an ``RpcError``.
+    """Converts every exception of a handler to an ``RpcError``.
 
     Defects and unavailable stores are logged; the log limits repetitions to one a second.
     """
@@ -118,7 +117,7 @@ class ErrorEdge:
         self._stats = stats
 
     def translate(self, error: Exception, method: str) -> RpcError:
-        """What to end the call of ``method`` with."""
+        """Return the error with which the call of ``method`` ends."""
         if isinstance(error, RpcError):
             return error
         if isinstance(error, RateLimitdError) and _row(type(error)) is not UNEXPECTED:
@@ -126,19 +125,19 @@ class ErrorEdge:
                 _log.warning("a call of %s was answered UNAVAILABLE: %s", method, error)
             return rpc_error(error)
         self._stats.unexpected_total += 1
-        # The log tells its type and where it was raised; its text may quote an identifier or a token.
+        # The log shows its type and traceback, without its text, which may quote an identifier or a token.
         _log.error("unexpected error in %s", method, exc_info=error)
         return rich_error(*UNEXPECTED)
 
     async def awaited(self, answer: Awaitable[bytes], method: str) -> bytes:
-        """The answer of a handler that waits."""
+        """Await the answer of a handler."""
         try:
             return await answer
         except Exception as error:  # noqa: BLE001 -- the edge: nothing may leave but an RpcError
             raise self.translate(error, method) from None
 
     async def streamed(self, answers: AsyncIterator[bytes], method: str) -> AsyncIterator[bytes]:
-        """The answers of a handler that streams."""
+        """Yield the answers of a streaming handler."""
         try:
             async for answer in answers:
                 yield answer

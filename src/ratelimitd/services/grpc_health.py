@@ -1,7 +1,7 @@
-"""The standard health service, ``grpc.health.v1``: is this node ready for calls?
+"""The standard health service, ``grpc.health.v1``: whether this node is ready for calls.
 
-All services of a node share one answer. DEGRADED is none of its business: such a node still answers every check, and
-a balancer must not take it out. Never measures anything; the node sets the status when it starts and drains.
+All services of a node have the same status. A DEGRADED node stays SERVING: it still answers every check, so a balancer
+must not remove it. The node sets the status when it starts and drains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE_NODE: Final = ""
 
 _M = TypeVar("_M", bound=Message)
 _Response = health_pb2.HealthCheckResponse
-# The stubs of the package do not know List yet.
+# The stubs of the package do not have List yet.
 _ListRequest = health_pb2.HealthListRequest  # type: ignore[attr-defined]
 _ListResponse = health_pb2.HealthListResponse  # type: ignore[attr-defined]
 
@@ -32,7 +32,7 @@ _ListResponse = health_pb2.HealthListResponse  # type: ignore[attr-defined]
 class GrpcHealthService:
     """Handlers of Check, List and Watch for the node ("") and for each of ``service_names``.
 
-    Starts as NOT_SERVING; :meth:`set_serving` says when the node is ready, :meth:`drain` ends that for good.
+    Starts as NOT_SERVING, until :meth:`set_serving`; :meth:`drain` is final.
     """
 
     def __init__(self, service_names: Collection[str]) -> None:
@@ -43,31 +43,31 @@ class GrpcHealthService:
 
     @property
     def serving(self) -> bool:
-        """Whether the node says SERVING."""
+        """Whether the status is SERVING."""
         return self._serving and not self._draining
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={f"/{SERVICE}/Check": self.check, f"/{SERVICE}/List": self.list_all},
             server_stream={f"/{SERVICE}/Watch": self.watch},
         )
 
     def set_serving(self) -> None:
-        """Say that the node is ready; without effect once it drains."""
+        """Set the status to SERVING; has no effect after :meth:`drain`."""
         self._serving = True
         self._wake_watchers()
 
     def drain(self) -> None:
-        """Say NOT_SERVING from now on, so that balancers send new calls elsewhere."""
+        """Set the status to NOT_SERVING for good, so that balancers send new calls elsewhere."""
         self._draining = True
         self._wake_watchers()
 
     def check(self, data: bytes, _call: Call) -> bytes:
-        """Answer once.
+        """Return the status of one service.
 
         Raises:
-            RpcError: NOT_FOUND for a service this node does not have, as the health protocol demands.
+            RpcError: NOT_FOUND for an unknown service, as the health protocol requires.
         """
         name = _service_of(data)
         if name not in self._names:
@@ -75,14 +75,14 @@ class GrpcHealthService:
         return _Response(status=self._status(name)).SerializeToString()
 
     def list_all(self, data: bytes, _call: Call) -> bytes:
-        """Answer once for the node and every service of it."""
+        """Return the status of the node and each of its services."""
         _parse(_ListRequest, data)
         statuses = {name: _Response(status=self._status(name)) for name in self._names}
         answer: bytes = _ListResponse(statuses=statuses).SerializeToString()
         return answer
 
     async def watch(self, data: bytes, _call: Call) -> AsyncIterator[bytes]:
-        """Answer now and after every change, until the caller leaves. An unknown service is SERVICE_UNKNOWN."""
+        """Yield the status now and after every change. An unknown service is SERVICE_UNKNOWN."""
         name = _service_of(data)
         told: int | None = None
         while True:

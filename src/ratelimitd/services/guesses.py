@@ -1,7 +1,7 @@
-"""Slows token guesses: a caller whose address showed too many wrong tokens is refused before its token is compared.
+"""Slows token guesses: after too many wrong tokens from an address, calls are refused before their token is compared.
 
-One table for every surface of the node. A call without a token is no guess, nor is a right token that lacks the role.
-See ADR 0044.
+All interfaces of the node share one table. A call without a token is not a guess, nor is a valid token without the
+role. See ADR 0044.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ratelimitd.services.errors import rich_error
 from ratelimitd_wire.addresses import ClientAddresses
 
 MAX_GUESSES: Final = 600
-"""Wrong tokens of one address at once, and in each minute after that. A fleet with an old token needs some."""
+"""Wrong tokens per address: in a burst, and per minute. A fleet with an old token needs some."""
 
 SPARE: Final = 100
-"""Guesses that only connections without a wrong token get: a caller at an attacked address can still connect."""
+"""Guesses reserved for connections without a wrong token, so that honest callers behind an attacker's address can still
+connect."""
 
 LOGIN_COST: Final = 50
-"""What a wrong token in the login form counts: people type ten at once, and one every five seconds."""
+"""Cost of a wrong token in the login form: allows ten in a burst, then one every five seconds."""
 
 MAX_ADDRESSES: Final = 10_000
 MAX_CONNECTIONS: Final = 10_000
-"""Addresses and connections that are remembered; the oldest are forgotten first. About 4 MB when full."""
+"""Cached addresses and connections; the oldest are evicted first. About 4 MB when full."""
 
 _RULE: Final = Rule(
     "",
@@ -62,10 +63,10 @@ class TokenGuesses:
         self._spent: OrderedDict[str, Any] = OrderedDict()
         """Address → state of its token bucket."""
         self._connections: OrderedDict[str, bool] = OrderedDict()
-        """Peer with its port → whether all its tokens were right. Those of proxies are not in here."""
+        """Peer with its port → whether all its tokens were right. Excludes connections of proxies."""
 
     def admit(self, call: Call, cost: int) -> None:
-        """Return if the token of ``call`` may be compared.
+        """Admit the token of ``call`` to the comparison.
 
         Raises:
             RpcError: RESOURCE_EXHAUSTED, with the delay until the next guess.
@@ -85,12 +86,12 @@ class TokenGuesses:
             raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WRONG_TOKENS", message, retry)
 
     def right(self, call: Call) -> None:
-        """Remember a connection by its right token, unless it showed a wrong one."""
+        """Record a right token on a connection, unless it sent a wrong one before."""
         if call.peer not in self._connections and self._has_port(call):
             self._remember(call.peer, all_right=True)
 
     def wrong(self, call: Call, cost: int) -> None:
-        """Charge a wrong token to its address."""
+        """Record a wrong token, and charge it to its address."""
         self._counts["wrong"] += 1
         if self._has_port(call):
             self._remember(call.peer, all_right=False)
@@ -106,12 +107,16 @@ class TokenGuesses:
             self._connections.popitem(last=False)
 
     def _has_port(self, call: Call) -> bool:
-        """Return whether the peer names one connection of one caller: it does not behind a proxy or a Unix socket."""
+        """Return whether the peer identifies one connection of one caller: not behind a proxy or a Unix socket."""
         forwarded = self._has_proxies and call.values("x-forwarded-for")
         return not forwarded and call.peer.startswith("ip")
 
     def _address(self, call: Call) -> str:
         scheme, _, host = call.peer.partition(":")
+        if (
+            scheme == "unknown"
+        ):  # a peer that has left: it must not pass for a proxy on a Unix socket
+            return scheme
         peer = host if scheme.startswith("ip") else ""
         forwarded_for = call.values("x-forwarded-for") if self._has_proxies else ()
         return self._addresses.of(peer, forwarded_for) or scheme

@@ -1,7 +1,7 @@
-"""The RateLimiterHealth service: how the node is, what it has counted, why a check is answered as it is, and resets.
+"""The RateLimiterHealth service: health, metrics, explanations of checks, and resets.
 
-Never measures: the numbers are those of ``observe/``, so that GetMetrics and ``/metrics`` cannot disagree. Never logs
-whose buckets were reset, only by whom and of which rules.
+The numbers are those of ``observe/``, so that GetMetrics and ``/metrics`` agree. The log of a reset names its actor and
+rules, never the identifier.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ratelimiter.v1 import ratelimiter_pb2
 SERVICE: Final = "ratelimiter.v1.RateLimiterHealth"
 
 MAX_METRIC_NAMES: Final = 1_000
-"""Names in one request; there are some thirty metrics."""
+"""Names in one request; there are about thirty metrics."""
 
 PIECE_SAMPLES: Final = 100
-"""Samples that are written at a stretch: about 0.5 ms. With 1,000 rules there are 2,000, which took 7 ms."""
+"""Samples encoded per event-loop iteration: about 0.5 ms. With 1,000 rules there are 2,000, which took 7 ms."""
 
 MAX_RESETS: Final = 100
-"""Resets in progress. They are written to disk one after the other; more are refused, not kept waiting."""
+"""Resets in progress, which are written to disk one at a time. Further ones are refused, not queued."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class HealthService:
     """Handlers of health, metrics and reset.
 
     ``report`` evaluates the node's health now (:meth:`ratelimitd.observe.health.Health.report`). ``samples`` reads the
-    metrics of these names, all for none, and raises ``InvalidInputError`` for an unknown one, its field
-    ``names[i]`` (:meth:`ratelimitd.observe.metrics.Metrics.samples`). A report and one sample are cheap. ``unmatched``
-    lists the endpoints of checks without a rule (:meth:`ratelimitd.observe.live.Live.unmatched`). ``actor`` says who
-    the log names for a reset.
+    named metrics, or all without names, and raises ``InvalidInputError`` with field ``names[i]`` for an unknown one
+    (:meth:`ratelimitd.observe.metrics.Metrics.samples`). A report and one sample are cheap. ``unmatched`` lists the
+    endpoints of checks without a rule (:meth:`ratelimitd.observe.live.Live.unmatched`). ``actor`` returns the actor of
+    a reset for the log.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HealthService:
         self._resets: set[asyncio.Task[None]] = set()
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={
                 f"/{SERVICE}/GetHealthStatus": self.get_health_status,
@@ -95,27 +95,27 @@ class HealthService:
         )
 
     def get_health_status(self, data: bytes, _call: Call) -> bytes:
-        """HEALTHY or DEGRADED, with the measurements behind it."""
+        """Return HEALTHY or DEGRADED, with the measurements behind it."""
         parse_empty(data)
         return _health_response_of(self._report()).SerializeToString()
 
     async def get_metrics(self, data: bytes, _call: Call) -> bytes:
-        """The metrics that were asked for, or all. Other calls have their turn between two pieces of the answer."""
+        """Return the requested metrics, or all. Other calls run between two pieces of the answer."""
         raw_names = parse_metrics(data).names
         if len(raw_names) > MAX_METRIC_NAMES:
             violation = FieldViolation("names", f"must be at most {MAX_METRIC_NAMES} names")
             raise InvalidInputError(violation)
-        # A name that is no UTF-8 is as unknown as any other.
+        # A name that is not UTF-8 is an unknown name.
         samples = iter(self._samples([name.decode("utf-8", "replace") for name in raw_names]))
         pieces = []
         while piece := [*map(_metric_of, islice(samples, PIECE_SAMPLES))]:
             pieces.append(ratelimiter_pb2.MetricsResponse(metrics=piece).SerializeToString())
             await asyncio.sleep(0)
-        # Messages one behind the other are one message with the repeated fields of all of them.
+        # The concatenation of messages is one message with the repeated fields of all of them.
         return b"".join(pieces)
 
     async def reset_rate_limit(self, data: bytes, call: Call) -> bytes:
-        """Let one identifier start afresh on one endpoint. Resetting what does not exist is fine.
+        """Reset the buckets of one identifier on one endpoint; has no effect on missing ones.
 
         Raises:
             RpcError: RESOURCE_EXHAUSTED while ``MAX_RESETS`` are in progress.
@@ -124,7 +124,7 @@ class HealthService:
         if len(self._resets) >= MAX_RESETS:
             message = f"{MAX_RESETS} resets are in progress: try again"
             raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RESETS", message)
-        # A task of its own: when its caller leaves, it still counts until it is done, and is still told to the log.
+        # A task of its own, so that a reset whose caller leaves still counts until it is done, and is logged.
         reset = asyncio.create_task(self._reset(target, self._actor(call)))
         self._resets.add(reset)
         reset.add_done_callback(self._resets.discard)
@@ -132,12 +132,12 @@ class HealthService:
         return EMPTY
 
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
-        """Tell what a check would be answered, and why; nothing is charged."""
+        """Return the answer that a check would get, and the reasons; charges nothing."""
         check = check_of(parse_check(data), self._identities)
         return explanation_of(check, await self._dry_run.explain(check)).SerializeToString()
 
     async def list_unmatched(self, data: bytes, _call: Call) -> bytes:
-        """The endpoints of checks without a rule; those with the most first."""
+        """Return the endpoints of checks without a rule, those with the most checks first."""
         parse_list_unmatched(data)
         return ratelimiter_pb2.ListUnmatchedResponse(
             endpoints=[

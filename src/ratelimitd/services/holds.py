@@ -1,7 +1,7 @@
-"""The RateLimiterHolds service: charge what a request may cost, settle what it has cost.
+"""The RateLimiterHolds service: charges the maximum cost of a request, and settles its actual cost.
 
-A hold travels as a sealed text that names its buckets by keyed digests: any node can settle it, nobody can make or
-alter one, it holds no identifier, and it is worthless to a caller of another role. See ADR 0055.
+Callers receive a hold as a sealed text with keyed digests of its buckets: any node can settle it, callers cannot make
+or alter one, it contains no identifier, and other principals cannot use it. See ADR 0055.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SERVICE: Final = "ratelimiter.v1.RateLimiterHolds"
 
 MAX_HOLD_ID: Final = 64
 MAX_HOLD_CHARS: Final = 65_536
-"""Of a hold on the wire; each limit with the longest names has 160."""
+"""Longest hold on the wire; each limit with the longest names takes 160 characters."""
 
 MAX_LISTED: Final = 1_000
 
@@ -57,7 +57,7 @@ _TEXTS: Final = 3
 
 
 class Ticket(NamedTuple):
-    """What a hold says: its number, its first end in Unix seconds, its tokens, and its limits; none was asked: none."""
+    """Content of a hold: its number, its first expiry in Unix seconds, its tokens, and its limits, if any."""
 
     number: bytes
     expire_time: int
@@ -68,8 +68,8 @@ class Ticket(NamedTuple):
 class HoldsService:
     """Handlers of holds.
 
-    ``principal`` says whose a call is: of the same one come the settles of its holds. ``now_s`` is the node's time in
-    Unix seconds.
+    ``principal`` returns the principal of a call; only it can settle its holds. ``now_s`` is the node's time in Unix
+    seconds.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HoldsService:
         self._now_s = now_s
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={
                 f"/{SERVICE}/Hold": self.hold,
@@ -101,7 +101,7 @@ class HoldsService:
         )
 
     async def hold(self, data: bytes, call: Call) -> bytes:
-        """Charge a check, and return what settles it."""
+        """Charge a check, and return the hold that settles it."""
         try:
             return await self._hold(parse_hold(data), self._principal(call))
         except InvalidInputError:
@@ -109,7 +109,7 @@ class HoldsService:
             raise
 
     async def settle(self, data: bytes, call: Call) -> bytes:
-        """Charge what a hold has cost, once."""
+        """Charge the actual cost of a hold, once."""
         message = parse_settle(data)
         violations = []
         if not 0 <= message.actual <= INT32_MAX:
@@ -121,7 +121,7 @@ class HoldsService:
         ).SerializeToString()
 
     async def settled(self, ticket: Ticket, actual: int) -> SettledHold:
-        """Charge ``actual`` tokens in place of those held, once; says what its limits have now.
+        """Charge ``actual`` tokens in place of those held, once; return the status of its limits.
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
         """
@@ -133,7 +133,7 @@ class HoldsService:
         return settled
 
     async def extend(self, data: bytes, call: Call) -> bytes:
-        """Let a hold end later."""
+        """Extend a hold."""
         message = parse_extend(data)
         ticket = self._ticket_of(message.hold, call, _ttl_violations(message.ttl_seconds))
         expire_us = None
@@ -209,10 +209,10 @@ class HoldsService:
         return check, hold_id
 
     def _ticket_of(self, hold: bytes, call: Call, others: Sequence[FieldViolation]) -> Ticket:
-        """Return what a hold says.
+        """Return the content of a hold.
 
         Raises:
-            InvalidInputError: this is none that was made for this caller, or there are other violations.
+            InvalidInputError: it was not made for this caller, or there are other violations.
         """
         ticket = self.opened(hold, call)
         if ticket is None:
@@ -226,7 +226,7 @@ class HoldsService:
             raise HoldEndedError
 
     def _digest_of(self, check: Check) -> bytes:
-        """Return a digest of what a hold charges: of the identities in any order, the endpoint and the cost."""
+        """Return a digest of the identities in any order, the endpoint and the cost of a hold."""
         identities = sorted(((check.identifier_type, check.identifier), *check.also))
         text = repr((identities, check.endpoint, check.cost))
         return self._digest(CHECK_DIGEST_BYTES, _NUMBER_PERSON, text)
@@ -246,14 +246,14 @@ class HoldsService:
         return urlsafe_b64encode(self._seal(body, principal) + body).decode().rstrip("=")
 
     def _seal(self, body: bytes, principal: str) -> bytes:
-        # Of the principal its digest, which has one length: else what ends the body might begin a name.
+        # A digest of fixed length in place of the principal, so that a part of the body cannot pass for a part of it.
         whose = self._digest(SEAL_BYTES, _SEAL_PERSON, principal)
         return blake2b(
             whose + body, digest_size=SEAL_BYTES, key=self._keys.secret, person=_SEAL_PERSON
         ).digest()
 
     def opened(self, hold: bytes, call: Call) -> Ticket | None:
-        """Return what a hold says; ``None`` if this is none that was made for this caller."""
+        """Return the content of a hold; ``None`` if it was not made for this caller."""
         if len(hold) > MAX_HOLD_CHARS:
             return None
         try:
@@ -261,7 +261,7 @@ class HoldsService:
         except (NoBase64Error, ValueError):
             return None
         if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
-            return None  # the decoder passes over what is not of its alphabet
+            return None  # the decoder ignores octets outside its alphabet
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(body, self._principal(call))):
             return None
@@ -269,7 +269,7 @@ class HoldsService:
 
 
 def _ticket(body: bytes) -> Ticket:
-    """Read what was sealed here, which needs no doubt."""
+    """Parse a body whose seal was verified, without further checks."""
     _, number, expire_time, cost = _HEAD.unpack_from(body)
     place, limits = _HEAD.size, []
     while place < len(body):
@@ -288,7 +288,7 @@ NO_HOLD: Final = FieldViolation("hold", "is no hold that was made for this calle
 
 
 def _of_check(error: CheckInvalidError) -> Iterable[FieldViolation]:
-    """Return the violations of a check as those of a hold, which has some fields of its own."""
+    """Return the violations of a check with the field paths of a hold."""
     return [
         one if one.field in _OWN_FIELDS else one._replace(field=f"check.{one.field}")
         for one in error.violations

@@ -1,7 +1,6 @@
-"""Every method of the node: its path or paths, the role it asks for, and the handler with its guards around it.
+"""All methods of the node: their paths, their required roles, and their handlers with guards.
 
-A method that is not in the table of roles is an error at start, not an open door. Never knows what a method does.
-See ADR 0016 and ADR 0017.
+A method without a role prevents the start, so none is open by mistake. See ADR 0016 and ADR 0017.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ratelimiter.v1 import ratelimiter_pb2
 Source = TypeVar("Source")
 
 PACKAGE: Final = "ratelimiter.v1."
-"""The contract's package: its services are also answered without it, as the specification addresses them."""
+"""The contract's package. Its services are also reachable without it, as the specification addresses them."""
 
 ROLES: Final[Mapping[str, Role]] = MappingProxyType(
     {
@@ -75,7 +74,7 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{reflection.V1ALPHA}/ServerReflectionInfo": Role.OPEN,
     }
 )
-"""Full path → role, for every method under its name with package."""
+"""Full path, with package → role, for every method."""
 
 OUR_SERVICES: Final = (
     rate_limiter.SERVICE,
@@ -88,12 +87,12 @@ OUR_SERVICES: Final = (
 
 
 def names_of(services: Iterable[str]) -> frozenset[str]:
-    """Every name under which these services are addressed: with the contract's package and without."""
+    """Return the names of these services, with and without the contract's package."""
     return frozenset(name for service in services for name in (service, _bare(service)))
 
 
 def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Methods:
-    """The methods of all services as a transport serves them: under all their paths, each behind its role.
+    """Return the methods of all services under all their paths, each guarded by its role.
 
     Raises:
         StartupError: a method has no role.
@@ -113,7 +112,7 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
             required = access.requirement(_role_of(path))
             bidi_stream |= dict.fromkeys(_paths(path), _guarded_stream(bidi, required, edge))
         for path, shortcut in offer.bulk.items():
-            # It never sees the call, so it is for methods that ask nothing of their caller, as long as they do not.
+            # A bulk handler does not receive the call, so it serves a method only while that needs no credentials.
             role = _role_of(path)
             if access.requirement(role) is None:
                 bulk |= dict.fromkeys(_paths(path), shortcut)
@@ -124,9 +123,9 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
 
 
 def admission(access: Access) -> Callable[[Call], None]:
-    """What lets a call pass that may be made, and raises ``RpcError`` for any other: the guards without the handlers.
+    """Return the guards without the handlers: a function that raises ``RpcError`` for calls that are not permitted.
 
-    For transports that work before a handler is called, and do so only if it may be called.
+    For transports that do work for a call before its handler runs.
     """
     requirements = {
         path: access.requirement(role) for name, role in ROLES.items() for path in _paths(name)
@@ -157,7 +156,7 @@ def _bare(service: str) -> str:
 
 
 def _while_open(shortcut: BulkHandler, is_open: Callable[[], bool]) -> BulkHandler:
-    """Return ``shortcut``, which leaves every message to the method's guarded handler once credentials are needed."""
+    """Return ``shortcut``, which returns ``None`` for every message once credentials are needed."""
 
     def answers(messages: Sequence[bytes]) -> Sequence[bytes | None]:
         return shortcut(messages) if is_open() else [None] * len(messages)
@@ -221,7 +220,7 @@ _OTHERS: Final = frozenset(
 
 
 def traced(methods: Methods, tracer: Tracer) -> Methods:
-    """``methods``, where calls of ours are traced; they are to be guarded already, so that errors have their status."""
+    """Return ``methods`` with traces of the contract's calls; must be guarded already, so that errors have a status."""
     unary = {path: _traced(path, handler, tracer) for path, handler in methods.unary.items()}
     return replace(methods, unary=unary, bulk_unless_sampled=True)
 

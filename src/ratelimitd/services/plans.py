@@ -1,7 +1,7 @@
-"""The RateLimiterPlans service: identities are assigned to plans, and assignments are taken away and listed.
+"""The RateLimiterPlans service: assigns identities to plans, and removes and lists assignments.
 
-A write is answered once it is stored and this node's own look-up shows it, as with rules. Errors and logs never hold an
-identifier. See ADR 0050.
+A write is answered once it is stored and visible to this node's look-ups, as with rules. Errors and logs never contain
+an identifier. See ADR 0050.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ratelimiter.v1 import ratelimiter_pb2
 SERVICE: Final = "ratelimiter.v1.RateLimiterPlans"
 
 MAX_BATCH: Final = 1_000
-"""Assignments of one batch: at most 1.4 MB, and one transaction of some 100 ms, during which no other may write."""
+"""Assignments of one batch: at most 1.4 MB, and one transaction of about 100 ms that blocks other writes."""
 
 
 class PlansService:
     """Handlers of the assignments.
 
-    ``actor`` says who the audit trail names for a call. ``identities`` are those that checks may name. ``page_key``
-    returns the key of page tokens, ``now_s`` the node's time in Unix seconds.
+    ``actor`` returns the actor of a call for the audit trail. ``identities`` are those that checks may name.
+    ``page_key`` returns the key of page tokens, ``now_s`` the node's time in Unix seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PlansService:
         self._now_s = now_s
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={
                 f"/{SERVICE}/AssignPlan": self.assign_plan,
@@ -79,7 +79,7 @@ class PlansService:
         )
 
     async def assign_plan(self, data: bytes, call: Call) -> bytes:
-        """Assign an identity, in the place of what it had."""
+        """Assign a plan to an identity, replacing any other."""
         wanted = self._assignment_of(parse_assign(data).assignment, "assignment.")
         [assigned] = await self._store.assign_all([wanted], self._actor(call))
         await self._feed.notify()
@@ -100,7 +100,7 @@ class PlansService:
         return message_of(await self._store.assignment(identity)).SerializeToString()
 
     async def batch_assign_plans(self, data: bytes, call: Call) -> bytes:
-        """Assign every identity, or none."""
+        """Assign plans to all identities of a batch, or to none."""
         wanted = self._batch_of(parse_assign_batch(data).assignments)
         assigned = await self._store.assign_all(wanted, self._actor(call))
         await self._feed.notify()
@@ -109,14 +109,14 @@ class PlansService:
         ).SerializeToString()
 
     async def list_assignments(self, data: bytes, _call: Call) -> bytes:
-        """Return one page of the assignments, by identifier type, then the bytes of the identifier."""
+        """Return one page of the assignments, ordered by identifier type, then the bytes of the identifier."""
         message = parse_assignments(data)
         query, size = self._query_of(message)
         bound = ("assignments", query.plan, query.identifier_type, query.prefix.hex())
         token = text_of(message.page_token)
         key = await self._page_key()
         after = position_of(token, bound, key) if token else None
-        # One more than asked for tells whether there is a next page.
+        # One more than requested shows whether there is a next page.
         found = await self._store.assignments(
             query, after and (after.identifier_type, bytes.fromhex(after.name)), size + 1
         )
@@ -171,7 +171,7 @@ class PlansService:
         return list(found.values())
 
     def _query_of(self, message: WireAssignments) -> tuple[AssignmentQuery, int]:
-        """Return the filters and the page size, as of a listing of rules."""
+        """Return the filters and the page size, as for a listing of rules."""
         kind, plan = message.identifier_type, text_of(message.plan)
         wrong = []
         if plan and NAME.fullmatch(plan) is None:
@@ -197,7 +197,7 @@ def message_of(assignment: Assignment) -> ratelimiter_pb2.Assignment:
     identifier_type, identifier, plan, expire_time, note, etag = assignment
     return ratelimiter_pb2.Assignment(
         identity=ratelimiter_pb2.Identity(
-            # Of a row written past the service it may be no text.
+            # A row that bypassed the service may have invalid text here.
             identifier_type=identifier_type,
             identifier=identifier.decode(errors="replace"),
         ),

@@ -1,8 +1,8 @@
 """The RateLimiter service: check one, check many.
 
-A check and a short batch are answered at once, with bytes: no task, no await. A long batch is answered in slices, which
-share one time budget with those of all other callers. Checks that only the shared state can decide are awaited together
-for a whole batch. Never decides anything itself; see ADR 0009 for batches.
+Checks and short batches are answered at once, with bytes, without a task or an await. Long batches are answered in
+slices, which share one time budget with those of all other callers. Checks that only the shared state can decide are
+awaited together for a whole batch. The limiter makes all decisions; see ADR 0009 for batches.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ MAX_BATCH_ITEMS: Final = 1_000
 """Checks in one call."""
 
 MAX_LONG_BATCHES: Final = 8
-"""Long batches in progress; others wait as bytes. Each in progress holds some 5,000 objects, and a full garbage
-collection walks all of them: 100 ms with 64 batches, 10 ms with 8."""
+"""Long batches in progress; others wait unparsed. Each in progress holds about 5,000 objects, all of which a full
+garbage collection visits: 100 ms with 64 batches, 10 ms with 8."""
 
 SHORT_ITEMS: Final = 100
-"""Checks of a batch that are answered in one step: 0.5 ms of the event loop; 1.6 ms if each is malformed in the most
-expensive way."""
+"""Checks of a batch that are answered in one step: 0.5 ms of the event loop, at worst 1.6 ms for malformed ones."""
 
 SLICE_ITEMS: Final = 50
 """Checks per step of a longer batch."""
 
 MAX_ASKS: Final = 2
-"""Short batches, or slices of long ones, that wait for the shared state at a time. Under 1,000 batches p99 of other
-callers' checks is 10 ms with 100 checks in front of them, 15 ms with 200."""
+"""Short batches, or slices of long ones, that wait for the shared state at a time. Under 1,000 batches, other callers'
+checks have a p99 of 10 ms with 100 checks ahead of them, 15 ms with 200."""
 
 COUNT_ABOVE_BYTES: Final = 65_536
-"""Longer batches are counted before they are parsed. Two million empty items fit into 4 MiB, and would take 330 MB of
-memory only to be refused; 64 KiB of them take 5 MB, and an honest batch is seldom longer."""
+"""Items of longer batches are counted before parsing. 4 MiB hold two million empty items, which would take 330 MB to
+parse; 64 KiB take 5 MB. Honest batches are seldom longer."""
 
 _RESPONSE_PREFIXES: Final = tuple(ITEM_TAG + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
-"""``BatchRateLimitResponse.responses`` by length; it has the number of ``BatchRateLimitRequest.requests``."""
+"""Tag and length of an item of ``BatchRateLimitResponse.responses``, whose field number is that of
+``BatchRateLimitRequest.requests``."""
 
 
 class Waiting(NamedTuple):
@@ -86,7 +86,7 @@ AnswerItems = Callable[[int, int], Parts]
 class RateLimiterService:
     """Handlers of the check path.
 
-    ``perf_counter_s`` is in seconds and measures how long a check takes; ``queue`` runs the slices of long batches.
+    ``perf_counter_s`` is in seconds and measures the latency of checks; ``queue`` runs the slices of long batches.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class RateLimiterService:
         return answer_of(verdict).SerializeToString()
 
     def check_rate_limit_batch(self, data: bytes, call: Call) -> bytes | Awaitable[bytes]:
-        """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one has its error in its own answer.
+        """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one gets its error in its own answer.
 
-        More than ``SHORT_ITEMS`` are answered later, slice by slice, in turn with the large calls of others. If the
-        caller leaves, the batch ends with the slice; what was decided until then stays charged.
+        More than ``SHORT_ITEMS`` are answered later, slice by slice, in rotation with other callers' large calls. If
+        the caller leaves, the batch ends after the current slice; decided checks stay charged.
 
         Raises:
-            InvalidInputError: the bytes are no batch, or there are too many items; nothing was charged.
+            InvalidInputError: the bytes are not a batch, or there are too many items; nothing was charged.
         """
         started_s = self._perf_counter_s()
         items = split_batch(data, MAX_BATCH_ITEMS)
@@ -171,7 +171,7 @@ class RateLimiterService:
         """Parse the items of a batch, for the general path.
 
         Raises:
-            InvalidInputError: the bytes are no batch, or there are too many items.
+            InvalidInputError: the bytes are not a batch, or there are too many items.
         """
         try:
             if len(data) > COUNT_ABOVE_BYTES:
@@ -186,7 +186,7 @@ class RateLimiterService:
     async def _answer_long(self, peer: str, data: bytes, started_s: float) -> bytes:
         """Read all items, then answer all: nothing is charged if one is malformed."""
         async with self._long_batches.held(peer):
-            # Split again, in 0.15 ms: a million items of waiting batches made garbage collections of 50 ms.
+            # Split again, in 0.15 ms: keeping a million items of waiting batches caused garbage collections of 50 ms.
             items = cast("list[bytes]", split_batch(data, MAX_BATCH_ITEMS))
             book = self._limiter.scopes.book
             questions: list[Question | None] = []

@@ -1,7 +1,7 @@
-"""Server reflection, v1 and v1alpha: what services there are, and the descriptors behind them.
+"""Server reflection, v1 and v1alpha: the services and their descriptors.
 
-Pure lookups in a descriptor pool. The two versions differ in nothing but the name of their package, so the messages
-of v1alpha, which are there as a library, serve both. The library's own servicer is not used: it imports a transport.
+Pure look-ups in a descriptor pool. The two versions differ only in the name of their package, so the messages of
+v1alpha, which a library provides, serve both. The library's own servicer is not used, since it imports a transport.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReflectionService:
     def __init__(self, service_names: Collection[str]) -> None:
         self._service_names = sorted(service_names)
         self._pool = _served_files()
-        # file_containing_extension is missing, so never found: no message of a proto3 file can be extended.
+        # Without file_containing_extension: messages of proto3 files have no extensions.
         self._answers: dict[str, _Answer] = {
             "list_services": self._list_services,
             "file_by_filename": self._file_by_filename,
@@ -44,7 +44,7 @@ class ReflectionService:
         }
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             bidi_stream={
                 f"/{V1}/ServerReflectionInfo": self.server_reflection_info,
@@ -55,12 +55,12 @@ class ReflectionService:
     async def server_reflection_info(
         self, requests: AsyncIterator[bytes], _call: Call
     ) -> AsyncIterator[bytes]:
-        """Answer each question of a stream."""
+        """Answer each request of a stream."""
         async for data in requests:
             yield self.answer(data)
 
     def answer(self, data: bytes) -> bytes:
-        """Answer one question; what is not found is said in the answer, not as an error of the call."""
+        """Answer one request; unknown names are reported in the answer, not as an error of the call."""
         try:
             request = _Request.FromString(data)
         except DecodeError:
@@ -91,7 +91,7 @@ class ReflectionService:
         symbol = request.file_containing_symbol
         try:
             return _files(self._pool.FindFileContainingSymbol(symbol))
-        except KeyError:  # the pool finds everything by that but methods
+        except KeyError:  # the pool does not find methods by this
             return _files(self._pool.FindMethodByName(symbol).containing_service.file)
 
     def _all_extension_numbers_of_type(
@@ -111,7 +111,7 @@ def _error(code: StatusCode, message: str) -> _Response:
 
 
 def _files(file: FileDescriptor) -> _Response:
-    """A file and everything it imports, which is what a client needs to make sense of it."""
+    """Return a file and all its imports, which a client needs to interpret it."""
     response = _Response()
     for needed in {each.name: each for each in _with_imports(file)}.values():
         response.file_descriptor_response.file_descriptor_proto.append(needed.serialized_pb)
@@ -125,7 +125,7 @@ def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
 
 
 def _served_files() -> DescriptorPool:
-    """Exactly what this node speaks; the process's default pool would tell about everything it has imported."""
+    """Return a pool of the files this node serves; the default pool would reveal all files the process has imported."""
     pool = DescriptorPool()
     for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
@@ -136,14 +136,14 @@ def _served_files() -> DescriptorPool:
 
 
 def _reflection_v1() -> descriptor_pb2.FileDescriptorProto:
-    """The file of v1: that of v1alpha under the other package name."""
+    """Return the file of v1: that of v1alpha with the other package name."""
     v1 = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(v1)
     v1.name = v1.name.replace("v1alpha", "v1")
     v1.package = v1.package.replace("v1alpha", "v1")
     for message in v1.message_type:
         for field in message.field:
-            # Set for fields that are messages only, and must stay unset for others.
+            # Set only for message fields; must stay unset for others.
             if field.type_name:
                 field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
     for service in v1.service:

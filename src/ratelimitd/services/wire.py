@@ -26,17 +26,17 @@ from ratelimitd.services.wire_format import (
 from ratelimiter.v1 import ratelimiter_pb2
 
 MAX_TOP_LEVEL_FIELDS: Final = 2_000
-"""Fields of a large message that are counted, in about 1 ms, before it is refused. The longest batch has half as
-many."""
+"""Fields of a large message that are counted, in about 1 ms, before it is refused. The longest batch has half of
+them."""
 
 ITEM_TAG: Final = b"\x0a"
 """``BatchRateLimitRequest.requests`` and ``ApplyRateLimitsRequest.rate_limits``: field 1, length-delimited."""
 
 MAX_BATCH_FIELDS: Final = 16_000
-"""The same of a batch of checks: 1,000 of eight identities have 13,000."""
+"""The same for a batch of checks: 1,000 with eight identities have 13,000 fields."""
 
 _LONGEST_PREFIX_BYTES: Final = 3
-"""Tag and length of an item of a batch, if that is of less than 16 KiB."""
+"""Tag and length of an item of a batch below 16 KiB."""
 
 
 class WireIdentity(Protocol):
@@ -47,7 +47,7 @@ class WireIdentity(Protocol):
 
 
 class WireCheck(WireIdentity, Protocol):
-    """``RateLimitRequest``; the same in a batch."""
+    """``RateLimitRequest``, alone or in a batch."""
 
     endpoint: bytes
     tokens_requested: int
@@ -91,7 +91,7 @@ class WirePlan(Protocol):
 
 
 class WireRule(Protocol):
-    """``RateLimit``. Whether ``enabled`` was sent, ``HasField`` knows."""
+    """``RateLimit``. ``HasField`` shows whether ``enabled`` was sent."""
 
     id: bytes
     endpoint: bytes
@@ -105,7 +105,7 @@ class WireRule(Protocol):
     plans: Sequence[WirePlan]
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
-        """Whether an optional field was sent."""
+        """Return whether an optional field was sent."""
 
 
 class WireCreate(Protocol):
@@ -261,7 +261,7 @@ def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
         if size >= ONE_BYTE:
             size, start = read_varint(data, position + 1)
             if start > position + _LONGEST_PREFIX_BYTES or data[start - 1] >= ONE_BYTE:
-                return None  # parsers take a longer one only up to a point; or it is cut off
+                return None  # cut off, or longer than parsers accept in all cases
         position = start + size
         items.append(data[start:position])
     return items if position == end else None
@@ -271,7 +271,7 @@ def rules_within(data: bytes, others: bytearray) -> Iterator[bytes]:
     """Yield the rules of an ``ApplyRateLimitsRequest``, unparsed; add its other fields to ``others``.
 
     Raises:
-        InvalidInputError: the bytes are no such message, or have too many other fields.
+        InvalidInputError: the bytes are not such a message, or have too many other fields.
     """
     position, fields = 0, 0
     while position < len(data):
@@ -296,7 +296,7 @@ def rules_within(data: bytes, others: bytearray) -> Iterator[bytes]:
 def count_items(data: bytes, at_most: int) -> int:
     """Count the items of a ``BatchRateLimitRequest`` without parsing it.
 
-    Stops at ``at_most`` + 1. Bytes that are no message end the count early: the parser will refuse them.
+    Stops at ``at_most`` + 1. Malformed bytes end the count early: the parser will refuse them.
 
     Raises:
         InvalidInputError: the message has more than ``MAX_TOP_LEVEL_FIELDS`` fields.
@@ -320,7 +320,7 @@ _POOL: Final = widened_pool(
 _parser: Final = partial(parser, _POOL)
 
 
-# Each reads the message that its row names, and raises InvalidInputError when the bytes are none.
+# Each parses the message of its row, and raises InvalidInputError for malformed bytes.
 parse_check: Final[Callable[[bytes], WireCheck]] = _parser(ratelimiter_pb2.RateLimitRequest)
 parse_batch: Final[Callable[[bytes], WireBatch]] = _parser(
     ratelimiter_pb2.BatchRateLimitRequest, MAX_BATCH_FIELDS
@@ -332,7 +332,7 @@ parse_get: Final[Callable[[bytes], WireGet]] = _parser(ratelimiter_pb2.GetRateLi
 parse_list: Final[Callable[[bytes], WireList]] = _parser(ratelimiter_pb2.ListRateLimitsRequest)
 parse_rule: Final[Callable[[bytes], WireRule]] = _parser(ratelimiter_pb2.RateLimit)
 parse_apply: Final[Callable[[bytes], WireApply]] = _parser(ratelimiter_pb2.ApplyRateLimitsRequest)
-"""As far as :func:`rules_within` leaves it."""
+"""Parses the fields that :func:`rules_within` leaves over."""
 parse_assign: Final[Callable[[bytes], WireAssign]] = _parser(ratelimiter_pb2.AssignPlanRequest)
 parse_assign_batch: Final[Callable[[bytes], WireAssignBatch]] = _parser(
     ratelimiter_pb2.BatchAssignPlansRequest
@@ -358,4 +358,4 @@ parse_list_holds: Final[Callable[[bytes], object]] = _parser(ratelimiter_pb2.Lis
 EMPTY: Final = b""
 """``google.protobuf.Empty`` as an answer."""
 parse_empty: Final[Callable[[bytes], object]] = _parser(empty_pb2.Empty)
-"""Whatever it carries is unknown to us and ignored."""
+"""Ignores unknown fields."""

@@ -1,9 +1,9 @@
 """Protobuf messages as the server reads them: int32 as int64, uint32 as uint64, string as bytes, and bounded.
 
-A protobuf parser truncates a number that is too wide to 32 bits (2^32+1 arrives as 1), and refuses a whole message for
-one byte that is not UTF-8, without naming the field. The services validate both and name the field: requests are parsed
-by classes made from the same descriptors with wider fields. The wire format and the parser (C) are the same. A map is
-the list of its entries, because a map has no keys that are bytes.
+A protobuf parser truncates larger numbers to 32 bits (2^32+1 becomes 1), and refuses a whole message for one byte that
+is not UTF-8, without naming the field. The services validate both and name the field: requests are parsed by classes
+made from the same descriptors with wider fields. The wire format and the parser (C) are the same. A map becomes a list
+of its entries, because map keys cannot be bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WHOLE_MESSAGE: Final = "request"
 """Field name in errors about bytes that are not a message."""
 
 COUNT_ABOVE_BYTES: Final = 16_384
-"""Longer messages have their fields counted before they are parsed. 4 MiB of empty entries of a repeated field block
-the event loop for 0.2 to 19 s, only to be refused; an honest message other than a batch is seldom longer."""
+"""Fields of longer messages are counted before parsing: 4 MiB of empty entries of a repeated field would block the
+event loop for 0.2 to 19 s. Honest messages other than batches are seldom longer."""
 
 MAX_FIELDS: Final = 2_000
-"""Fields of a long message: a rule of 32 plans has some 330, a batch of 1,000 assignments as many entries."""
+"""Fields of a long message: a rule with 32 plans has about 330, a batch of 1,000 assignments 1,000 entries."""
 
 _VARINT, _FIXED64, LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 GROUP_MARKS: Final = (3, 4)
@@ -44,7 +44,7 @@ _MORE: Final = 0x80
 """Continuation bit of a varint."""
 
 ONE_BYTE: Final = _MORE
-"""Smaller numbers take one byte."""
+"""Smaller varints take one byte."""
 
 _MAX_BYTES: Final = 10
 
@@ -60,7 +60,7 @@ def varint(number: int) -> bytes:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the varint at ``position`` and the position after it; the end of the data if it is malformed."""
+    """Return the varint at ``position`` and the position after it, which is the end of the data if it is malformed."""
     value = shift = 0
     for byte in data[position : position + _MAX_BYTES]:
         position += 1
@@ -87,7 +87,7 @@ _CONTINUED: Final = tuple(
 
 
 def no_message(message_class: type[Message]) -> InvalidInputError:
-    """Return the error of bytes that are no message of a class."""
+    """Return the error of bytes that are not a message of a class."""
     text = f"the bytes are no {message_class.DESCRIPTOR.name} message"
     return InvalidInputError(FieldViolation(WHOLE_MESSAGE, text))
 
@@ -95,9 +95,9 @@ def no_message(message_class: type[Message]) -> InvalidInputError:
 def _count_fields(  # noqa: PLR0917 -- a part of the data without a copy
     data: bytes, position: int, end: int, message: Descriptor, left: int
 ) -> int:
-    """Return how many of ``left`` fields remain after a message and those in it that hold repeated fields.
+    """Subtract from ``left`` the fields of a message and of its messages with repeated fields; return the rest.
 
-    Bytes that are no message may raise ``IndexError`` or end the count early: the parser will refuse them.
+    Malformed bytes may raise ``IndexError`` or end the count early: the parser will refuse them.
 
     Raises:
         InvalidInputError: the message has more fields.
@@ -107,7 +107,7 @@ def _count_fields(  # noqa: PLR0917 -- a part of the data without a copy
         if not left:
             raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, "has too many fields"))
         left -= 1
-        # Nearly all numbers take one byte; a call for each would take three times as long.
+        # Nearly all varints take one byte; a call for each would take three times as long.
         tag, position = data[position], position + 1
         if tag >= ONE_BYTE:
             tag, position = read_varint(data, position - 1)
@@ -138,18 +138,18 @@ def _holders(message: Descriptor) -> Mapping[int, Descriptor]:
 
 
 def after_field(data: bytes, position: int, wire_type: int) -> int:
-    """Return the position behind a field whose tag ends at ``position``."""
+    """Return the position after a field whose tag ends at ``position``."""
     if wire_type == LENGTH_DELIMITED:
         length, position = read_varint(data, position)
         return position + length
     if wire_type == _VARINT:
         return read_varint(data, position)[1]
-    # The two marks of a group have no body of their own: its fields are stepped over one by one.
+    # The start and end tags of a group have no body: its fields are skipped one by one.
     return position + {_FIXED64: 8, _FIXED32: 4}.get(wire_type, 0)
 
 
 def widened_pool(files: Iterable[descriptor_pb2.FileDescriptorProto]) -> DescriptorPool:
-    """Return a pool of these files with wider fields, each behind those it imports. Changes what it is given."""
+    """Return a pool of these files, each after its imports, with wider fields. Changes ``files``."""
     pool = DescriptorPool()
     for file in files:
         for message in file.message_type:
@@ -169,7 +169,7 @@ def _widen(message: descriptor_pb2.DescriptorProto) -> None:
 def parser(
     pool: DescriptorPool, contract: type[Message], max_fields: int = MAX_FIELDS
 ) -> Callable[[bytes], Any]:
-    """Return what reads the messages of a class of the contract, by the class of a widened pool."""
+    """Return a parser of the contract's messages of a class, by the class of a widened pool."""
     descriptor = pool.FindMessageTypeByName(contract.DESCRIPTOR.full_name)
     from_string = message_factory.GetMessageClass(descriptor).FromString
 

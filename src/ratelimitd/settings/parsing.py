@@ -38,11 +38,17 @@ PATH_TEMPLATE: Final = re.compile(
     r"(?:(?P<method>[A-Z]+) )?(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)+)?"
     rf"(?P<path>(?:/{_SEGMENT})*/(?:{_SEGMENT}|\{{\w+\.\.\.\}}))"
 )
-"""Written as patterns of Go's ServeMux. ``*``, ``%`` and other frameworks' ``:name`` and ``<name>`` would be taken
-literally, which is seldom meant; a host without a dot would be a path whose slash was forgotten."""
+"""Syntax of Go's ServeMux. Refuses ``*``, ``%`` and other frameworks' ``:name`` and ``<name>``, which would be literal
+and are seldom meant so, and a host without a dot, which is mostly a path without its slash.
+"""
 
 UNMATCHED: Final = "unmatched"
-"""Endpoint of paths without a template, as in the Python middleware: no client can make up an endpoint."""
+"""Endpoint of paths without a template, as in the Python middleware: clients cannot invent endpoints."""
+
+WHY_UNMATCHED: Final = (
+    f"{UNMATCHED}: paths without a template in AUTH_ENDPOINTS,"
+    " or of a proxy that is not in TRUSTED_PROXIES"
+)
 
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
@@ -73,7 +79,7 @@ def address(text: str) -> Address:
 
 
 def optional(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """Return ``parse`` with an empty text for ``None``."""
+    """Return a parser that maps empty text to ``None``, and other text by ``parse``."""
     return lambda text: parse(text) if text else None
 
 
@@ -157,7 +163,7 @@ def covers_everything(found: tuple[str, ...]) -> bool:
 
 
 def user_header(text: str) -> str:
-    """Parse the name of a header that a proxy sets and callers have no use for; empty = none."""
+    """Parse the name of a header that only a proxy sets; empty = none."""
     if text and (
         re.fullmatch(r"[A-Za-z0-9-]{1,64}", text) is None or text.lower() in _OTHER_HEADERS
     ):
@@ -170,7 +176,7 @@ _OTHER_HEADERS: Final = frozenset(
     {"accept", "authorization", "connection", "content-length", "content-type", "cookie", "forwarded", "host", "origin",
      "referer", "user-agent", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}
 )  # fmt: skip
-"""Headers that say something else, and that callers send themselves."""
+"""Headers with another meaning, which callers send themselves."""
 
 
 def identifier_keys(text: str) -> tuple[str, ...]:
@@ -221,7 +227,7 @@ def path_templates(text: str) -> tuple[str, ...]:
 
 
 def identifier_types(text: str) -> tuple[str, ...]:
-    """Parse identifier types that are declared beside those of the contract, separated by commas; empty = none."""
+    """Parse identifier types in addition to those of the contract, separated by commas; empty = none."""
     found = names(text)
     if not all(map(_is_type, found)) or len({*found, *IdentifierType}) < len(found) + len(
         IdentifierType

@@ -111,7 +111,7 @@ def _read_secret(origin: str, name: str) -> str:
         message = f"{origin}: {file} is longer than {MAX_SECRET_FILE_BYTES} bytes"
         raise SettingsError(message)
     if not text.strip():
-        # Left by a deployment that lost the secret; taken as "not set" it would open the node.
+        # The deployment lost the secret; treated as "not set", it would open the node.
         message = f"{origin}: {file} is empty"
         raise SettingsError(message)
     return text.removesuffix("\n").removesuffix("\r")

@@ -47,7 +47,7 @@ from ratelimitd.settings.parsing import (
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
 
 STATE_DIR_SOURCE: Final = "state directory"
-"""Source of what the parent of several workers makes for them: an admin token, the URL of a private store."""
+"""Source of values that a parent makes for its workers: an admin token, the URL of a private store."""
 
 
 class SettingSpec(NamedTuple):
@@ -261,7 +261,7 @@ class Settings:
 
     @property
     def admin_token_name(self) -> str:
-        """Where the admin token comes from, for callers."""
+        """Origin of the admin token, as shown to callers."""
         made = self.has_own_admin_token or self.sources.get("ADMIN_TOKEN") == STATE_DIR_SOURCE
         return "in STATE_DIR/admin-token" if made else "ADMIN_TOKEN"
 

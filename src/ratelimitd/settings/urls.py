@@ -32,7 +32,7 @@ _TRUTHS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "
 
 
 SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
-"""Of libpq. The default is libpq's own, prefer: TLS is tried, and the server is not verified."""
+"""Modes of libpq. The default is libpq's, prefer: TLS is tried, and the server is not verified."""
 
 PARAMETERS: Final = frozenset(
     {

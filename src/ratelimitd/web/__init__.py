@@ -1,1 +1,1 @@
-"""The HTTP side of a node: metrics, probes, and a page that says what this is."""
+"""The HTTP side of a node: metrics, probes, the operator pages and the services over HTTP."""

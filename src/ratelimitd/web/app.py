@@ -1,7 +1,7 @@
-"""The HTTP side of a node: the routes of all areas joined, with what holds for each of them around.
+"""The HTTP side of a node: joins the routes of all areas and wraps them in common checks and headers.
 
-The only module that knows them all. ``/metrics``, ``/healthz``, ``/readyz`` and ``/v1/auth`` are for machines and stand
-outside of what pages and JSON are held to. See ADR 0028.
+The only module that imports them all. ``/metrics``, ``/healthz``, ``/readyz`` and ``/v1/auth`` are for machines and
+exempt from the checks of pages and JSON. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
         "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-        # Not no-referrer: a browser would then say Origin: null with our own forms.
+        # Not no-referrer: browsers would then send Origin: null with our own forms.
         "Referrer-Policy": "same-origin",
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
@@ -80,7 +80,7 @@ SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
-    """Adds the headers to each answer, and refuses what another site's page sends with a visitor's browser."""
+    """Adds the headers to each answer, and refuses cross-site requests from browsers."""
 
     def __init__(self, app: ASGIApp, count: Count) -> None:
         self._app = app
@@ -105,31 +105,31 @@ class Guard:
 
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
-"""Asked for under any ``Host``; a proxy may pass on that of its client."""
+"""Served under any ``Host``, because a proxy may forward its client's."""
 
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
-"""RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
+"""RFC 9110 section 7.2, without user information, escapes and zones, which our names never contain."""
 
 Points = Iterable[tuple[Definition, Iterable[Point]]]
 """Every metric with its readings."""
 
 
 class Readiness(NamedTuple):
-    """Whether traffic should come here, and if not, why. With a reason all the same: which part of it is not ready."""
+    """Whether the node should receive traffic. ``reason``: why not, or, if ready, which part is not."""
 
     ready: bool
     reason: str = ""
 
 
 class Metrics(Protocol):
-    """Where the numbers come from."""
+    """The source of the metrics."""
 
     def points(self) -> Points | Awaitable[Points]:
-        """The readings of this moment, or an awaitable of them."""
+        """Return the current readings, or an awaitable of them."""
 
 
 def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
-    """What this is, in words, for programs that ask for ``/``."""
+    """Return the plain-text front page, for programs that request ``/``."""
 
     async def front(_: Request) -> Response:
         return PlainTextResponse(
@@ -145,7 +145,7 @@ def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable
 
 
 class WithoutConnect:
-    """Refuses CONNECT for every path: after a 2xx answer to it a connection speaks no HTTP any more."""
+    """Refuses CONNECT on every path: after a 2xx answer, the connection would no longer speak HTTP."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -167,7 +167,7 @@ def worker_application(
     others: ASGIApp,
     auth: ForwardAuth | None = None,
 ) -> ASGIApp:
-    """The pages for machines, with ``auth`` if it is this process's, and ``others`` for every other path."""
+    """Return an application with the machine endpoints, ``auth`` if served here, and ``others`` for the rest."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=HEADERS)
@@ -194,13 +194,13 @@ def worker_application(
 
 
 class HostCheck:
-    """Refuses requests for people's pages whose ``Host`` is a name this node does not know: 421.
+    """Answers 421 to page requests whose ``Host`` is not a name of this node.
 
-    An address is let through: a page of a foreign site has that site's name, whatever it resolves to.
+    Addresses are allowed: a page of a foreign site has that site's name, regardless of its DNS records.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], count: Count) -> None:
-        """``hosts`` are the names of this node beside ``localhost`` and addresses."""
+        """``hosts`` are the names of this node in addition to ``localhost`` and addresses."""
         self._app = app
         self._count = count
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
@@ -226,13 +226,13 @@ class HostCheck:
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a ``Host`` header, without port and brackets; empty when it has not that form."""
+    """Return the name or address in a ``Host`` header, without port and brackets; empty if malformed."""
     found = _HOST.fullmatch(host.lower())
     return (found["address"] or found["name"]) if found else ""
 
 
 async def _paced(page: Page) -> AsyncIterator[bytes]:
-    """The pieces of a page; between two of them the loop answers checks."""
+    """Yield the pieces of a page; between two pieces the loop answers checks."""
     for piece in page.pieces():
         yield piece
         await asyncio.sleep(0)
@@ -243,57 +243,57 @@ STATUS_TITLES = {404: "There is no such page", 405: "This page is not for that"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the HTTP side is given of its node."""
+    """The parts of a node that the HTTP side uses."""
 
     node_id: str
     metrics: Metrics
     readiness: Callable[[], Readiness | Awaitable[Readiness]]
     grpc_address: Callable[[], str]
     hosts: Collection[str]
-    """Its names beside ``localhost`` and addresses."""
+    """The node's names in addition to ``localhost`` and addresses."""
     methods: Methods
-    """The services, each method behind its role."""
+    """The methods of the services, each guarded by its role."""
     book: Callable[[], RuleBook | None]
-    """The rule book of this moment, ``None`` while there is none."""
+    """Returns the current rule book, ``None`` before the first."""
     assignments: Assignments
-    """The plans of identities in force."""
+    """The assignments in force."""
     audit: RuleStore
     rule_traffic: RuleTraffic
-    """What the rules decide on this node."""
+    """The decisions of each rule on this node."""
     live: Live
-    """What the overview shows."""
+    """The data of the overview."""
     may_read: Requirement
     may_administer: Requirement
     login: Login
     session_of: SessionOf
     users: ProxyUsers
     actor: Callable[[Call], str]
-    """Who the log names for a call."""
+    """Returns the name of a call's caller for the log."""
     admit: Requirement
-    """Lets a call pass that may be made."""
+    """Lets a permitted call pass."""
     translate: Translation
-    """Converts the error of a call into a status."""
+    """Converts the error of a call to a status."""
     rate_limit_of: RateLimitOf
     admin_token: str
     now_s: Callable[[], float]
-    """Unix time that never steps back."""
+    """Returns Unix time that never steps back."""
     refused: Count
-    """Counts one request that was refused."""
+    """Counts one refused request."""
     ratelimit_headers: str
     """Revision of the ``RateLimit`` fields."""
     queue: FairQueue
-    """Reads and writes large JSON in turn with the large calls of gRPC."""
+    """Schedules large JSON messages together with the large calls of gRPC."""
     types: Sequence[str]
-    """Identifier types that requests may name."""
+    """Identifier types accepted in requests."""
     on_breaker_open: str
-    """The setting; empty for a strict node, which has no state of its own to go by."""
+    """The setting; empty for a strict node, which has no local state to fall back on."""
     auth: ForwardAuth
     record_dir: Path | None
-    """Where checks are recorded."""
+    """Directory of recorded checks."""
 
 
 def application(parts: Parts) -> ASGIApp:
-    """The ASGI application of a node."""
+    """Return the ASGI application of a node."""
     static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
     frame = Frame(
@@ -350,7 +350,7 @@ def application(parts: Parts) -> ASGIApp:
     ]
 
     async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)  # noqa: S101 -- what it is registered for
+        assert isinstance(error, HTTPException)  # noqa: S101 -- registered for this exception
         title = STATUS_TITLES.get(error.status_code, str(error.detail))
         if accepts_html(request):
             return frame.message(request, title, "", error.status_code)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.acceptor import Acceptor
 
 
@@ -147,9 +150,9 @@ no client of theirs can make the request for its check fail."""
 MAX_HEADER_LINES: Final = 128
 """Limit of lines before the body, and of lines behind a chunked one: h11 takes 2 µs for each, however short."""
 
-EVENTS_PER_ITERATION: Final = 32
-"""Events of one connection that are handled per event-loop iteration, in about 0.3 ms, as long as a request takes. Each
-chunk of a body is one. Small chunks are not refused: clients that encode JSON piece by piece send them."""
+EVENTS_PER_STEP: Final = 32
+"""Events of one connection that are handled in a row, in about 0.3 ms, as long as a request takes. Each chunk of a body
+is one. Small chunks are not refused: clients that encode JSON piece by piece send them."""
 
 BACKLOG: Final = 1_024
 
@@ -270,11 +273,20 @@ def address_of(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class _ServerState(ServerState):
+    """What the connections share, with their turns at received events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(time.monotonic)
+
+
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers; stopped by a call. Over TLS the node's own acceptor bounds handshakes."""
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self.server_state = _ServerState()
         self._stopped = asyncio.Event()
         self._tls = tls
         self._acceptor: Acceptor[BoundedProtocol] | None = None
@@ -374,7 +386,7 @@ class _BoundedConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self.received = self._receive_buffer = _BoundedBuffer()
-        self.events_left = EVENTS_PER_ITERATION
+        self.events_left = EVENTS_PER_STEP
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
         """Return the next event, or ``NEED_DATA`` if it has to wait."""
@@ -402,7 +414,7 @@ class BoundedProtocol(H11Protocol):
 
     conn: _BoundedConnection
     flow: _BoundedFlow
-    _next_events: asyncio.Handle | None = None
+    server_state: _ServerState
     _expiry: asyncio.TimerHandle | None = None
     opened_s = 0.0
     leave: Callable[[BoundedProtocol], None] | None = None
@@ -420,25 +432,37 @@ class BoundedProtocol(H11Protocol):
         self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
 
     def handle_events(self) -> None:
-        """Handle received events, the rest of them in the next iteration."""
-        self.conn.events_left = EVENTS_PER_ITERATION
+        """Handle received events, in a later iteration if other connections have used this one's budget."""
+        queue = self.server_state.queue
+        if self.flow.events_wait:
+            return  # their turn comes
+        if queue.begin():
+            self._handle_some()
+            queue.end()
+        else:
+            self._let_events_wait()
+
+    def _handle_some(self) -> None:
+        """Handle received events, at most :data:`EVENTS_PER_STEP`; the rest have to wait."""
+        self.conn.events_left = EVENTS_PER_STEP
         super().handle_events()
         if self.transport.is_closing():
             return
         if not self.conn.events_left:
-            self.flow.events_wait = True
-            self.transport.pause_reading()
-            if self._next_events is None:
-                self._next_events = self.loop.call_soon(self._handle_next_events)
+            self._let_events_wait()
         elif self.flow.events_wait:
             self.flow.events_wait = False
             if not self.flow.read_paused:
                 self.transport.resume_reading()
 
-    def _handle_next_events(self) -> None:
-        self._next_events = None
+    def _let_events_wait(self) -> None:
+        self.flow.events_wait = True
+        self.transport.pause_reading()
+        self.server_state.queue.submit("{}:{}".format(*self.client or ("", 0)), self._handle_next)
+
+    def _handle_next(self) -> None:
         if not self.transport.is_closing():
-            self.handle_events()
+            self._handle_some()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what was received, and close; an answer that has begun is left as it is."""
@@ -455,8 +479,6 @@ class BoundedProtocol(H11Protocol):
         """Remove the connection."""
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._next_events is not None:
-            self._next_events.cancel()
         if self.leave is not None:
             self.leave(self)
         super().connection_lost(exc)
@@ -474,7 +496,9 @@ class BoundedProtocol(H11Protocol):
 
     def waits_for_peer(self) -> bool:
         """Return whether the peer has to act: send a request or its rest, read its answer, or close as we did."""
-        if self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
+        if self.conn.their_state is h11.IDLE:
+            return not self.flow.events_wait  # a request may have come
+        if self.conn.their_state is h11.SEND_BODY:
             return True
         return self.flow.write_paused or self.transport.is_closing()
 

@@ -1,8 +1,8 @@
 """Forward auth for HAProxy, which has no HTTP subrequests: an agent of its stream processing offload, SPOP 2.0.
 
 Each NOTIFY frame is one request to :class:`ratelimitd.web.api.forward_auth.ForwardAuth`: its arguments are the headers,
-``query`` among them is the query. The answer sets variables: ``status`` and the header fields. See ADR 0061, and
-doc/SPOE.txt of HAProxy for the protocol.
+except ``query``, the query. The answer sets variables: ``status`` and the header fields. See ADR 0061, and doc/SPOE.txt
+of HAProxy for the protocol.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
 VERSION: Final = b"2.0"
 
 MAX_FRAME_BYTES: Final = 65_536
-"""HAProxy's own bound is its buffer, 16 KiB by default."""
+"""Longest frame. HAProxy's own bound is its buffer, 16 KiB by default."""
 MAX_DIGITS: Final = 10
-"""Of the bound that HAProxy names."""
+"""Digits of the frame size that HAProxy announces."""
 _LENGTH_BYTES: Final = 4
 _MAX_VARINT_BYTES: Final = 10
 
 MAX_CONNECTIONS: Final = 500
-"""One more closes the connection that has been silent for the longest time."""
+"""A further one closes the connection that has been silent for the longest time."""
 CLOSING_GRACE_S: Final = 5.0
-"""Time for a peer to read what was written before the end of its connection."""
+"""Time for a peer to read the last output before its connection is closed."""
 MAX_ARGUMENTS: Final = 64
-"""Of a frame: each takes 1 µs."""
+"""Arguments per frame: each takes 1 µs."""
 FRAMES_PER_ITERATION: Final = 16
-"""Frames of all connections that are handled per event-loop iteration, in some 2 ms."""
+"""Frames of all connections handled per event-loop iteration, in about 2 ms."""
 MAX_PENDING: Final = 200
-"""Requests of a connection that wait for the shared state; further ones are not read."""
+"""Requests per connection that wait for the shared state; beyond that, reading stops."""
 
 _FIN: Final = 1
 _TRANSACTION: Final = 2
@@ -61,7 +61,7 @@ class FrameType(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """Why a connection ends, as AGENT-DISCONNECT says it."""
+    """Why a connection ends, as sent in AGENT-DISCONNECT."""
 
     NORMAL = 0
     TOO_BIG = 3
@@ -87,7 +87,7 @@ class Frame(NamedTuple):
 
 
 class _Reader:
-    """Reads one frame. Its methods raise :class:`SpopError` where it is malformed."""
+    """Reads one frame. Its methods raise :class:`SpopError` if it is malformed."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -97,7 +97,7 @@ class _Reader:
         return self._at < len(self._data)
 
     def take(self, count: int) -> bytes:
-        """Return the next octets."""
+        """Return the next bytes."""
         end = self._at + count
         if end > len(self._data):
             raise SpopError(Status.INVALID)
@@ -106,7 +106,7 @@ class _Reader:
         return taken
 
     def rest(self) -> bytes:
-        """Return all that is left."""
+        """Return all remaining bytes."""
         return self.take(len(self._data) - self._at)
 
     def varint(self) -> int:
@@ -122,7 +122,7 @@ class _Reader:
         raise SpopError(Status.INVALID)
 
     def text(self) -> bytes:
-        """Return a string with its length in front."""
+        """Return a string with its length prefix."""
         return self.take(self.varint())
 
     def pairs(self) -> Iterator[tuple[bytes, bytes]]:
@@ -151,7 +151,7 @@ class _Reader:
 
 
 def read_frame(data: bytes) -> Frame:
-    """Return the frame in ``data``, which is without its length.
+    """Return the frame in ``data``, which excludes the length prefix.
 
     Raises:
         SpopError: it is malformed, or one of several fragments.
@@ -186,7 +186,7 @@ def arguments_of(payload: bytes) -> dict[bytes, bytes]:
 
 
 def varint(value: int) -> bytes:
-    """Return an integer in its variable length."""
+    """Encode an integer in variable length."""
     if value < _BIG_VARINT:
         return bytes([value])
     octets = [value & 0xFF | _BIG_VARINT]
@@ -206,18 +206,18 @@ def _typed(value: bytes | int) -> bytes:
 
 
 def frame(kind: FrameType, payload: bytes, stream_id: int = 0, frame_id: int = 0) -> bytes:
-    """Return a whole frame with its length."""
+    """Encode a frame with its length prefix."""
     head = bytes([kind]) + _FIN.to_bytes(4) + varint(stream_id) + varint(frame_id)
     return (len(head) + len(payload)).to_bytes(_LENGTH_BYTES) + head + payload
 
 
 def pairs(values: Mapping[bytes, bytes | int], head: bytes = b"") -> bytes:
-    """Return a list of names and values, each after ``head``."""
+    """Encode a list of names and values, each after ``head``."""
     return b"".join(head + _text(name) + _typed(value) for name, value in values.items())
 
 
 def variables(values: Mapping[bytes, bytes | int]) -> bytes:
-    """Return the payload of an ACK that sets these variables."""
+    """Encode the payload of an ACK that sets these variables."""
     return pairs(values, bytes([_SET_VAR, 3, _TRANSACTION]))
 
 
@@ -251,11 +251,11 @@ class SpopServer:
         self._reuse_port = reuse_port
         self._server: asyncio.Server | None = None
         self.connections: dict[SpopConnection, None] = {}
-        """Those that were silent for longest come first."""
+        """Ordered by last activity, the longest silent first."""
         self._frames = FrameQueue()
 
     async def start(self) -> str:
-        """Bind and listen; returns the bound address as ``host:port``.
+        """Bind and listen; return the bound address as ``host:port``.
 
         Raises:
             StartupError: the address cannot be bound; the message says why.
@@ -269,7 +269,7 @@ class SpopServer:
         return address_of(sock)
 
     async def stop(self) -> None:
-        """Close the address, answer what is in progress, and close every connection."""
+        """Stop listening, answer what is in progress, and close every connection."""
         if self._server is None:
             return
         self._server.close()
@@ -283,23 +283,23 @@ class SpopServer:
 
 
 class FrameQueue:
-    """Shares the frames per event-loop iteration among the connections of a listener, one at a time in rotation."""
+    """Divides the frames per event-loop iteration among the connections of a listener, one at a time in rotation."""
 
     def __init__(self) -> None:
         self._waiting: dict[SpopConnection, None] = {}
         self._is_scheduled = False
 
     def __contains__(self, connection: SpopConnection) -> bool:
-        """Return whether frames of this connection wait."""
+        """Return whether frames of this connection are queued."""
         return connection in self._waiting
 
     def add(self, connection: SpopConnection) -> None:
-        """Let the frames of a connection wait for the next iteration."""
+        """Queue the frames of a connection for the next iteration."""
         self._waiting[connection] = None
         self._schedule()
 
     def discard(self, connection: SpopConnection) -> None:
-        """Forget a connection that is lost."""
+        """Remove a lost connection."""
         self._waiting.pop(connection, None)
 
     def _handle(self) -> None:
@@ -355,7 +355,7 @@ class SpopConnection(asyncio.Protocol):
         self._connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
-        """Remove the connection, and drop what waits."""
+        """Remove the connection and drop its queued frames."""
         self._connections.pop(self, None)
         self._frames.discard(self)
         if self._expiry is not None:
@@ -364,23 +364,23 @@ class SpopConnection(asyncio.Protocol):
             task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Let frames that are whole be handled."""
+        """Queue complete frames for handling."""
         self._received += data
         if self in self._frames:
             self._transport.pause_reading()
         self._frames.add(self)
 
     def pause_writing(self) -> None:
-        """Read no more while HAProxy does not read its answers."""
+        """Stop reading while HAProxy does not read its answers."""
         self._is_blocked = True
 
     def resume_writing(self) -> None:
-        """Read on."""
+        """Resume reading."""
         self._is_blocked = False
         self._frames.add(self)
 
     def make_room(self) -> None:
-        """Close for another connection, at once if the peer does not read what was written."""
+        """Close to make room for another connection; at once if the peer does not read pending output."""
         del self._connections[self]
         if self._transport.get_write_buffer_size():
             self._transport.abort()
@@ -388,7 +388,7 @@ class SpopConnection(asyncio.Protocol):
             self.end(Status.NORMAL)
 
     def end(self, status: Status) -> None:
-        """Say why, and close. The connection counts until it is lost, at most ``CLOSING_GRACE_S`` later."""
+        """Send the reason and close. The connection counts until it is lost, at most ``CLOSING_GRACE_S`` later."""
         if not self._transport.is_closing():
             told: dict[bytes, bytes | int] = {
                 b"status-code": int(status),
@@ -400,7 +400,7 @@ class SpopConnection(asyncio.Protocol):
             self._expiry = later(CLOSING_GRACE_S, self._transport.abort)
 
     def handle_frame(self) -> bool:
-        """Handle the next frame; returns ``False`` without one, or without room. Without room nothing is read."""
+        """Handle the next frame; return ``False`` without one, or without room. Without room nothing is read."""
         try:
             if self._has_room() and (whole := self._next()) is not None:
                 self._handle(read_frame(whole))
@@ -418,7 +418,7 @@ class SpopConnection(asyncio.Protocol):
         return is_free and not self._transport.is_closing()
 
     def _next(self) -> bytes | None:
-        """Return the next frame without its length, ``None`` until it is whole."""
+        """Return the next frame without its length prefix, ``None`` until it is complete."""
         if len(self._received) < _LENGTH_BYTES:
             return None
         size = int.from_bytes(self._received[:_LENGTH_BYTES])
@@ -463,7 +463,7 @@ class SpopConnection(asyncio.Protocol):
             "method": "GET",
             "path": AUTH_PATH,
             "query_string": query,
-            # What a request does not have is NULL.
+            # Absent values of a request are NULL.
             "headers": [(name, value) for name, value in arguments.items() if value],
             "client": self._client,
         }
@@ -473,7 +473,7 @@ class SpopConnection(asyncio.Protocol):
 
 
 def _told(response: Response) -> dict[bytes, bytes | int]:
-    """Return the variables of an answer: its status and the fields of the limit, with ``_`` for ``-``."""
+    """Return the variables of an answer: its status and the rate-limit fields, with ``_`` for ``-``."""
     fields = {
         name.replace("-", "_").encode(): value.encode()
         for name, value in response.headers.items()
@@ -483,6 +483,6 @@ def _told(response: Response) -> dict[bytes, bytes | int]:
 
 
 async def _never() -> Message:
-    """Return nothing: HAProxy does not tell that a client has left."""
+    """Wait forever: HAProxy does not report that a client has left."""
     nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await nothing

@@ -1,6 +1,6 @@
 """Forwards requests for pages and JSON from the parent to a worker, without interpreting them.
 
-A caller stays with one worker while it responds, and so sees its own changes. See ADR 0025.
+Requests of a client address go to the same worker while it responds, so a caller sees its own changes. See ADR 0025.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FromParent:
 CONNECT_TIMEOUT_S: Final = 1.0
 
 ANSWER_TIMEOUT_S: Final = 15.0
-"""Longest time a worker may take to read what is sent, and to begin its answer once the request is whole. A page that
-waits for a rule database in vain takes 6 s."""
+"""Longest time a worker may take to read a request, and to begin its answer once the request is complete. A page that
+waits for an unavailable rule database takes 6 s."""
 
 READ_BYTES: Final = 65_536
 
@@ -59,10 +59,10 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
-"""Fields that concern one connection only (RFC 9110 section 7.6.1)."""
+"""Connection-specific fields (RFC 9110 section 7.6.1)."""
 
 _OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
-"""Fields that this side sets itself."""
+"""Fields that this side sets."""
 
 _GONE: Final = (OSError, h11.RemoteProtocolError)
 """Errors of a connection to a worker that ended."""
@@ -71,8 +71,8 @@ _GONE: Final = (OSError, h11.RemoteProtocolError)
 class PassingOn:
     """An ASGI application that forwards requests to workers.
 
-    ``sockets`` are the paths at which they listen, if they run. ``answers`` returns whether the worker of that number
-    responds: the kernel accepts connections for one that hangs.
+    ``sockets`` are the paths at which running workers listen. ``answers`` returns whether the worker of that number
+    responds: the kernel accepts connections for a hanging one.
     """
 
     def __init__(self, sockets: Sequence[Path], answers: Callable[[int], Awaitable[bool]]) -> None:
@@ -92,10 +92,10 @@ class PassingOn:
             exchange.close()
 
     async def _exchange(self, scope: Scope) -> _Exchange | None:
-        """Return a connection to a worker that responds; the caller's own first."""
+        """Return a connection to a responding worker; prefers the caller's own."""
         sockets = self._sockets
         client = Address(*(scope.get("client") or ("", 0)))
-        # One worker counts tries to log in and knows which login links were used.
+        # One worker counts login attempts and stores which login links were used.
         first = 0 if scope["path"] == "/login" else crc32(client.host.encode()) % len(sockets)
         for offset in range(len(sockets)):
             number = (first + offset) % len(sockets)
@@ -110,7 +110,7 @@ class PassingOn:
 
 
 class _Exchange:
-    """One request and its answer, on a connection of its own."""
+    """One request and its answer, on a separate connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -119,13 +119,13 @@ class _Exchange:
         self.sent = asyncio.Event()
         """The whole request was forwarded."""
         self.started = False
-        """The answer began."""
+        """The answer has begun."""
 
     async def ask(self, scope: Scope, receive: Receive) -> None:
-        """Forward the request; return when the caller leaves.
+        """Forward the request; return when the caller disconnects.
 
         Raises:
-            TimeoutError: the worker reads no more of it.
+            TimeoutError: the worker stopped reading.
         """
         await self._write(_request(scope))
         while (message := await receive())["type"] == "http.request":
@@ -140,7 +140,7 @@ class _Exchange:
         await asyncio.sleep(ANSWER_TIMEOUT_S)
 
     async def answer(self, send: Send) -> None:
-        """Pass the answer back."""
+        """Forward the answer to the caller."""
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Response):
                 self.started = True
@@ -178,9 +178,9 @@ class _Exchange:
 
 
 async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-    """Forward in both directions until the answer is complete or the caller has left.
+    """Forward in both directions until the answer is complete or the caller disconnects.
 
-    A worker may answer before it has read the whole request, and then read no more of it.
+    A worker may answer before it has read the whole request, and then stop reading.
     """
     asking = asyncio.create_task(exchange.ask(scope, receive))
     answering = asyncio.create_task(exchange.answer(send))
@@ -194,11 +194,11 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
             return
         await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)
         if asking.done() and asking.exception() is None:
-            return  # the caller has left
+            return  # the caller disconnected
         await answering
     except _GONE:
         if exchange.started:
-            raise  # the server ends the connection: what was sent is not the whole answer
+            raise  # the server ends the connection: the forwarded answer is incomplete
         refusal = PlainTextResponse("the worker ended before it had answered\n", 502)
         await refusal(scope, receive, send)
     finally:
@@ -208,7 +208,7 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
 
 
 def _is_late(asking: asyncio.Task[None], overdue: asyncio.Task[None]) -> bool:
-    """Return whether the worker took too long: to read the request, or to begin its answer."""
+    """Return whether the worker took too long to read the request or to begin its answer."""
     return overdue.done() or (asking.done() and isinstance(asking.exception(), TimeoutError))
 
 
@@ -218,15 +218,16 @@ def _request(scope: Scope) -> h11.Request:
         target += b"?" + scope["query_string"]
     headers = _passed(scope["headers"])
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
-        # It was sent in chunks, whatever length it also names: RFC 9112, section 6.3.
+        # Chunked encoding overrides any Content-Length: RFC 9112, section 6.3.
         headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     if not any(name == b"host" for name, _ in headers):
-        headers.append((b"host", b""))  # HTTP/1.0 may leave it out, and HTTP/1.1 may not
+        headers.append((b"host", b""))  # HTTP/1.0 may omit it, HTTP/1.1 may not
     client = scope.get("client")
     if client is not None:
         headers.append((PEER_HEADER, f"{client[0]} {client[1]}".encode()))
-    # No Connection: close. A worker that answers early would close, and writing the body then drops the answer.
+    # No Connection: close. A worker that answers early would close, and the body still being written would drop the
+    # answer.
     return h11.Request(method=scope["method"], target=target, headers=headers)
 
 

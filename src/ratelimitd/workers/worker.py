@@ -1,7 +1,7 @@
-"""A worker: a node in a process of its own, whose overseer is the parent at the other end of standard input.
+"""A worker: a node in its own process, overseen by the parent at the other end of standard input.
 
-Takes nothing from its environment and its arguments: what it is comes over the socket. When the parent is gone, for
-whatever reason, the worker drains and exits.
+Its settings come over the socket, not from its environment or arguments. When the parent is gone, the worker drains and
+exits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ratelimitd.node.process import EXIT_FAILED, EXIT_OK
 from ratelimitd.workers import protocol
 
 LAST_WORD_S: Final = 1.0
-"""Longest wait for a parent that does not read why its worker ends."""
+"""Longest wait for a parent that does not read the worker's error."""
 
 STANDARD_INPUT: Final = 0
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(descriptor: int = STANDARD_INPUT) -> int:
-    """Run the worker that this process was started for; ``descriptor`` is the socket to its parent.
+    """Run a worker in this process; ``descriptor`` is the socket to its parent.
 
     Returns the exit status.
     """
@@ -52,8 +52,8 @@ class Parent:
 
     @asynccontextmanager
     async def attending(self, node: Node, stop: Callable[[], None]) -> AsyncIterator[None]:
-        """Answer the parent's questions until the end; ask for the end when the parent is gone."""
-        # A copy, so that the socket outlives the loop and can take the last word.
+        """Answer the parent's requests; call ``stop`` when the parent is gone."""
+        # A duplicate, so that the socket outlives the loop and can send a last error.
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket.dup())
         answering = asyncio.create_task(self._answer(reader, self._writer, node, stop))
         try:
@@ -64,27 +64,27 @@ class Parent:
             self._writer.close()
 
     async def may_listen(self) -> None:
-        """Say that the node is prepared, and wait for the word to listen."""
+        """Report that the node is prepared, and wait for the command to listen."""
         self._say("prepared")
         await self._may_listen.wait()
 
     def ready(self, node: Node) -> None:
-        """Say that the node answers calls."""
+        """Report that the node answers calls."""
         self._say("ready", node.grpc_address)
 
     def failed(self, line: str) -> int:
-        """Say why the process ends; the parent tells a person, once for all workers."""
+        """Report why the process ends; the parent prints it, once for all workers."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(LAST_WORD_S)
-            # On a line of its own, whatever was being said.
+            # On its own line, even after an incomplete message.
             self._socket.sendall(b"\n" + protocol.message("failed", line))
         return EXIT_FAILED
 
     def insist(self, _status: int) -> None:
-        """Go on draining: a service manager may signal all processes, and the parent the worker once more."""
+        """Continue to drain: after a service manager's signal to all processes, the parent signals again."""
 
     def drained(self) -> None:
-        """End at once: a signal would kill the process between the end of its event loop and its own."""
+        """Exit at once: a signal after the end of the event loop would kill the process."""
         process.leave(EXIT_OK)
 
     def _say(self, kind: str, *values: object) -> None:

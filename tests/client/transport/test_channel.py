@@ -27,6 +27,7 @@ from ratelimitd_client.fail_open import (
 from ratelimitd_client.transport import channel as native_channel
 from ratelimitd_client.transport import h2_call, payloads
 from ratelimitd_client.transport.channel import open_native_channel
+from ratelimitd_client.transport.link import FIRST_ASIDE_S, MAX_TIMEOUTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
 from tests.client.h2_node import h2_node
@@ -232,6 +233,115 @@ async def test_each_call_has_its_own_deadline_whatever_others_have(channels):
         await node.until(lambda: node.peers and 1 in node.peers[0].headers)
         node.peers[0].answer(1)
         assert await patient is True
+
+
+class StuckNode:
+    """Treats calls of a server that answers pings; while it ``is_stuck`` the deadline of each passes."""
+
+    def __init__(self):
+        self.is_stuck = True
+        self.received = asyncio.Queue()
+
+    def behave(self, peer, stream_id):
+        if self.is_stuck:
+            self.received.put_nowait(stream_id)
+        else:
+            peer.answer(stream_id)
+
+    async def outcome(self, channel, call):
+        """What a call ends with."""
+        call = asyncio.ensure_future(call)
+        received = asyncio.ensure_future(self.received.get())
+        await asyncio.wait([call, received], return_when=asyncio.FIRST_COMPLETED)
+        if received.done():
+            expire(channel)
+        received.cancel()
+        return await call
+
+
+def expire(channel):
+    for call in channel._calls:
+        call.ends_s = 0
+    channel._expire()
+
+
+async def test_an_address_that_answers_no_calls_is_set_aside_and_tried_again():
+    stuck = StuckNode()
+    async with (
+        h2_node() as good,
+        h2_node(stuck.behave) as bad,
+        AsyncRateLimiterClient(f"ipv4:{good.address},{bad.address}") as client,
+    ):
+        assert await client.wait_until_ready(PATIENT_S)
+        channel = client._opened().channel
+        await until(lambda: len(channel._ready) == 2)
+        link = channel._ready[1]
+
+        async def unchecked(count):
+            """How many of so many checks were let through unchecked."""
+            decisions = [
+                await stuck.outcome(
+                    channel, client.check("alice", "user", "/x", timeout_s=PATIENT_S)
+                )
+                for _ in range(count)
+            ]
+            return sum(decision.fail_open for decision in decisions)
+
+        assert await unchecked(4 * MAX_TIMEOUTS) == MAX_TIMEOUTS
+        for pause in range(1, 4):
+            assert link._aside_s == FIRST_ASIDE_S * 2**pause
+            link._return()
+            assert await unchecked(10) == 1  # one timeout is enough now
+        stuck.is_stuck = False
+        link._return()
+        assert await unchecked(10) == 0
+        assert channel._ready[1] is link
+        stuck.is_stuck = True
+        assert await unchecked(4 * MAX_TIMEOUTS) == MAX_TIMEOUTS
+        assert link._aside_s == FIRST_ASIDE_S * 2
+
+
+async def test_an_address_set_aside_is_used_where_there_is_no_other(channels):
+    stuck = StuckNode()
+    async with h2_node(stuck.behave) as bad:
+        async with h2_node() as good:
+            channel = channels(f"ipv4:{good.address},{bad.address}")
+            await channel.channel_ready()
+            await until(lambda: len(channel._ready) == 2)
+            link = channel._ready[1]
+            while link in channel._ready:
+                await stuck.outcome(channel, ask(channel))
+        await until(lambda: link in channel._ready)
+        for _ in range(2):
+            assert await stuck.outcome(channel, ask(channel)) == "DEADLINE_EXCEEDED"
+        stuck.is_stuck = False
+        assert await ask(channel) is True
+
+
+async def test_while_no_address_answers_all_are_used(channels):
+    stuck = StuckNode()
+    async with h2_node(stuck.behave) as first, h2_node(stuck.behave) as second:
+        channel = channels(f"ipv4:{first.address},{second.address}")
+        await channel.channel_ready()
+        await until(lambda: len(channel._ready) == 2)
+        for _ in range(2 * MAX_TIMEOUTS):
+            assert await stuck.outcome(channel, ask(channel)) == "DEADLINE_EXCEEDED"
+        assert len(channel._ready) == 2
+
+
+async def test_calls_that_time_out_together_count_as_one(channels):
+    stuck = StuckNode()
+    async with h2_node(stuck.behave) as first, h2_node(stuck.behave) as second:
+        channel = channels(f"ipv4:{first.address},{second.address}")
+        await channel.channel_ready()
+        await until(lambda: len(channel._ready) == 2)
+        for _ in range(MAX_TIMEOUTS - 1):
+            calls = [asyncio.ensure_future(ask(channel)) for _ in range(20)]
+            for _ in calls:
+                await stuck.received.get()
+            expire(channel)
+            assert {await call for call in calls} == {"DEADLINE_EXCEEDED"}
+        assert not any(link.is_aside for link in channel._ready)
 
 
 async def test_a_call_that_cannot_be_sent_is_an_error_and_ends_once(channels, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Calendar windows against time zones that were searched by brute force."""
+"""Calendar windows against a brute-force search of the local clock."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def data_of(name):
 
 
 def distinct_zones():
-    """One name of each time zone, for many have several."""
+    """Return one name of each time zone, because many have several."""
     return list({data_of(name): name for name in sorted(time_zones(), reverse=True)}.values())
 
 
 def first_instants(zone, from_s, until_s):
-    """When each date is first reached: {date: Unix seconds}, by looking at the clock on the wall."""
+    """Return {date: Unix seconds of its first instant}, by reading the local clock."""
 
     def date(at_s):
         return dt.datetime.fromtimestamp(at_s, zone).date()
@@ -74,7 +74,7 @@ def first_instants(zone, from_s, until_s):
         if reached <= latest:
             before_s = hour_s
             continue
-        # Some quarter of an hour in front of it is the first on the new date, and a second in that.
+        # Search the first quarter of an hour with the new date, then the second in it.
         quarter_s = next(
             one for one in range(before_s - 2 * HOUR_S, hour_s + 1, 900) if date(one) > latest
         )
@@ -109,13 +109,13 @@ def assert_days_are_those_of_the_wall(name, from_s, until_s):
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_windows_are_those_of_the_clock_on_the_wall(name):
+def test_windows_match_the_local_clock(name):
     assert_days_are_those_of_the_wall(name, at("2023-01-01"), at("2025-01-01"))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", distinct_zones())
-def test_windows_of_every_time_zone_are_those_of_the_clock_on_the_wall(name):
+def test_windows_of_every_time_zone_match_the_local_clock(name):
     assert_days_are_those_of_the_wall(name, at("2020-01-01"), at("2041-01-01"))
 
 
@@ -142,13 +142,13 @@ def test_a_day_whose_midnight_does_not_exist_begins_after_the_gap():
     assert window == (at("2018-11-04T03:00"), at("2018-11-05T02:00"))
 
 
-def test_a_day_whose_midnight_is_inside_of_a_gap_begins_after_it():
-    # At 23:30 clocks went on to 00:30; since 1970 none has done so.
+def test_a_day_whose_midnight_is_inside_a_gap_begins_after_it():
+    # At 23:30 the clocks went forward to 00:30; no zone has done so since 1970.
     window = window_at(Calendar(Period.DAY, "America/Toronto"), at("1919-03-31T12:00") * US_PER_S)
     assert window == (at("1919-03-31T04:30"), at("1919-04-01T04:00"))
 
 
-def test_a_day_whose_midnight_comes_twice_begins_at_the_first():
+def test_a_day_with_two_midnights_begins_at_the_first():
     calendar = Calendar(Period.DAY, "America/Havana")
     window = window_at(calendar, at("2024-11-03T12:00") * US_PER_S)
     assert window == (at("2024-11-03T04:00"), at("2024-11-04T05:00"))
@@ -156,7 +156,7 @@ def test_a_day_whose_midnight_comes_twice_begins_at_the_first():
 
 
 def test_the_hour_before_a_second_midnight_belongs_to_the_new_day():
-    # At 00:01 clocks went back by two hours.
+    # At 00:01 the clocks went back by two hours.
     calendar = Calendar(Period.DAY, "America/St_Johns")
     window = window_at(calendar, at("1988-10-30T12:00") * US_PER_S)
     again_s = window.start_s + 120
@@ -164,7 +164,7 @@ def test_the_hour_before_a_second_midnight_belongs_to_the_new_day():
     assert window_at(calendar, again_s * US_PER_S) == window
 
 
-def test_a_day_that_was_skipped_is_none():
+def test_a_skipped_day_has_no_window():
     zone = Calendar(Period.DAY, "Pacific/Apia")
     last = window_at(zone, at("2011-12-30T09:59") * US_PER_S)
     following = window_at(zone, last.end_s * US_PER_S)
@@ -197,7 +197,7 @@ def test_a_week_begins_on_monday():
     assert found == (at("2026-03-22T23:00"), at("2026-03-29T22:00"))
 
 
-def test_the_ends_of_time_have_windows():
+def test_the_earliest_and_the_latest_time_have_windows():
     assert window_at(Calendar(Period.MONTH, "Asia/Tokyo"), 0).start_s < 0
     for period in Period:
         window = window_at(Calendar(period, "Asia/Tokyo"), MAX_TIME_US)
@@ -208,7 +208,7 @@ def test_the_ends_of_time_have_windows():
     "now", ["1970-01-01", "2003-05-06", "2026-11-24", "2040-02-03", "2255-06-01"]
 )
 @pytest.mark.parametrize("period", Period)
-def test_a_window_in_force_ends_where_that_of_the_calendar_ends(now, period):
+def test_a_window_in_force_ends_with_the_calendar_window(now, period):
     calendar = Calendar(period, "Asia/Kathmandu")
     window = window_at(calendar, at(now) * US_PER_S)
     limit = Limit(
@@ -230,7 +230,7 @@ def test_a_window_in_force_ends_where_that_of_the_calendar_ends(now, period):
     assert too_much[3] == window.end_s - window.start_s
 
 
-def test_a_window_that_ends_on_no_whole_minute_is_cut_into_parts_that_do():
+def test_a_window_whose_end_exceeds_31_bits_is_divided_into_equal_parts():
     limit = Limit(limit=1, window_seconds=1, algorithm=Algorithm.FIXED_WINDOW)
     end_s = 2**32 + 4
     found = in_force(limit, Window(end_s - DAY_S, end_s))

@@ -19,14 +19,14 @@ SECOND = 1_000_000
 
 
 def slots(**ends):
-    """Slots of holds by name, each with the seconds until its end."""
+    """Return slots of the named holds, each with the seconds until its end."""
     state = Slots()
     for name, end_s in ends.items():
         state.take(name.encode(), T + round(end_s * SECOND))
     return state
 
 
-def test_a_check_is_told_the_free_slots_and_takes_none():
+def test_a_check_reports_the_free_slots_and_takes_none():
     assert decide(None, rule(3), T + 1, 1) == Outcome(
         allowed=True,
         remaining=3,
@@ -55,13 +55,13 @@ def test_a_check_without_a_free_slot_waits_for_the_first_end():
 
 
 @pytest.mark.parametrize("cost", [1, 3, INT32_MAX, INT32_MAX + 1])
-def test_what_a_check_costs_makes_no_difference(cost):
+def test_the_cost_of_a_check_does_not_matter(cost):
     assert decide(slots(a=5), rule(2), T, cost).allowed
     assert decide(slots(a=5, b=5), rule(2), T, cost).reason is Reason.LIMIT_EXCEEDED
     assert decide(None, rule(2), T, cost).allowed
 
 
-def test_under_a_lowered_limit_several_have_to_end():
+def test_under_a_lowered_limit_a_check_waits_for_several_ends():
     assert decide(slots(a=1, b=2, c=3, d=4), rule(2), T, 1).retry_after == 3
 
 
@@ -72,7 +72,7 @@ def test_a_slot_is_in_use_until_its_end():
     assert decide(state, rule(2), T + 9 * SECOND, 1)[:3] == (True, 2, T_S + 9)
 
 
-def test_a_hold_is_told_what_is_free_after_it():
+def test_a_hold_reports_the_free_slots_after_it():
     assert held(slots(a=5, b=9), rule(3), T)[:4] == (True, 1, T_S + 9, 0)
     assert held(slots(a=5, b=9), rule(2), T)[:4] == (True, 0, T_S + 9, 5)
 
@@ -94,20 +94,20 @@ def test_a_slot_is_freed_once():
     )
 
 
-def test_slots_that_have_ended_can_be_freed_at_once():
+def test_ended_slots_are_freed_together():
     state = slots(a=5, b=6, c=7)
     state.expire(T + 6 * SECOND)
     assert state.items() == [(T + 7 * SECOND, b"c")]
     assert len(state) == 1
 
 
-def test_the_wait_fits_into_the_answer():
+def test_the_retry_delay_is_clamped_to_the_contracts_int32():
     state = slots(a=2 * INT32_MAX)
     assert decide(state, rule(1), T, 1).retry_after == INT32_MAX
 
 
 class Model:
-    """Who has a slot, and until when, in seconds."""
+    """The holds with a slot, and their ends, in seconds."""
 
     def __init__(self):
         self.ends = {}
@@ -123,7 +123,7 @@ class Model:
         return (False, 0, reset, math.ceil(min(waits) - now))
 
 
-def test_random_holds_and_checks_get_what_a_list_of_ends_gives():
+def test_random_holds_and_checks_match_a_list_of_ends():
     rng = random.Random(1)
     for _ in range(60):
         state, model, now_us = Slots(), Model(), T

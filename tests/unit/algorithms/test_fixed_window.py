@@ -42,7 +42,7 @@ def test_windows_are_aligned_to_the_epoch():
     assert decide(None, rule(1, 7), T, 1).reset_time == -(-T_S // 7) * 7
 
 
-def test_the_last_token_is_answered_with_the_end_of_the_window():
+def test_the_last_token_reports_the_end_of_the_window_as_retry_delay():
     outcome = decide(None, rule(10, 60), T + 20 * SECOND, 10)
     assert outcome[:5] == (True, 0, T_S + 60, 40, Reason.WITHIN_LIMIT)
 
@@ -67,13 +67,13 @@ def test_twice_the_limit_may_pass_around_a_boundary_and_no_more():
 
 
 @pytest.mark.parametrize("state", [None, (8, T)])
-def test_a_cost_above_the_limit_is_told_the_window_and_never_passes(state):
+def test_a_cost_above_the_limit_never_passes_and_gets_the_window_as_retry_delay(state):
     outcome = decide(state, rule(10, 60), T, 11)
     left = 10 if state is None else 2
     assert outcome == (False, left, T_S + 60, 60, Reason.COST_EXCEEDS_LIMIT, state)
 
 
-def test_a_time_before_the_latest_counts_into_the_window_of_the_latest():
+def test_a_late_check_counts_in_the_window_of_the_latest():
     state = spend(rule(2, 60), T + SECOND, 1)
     state = spend(rule(2, 60), T - 30 * SECOND, 1, state)
     assert state == (2, T + SECOND)
@@ -81,12 +81,12 @@ def test_a_time_before_the_latest_counts_into_the_window_of_the_latest():
     assert outcome[:5] == (False, 0, T_S + 60, 90, Reason.LIMIT_EXCEEDED)
 
 
-def test_a_raised_limit_keeps_what_was_spent():
+def test_a_raised_limit_keeps_the_spends():
     state = spend(rule(10, 60), T, 10)
     assert decide(state, rule(15, 60), T, 5)[:2] == (True, 0)
 
 
-def test_a_lowered_limit_is_felt_at_once_and_not_beyond_the_window():
+def test_a_lowered_limit_applies_at_once_and_owes_nothing_beyond_the_window():
     state = spend(rule(100, 60), T, 50)
     outcome = decide(state, rule(10, 60), T + SECOND, 1)
     assert outcome[:5] == (False, 0, T_S + 60, 59, Reason.LIMIT_EXCEEDED)
@@ -101,7 +101,7 @@ def test_delays_are_clamped_to_the_contracts_int32():
     assert decide((0, start_us), a_rule, start_us - 10 * SECOND, 1).retry_after == INT32_MAX
 
 
-def test_the_latest_time_there_is_has_a_window_too():
+def test_the_latest_supported_time_has_a_window():
     outcome = decide(None, rule(INT32_MAX, INT32_MAX), MAX_TIME_US, INT32_MAX)
     assert outcome.allowed
     assert outcome.reset_time == (MAX_TIME_US // (INT32_MAX * SECOND) + 1) * INT32_MAX

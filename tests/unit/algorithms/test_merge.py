@@ -17,19 +17,19 @@ def test_of_two_refills_at_one_time_the_lower_token_count_wins():
     assert merge(rich, poor) == poor
 
 
-def test_a_reset_outweighs_a_later_refill():
+def test_a_reset_precedes_a_later_refill():
     reset, used = StoredState(1, 0, 1, 0), StoredState(0, 0, 9, 9)
     assert merge(used, reset) == reset
 
 
-def test_an_edit_outweighs_a_later_refill_but_not_a_reset():
+def test_an_edit_precedes_a_later_refill_but_not_a_reset():
     edited, used, reset = StoredState(0, 1, 1, 0), StoredState(0, 0, 9, 9), StoredState(1, 0, 0, 0)
     assert merge(used, edited) == edited
     assert merge(edited, reset) == reset
 
 
 @given(states, states, states)
-def test_the_order_in_which_states_are_heard_of_does_not_matter(one, two, three):
+def test_the_order_of_received_states_does_not_matter(one, two, three):
     """I5: commutative, associative, idempotent, and one of the two."""
     assert merge(one, two) == merge(two, one)
     assert merge(merge(one, two), three) == merge(one, merge(two, three))

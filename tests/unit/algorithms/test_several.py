@@ -18,7 +18,7 @@ def decided(*given, cost=1):
     return decide_all(buckets, NOW_US, cost)
 
 
-def test_a_check_that_every_limit_allows_is_charged_to_all():
+def test_a_check_that_every_limit_allows_charges_all():
     outcomes = decided((None, MINUTE), ((4, NOW_US), HOUR), cost=2)
     assert passes([MINUTE, HOUR], outcomes)
     assert [(outcome[1], outcome[5]) for outcome in outcomes] == [
@@ -28,7 +28,7 @@ def test_a_check_that_every_limit_allows_is_charged_to_all():
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_where_one_denies_the_others_tell_what_is_there_and_keep_it(algorithm):
+def test_if_one_limit_denies_the_others_report_their_tokens_and_are_not_charged(algorithm):
     spare = replace(HOUR, algorithm=algorithm)
     [(_, _, _, _, _, state)] = decided((None, spare), cost=4)
     allows, denies = decided((state, spare), ((2, NOW_US), MINUTE), cost=2)
@@ -61,7 +61,7 @@ def outcome(*, allowed, remaining=0, retry_after=0):
         ([outcome(allowed=False, retry_after=9), outcome(allowed=False, retry_after=9)], 0),
     ],
 )
-def test_the_longest_wait_decides_or_the_smallest_part_that_is_left(outcomes, first):
+def test_the_longest_retry_delay_or_the_smallest_remaining_part_decides(outcomes, first):
     assert deciding([MINUTE, HOUR], outcomes) == first
     assert passes([MINUTE, HOUR], outcomes) == all(found[0] for found in outcomes)
 
@@ -69,27 +69,27 @@ def test_the_longest_wait_decides_or_the_smallest_part_that_is_left(outcomes, fi
 class TestObserving:
     OBSERVED = replace(MINUTE, enforcement=Enforcement.OBSERVE)
 
-    def test_a_denial_of_its_own_denies_nothing_and_charges_the_others(self):
+    def test_a_denial_of_an_observing_limit_denies_nothing_and_charges_the_others(self):
         observed, hour = decided(((3, NOW_US), self.OBSERVED), (None, HOUR))
         assert (observed[:2], observed[5]) == ((False, 0), (3, NOW_US))
         assert (hour[:2], hour[5]) == ((True, 9), (1, NOW_US))
         assert passes([self.OBSERVED, HOUR], [observed, hour])
         assert deciding([self.OBSERVED, HOUR], [observed, hour]) == 1
 
-    def test_it_is_charged_nothing_where_an_enforced_limit_denies(self):
+    def test_an_observing_limit_is_not_charged_if_an_enforced_limit_denies(self):
         observed, hour = decided(((1, NOW_US), self.OBSERVED), ((10, NOW_US), HOUR))
         assert (observed[:2], observed[5]) == ((True, 2), (1, NOW_US))
         assert not hour[0]
         assert not passes([self.OBSERVED, HOUR], [observed, hour])
 
-    def test_it_decides_where_no_limit_is_enforced(self):
+    def test_an_observing_limit_decides_if_no_limit_is_enforced(self):
         more = replace(HOUR, enforcement=Enforcement.OBSERVE)
         outcomes = decided(((2, NOW_US), more), ((3, NOW_US), self.OBSERVED))
         assert passes([more, self.OBSERVED], outcomes)
         assert deciding([more, self.OBSERVED], outcomes) == 1
 
 
-def test_the_part_that_is_left_is_one_of_the_burst():
+def test_the_remaining_part_is_relative_to_the_burst():
     steady = Limit(limit=3, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
     bursting = replace(steady, burst=30)
     outcomes = [outcome(allowed=True, remaining=2), outcome(allowed=True, remaining=15)]
@@ -113,7 +113,7 @@ class TestWaiting:
         assert self.wait(second, minute) == self.wait(minute, second) == 6_000
         assert self.wait((None, self.SECOND), (None, self.MINUTE)) == 0
 
-    def test_a_wait_is_rounded_up_and_never_longer_than_wanted(self):
+    def test_a_wait_is_rounded_up_and_never_longer_than_allowed(self):
         spent = (self.SECOND.window_us, NOW_US - 999)
         assert self.wait((spent, self.SECOND)) == 100
         assert self.wait((spent, self.SECOND), most_ms=100) == 100
@@ -122,11 +122,11 @@ class TestWaiting:
     def test_a_cost_that_never_passes_does_not_wait(self):
         assert self.wait((self.USED_UP, self.SECOND), cost=2) == 0
 
-    def test_a_window_does_not_wait_and_what_observes_makes_none_wait(self):
+    def test_windows_do_not_wait_and_observing_limits_cause_no_wait(self):
         assert self.wait((self.USED_UP, self.SECOND), (None, HOUR)) == 0
         observed = replace(self.MINUTE, enforcement=Enforcement.OBSERVE)
         assert self.wait((self.USED_UP, self.SECOND), (self.MINUTE_USED_UP, observed)) == 100
 
-    def test_no_time_is_beyond_the_latest(self):
+    def test_no_wait_ends_after_the_latest_supported_time(self):
         spent = (self.SECOND.window_us, MAX_TIME_US)
         assert self.wait((spent, self.SECOND), now_us=MAX_TIME_US) == 0

@@ -29,7 +29,7 @@ def spend(a_rule, at_us, cost, state=None):
 
 
 def log(*runs, base=0):
-    """The state of runs (time, count), whose running sums start at ``base``."""
+    """Return the state of runs (time, count) with running sums from ``base`` on."""
     sums = [base]
     for _, count in runs:
         sums.append(sums[-1] + count)
@@ -47,7 +47,7 @@ def test_a_log_starts_empty():
     )
 
 
-def test_checks_of_one_instant_are_one_run():
+def test_checks_at_one_time_are_one_run():
     state = spend(rule(10, 60), T, 2)
     state = spend(rule(10, 60), T, 3, state)
     state = spend(rule(10, 60), T + 1, 1, state)
@@ -66,14 +66,14 @@ def test_there_is_no_burst_at_a_boundary():
     assert not decide(state, rule(10, 60), T + 59 * SECOND, 1).allowed
 
 
-def test_a_denied_check_changes_nothing_even_when_entries_have_left():
+def test_a_denied_check_changes_nothing_even_when_entries_have_expired():
     state = log((T, 1), (T + SECOND, 9))
     outcome = decide(state, rule(9, 60), T + 60 * SECOND, 1)
     assert not outcome.allowed
     assert outcome.state is state
 
 
-def test_an_accepted_check_drops_what_has_left():
+def test_an_accepted_check_drops_expired_entries():
     state = log((T, 1), (T + SECOND, 2), (T + 2 * SECOND, 3))
     after = spend(rule(10, 60), T + 61 * SECOND, 4, state)
     assert runs_of(after) == [(T + 2 * SECOND, 3), (T + 61 * SECOND, 4)]
@@ -90,7 +90,7 @@ def test_a_denied_check_waits_for_its_own_cost():
 
 
 @pytest.mark.parametrize("gone", range(10))
-def test_a_denied_check_waits_from_what_is_left_however_much_has_left(gone):
+def test_the_retry_delay_depends_only_on_entries_in_the_window(gone):
     state = log(*((T + number * SECOND, 1) for number in range(10)), base=7)
     now_us = T + (60 + gone) * SECOND - 1
     for cost in range(gone + 1, 11):
@@ -100,14 +100,14 @@ def test_a_denied_check_waits_from_what_is_left_however_much_has_left(gone):
         assert decide(state, rule(10, 60), now_us + waited.retry_after * SECOND, cost).allowed
 
 
-def test_the_last_token_is_answered_with_the_time_of_the_next_one():
+def test_the_last_token_reports_the_time_of_the_next_one():
     state = log((T, 2), (T + 10 * SECOND, 3))
     outcome = decide(state, rule(10, 60), T + 30 * SECOND, 5)
     assert outcome[:5] == (True, 0, T_S + 90, 30, Reason.WITHIN_LIMIT)
     assert decide(None, rule(10, 60), T, 10).retry_after == 60
 
 
-def test_when_all_entries_have_left_the_next_token_comes_of_the_new_one():
+def test_when_all_entries_have_expired_the_next_token_comes_from_the_new_one():
     state = log((T, 2))
     assert decide(state, rule(2, 60), T + 90 * SECOND, 2)[:4] == (True, 0, T_S + 150, 60)
 
@@ -116,7 +116,7 @@ def test_when_all_entries_have_left_the_next_token_comes_of_the_new_one():
     ("runs", "oldest_s"),
     [(((T, 0),), 30), (((T, 0), (T + 10 * SECOND, 1)), 10), (((T - 40 * SECOND, 1), (T, 0)), 30)],
 )
-def test_a_run_whose_tokens_were_given_back_is_not_waited_for(runs, oldest_s):
+def test_the_retry_delay_ignores_a_run_without_tokens(runs, oldest_s):
     now_us = T + 30 * SECOND
     taken = decide(log(*runs, base=7), rule(2, 60), now_us, 2 - (oldest_s == 10))
     assert taken[:2] == (True, 0)
@@ -130,12 +130,12 @@ def test_a_run_whose_tokens_were_given_back_is_not_waited_for(runs, oldest_s):
     "runs",
     [((T, 2), (T + SECOND, 0)), ((T - SECOND, 1), (T, 1), (T + SECOND, 0), (T + 2 * SECOND, 0))],
 )
-def test_a_denied_check_is_told_when_the_last_token_leaves_whatever_was_given_back_later(runs):
+def test_the_reset_time_of_a_denial_ignores_later_runs_without_tokens(runs):
     denied = decide(log(*runs, base=7), rule(2, 60), T + 30 * SECOND, 1)
     assert denied[:3] == (False, 0, T_S + 60)
 
 
-def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
+def test_a_cost_above_the_limit_never_passes_and_gets_the_window_as_retry_delay():
     above, state = Reason.COST_EXCEEDS_LIMIT, log((T, 8))
     assert decide(None, rule(10, 60), T + 1, 11) == (False, 10, T_S + 1, 60, above, None)
     assert decide(state, rule(10, 60), T, 11) == (False, 2, T_S + 60, 60, above, state)
@@ -143,7 +143,7 @@ def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
     assert decide(state, rule(10, 60), later_us, 11) == (False, 10, T_S + 70, 60, above, state)
 
 
-def test_a_time_before_the_latest_is_filed_at_the_latest():
+def test_a_late_check_is_entered_at_the_latest_time():
     state = spend(rule(3, 60), T, 1)
     state = spend(rule(3, 60), T - 100 * SECOND, 1, state)
     assert state == log((T, 2))
@@ -151,12 +151,12 @@ def test_a_time_before_the_latest_is_filed_at_the_latest():
     assert outcome[:5] == (False, 0, T_S + 60, 160, Reason.LIMIT_EXCEEDED)
 
 
-def test_a_raised_limit_keeps_what_was_spent():
+def test_a_raised_limit_keeps_the_spends():
     state = spend(rule(10, 60), T, 10)
     assert decide(state, rule(15, 60), T, 5)[:2] == (True, 0)
 
 
-def test_a_lowered_limit_is_felt_at_once_and_denies_no_longer_than_its_window():
+def test_a_lowered_limit_applies_at_once_and_denies_no_longer_than_its_window():
     state = log((T, 20), (T + SECOND, 20), (T + 2 * SECOND, 20))
     outcome = decide(state, rule(30, 60), T + 3 * SECOND, 1)
     assert outcome[:5] == (False, 0, T_S + 62, 58, Reason.LIMIT_EXCEEDED)
@@ -180,7 +180,7 @@ def test_the_extremes_of_time_and_cost_fit():
     assert spend(a_rule, MAX_TIME_US, INT32_MAX, state) == log((MAX_TIME_US, INT32_MAX))
 
 
-def test_sums_start_anew_before_they_leave_64_bits():
+def test_sums_are_rebased_before_they_exceed_64_bits():
     near = 2**62 - 5
     state = log((T, 3), (T + 1, 1), base=near)
     after = spend(rule(100, 60), T + 2, 1, state)
@@ -189,19 +189,19 @@ def test_sums_start_anew_before_they_leave_64_bits():
     assert after == log((T, 3), (T + 1, 1), (T + 2, 1), (T + 3, 1))
 
 
-def test_sums_start_anew_also_when_the_last_run_grows():
+def test_sums_are_rebased_when_the_last_run_grows():
     state = log((T, 3), base=2**62 - 3)
     assert spend(rule(100, 60), T, 1, state) == log((T, 4))
 
 
-def test_a_log_of_as_many_runs_as_it_may_have_is_not_merged_when_its_sums_start_anew():
+def test_a_log_of_the_maximum_of_runs_is_not_merged_when_its_sums_are_rebased():
     runs = [(T + number, 1) for number in range(MAX_RUNS)]
     state = log(*runs, base=2**62 - MAX_RUNS)
     after = spend(rule(2 * MAX_RUNS, 60), T + MAX_RUNS - 1, 1, state)
     assert runs_of(after) == [*runs[:-1], (T + MAX_RUNS - 1, 2)]
 
 
-def test_a_log_answers_the_same_wherever_its_sums_start():
+def test_answers_do_not_depend_on_the_base_of_the_sums():
     rng = random.Random(1)
     for _ in range(200):
         runs = [(T + number * SECOND, rng.randint(1, 9)) for number in range(rng.randint(1, 9))]
@@ -222,7 +222,7 @@ def test_a_log_answers_the_same_wherever_its_sums_start():
         (3, [(T + 1, 3), (T + 3, 7)]),
     ],
 )
-def test_beyond_the_bound_every_two_neighbours_become_one_run_at_the_later_time(
+def test_beyond_the_bound_every_two_neighbours_merge_at_the_later_time(
     monkeypatch, max_runs, merged
 ):
     monkeypatch.setattr(sliding_window, "MAX_RUNS", max_runs)
@@ -245,7 +245,7 @@ def test_a_merged_log_is_bounded_keeps_its_sum_and_never_admits_more(monkeypatch
         bounded = decide(merging, a_rule, now_us, cost)
         monkeypatch.setattr(sliding_window, "MAX_RUNS", MAX_RUNS)
         if bounded.allowed:
-            # What the bounded log admits is told to an exact one, which must agree that it fits.
+            # The exact log must also have room for each check that the bounded log admits.
             exact = spend(a_rule, now_us, cost, exact)
         merging = bounded.state
         assert len(runs_of(merging)) <= max_runs
@@ -272,7 +272,7 @@ def test_a_log_of_real_size_takes_256_kib_at_most():
     assert sum(count for _, count in runs_of(state)) == MAX_RUNS + 50
 
 
-# What is entered whatever the limit
+# Runs inserted regardless of the limit
 
 
 def test_the_latest_run_and_the_sum_of_all():
@@ -281,7 +281,7 @@ def test_the_latest_run_and_the_sum_of_all():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_runs_are_entered_at_their_own_times(seed):
+def test_runs_are_inserted_at_their_times(seed):
     source, a_rule = random.Random(seed), rule(1, 1)
     state, entries = None, {}
     for _ in range(20):
@@ -300,7 +300,7 @@ def test_runs_are_entered_at_their_own_times(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_many_runs_are_entered_as_if_one_by_one(seed):
+def test_many_runs_are_inserted_as_if_one_by_one(seed):
     chance = random.Random(seed)
     a_rule, state = rule(1, 60), None
     for count in (chance.randint(1, 40), chance.randint(17, 200)):
@@ -314,12 +314,12 @@ def test_many_runs_are_entered_as_if_one_by_one(seed):
         assert runs_of(state) == runs_of(one_by_one)
 
 
-def test_as_many_runs_as_a_log_may_have_are_entered_unmerged():
+def test_the_maximum_of_runs_is_inserted_without_merging():
     runs = [(T + number, 1) for number in range(MAX_RUNS)]
     assert runs_of(sliding_window.entered(None, rule(1, 60), runs)) == runs
 
 
-def test_very_many_runs_that_are_entered_merge_to_the_later_times():
+def test_runs_inserted_beyond_the_bound_merge_at_the_later_times():
     runs = [(T + number, 1) for number in range(2 * MAX_RUNS + 1)]
     merged = runs_of(sliding_window.entered(None, rule(1, 60), runs))
     assert len(merged) <= MAX_RUNS
@@ -327,6 +327,6 @@ def test_very_many_runs_that_are_entered_merge_to_the_later_times():
     assert merged[-1][0] == runs[-1][0]
 
 
-def test_sums_of_what_is_entered_start_anew_before_they_could_leave_their_cells():
+def test_sums_of_inserted_runs_are_rebased_before_they_exceed_their_cells():
     state = log((T, 1), base=MAX_SUM - 1)
     assert sliding_window.entered(state, rule(1, 60), [(T + 1, 2)]) == log((T, 1), (T + 1, 2))

@@ -38,13 +38,13 @@ def test_a_bucket_starts_full():
     )
 
 
-def test_while_a_token_is_left_there_is_nothing_to_wait_for():
+def test_the_retry_delay_is_0_while_a_token_is_left():
     outcome = decide(None, rule(10, 60), T, 9)
     assert (outcome.remaining, outcome.retry_after) == (1, 0)
     assert outcome.reset_time == T_S + 54
 
 
-def test_tokens_come_back_at_limit_per_window():
+def test_a_bucket_refills_at_limit_per_window():
     state = spend(rule(10, 60), T, 10)
     for elapsed_s, tokens in ((5, 0), (6, 1), (35, 5), (60, 10), (3600, 10)):
         outcome = decide(state, rule(10, 60), T + elapsed_s * SECOND, 1)
@@ -52,7 +52,7 @@ def test_tokens_come_back_at_limit_per_window():
         assert outcome.remaining == max(tokens - 1, 0)
 
 
-def test_no_fraction_of_a_token_is_lost_however_often_it_is_asked():
+def test_no_fraction_of_a_token_is_lost_by_frequent_checks():
     a_rule = rule(10, 6)  # 5 tokens in 3 s
     state, admitted = spend(a_rule, T, 10), 0
     for third in range(1, 1801):  # every third of a second, in whole µs, for 600 s
@@ -84,13 +84,13 @@ def test_a_delay_is_rounded_up_to_at_least_one_second():
 
 
 @pytest.mark.parametrize("state", [None, (8 * 60 * SECOND, T)])
-def test_a_cost_above_the_limit_is_told_the_window_and_never_passes(state):
+def test_a_cost_above_the_limit_never_passes_and_gets_the_window_as_retry_delay(state):
     outcome = decide(state, rule(10, 60), T, 11)
     left, full_at = (10, T_S) if state is None else (2, T_S + 48)
     assert outcome == (False, left, full_at, 60, Reason.COST_EXCEEDS_LIMIT, state)
 
 
-def test_a_step_back_mints_nothing_and_delays_by_the_step():
+def test_a_clock_step_back_mints_nothing_and_delays_by_the_step():
     state = spend(rule(10, 60), T, 10)
     outcome = decide(state, rule(10, 60), T - 100 * SECOND, 1)
     assert outcome[:5] == (False, 0, T_S + 60, 106, Reason.LIMIT_EXCEEDED)
@@ -98,32 +98,32 @@ def test_a_step_back_mints_nothing_and_delays_by_the_step():
     assert state == (2 * 60 * SECOND, T)
 
 
-def test_an_accepted_check_before_the_latest_counts_its_delay_from_its_own_time():
+def test_the_retry_delay_of_a_late_check_counts_from_its_own_time():
     state = spend(rule(1, 60), T, 1)
     outcome = decide(state, rule(1, 60), T + 60 * SECOND, 1)
     assert outcome.retry_after == 60
     assert decide(state, rule(2, 60), T - 10 * SECOND, 1).retry_after == 40
 
 
-def test_a_raised_limit_keeps_what_was_spent():
+def test_a_raised_limit_keeps_the_spends():
     state = spend(rule(10, 60), T, 10)
     outcome = decide(state, rule(100, 60), T, 90)
     assert (outcome.allowed, outcome.remaining) == (True, 0)
 
 
-def test_a_lowered_limit_is_felt_at_once_and_owes_one_capacity_at_most():
+def test_a_lowered_limit_applies_at_once_and_owes_at_most_one_capacity():
     state = spend(rule(100, 60), T, 50)
     outcome = decide(state, rule(10, 60), T, 1)
     assert outcome[:5] == (False, 0, T_S + 60, 6, Reason.LIMIT_EXCEEDED)
     assert decide(state, rule(10, 60), T + 60 * SECOND, 10).allowed
 
 
-def test_the_new_rate_holds_from_the_latest_time_on():
+def test_a_new_rate_applies_from_the_latest_check_on():
     state = spend(rule(60, 60), T, 60)
     assert decide(state, rule(120, 60), T + SECOND, 1).remaining == 61
 
 
-def test_a_bucket_that_is_not_full_any_more_under_a_lowered_limit_stays_so():
+def test_a_bucket_that_a_lowered_limit_makes_less_than_full_stays_so():
     state = spend(rule(100, 60), T, 50)
     assert decide(state, rule(10, 60), T + 3 * SECOND, 1).allowed is False
     assert decide(state, rule(10, 60), T + 6 * SECOND, 1).allowed is True
@@ -176,7 +176,7 @@ class TestBurst:
         below = decide(None, replace(rule(10, 60), burst=5), T, 6)
         assert below[:5] == (False, 5, T_S, 60, Reason.COST_EXCEEDS_LIMIT)
 
-    def test_an_edit_keeps_what_was_spent_up_to_the_new_burst(self):
+    def test_an_edit_keeps_the_spends_up_to_the_new_burst(self):
         state = spend(replace(rule(10, 60), burst=50), T, 30)
         assert decide(state, replace(rule(10, 60), burst=40), T, 1).remaining == 9
         assert decide(state, rule(10, 60), T, 1)[:4] == (False, 0, T_S + 60, 6)
@@ -194,7 +194,7 @@ class TestBurst:
 class TestAhead:
     RULE = replace(rule(10, 1), burst=5)
 
-    def test_a_check_passes_as_soon_as_its_cost_is_there(self):
+    def test_a_check_passes_as_soon_as_its_cost_is_refilled(self):
         state = spend(self.RULE, T, 5)
         assert token_bucket.passes_at_us(None, self.RULE, T, 5) == T
         assert token_bucket.passes_at_us(None, self.RULE, T, 6) is None
@@ -204,10 +204,10 @@ class TestAhead:
             assert decide(state, self.RULE, at_us, cost).allowed
             assert not decide(state, self.RULE, at_us - 1, cost).allowed
         assert token_bucket.passes_at_us(state, self.RULE, T + SECOND, 1) == T + SECOND
-        owed = (9 * state[0], T)  # the burst was lowered: one whole capacity is owed
+        owed = (9 * state[0], T)  # after the burst was lowered, one capacity is owed
         assert token_bucket.passes_at_us(owed, self.RULE, T, 1) == T + SECOND // 10
 
-    def test_what_proceeds_later_is_answered_as_of_then(self):
+    def test_a_check_that_proceeds_later_is_answered_as_of_that_time(self):
         state = spend(self.RULE, T, 5)
         ahead = token_bucket.decide_ahead(state, self.RULE, T, 2, ahead_us=SECOND // 5)
         assert ahead[:5] == decide(state, self.RULE, T + SECOND // 5, 2)[:5]
@@ -215,9 +215,9 @@ class TestAhead:
         denied = token_bucket.decide_ahead(state, self.RULE, T, 3, ahead_us=SECOND // 5)
         assert (denied[0], denied[5]) == (False, state)
 
-    def test_a_bucket_that_has_enough_holds_back_what_is_taken_then(self):
+    def test_a_bucket_with_enough_tokens_reserves_those_of_a_later_check(self):
         outcome = token_bucket.decide_ahead(None, self.RULE, T, 2, ahead_us=SECOND // 5)
         assert outcome[:2] == (True, 3)
-        # Two are refilled until then, beyond a full bucket, and so are not there before.
+        # The check takes two tokens of the refill until then, which are not available before.
         assert decide(outcome[5], self.RULE, T, 1).remaining == 0
         assert decide(outcome[5], self.RULE, T + SECOND // 5, 1).remaining == 2

@@ -1,4 +1,4 @@
-"""A limiter whose checks are recorded, at a time that is set by hand."""
+"""A limiter whose checks are recorded, with a manual clock."""
 
 import pytest
 
@@ -17,7 +17,7 @@ CHECK = Check(b"alice@example.org", "user", "/orders")
 
 
 class Recording:
-    """One process that records into a directory, and what it works with."""
+    """One process that records into a directory, with its collaborators."""
 
     def __init__(self, directory, *rules, share=1.0, max_bytes=1 << 24, secret=b"k" * 32):
         self.directory = directory
@@ -52,13 +52,13 @@ class Recording:
             self.limiter.check(CHECK)
 
     async def trace(self):
-        """All that was recorded until now."""
+        """Return the trace recorded so far."""
         await self.recorder.drain()
         return Trace(self.directory)
 
     @property
     def files(self):
-        """The names of the files with checks."""
+        """Names of the files with checks."""
         return sorted(one.name for one in self.directory.iterdir() if one.name != "trace-id")
 
 

@@ -81,7 +81,7 @@ async def test_no_identifier_is_in_a_trace(record):
         assert identifier.hex().encode() not in content + names
 
 
-async def test_digests_are_of_one_trace_and_one_secret(tmp_path, record):
+async def test_digests_depend_on_the_trace_and_the_secret(tmp_path, record):
     found = []
     for directory, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("b", b"l" * 32)):
         at = type(record())(tmp_path / directory, ORDERS, secret=secret)
@@ -91,7 +91,7 @@ async def test_digests_are_of_one_trace_and_one_secret(tmp_path, record):
     assert len(found[2]) == 2
 
 
-async def test_a_share_of_the_identities_is_recorded_and_of_those_every_check(record):
+async def test_every_check_of_a_share_of_the_identities_is_recorded(record):
     at = record(ORDERS, share=0.25)
     users = [b"user-%d" % number for number in range(400)]
     for user in users * 2:
@@ -122,7 +122,7 @@ async def test_bulk_checks_are_recorded_once_each(record):
     assert [trace.kinds[check[3]].plans for check in trace] == [(), (), (), ("unlimited",), ()]
 
 
-async def test_bulk_checks_without_an_answer_are_left_to_the_general_path(record):
+async def test_bulk_checks_without_an_answer_are_not_recorded(record):
     at = record(ORDERS)
     bulk = BulkChecks(at.limiter, at.stats, lambda: 0.0)
     message = pb.RateLimitRequest(
@@ -136,7 +136,7 @@ async def test_bulk_checks_without_an_answer_are_left_to_the_general_path(record
     assert at.files == []
 
 
-async def test_a_recorder_without_a_share_is_asked_for_nothing(record):
+async def test_a_recorder_with_share_0_is_not_called(record):
     at = record(ORDERS, share=0.0)
     at.recorder.note = pytest.fail
     at.ask()
@@ -162,7 +162,7 @@ async def test_a_block_has_a_bounded_number_of_endpoints(record):
     assert [len(block.kinds) for block in blocks] == [MAX_KINDS] * 3
 
 
-async def test_a_file_is_whole_when_its_time_is_over(record):
+async def test_a_file_is_complete_when_its_period_ends(record):
     at = record(ORDERS)
     for number in range(BLOCK_CHECKS):
         at.limiter.check(Check(b"%d" % number, "user", "/orders"))
@@ -178,7 +178,7 @@ async def test_a_file_is_whole_when_its_time_is_over(record):
     assert Trace(at.directory).checks == BLOCK_CHECKS + 1
 
 
-async def test_a_quiet_node_writes_its_file_when_its_time_is_over(record):
+async def test_a_partial_block_is_written_when_its_period_ends(record):
     at = record(ORDERS)
     at.ask()
     await at.recorder.step()
@@ -196,7 +196,7 @@ async def test_holds_are_counted(record):
     assert (await at.trace()).holds == 3
 
 
-async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatch):
+async def test_the_oldest_files_are_removed_when_the_directory_is_full(record, monkeypatch):
     monkeypatch.setattr(module, "FILES", 4)
     at = record(ORDERS, max_bytes=4 * 100_000)
     (at.directory / "notes.txt").write_text("kept")
@@ -204,6 +204,13 @@ async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatc
     foreign.write_bytes(bytes(50_000))
     fresh = at.directory / f"{at.clock.now_us():016d}-{0:016x}.part"
     fresh.write_bytes(b"")
+    year_us = 365 * 86_400 * 1_000_000
+    ahead = [
+        at.directory / f"{at.clock.now_us() + year_us:016d}-{0:016x}{end}"
+        for end in (".trace", ".part")
+    ]
+    for path in ahead:
+        path.write_bytes(bytes(50_000))
     for number in range(8):
         at.clock.advance(seconds=1)
         for who in range(BLOCK_CHECKS):
@@ -214,12 +221,12 @@ async def test_the_oldest_files_go_when_the_directory_is_full(record, monkeypatc
     sizes = [path.stat().st_size for path in at.directory.glob("*.trace")]
     assert sum(sizes) <= 400_000
     assert [kind.endpoint for kind in Trace(at.directory).kinds] == ["/5", "/6", "/7"]
-    assert not foreign.exists()
+    assert not any(path.exists() for path in (foreign, *ahead))
     assert fresh.exists()
     assert (at.directory / "notes.txt").exists()
 
 
-async def test_what_is_noted_is_bounded_and_what_is_lost_is_told(record, monkeypatch):
+async def test_noted_checks_are_bounded_and_lost_ones_are_counted(record, monkeypatch):
     monkeypatch.setattr(module, "MAX_NOTED", 10)
     at = record(ORDERS)
     at.ask(25)
@@ -228,7 +235,7 @@ async def test_what_is_noted_is_bounded_and_what_is_lost_is_told(record, monkeyp
     assert at.stats.recorded == {"written": 10, "lost": 15}
 
 
-async def test_other_work_is_done_between_many_checks(record):
+async def test_a_step_over_many_checks_yields_to_the_event_loop(record):
     at = record(ORDERS)
     at.ask(2 * CHECKS_PER_TURN)
     turns = []
@@ -239,7 +246,7 @@ async def test_other_work_is_done_between_many_checks(record):
     assert len(turns) >= 3
 
 
-async def test_a_step_that_is_cancelled_loses_nothing(record):
+async def test_a_cancelled_step_loses_nothing(record):
     at = record(ORDERS)
     at.ask(3 * CHECKS_PER_TURN)
     task = asyncio.create_task(at.recorder.step())
@@ -250,7 +257,7 @@ async def test_a_step_that_is_cancelled_loses_nothing(record):
 
 
 class Disk:
-    """A disk that takes no block of checks while it is full."""
+    """A disk that rejects blocks of checks while it is full."""
 
     def __init__(self, monkeypatch):
         self.full = False
@@ -269,12 +276,12 @@ async def fill(at, further=0):
     await at.recorder.step()
 
 
-async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypatch, caplog):
+async def test_a_disk_error_loses_checks_and_is_logged_once(record, monkeypatch, caplog):
     at = record(ORDERS)
     disk = Disk(monkeypatch)
     disk.full = True
     await fill(at)
-    await fill(at)  # is not tried
+    await fill(at)  # no write is attempted
     assert at.files == []
     at.clock.advance(seconds=60)
     await fill(at)
@@ -289,7 +296,7 @@ async def test_a_disk_that_fails_costs_checks_and_is_told_once(record, monkeypat
     assert (trace.checks, trace.lost) == (BLOCK_CHECKS, 3 * BLOCK_CHECKS)
 
 
-async def test_a_file_that_the_disk_fails_is_lost_with_its_checks_and_what_it_said_of_others(
+async def test_a_disk_error_loses_the_file_with_its_checks_and_its_count_of_lost_ones(
     record, monkeypatch
 ):
     at = record(ORDERS)
@@ -313,7 +320,7 @@ async def test_a_file_that_the_disk_fails_is_lost_with_its_checks_and_what_it_sa
     assert (trace.checks, trace.lost) == (BLOCK_CHECKS, lost)
 
 
-async def test_a_directory_that_goes_while_it_records_costs_the_checks_of_the_file(record):
+async def test_a_directory_removed_while_recording_loses_the_checks_of_the_file(record):
     at = record(ORDERS)
     at.ask(BLOCK_CHECKS)
     await at.recorder.step()
@@ -323,7 +330,7 @@ async def test_a_directory_that_goes_while_it_records_costs_the_checks_of_the_fi
     assert at.stats.recorded == {"written": 0, "lost": BLOCK_CHECKS + 1}
 
 
-async def test_a_file_that_is_ended_while_the_step_is_cancelled_is_counted(record, monkeypatch):
+async def test_a_file_that_ends_while_the_step_is_cancelled_is_counted(record, monkeypatch):
     at = record(ORDERS)
     at.ask()
     await at.recorder.step()
@@ -346,7 +353,7 @@ async def test_a_file_that_is_ended_while_the_step_is_cancelled_is_counted(recor
     assert at.stats.recorded == {"written": 1, "lost": 0}
 
 
-async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
+async def test_a_file_that_cannot_be_ended_is_discarded(record, monkeypatch):
     at = record(ORDERS)
     at.ask()
 
@@ -359,7 +366,7 @@ async def test_a_file_that_cannot_be_ended_is_given_up(record, monkeypatch):
     assert at.stats.recorded == {"written": 0, "lost": 1}
 
 
-async def test_a_directory_that_is_gone_costs_checks(record):
+async def test_a_missing_directory_loses_checks(record):
     at = record(ORDERS)
     shutil.rmtree(at.directory)
     at.ask()
@@ -367,7 +374,7 @@ async def test_a_directory_that_is_gone_costs_checks(record):
     assert at.stats.recorded == {"written": 0, "lost": 1}
 
 
-async def test_it_records_until_it_is_cancelled(record, monkeypatch):
+async def test_recording_continues_until_it_is_cancelled(record, monkeypatch):
     monkeypatch.setattr(module, "STEP_S", 0)
     at = record(ORDERS)
     task = asyncio.create_task(at.recorder.run())
@@ -380,20 +387,20 @@ async def test_it_records_until_it_is_cancelled(record, monkeypatch):
     assert (await at.trace()).checks == 1
 
 
-def test_a_directory_that_cannot_be_used_is_named(tmp_path, record):
+def test_the_error_names_an_unusable_directory(tmp_path, record):
     (tmp_path / "trace").write_text("")
     with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace cannot be used: File exists"):
         record()
 
 
-def test_something_else_in_the_place_of_the_number_is_named(record):
+def test_the_error_names_an_invalid_trace_id_file(record):
     at = record()
     (at.directory / "trace-id").write_bytes(b"?")
     with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace-id is not what a node wrote"):
         record()
 
 
-def test_processes_that_begin_at_once_have_one_trace(record, tmp_path):
+def test_processes_that_start_together_have_one_trace(record, tmp_path):
     directory = tmp_path / "trace"
     first = record()
     path = directory / "trace-id"

@@ -73,7 +73,7 @@ EVERYTHING = [
 
 
 def random_checks(count, seed=7):
-    """Checks of every kind, at times of callers who do not agree about them."""
+    """Return checks of every kind, at times of callers whose clocks differ."""
     chosen = random.Random(seed)
     now_us = 1_700_006_399_000_000
     for _ in range(count):
@@ -104,7 +104,7 @@ async def recorded(at, checks):
     "count",
     [4_000, pytest.param(1_000_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
 )
-async def test_a_replay_is_decision_by_decision_a_live_node_with_callers_time(record, count):
+async def test_a_replay_decides_like_a_live_node_with_callers_time(record, count):
     at = record(*EVERYTHING, max_bytes=1 << 30)
     at.assignments.put("user", b"user-1", "gold", 0)
     at.assignments.put("user", b"user-2", "unlimited", 0)
@@ -122,7 +122,7 @@ async def test_a_replay_is_decision_by_decision_a_live_node_with_callers_time(re
         assert deciding[2] == live.plan
 
 
-async def test_other_rules_are_as_a_live_node_with_them(record):
+async def test_a_replay_with_other_rules_decides_like_a_live_node_with_them(record):
     at = record(rule(5, "*"))
     checks = [*random_checks(3_000)]
     await recorded(at, checks)
@@ -142,7 +142,7 @@ async def test_other_rules_are_as_a_live_node_with_them(record):
 
 
 async def traced(record, *checks, limit=2):
-    """Record checks, each an identifier and how many seconds after the one before it."""
+    """Record checks, each as (identifier, seconds after the previous one)."""
     at = record(rule(limit))
     for identifier, after_s in checks:
         at.clock.advance(seconds=after_s)
@@ -150,7 +150,7 @@ async def traced(record, *checks, limit=2):
     return await at.trace()
 
 
-async def test_a_report_says_who_would_be_denied_beside_who_was(record):
+async def test_a_report_compares_new_denials_with_recorded_ones(record):
     trace = await traced(record, *[(b"a", 1)] * 4, (b"b", 1), (b"a", 60), limit=3)
     report = backtest(trace, [rule(1)])
     assert (report.checks, report.identities) == (6, 2)
@@ -168,7 +168,7 @@ async def test_a_report_says_who_would_be_denied_beside_who_was(record):
     assert sum(before for before, _ in report.bins) == 1
 
 
-async def test_rules_that_allow_more_are_seen_as_well(record):
+async def test_a_report_counts_newly_allowed_checks(record):
     trace = await traced(record, *[(b"a", 1)] * 4, limit=1)
     report = backtest(trace, [rule(3)])
     assert (report.newly_denied, report.newly_allowed) == (0, 2)
@@ -176,7 +176,7 @@ async def test_rules_that_allow_more_are_seen_as_well(record):
     assert report.pauses_s == (0, 0, 0)
 
 
-async def test_an_allowed_check_ends_a_pause_whatever_it_was(record):
+async def test_an_allowed_check_ends_a_pause_even_if_it_was_denied_before(record):
     trace = await traced(record, (b"a", 1), (b"a", 1), (b"a", 4), limit=1)
     bucket = rule(12, algorithm=BUCKET, burst=1)
     report = backtest(trace, [bucket])
@@ -188,7 +188,7 @@ async def test_without_rules_nothing_is_denied(record):
     assert (report.denied, report.limits, report.named) == (0, [], [])
 
 
-async def test_a_plan_that_blocks_is_no_limits_denial(record):
+async def test_a_denial_by_a_blocked_plan_counts_for_no_limit(record):
     at = record(rule(5))
     at.assignments.put("user", b"a", "blocked", 0)
     at.limiter.check(Check(b"a", "user", "/orders"))
@@ -196,7 +196,7 @@ async def test_a_plan_that_blocks_is_no_limits_denial(record):
     assert (report.denied, report.limits) == (1, [])
 
 
-async def test_peeks_are_judged_and_not_counted(record):
+async def test_peeks_are_judged_but_not_counted(record):
     at = record(rule(1))
     for peek in (False, True, True):
         at.limiter.check(Check(b"a", "user", "/orders", peek=peek))
@@ -204,7 +204,7 @@ async def test_peeks_are_judged_and_not_counted(record):
     assert (report.checks, report.denied, report.endpoints[0].checks) == (1, 0, 1)
 
 
-async def test_callers_who_try_again_at_once_take_what_comes_free(record):
+async def test_immediate_retries_use_freed_tokens(record):
     trace = await traced(record, (b"a", 1), (b"a", 0.9), (b"b", 9), (b"b", 9))
     rules = [rule(1, window_seconds=1, algorithm=BUCKET)]
     report = backtest(trace, rules, Retries.IMMEDIATE)
@@ -212,28 +212,28 @@ async def test_callers_who_try_again_at_once_take_what_comes_free(record):
     assert report.pauses_s == (0.1, 0.1, 0.1)
 
 
-async def test_callers_who_back_off_wait_as_long_as_they_are_told(record):
+async def test_backoff_retries_wait_for_the_retry_delay(record):
     trace = await traced(record, (b"a", 1), (b"a", 0), (b"a", 0), (b"b", 100))
     rules = [rule(1, window_seconds=10, algorithm=BUCKET)]
     report = backtest(trace, rules, Retries.BACKOFF)
-    # Both are told 10 s; the second finds the token gone, and comes again.
+    # Both get a retry delay of 10 s; the second finds the token used, and retries again.
     assert (report.denied, report.retried, report.allowed_later) == (2, 3, 2)
 
 
-async def test_callers_give_up_in_the_end(record):
+async def test_retries_are_bounded(record):
     trace = await traced(record, (b"a", 1), (b"a", 0), (b"b", 9))
     report = backtest(trace, [rule(1)], Retries.IMMEDIATE)
     assert (report.denied, report.retried, report.allowed_later) == (1, 3, 0)
 
 
-async def test_a_limit_of_a_calendar_has_no_sparing_one(record):
+async def test_a_calendar_limit_has_no_sparing_limit(record):
     trace = await traced(record, (b"a", 1), (b"a", 1))
     day = rule(1, window_seconds=86_400, calendar=Calendar(Period.DAY, "UTC"))
     [limit] = backtest(trace, [day]).limits
     assert (limit.denied, limit.sparing) == (1, 0)
 
 
-async def test_sparing_limits_of_several_identities_are_of_their_combination(record):
+async def test_the_sparing_limit_of_a_product_is_for_the_combination(record):
     at = record(rule(100))
     for tenant in (b"t", b"t", b"u"):
         at.limiter.check(Check(b"a", "user", "/orders", also=(("tenant", tenant),)))
@@ -241,19 +241,19 @@ async def test_sparing_limits_of_several_identities_are_of_their_combination(rec
     assert [(one.identities, one.sparing) for one in limits] == [(2, 2), (1, 3)]
 
 
-async def test_in_a_very_long_trace_no_sparing_limits_are_looked_for(record, monkeypatch):
+async def test_a_very_long_trace_has_no_sparing_limits(record, monkeypatch):
     trace = await traced(record, (b"a", 1), (b"a", 1))
     monkeypatch.setattr(report, "MAX_DEMANDED", 1)
     assert [one.sparing for one in backtest(trace, [rule(1)]).limits] == [0]
 
 
-async def test_buckets_that_do_not_fit_are_counted(record, monkeypatch):
+async def test_evicted_buckets_are_counted(record, monkeypatch):
     monkeypatch.setattr(replay, "MAX_BUCKETS", 2)
     trace = await traced(record, *[(b"%d" % number, 1) for number in range(9)])
     assert backtest(trace, [rule(1)]).evicted > 0
 
 
-async def test_what_a_limiter_cannot_judge_ends_the_replay(record):
+async def test_an_error_of_the_limiter_ends_the_replay(record):
     trace = await traced(record, (b"a", 1))
     broken = replace(rule(1), more=(Limit(limit=1, window_seconds=60, algorithm=LOG, name="x"),))
     replayer = Replayer(trace, [broken])
@@ -262,7 +262,7 @@ async def test_what_a_limiter_cannot_judge_ends_the_replay(record):
         replayer.judge(next(iter(trace)))
 
 
-async def test_files_of_several_processes_are_one_trace_by_time(record):
+async def test_files_of_several_processes_are_merged_by_time(record):
     first, second = record(rule(5)), record(rule(5))
     second.clock.advance(us=500_000)
     for _ in range(3):
@@ -278,7 +278,7 @@ async def test_files_of_several_processes_are_one_trace_by_time(record):
     assert trace.identities == 1
 
 
-async def test_unfinished_files_are_left_out_and_counted(record):
+async def test_unfinished_files_are_skipped_and_counted(record):
     at = record(rule(5))
     at.limiter.check(Check(b"a", "user", "/orders"))
     await at.recorder.step()
@@ -290,7 +290,7 @@ async def test_unfinished_files_are_left_out_and_counted(record):
     assert backtest(trace, []).unfinished == 1
 
 
-async def test_one_file_of_a_trace_is_one_as_well(record):
+async def test_a_single_file_is_a_trace(record):
     at = record(rule(5))
     at.limiter.check(Check(b"a", "user", "/orders"))
     await at.recorder.drain()
@@ -299,7 +299,7 @@ async def test_one_file_of_a_trace_is_one_as_well(record):
 
 
 async def in_two_files(at):
-    """Record two files, the second of which begins with a caller whose clock is slow."""
+    """Record two files; the second begins with a check of a caller whose clock is slow."""
     now_us = at.clock.now_us()
     for begin_us in (now_us, now_us - 1):
         for number in range(3):
@@ -319,7 +319,7 @@ async def test_the_order_of_the_files_does_not_matter(record):
     assert [*Trace(second, first)] == in_order
 
 
-async def test_a_renamed_file_has_its_place_by_its_first_check(record):
+async def test_a_renamed_file_is_ordered_by_its_first_check(record):
     at = record(rule(5))
     for _ in range(2):
         at.limiter.check(Check(b"a", "user", "/orders"))
@@ -333,7 +333,7 @@ async def test_a_renamed_file_has_its_place_by_its_first_check(record):
     assert [*Trace(at.directory)] == in_order
 
 
-async def test_a_file_that_is_named_twice_is_read_once(record, tmp_path):
+async def test_a_file_named_twice_is_read_once(record, tmp_path):
     at = record(rule(5))
     first, _ = await in_two_files(at)
     (at.directory / "0-0.part").write_bytes(b"")
@@ -356,7 +356,7 @@ async def test_files_of_different_traces_are_refused(record, tmp_path):
         Trace(tmp_path / "a")
 
 
-async def test_a_broken_file_is_named_before_anything_is_replayed(record):
+async def test_a_broken_file_is_reported_before_the_replay(record):
     at = record(rule(5))
     at.limiter.check(Check(b"a", "user", "/orders"))
     await at.recorder.drain()
@@ -366,6 +366,6 @@ async def test_a_broken_file_is_named_before_anything_is_replayed(record):
         Trace(at.directory)
 
 
-def test_a_directory_without_whole_files_is_no_trace(tmp_path):
+def test_a_directory_without_complete_files_is_refused(tmp_path):
     with pytest.raises(TraceInvalidError, match="has no whole file of a trace"):
         Trace(tmp_path)

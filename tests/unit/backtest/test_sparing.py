@@ -44,7 +44,9 @@ demands_of = st.lists(
 
 @pytest.mark.parametrize("algorithm", WINDOWS)
 @given(demands=demands_of, percent=st.integers(1, 100))
-def test_it_is_the_smallest_limit_that_denies_nothing_to_so_many(algorithm, demands, percent):
+def test_the_sparing_limit_is_the_smallest_that_denies_nothing_to_the_share(
+    algorithm, demands, percent
+):
     found = sparing(limit(100, algorithm), demands, percent)
     wanted = -(-len(demands) * percent // 100)
     assert spared(found, algorithm, demands) >= wanted
@@ -63,7 +65,7 @@ def test_a_burst_keeps_its_ratio():
 
 
 @given(demands=demands_of, percent=st.integers(1, 100), burst=st.integers(1, 300))
-def test_so_it_is_with_a_burst_that_keeps_its_ratio(demands, percent, burst):
+def test_the_sparing_limit_with_a_burst_is_the_smallest(demands, percent, burst):
     def spared_by(tokens):
         return spared(tokens, Algorithm.TOKEN_BUCKET, demands, -(-burst * tokens // 100))
 
@@ -81,10 +83,10 @@ def test_a_burst_may_be_below_its_limit():
     assert sparing(tiny, [at_once]) == 0
 
 
-def test_without_demand_or_with_too_much_there_is_none():
+def test_without_demand_or_with_too_much_there_is_no_sparing_limit():
     assert sparing(limit(10), []) == 0
     assert sparing(limit(10), [demand((0, 2**31 - 1), (1, 2**31 - 1))]) == 0
 
 
-def test_a_demand_may_be_more_in_all_than_a_limit_can_be():
+def test_the_sum_of_a_demand_may_exceed_the_largest_limit():
     assert sparing(limit(10), [demand((0, 2**31 - 1), (60, 2**31 - 1))]) == 2**31 - 1

@@ -60,7 +60,7 @@ def test_a_trace_is_read_as_it_was_written():
     ] * 2
 
 
-def test_checks_have_the_readers_number_of_their_kind_and_their_further_identities():
+def test_checks_have_the_readers_kind_numbers_and_further_identities():
     assert [*checks_of(BLOCK, [10, 20])] == [
         (AT_US, b"a" * 8, 1, 10, 1, ()),
         (AT_US + 5, b"b" * 8, 2**31 - 1, 20, 0, (b"t" * 8,)),
@@ -68,7 +68,7 @@ def test_checks_have_the_readers_number_of_their_kind_and_their_further_identiti
     ]
 
 
-def test_a_trace_that_is_cut_anywhere_is_refused_with_the_byte_of_its_block():
+def test_a_truncated_trace_is_refused_with_the_byte_of_its_block():
     second = HEADER_BYTES + len(encode_block(BLOCK))
     for size in range(len(MAGIC), len(WHOLE)):
         message = refusal(WHOLE[:size])
@@ -77,7 +77,7 @@ def test_a_trace_that_is_cut_anywhere_is_refused_with_the_byte_of_its_block():
             assert f"at byte {second} " in message
 
 
-def test_a_trace_that_is_altered_anywhere_is_refused():
+def test_an_altered_trace_is_refused():
     for place in range(HEADER_BYTES, len(WHOLE)):
         altered = bytearray(WHOLE)
         altered[place] ^= 0x10
@@ -86,7 +86,7 @@ def test_a_trace_that_is_altered_anywhere_is_refused():
         )
 
 
-def test_a_block_that_is_left_out_is_noticed():
+def test_a_missing_block_is_detected():
     assert "is malformed" in refusal(HEADER + encode_block(BLOCK) + encode_end(End(6, 2, 0.5)))
 
 
@@ -102,7 +102,7 @@ def test_a_block_that_is_left_out_is_noticed():
         (HEADER + block_of(b""), "is malformed: the block at byte 43"),
     ],
 )
-def test_what_is_no_trace_of_this_version_is_named(data, message):
+def test_a_file_that_is_not_a_trace_of_this_version_is_named(data, message):
     assert message in refusal(data)
 
 
@@ -120,7 +120,7 @@ def test_what_is_no_trace_of_this_version_is_named(data, message):
         Block([ORDERS], (), (), (), (), b""),
     ],
 )
-def test_columns_that_no_node_writes_are_refused(wrong):
+def test_malformed_columns_are_refused(wrong):
     assert "is malformed: the block at byte 43" in refusal(HEADER + encode_block(wrong))
 
 
@@ -163,7 +163,7 @@ def test_columns_that_no_node_writes_are_refused(wrong):
         ],
     ],
 )
-def test_kinds_that_no_node_writes_are_refused(kinds):
+def test_malformed_kinds_are_refused(kinds):
     payload = struct.pack("<IIQI", 1, 0, 0, len(kinds)) + kinds
     payload += struct.pack("<q8siHB", AT_US, b"a" * 8, 1, 0, 1)
     assert "is malformed" in refusal(HEADER + block_of(payload))

@@ -15,7 +15,7 @@ def open_files():
 
 
 def disk_full_after(monkeypatch, room):
-    """Let ``room`` more bytes be written, one call of pwrite at a time, then none."""
+    """Let pwrite write ``room`` more bytes, then none."""
     left = [room]
 
     def pwrite(fd, data, offset):
@@ -40,33 +40,33 @@ def appender(path):
     made.close()
 
 
-def test_a_new_file_holds_its_header_and_is_its_owners_alone(appender, path):
+def test_a_new_file_has_its_header_and_is_readable_by_its_owner_only(appender, path):
     assert path.read_bytes() == b"head"
     assert appender.size == 4
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_that_is_there_is_begun_anew(path):
+def test_an_existing_file_is_overwritten(path):
     path.write_bytes(b"something longer than the header")
     Appender(path, b"head").close()
     assert path.read_bytes() == b"head"
 
 
-def test_what_is_appended_follows_what_was(appender, path):
+def test_appends_follow_each_other(appender, path):
     appender.append(b"one")
     appender.append(b"two", durable=True)
     assert path.read_bytes() == b"headonetwo"
     assert appender.size == 10
 
 
-def test_a_write_that_the_system_cuts_short_is_continued(appender, path, monkeypatch):
+def test_a_short_write_is_continued(appender, path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: REAL_PWRITE(fd, bytes(data[:2]), at))
     appender.append(b"abcdefg")
     assert path.read_bytes() == b"headabcdefg"
 
 
 @pytest.mark.parametrize("room", range(6))
-def test_what_did_not_fit_leaves_nothing_behind_and_the_next_append_works(
+def test_a_failed_append_leaves_nothing_behind_and_the_next_one_works(
     appender, path, monkeypatch, room
 ):
     appender.append(b"one")
@@ -80,7 +80,7 @@ def test_what_did_not_fit_leaves_nothing_behind_and_the_next_append_works(
     assert path.read_bytes() == b"headonesix"
 
 
-def test_what_could_not_be_put_on_disk_is_not_kept_either(appender, path, monkeypatch):
+def test_an_append_that_cannot_be_synced_is_not_kept(appender, path, monkeypatch):
     def fdatasync(fd):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -90,7 +90,7 @@ def test_what_could_not_be_put_on_disk_is_not_kept_either(appender, path, monkey
     assert (path.read_bytes(), appender.size) == (b"head", 4)
 
 
-def test_half_a_chunk_that_cannot_be_cut_off_is_overwritten(appender, path, monkeypatch):
+def test_a_partial_append_that_cannot_be_truncated_is_overwritten(appender, path, monkeypatch):
     def ftruncate(fd, size):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -104,7 +104,7 @@ def test_half_a_chunk_that_cannot_be_cut_off_is_overwritten(appender, path, monk
     assert path.read_bytes() == b"headsix"
 
 
-def test_a_file_that_was_removed_takes_nothing_more(appender, path):
+def test_an_append_to_a_removed_file_fails(appender, path):
     assert not appender.removed
     path.unlink()
     assert appender.removed
@@ -121,7 +121,7 @@ def test_a_header_that_does_not_fit_leaves_no_file(path, monkeypatch):
     assert not path.exists()
 
 
-def test_only_what_must_be_durable_waits_for_the_disk(appender, path, monkeypatch):
+def test_only_durable_appends_wait_for_the_disk(appender, path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append("data"))
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)))
@@ -133,7 +133,7 @@ def test_only_what_must_be_durable_waits_for_the_disk(appender, path, monkeypatc
     assert synced == ["data", True, "data"]
 
 
-def test_a_published_file_has_its_name_when_everything_is_on_disk(appender, path, monkeypatch):
+def test_a_published_file_is_renamed_after_its_content_is_on_disk(appender, path, monkeypatch):
     seen = []
     name = path.with_name("published")
     monkeypatch.setattr(os, "fsync", lambda fd: seen.append(name.exists()))
@@ -154,7 +154,7 @@ def test_a_directory_that_cannot_be_synced_is_an_error_and_leaks_nothing(appende
     assert open_files() == before
 
 
-def test_a_discarded_file_is_gone_and_closed(path):
+def test_a_discarded_file_is_closed_and_removed(path):
     before = open_files()
     Appender(path, b"head").discard()
     assert not path.exists()

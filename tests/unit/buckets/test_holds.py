@@ -1,4 +1,4 @@
-"""Holds on a node's own buckets: bounds, what is forgotten, and what is no hold in a file."""
+"""Holds on a node's own buckets: bounds, dropped holds, and invalid data in files."""
 
 import json
 from functools import partial
@@ -41,11 +41,11 @@ class Scene:
         return await self.holds.settle(number.to_bytes(16, "big"), names, actual, now_us)
 
     def written(self):
-        """What has changed since the last call, as a restart finds it."""
+        """Return the changes since the last call, as a restart reads them."""
         return {(kind, name): value for kind, name, value in self.holds.changes(100)}
 
     def opened(self, directory):
-        """The snapshot log of its buckets."""
+        """Return the snapshot log of its buckets."""
         return SnapshotLog.open(directory, self.table, b"k" * 32, self.clock)
 
     def check(self, key=b"a", limit=TOKENS, cost=1, decide=None):
@@ -53,7 +53,7 @@ class Scene:
         return self.table.apply(key, limit, decide, self.clock.now_us(), cost)
 
 
-async def test_a_bucket_and_a_node_have_as_many_holds_as_they_may():
+async def test_holds_of_a_bucket_and_of_a_node_are_bounded():
     scene = Scene(max_holds=3, max_per_bucket=2)
     await scene.hold(1)
     await scene.hold(2)
@@ -66,7 +66,7 @@ async def test_a_bucket_and_a_node_have_as_many_holds_as_they_may():
     await scene.hold(4, b"c")
 
 
-async def test_of_holds_that_are_over_as_many_are_remembered_as_may_be_in_flight():
+async def test_ended_holds_are_kept_up_to_the_maximum_in_flight():
     scene = Scene(max_holds=2)
     for number in range(1, 5):
         await scene.hold(number)
@@ -76,7 +76,7 @@ async def test_of_holds_that_are_over_as_many_are_remembered_as_may_be_in_flight
     ]  # fmt: skip
 
 
-async def test_debts_are_kept_within_a_bound_and_dropped_when_they_are_paid():
+async def test_debts_are_bounded_and_dropped_when_they_are_paid():
     scene = Scene(max_holds=2)
     for number in range(1, 5):
         key = bytes((number,))
@@ -90,7 +90,7 @@ async def test_debts_are_kept_within_a_bound_and_dropped_when_they_are_paid():
     assert len(scene.holds) == 0
 
 
-async def test_many_holds_end_step_by_step():
+async def test_many_holds_end_in_steps():
     scene = Scene()
     for number in range(1, STEP + 50):
         await scene.hold(number, str(number).encode())
@@ -101,7 +101,7 @@ async def test_many_holds_end_step_by_step():
     assert scene.holds.in_flight == 0
 
 
-async def test_a_check_that_proceeds_later_is_charged_beside_a_hold():
+async def test_a_check_that_proceeds_later_is_charged_on_a_bucket_with_a_hold():
     scene = Scene()
     await scene.hold(1, cost=8)
     ahead = partial(token_bucket.decide_ahead, ahead_us=30 * US_PER_S)
@@ -112,7 +112,7 @@ async def test_a_check_that_proceeds_later_is_charged_beside_a_hold():
     assert not scene.check(cost=1)[0]
 
 
-async def test_changes_are_returned_again_that_could_not_be_written():
+async def test_changes_that_could_not_be_written_are_returned_again():
     scene = Scene()
     await scene.hold(1)
     await scene.hold(2, b"s", SLOTS)
@@ -139,7 +139,7 @@ async def test_large_buckets_are_written_in_steps():
         assert sum(len(value) for _, _, value in changes[:-1]) < 600
 
 
-async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
+async def test_invalid_holds_and_buckets_in_a_file_are_skipped():
     scene = Scene()
     await scene.hold(1, cost=4)
     changes = scene.written()
@@ -165,7 +165,7 @@ async def test_what_is_no_hold_or_no_bucket_in_a_file_is_left_out():
 
 @pytest.fixture
 async def after_a_hold(tmp_path):
-    """The directory of a node that has ended with one hold in flight, of all tokens."""
+    """Return the directory of a stopped node with one hold in flight, of all tokens."""
     scene = Scene()
     log = scene.opened(tmp_path)
     await scene.hold(1, cost=10)
@@ -173,7 +173,7 @@ async def after_a_hold(tmp_path):
     return tmp_path
 
 
-async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_debt(after_a_hold):
+async def test_debts_do_not_displace_a_bucket_unused_since_a_restart(after_a_hold):
     for is_written in (False, True):
         scene = Scene(max_holds=1)
         log = scene.opened(after_a_hold)
@@ -190,7 +190,9 @@ async def test_a_bucket_that_no_check_has_named_since_a_restart_gives_way_to_no_
         await log.drain()
 
 
-async def test_a_bucket_without_a_key_is_written_again_that_could_not_be(after_a_hold, monkeypatch):
+async def test_a_bucket_without_a_key_is_written_again_after_a_failed_write(
+    after_a_hold, monkeypatch
+):
     scene = Scene()
     log = scene.opened(after_a_hold)
     await log.write_pass()
@@ -228,7 +230,7 @@ async def test_a_full_table_evicts_for_a_bucket_without_a_key(after_a_hold):
 
 
 async def restarted(scene):
-    """Another node that has what this one has written."""
+    """Return another node, restored from this one's changes."""
     scene.holds.change_all()
     other = Scene()
     other.clock.advance(us=scene.clock.now_us() - other.clock.now_us())
@@ -236,7 +238,7 @@ async def restarted(scene):
     return other
 
 
-async def test_the_bucket_of_a_calendar_window_is_over_soon_after_it_also_after_a_restart():
+async def test_the_bucket_of_a_calendar_window_expires_soon_after_it_even_after_restarts():
     scene = Scene()
     calendar = Calendar(Period.DAY, "UTC")
     daily = Limit(
@@ -253,7 +255,7 @@ async def test_the_bucket_of_a_calendar_window_is_over_soon_after_it_also_after_
     assert len(other.holds) == 0
 
 
-async def test_a_bucket_of_an_earlier_release_says_not_when_it_is_full():
+async def test_a_bucket_of_an_earlier_release_without_its_time_to_full_is_restored():
     scene = Scene()
     await scene.hold(1, cost=4)
     changes = {which: json.loads(value) for which, value in scene.written().items()}
@@ -265,7 +267,7 @@ async def test_a_bucket_of_an_earlier_release_says_not_when_it_is_full():
     assert other.check()[1] == 5
 
 
-async def test_what_ended_long_ago_is_not_restored():
+async def test_holds_that_ended_long_ago_are_not_restored():
     scene = Scene()
     await scene.hold(1, ttl_s=5)
     changes = scene.written()
@@ -275,7 +277,7 @@ async def test_what_ended_long_ago_is_not_restored():
     assert other.holds.in_flight == 0
 
 
-async def test_a_number_that_was_that_of_an_earlier_hold_owns_nothing_of_it():
+async def test_a_hold_does_not_own_the_slot_of_an_earlier_hold_of_its_number():
     scene = Scene()
     await scene.hold(1, b"s", SLOTS, ttl_s=5)
     changes = scene.written()
@@ -289,7 +291,7 @@ async def test_a_number_that_was_that_of_an_earlier_hold_owns_nothing_of_it():
     assert (await other.settle(1, 0)).known
 
 
-async def test_a_slot_that_no_hold_owns_any_more_is_over():
+async def test_a_slot_without_a_hold_is_freed():
     scene = Scene()
     await scene.hold(1, b"s", SLOTS)
     written = scene.written()
@@ -299,7 +301,7 @@ async def test_a_slot_that_no_hold_owns_any_more_is_over():
     assert len(other.holds) == 0
 
 
-async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
+async def test_a_bucket_whose_paid_debt_is_followed_by_a_hold_is_not_forgiven():
     scene = Scene(max_holds=2)
     await scene.hold(1)
     await scene.settle(1, 25)
@@ -312,7 +314,7 @@ async def test_a_debt_that_was_paid_and_is_held_again_is_not_forgiven():
     assert scene.check()[1] == 9
 
 
-async def test_what_could_not_be_written_is_written_later(tmp_path):
+async def test_changes_after_a_failed_write_are_written_later(tmp_path):
     scene = Scene()
     log = scene.opened(tmp_path)
     await log.write_pass()
@@ -324,9 +326,7 @@ async def test_what_could_not_be_written_is_written_later(tmp_path):
     assert scene.holds.unwritten
 
 
-async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again(
-    tmp_path, monkeypatch
-):
+async def test_a_log_made_long_by_holds_does_not_cause_repeated_bases(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 1_000)
     scene = Scene()
     log = scene.opened(tmp_path)
@@ -340,7 +340,7 @@ async def test_a_log_that_is_long_by_its_holds_is_not_made_short_again_and_again
     await log.drain()
 
 
-async def test_a_pass_ends_though_holds_are_made_while_it_writes_them(tmp_path, monkeypatch):
+async def test_a_pass_ends_although_holds_are_made_during_it(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "STEP_HOLDS", 1)
     scene, numbers = Scene(), iter(range(1, 1_000))
     log = scene.opened(tmp_path)

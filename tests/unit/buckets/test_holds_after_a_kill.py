@@ -1,9 +1,8 @@
-"""Whenever a node is killed, what is on its disk charges each hold to each bucket once, and gives it back once.
+"""Whenever a node is killed, its files charge each hold to each bucket once, and give it back once.
 
-Checks, holds, settles and resets go on while the buckets are written. Again and again the state directory is copied as
-a kill would leave it, and restored. Then callers repeat all settles, as they do when an answer does not come. Each
-bucket has to hold what it held at some time since the last complete pass, with the settled amounts of all holds that
-the node still knows.
+Checks, holds, settles and resets go on while the buckets are written. The state directory is repeatedly copied as a
+kill would leave it, and restored. Then callers repeat all settles, as they do without an answer. Each bucket must have
+a state that it had since the last complete pass, with the settled amounts of all holds that the node still knows.
 """
 
 import os
@@ -34,11 +33,11 @@ LIMITS = {
     for algorithm in Algorithm
     for place in range(2)
 }
-"""Nothing is denied, and in the time of a test no token comes back."""
+"""Nothing is denied, and no token is refilled during a test."""
 
 
 class World:
-    """A node on its state directory, and what its buckets have held: versions of (tokens, number of the hold)."""
+    """A node on its state directory, and the history of its buckets: versions of (tokens, number of the hold)."""
 
     def __init__(self, directory, rng):
         self.directory, self.rng, self.met = directory / "state", rng, Counter()
@@ -129,7 +128,7 @@ class World:
         self.met["base"] += any(self.directory.glob("*.base"))
 
     def resolved(self, held, numbers):
-        """What a bucket holds when these holds are settled."""
+        """Return the content of a bucket after these holds are settled."""
         for tokens, number in held:
             if number in numbers and number in self.settled:
                 yield self.settled[number], None
@@ -181,7 +180,7 @@ class World:
         await self.stop()
 
     async def stop(self):
-        """A clean stop keeps all there is."""
+        """Stop cleanly, which keeps everything."""
         self.stops = True
         await self.snapshot.drain()
         self.start()
@@ -227,13 +226,13 @@ async def test_no_kill_charges_or_gives_back_twice(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("_small_steps")
-async def test_no_kill_in_many_lives_charges_or_gives_back_twice(tmp_path):
+async def test_no_kill_in_many_runs_charges_or_gives_back_twice(tmp_path):
     met = await run(tmp_path, range(100, 300), 150)
     assert min(met[case] for case in CASES) > 100, met
 
 
 def settled_anywhere(bucket, number, more):
-    """Settles on a bucket that has been without the hold since it was written."""
+    """Settle even on a bucket that was written without the hold."""
     if number in bucket.numbers():
         bucket._replay.remove(number, more)
         bucket._replay = bucket._replay or None
@@ -241,7 +240,7 @@ def settled_anywhere(bucket, number, more):
 
 
 def left_as_they_were(holds, bucket):
-    """Takes a bucket as it was written, whatever has become of its holds."""
+    """Restore a bucket as it was written, regardless of its holds."""
     holds._was_left(bucket)
 
 
@@ -256,7 +255,7 @@ TWINS = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.usefixtures("_small_steps")
-async def test_what_is_wrong_is_found(twin, tmp_path, monkeypatch):
+async def test_wrong_variants_are_detected(twin, tmp_path, monkeypatch):
     monkeypatch.setattr(*TWINS[twin])
     with pytest.raises(AssertionError):
-        await run(tmp_path, range(4, 60), 60)  # few seeds meet it; 4 or 5 does
+        await run(tmp_path, range(4, 60), 60)  # few seeds trigger it; 4 or 5 does

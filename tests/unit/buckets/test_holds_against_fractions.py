@@ -1,4 +1,4 @@
-"""Holds on a node's own buckets give, whatever happens between a hold and its settle, what exact fractions give."""
+"""Holds on a node's own buckets match exact fractions, whatever happens between a hold and its settle."""
 
 import asyncio
 import os
@@ -31,12 +31,12 @@ ERRORS = (CheckInvalidError, HoldEndedError, HoldSettledError)
 
 
 class World:
-    """A node's buckets and holds, and what they are by their definition."""
+    """A node's buckets and holds beside their fraction model."""
 
     def __init__(self, rng, met, directory):
         self.rng, self.met, self.directory = rng, met, directory
         self.clock, self.model = ManualClock(), HoldModel()
-        # A bucket is dropped when it is full under its limit: one with a burst may then not be so under the next one.
+        # A bucket is dropped when it is full under its limit; with a burst it may not be full under the next limit.
         self.drops = directory is not None or rng.random() < 0.3
         self.limits = {bytes([place]): self.random_limit() for place in range(rng.randint(1, 4))}
         self.snapshot = None
@@ -63,7 +63,7 @@ class World:
             return replace(limit, burst=0)
         return replace(limit, burst=self.rng.choice([1, 2, limit.limit, 3 * limit.limit]))
 
-    # What happens.
+    # Steps.
 
     def step(self):
         often = {
@@ -90,7 +90,7 @@ class World:
             self.clock.advance(seconds=rng.choice([60, 61, 100]))
 
     def now(self):
-        """The time that a check is charged at, and the same in seconds: callers lag."""
+        """Return the time of a check in µs and in seconds; callers lag."""
         lag_us = self.rng.choice([0, 0, 0, 1, self.rng.randrange(3 * 10**6)])
         now_us = self.clock.now_us() - lag_us
         return now_us, Fraction(now_us, US_PER_S)
@@ -166,7 +166,7 @@ class World:
         if got.is_first:
             self.met["settle of less" if actual < cost else "settle of more"] += actual != cost
             for name, outcome in zip(known.told, got.outcomes, strict=True):
-                # What it is told by is the limit that it was last charged under.
+                # The outcome is by the limit of the bucket's latest charge.
                 if name in known.charged and outcome is not None and name not in self.edited():
                     there = self.model.there(name, self.limits[name], self.clock_s, self.clock_s)
                     assert named(outcome) == there
@@ -174,7 +174,7 @@ class World:
         self.met["repeated settle"] += got.known and not got.is_first
 
     def edited(self):
-        """Names of buckets whose limit was edited since they were charged."""
+        """Return the names of buckets whose limit was edited since their latest charge."""
         return {
             name
             for name, bucket in self.model.buckets.items()
@@ -220,10 +220,10 @@ class World:
         self.start()
         self.met["restart with holds"] += self.holds.in_flight > 0
 
-    # What is to be seen.
+    # Comparisons.
 
     def look(self):
-        """Every bucket says what it is by its definition."""
+        """Compare every bucket with the model."""
         now_us = self.clock.now_us()
         for key, limit in self.limits.items():
             for cost in (1, limit.capacity):
@@ -234,7 +234,7 @@ class World:
             bucket = self.model.buckets.get(key)
             if bucket is not None and bucket.charges:
                 self.met["debt"] += bucket.spent(self.clock_s, limit) > limit.capacity
-        # As many are in flight as are by their definition, but for those that ended just now.
+        # The numbers of holds in flight match, except for those that have just ended.
         open_holds = sum(
             one.actual is None and one.end > self.clock_s for one in self.model.held.values()
         )
@@ -252,10 +252,10 @@ def named(outcome):
 
 
 def comparable(answer, limit):
-    """What is known of an answer.
+    """Return the comparable part of an answer.
 
-    A check that takes the last token of a log may be told to wait for a run of which all was given back. If no slot is
-    in use, the limit is as it was at the time of the check or at that of the node.
+    A check that takes the last token of a log may get the retry delay of a run without tokens. If no slot is in use,
+    the answer is as of the time of the check or of that of the node.
     """
     if limit.algorithm is Algorithm.CONCURRENCY and answer[1] == limit.limit:
         return (*answer[:2], 0, *answer[3:])
@@ -276,7 +276,7 @@ def outcome_of(call):
 
 
 def at_once(coroutine):
-    """Run what never waits on a node's own buckets."""
+    """Run a coroutine that never waits, as on a node's own buckets."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -312,20 +312,20 @@ def _fast_disk(monkeypatch):
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.deep) for first in range(400, 2_000, 400))]
 )
-def test_sequences_of_holds_checks_and_edits_are_as_they_are_by_their_definition(first):
+def test_sequences_of_holds_checks_and_edits_match_the_fraction_model(first):
     met = live_all(range(first, first + 400))
     assert {case for case in CASES if met[case] < 5} == set(), met
 
 
 @pytest.mark.usefixtures("_fast_disk")
-def test_so_they_are_over_restarts(tmp_path):
+def test_hold_sequences_match_the_fraction_model_across_restarts(tmp_path):
     assert live_over_restarts(tmp_path, range(10_000, 10_150)) > 50
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.usefixtures("_fast_disk")
-def test_200_000_sequences_are_as_they_are_by_their_definition(tmp_path):
+def test_200_000_sequences_match_the_fraction_model(tmp_path):
     sequences = int(os.environ.get("SIMULATION_SEEDS", "200000"))
     met = live_all(range(100_000, 100_000 + sequences))
     live_over_restarts(tmp_path, range(100_000, 100_000 + sequences // 40))
@@ -350,7 +350,7 @@ def live_over_restarts(tmp_path, seeds):
 
 
 def settled_by_what_is_lacking_now(bucket, number, more):
-    """Gives back what has been refilled since, too."""
+    """Give back even tokens that have been refilled since."""
     if number in bucket.numbers():
         bucket._replay.remove(number, 0)
         bucket._level = max(0, bucket._level + more * held._unit(bucket.limit))
@@ -358,7 +358,7 @@ def settled_by_what_is_lacking_now(bucket, number, more):
 
 
 def settled_for_the_latest(bucket, number, more):
-    """Takes tokens out of the log that came after the hold."""
+    """Remove tokens from the log that were charged after the hold."""
     at_us = bucket._at_us.pop(number, None)
     if at_us is not None and more < 0:
         bucket._log, _ = sliding_window.removed(bucket._log, 2**62, -more)
@@ -381,7 +381,7 @@ TWINS = {
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_what_is_wrong_is_found(twin, monkeypatch):
+def test_wrong_variants_are_detected(twin, monkeypatch):
     monkeypatch.setattr(*TWINS[twin])
     with pytest.raises(AssertionError):
         live_all(range(2_000))

@@ -54,7 +54,7 @@ def key_of(bucket):
     ],
     ids=str,
 )
-def test_a_bucket_starts_afresh_when_what_gives_it_its_meaning_changes(change):
+def test_a_bucket_starts_afresh_when_a_part_of_its_key_changes(change):
     assert KEYS.scope(RULE, "/orders") != KEYS.scope(dataclasses.replace(RULE, **change), "/orders")
 
 
@@ -67,7 +67,7 @@ def test_a_bucket_is_kept_when_anything_else_of_its_rule_changes(change):
     assert KEYS.scope(RULE, "/orders") == KEYS.scope(dataclasses.replace(RULE, **change), "/orders")
 
 
-def test_buckets_of_the_global_rule_are_kept_by_the_endpoint_that_was_asked_for():
+def test_buckets_of_the_global_rule_are_kept_per_endpoint():
     everywhere = dataclasses.replace(RULE, endpoint="*")
     assert KEYS.scope(everywhere, "/orders") == KEYS.scope(RULE, "/orders")
     assert KEYS.scope(everywhere, "/orders") != KEYS.scope(everywhere, "/carts")
@@ -78,16 +78,16 @@ def test_keys_have_the_promised_sizes():
     assert len(KEYS.stored(b"x" * 265)) == STORED_KEY_BYTES == 16
 
 
-def test_keys_depend_on_the_secret_and_on_nothing_else_of_the_process():
+def test_keys_depend_only_on_the_secret():
     other = BucketKeys(b"another secret, also of some bytes")
     assert KEYS.scope(RULE, "/orders") != other.scope(RULE, "/orders")
     assert KEYS.stored(b"ada") != other.stored(b"ada")
-    # Fixed for ever: files of an earlier start hold these.
+    # Must not change: files of earlier starts contain these.
     assert BucketKeys(b"k" * 32).scope(RULE, "/orders").hex() == "709749613d66d315d7"
     assert BucketKeys(b"k" * 32).stored(b"ada").hex() == "c19d6ce0fe0bc5623ac4763f9cd56a55"
 
 
-def test_a_secret_that_comes_late_is_used_from_then_on():
+def test_a_replaced_secret_is_used_from_then_on():
     keys, other = BucketKeys(b"k" * 32), BucketKeys(b"l" * 32)
     keys.rekey(b"l" * 32)
     assert keys.secret == other.secret
@@ -96,12 +96,12 @@ def test_a_secret_that_comes_late_is_used_from_then_on():
     assert keys.fingerprint() == other.fingerprint()
 
 
-def test_a_fingerprint_tells_secrets_apart_and_nothing_of_them():
+def test_a_fingerprint_distinguishes_secrets_without_revealing_them():
     fingerprint = BucketKeys(b"k" * 32).fingerprint()
     assert fingerprint == BucketKeys(b"k" * 32).fingerprint()
     assert fingerprint != BucketKeys(b"l" * 32).fingerprint()
     assert len(fingerprint) == 2 * FINGERPRINT_BYTES == 16
-    # Fixed for ever: nodes of other versions compare theirs with it.
+    # Must not change: nodes of other versions compare it with theirs.
     assert fingerprint == "c4d2bc11866b8e47"
 
 
@@ -109,7 +109,7 @@ def test_a_stored_key_does_not_show_its_identifier():
     assert b"ada@example" not in KEYS.stored(b"ada@example" + KEYS.scope(RULE, "/orders"))
 
 
-def test_an_identifier_is_told_from_others_by_a_digest_that_does_not_show_it():
+def test_an_identifier_digest_distinguishes_identifiers_without_revealing_them():
     digest = KEYS.identifier_digest(b"ada", IdentifierType.USER)
     assert digest == BucketKeys(KEYS.secret).identifier_digest(b"ada", IdentifierType.USER)
     assert len(digest) == 16
@@ -142,7 +142,7 @@ def test_moving_a_character_between_identifier_and_endpoint_is_another_bucket(bu
     assert (key_of(bucket) == key_of(moved)) == (bucket == moved)
 
 
-def test_nodes_with_one_admin_token_have_one_digest_of_it():
+def test_nodes_with_the_same_admin_token_have_the_same_digest():
     keys = BucketKeys(b"k" * 16)
     digest = keys.admin_token_digest("token")
     assert len(digest) == 8
@@ -153,16 +153,16 @@ def test_nodes_with_one_admin_token_have_one_digest_of_it():
 
 
 @given(st.lists(st.binary(min_size=1, max_size=256), min_size=1, max_size=8))
-def test_identifiers_that_were_joined_are_taken_apart(given):
+def test_joined_identifiers_are_taken_apart(given):
     assert list(taken_apart(joined(given), len(given))) == given
 
 
-def test_nobody_is_joined_to_nothing():
+def test_no_identifiers_join_to_an_empty_one():
     assert (joined([]), taken_apart(b"", 0)) == (b"", [])
 
 
 @pytest.mark.parametrize("text", [b"", b"ada.lovelace", bytes(range(256)) * 3])
-def test_what_is_sealed_is_opened_by_a_node_with_the_same_secret_and_by_no_other(text):
+def test_a_sealed_text_is_unsealed_only_with_the_same_secret(text):
     keys = BucketKeys(b"k" * 16)
     sealed, again = keys.seal(text), keys.seal(text)
     assert sealed != again
@@ -172,7 +172,7 @@ def test_what_is_sealed_is_opened_by_a_node_with_the_same_secret_and_by_no_other
     assert BucketKeys(b"x" * 16).unseal(sealed) is None
 
 
-def test_what_was_changed_or_cut_is_not_opened():
+def test_a_changed_or_truncated_text_is_not_unsealed():
     keys = BucketKeys(b"k" * 16)
     sealed = keys.seal(b"ada.lovelace")
     for place in range(len(sealed)):

@@ -51,7 +51,7 @@ def read(directory, now_us=T):
 
 
 def held(restored, *names):
-    """What the buckets hold: spent of a state, (time, …) of a log."""
+    """Return the content of the buckets: spent of a state, (time, …) of a log."""
     values = [restored.buckets.get(name.encode()) for name in names]
     return [value if value is None else unpack(value)[0] for value in values]
 
@@ -62,11 +62,11 @@ class TestFiles:
         assert (len(restored.buckets), restored.read, restored.torn) == (0, [], [])
         assert restored.next_number == 1
 
-    def test_names_are_of_one_length_so_that_they_sort(self, tmp_path):
+    def test_file_names_have_the_same_length_and_sort_by_number(self, tmp_path):
         assert base_path(tmp_path, 7).name == "buckets-00000007.base"
         assert log_path(tmp_path, 12).name == "buckets-00000012.log"
 
-    def test_the_newest_base_and_the_logs_from_it_on_count(self, tmp_path):
+    def test_the_newest_base_and_the_logs_from_its_number_on_are_read(self, tmp_path):
         paths = {
             name: tmp_path / f"buckets-0000000{name}"
             for name in ("1.log", "2.base", "2.log", "3.log", "4.base", "4.log", "5.log", "6.tmp")
@@ -78,8 +78,8 @@ class TestFiles:
         assert set(tmp_path.iterdir()) == set(restored.read)
         assert restored.next_number == 6
 
-    def test_superseded_files_and_empty_logs_are_removed_at_once(self, tmp_path):
-        """Else a node that dies again and again before its first base would fill the directory."""
+    def test_superseded_files_and_empty_logs_are_removed(self, tmp_path):
+        """Otherwise a node that repeatedly crashes before its first base would fill the directory."""
         write(log_path(tmp_path, 1), states(ada=bucket(1)))
         write(base_path(tmp_path, 2))
         write(log_path(tmp_path, 2), states(ada=bucket(2)))
@@ -100,37 +100,37 @@ class TestFiles:
 
 
 class TestOrder:
-    def test_what_was_appended_later_holds(self, tmp_path):
+    def test_the_latest_value_of_a_bucket_is_restored(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(1)), states(ada=bucket(2), bob=bucket(5)))
         write(log_path(tmp_path, 2), states(ada=bucket(3)))
         assert held(read(tmp_path), "ada", "bob", "eve") == [3, 5, None]
 
-    def test_a_reset_holds_against_what_was_before_and_not_against_what_came_after(self, tmp_path):
+    def test_a_reset_drops_earlier_values_and_not_later_ones(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(1), bob=bucket(2)), resets("ada", "bob"))
         write(log_path(tmp_path, 2), states(bob=bucket(3)))
         assert held(read(tmp_path), "ada", "bob") == [None, 3]
 
-    def test_logs_hold_against_their_base_and_older_files_not_at_all(self, tmp_path):
+    def test_logs_override_their_base_and_older_files_are_ignored(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(9), old=bucket(9)))
         write(base_path(tmp_path, 2), states(ada=bucket(1), bob=bucket(1), eve=bucket(1)))
         write(log_path(tmp_path, 2), states(ada=bucket(2)), resets("eve"))
         assert held(read(tmp_path), "ada", "bob", "eve", "old") == [2, 1, None, None]
 
-    def test_chunks_of_a_kind_from_the_future_are_passed_over(self, tmp_path, reports):
+    def test_chunks_of_an_unknown_kind_are_skipped(self, tmp_path, reports):
         unknown = snapshot_format._encode(b"Z", [b"whatever"])
         write(log_path(tmp_path, 1), states(ada=bucket(1)), unknown, states(bob=bucket(2)))
         restored = read(tmp_path)
         assert held(restored, "ada", "bob") == [1, 2]
         assert reports == []
 
-    def test_buckets_of_before_are_older_than_everything_used_since(self, tmp_path):
+    def test_restored_buckets_are_older_than_any_used_since(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(1)))
         restored = read(tmp_path)
         assert {tick_of(restored.buckets.get(name)) for name in (b"ada", b"bob")} == {0}
 
 
 class TestTime:
-    def test_what_is_over_is_left_out_once_no_caller_can_be_that_late(self, tmp_path):
+    def test_expired_buckets_are_dropped_after_the_tolerance_of_timestamps(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(1)))
         assert len(read(tmp_path, T + 60 * SECOND + LATE_US - 1).buckets) == 2
         assert len(read(tmp_path, T + 60 * SECOND + LATE_US).buckets) == 0
@@ -145,13 +145,13 @@ class TestTime:
         log_outcome = NAMED_DECIDE[LOG_RULE.algorithm](unpack(bob), LOG_RULE, T, 1)
         assert (unpack(ada)[0], log_outcome.remaining) == (4, 5)
 
-    def test_what_waits_for_its_time_is_not_given_out_again(self, tmp_path):
+    def test_a_waiting_charge_ahead_of_the_clock_is_kept(self, tmp_path):
         ahead_us = T + MAX_WAIT_MS * 1_000
         write(log_path(tmp_path, 1), states(ada=bucket(4, ahead_us), bob=bucket(4, ahead_us + 1)))
         restored = read(tmp_path).buckets
         assert [latest_us(restored.get(name)) for name in (b"ada", b"bob")] == [ahead_us, T]
 
-    def test_when_time_is_the_callers_everything_is_kept_as_it_was(self, tmp_path):
+    def test_with_callers_time_everything_is_kept_unchanged(self, tmp_path):
         values = {"ada": bucket(1, 5), "bob": bucket(2, T + 3600 * SECOND)}
         write(log_path(tmp_path, 1), states(**values))
         restored = restore(tmp_path, KEYS, HEADER, None)
@@ -160,7 +160,9 @@ class TestTime:
 
 
 class TestDamage:
-    def test_a_log_cut_at_any_byte_is_restored_up_to_the_last_whole_chunk(self, tmp_path, reports):
+    def test_a_log_truncated_at_any_byte_is_restored_up_to_the_last_complete_chunk(
+        self, tmp_path, reports
+    ):
         parts = [
             (states(ada=bucket(1)), [1, None, None]),
             (states(bob=log_bucket(2)), [1, T, None]),
@@ -199,7 +201,7 @@ class TestDamage:
         assert (restored.torn, restored.read) == ([path], [])
         assert reports == ["buckets-00000001.log is torn: its last 4096 bytes were ignored"]
 
-    def test_a_file_is_never_in_memory_whole(self, tmp_path):
+    def test_a_file_is_not_read_into_memory_as_a_whole(self, tmp_path):
         path = write(log_path(tmp_path, 1), *[states(ada=bucket(1))] * 50_000)
         tracemalloc.start()
         try:
@@ -208,7 +210,7 @@ class TestDamage:
         finally:
             tracemalloc.stop()
 
-    def test_what_follows_a_torn_log_in_later_ones_still_holds(self, tmp_path, reports):
+    def test_logs_after_a_torn_one_are_restored(self, tmp_path, reports):
         torn = write(log_path(tmp_path, 1), states(ada=bucket(1)), states(bob=bucket(2))[:-3])
         write(log_path(tmp_path, 2), states(eve=bucket(3)))
         restored = read(tmp_path)
@@ -226,7 +228,7 @@ class TestDamage:
         ],
         ids=["another secret", "another program", "zeros"],
     )
-    def test_a_foreign_file_is_set_aside_whole_and_reported(self, tmp_path, reports, content):
+    def test_a_foreign_file_is_set_aside_unchanged_and_reported(self, tmp_path, reports, content):
         log_path(tmp_path, 1).write_bytes(content)
         write(log_path(tmp_path, 2), states(bob=bucket(2)))
         restored = read(tmp_path)
@@ -237,8 +239,8 @@ class TestDamage:
         (report,) = reports
         assert "buckets-00000001.log" in report
 
-    def test_of_the_foreign_files_of_before_the_newest_three_are_kept(self, tmp_path, reports):
-        """As when the rule database, and so the secret, is new at every start."""
+    def test_the_newest_three_earlier_foreign_files_are_kept(self, tmp_path, reports):
+        """This happens when the rule database, and so the secret, is new at every start."""
         for number in range(1, 9):
             write(log_path(tmp_path, number), header=b"PK")
             read(tmp_path)
@@ -247,7 +249,7 @@ class TestDamage:
             f"buckets-0000000{number}.log.foreign" for number in (5, 6, 7, 8)
         ]
 
-    def test_files_that_became_foreign_together_stay_together(self, tmp_path, reports):
+    def test_files_set_aside_together_are_all_kept(self, tmp_path, reports):
         write(base_path(tmp_path, 1), header=b"PK")
         for number in range(1, 9):
             write(log_path(tmp_path, number), header=b"PK")

@@ -20,7 +20,7 @@ def contents(buckets):
     return dict(item for index in range(buckets.shard_count) for item in buckets.items(index))
 
 
-def test_a_bucket_is_found_by_the_key_whose_digest_it_was_stored_under():
+def test_a_bucket_is_found_by_its_key():
     buckets = restored_of({b"ada": 1, b"bob": 2})
     assert (len(buckets), buckets.get(b"ada"), buckets.get(b"eve")) == (2, 1, None)
 
@@ -32,27 +32,27 @@ def test_a_bucket_is_taken_once():
     assert len(buckets) == 0
 
 
-def test_what_is_read_later_replaces_what_was_read_before():
+def test_a_later_value_replaces_an_earlier_one():
     buckets = restored_of({b"ada": 1})
     buckets.put(KEYS.stored(b"ada"), 2)
     assert (len(buckets), buckets.get(b"ada")) == (1, 2)
 
 
-def test_a_discarded_bucket_is_gone_and_may_be_discarded_again():
+def test_a_discarded_bucket_is_gone_and_discarding_it_again_is_no_error():
     buckets = restored_of({b"ada": 1, b"bob": 2})
     buckets.discard(KEYS.stored(b"ada"))
     buckets.discard(KEYS.stored(b"ada"))
     assert (len(buckets), buckets.get(b"ada")) == (1, None)
 
 
-def test_dropping_goes_on_until_nothing_is_left():
+def test_every_bucket_can_be_dropped():
     buckets = restored_of({bytes([number]): number for number in range(50)})
     for left in reversed(range(50)):
         buckets.drop_any()
         assert len(buckets) == left == len(contents(buckets))
 
 
-def test_a_sweep_drops_what_has_expired_and_comes_round_to_every_shard(monkeypatch):
+def test_sweeps_drop_expired_buckets_of_every_shard(monkeypatch):
     monkeypatch.setattr(table, "RESTORED_SHARDS", 4)
     buckets = restored_of({bytes([number]): number for number in range(100)})
     dropped = [buckets.sweep(lambda value: value % 2 == 1) for _ in range(4)]
@@ -64,7 +64,7 @@ def test_a_sweep_drops_what_has_expired_and_comes_round_to_every_shard(monkeypat
     assert len(buckets) == 0
 
 
-def test_a_map_changes_every_value_and_drops_those_it_makes_none():
+def test_a_map_replaces_every_value_and_drops_those_mapped_to_none():
     buckets = restored_of({bytes([number]): number for number in range(100)})
     buckets.map(lambda value: value * 2 if value < 30 else None)
     assert sorted(contents(buckets).values()) == list(range(0, 60, 2))
@@ -72,7 +72,7 @@ def test_a_map_changes_every_value_and_drops_those_it_makes_none():
 
 
 @pytest.mark.parametrize("shards", [1, 7, 2_048])
-def test_the_length_is_right_whatever_is_done(monkeypatch, shards):
+def test_the_length_is_correct_after_any_operations(monkeypatch, shards):
     monkeypatch.setattr(table, "RESTORED_SHARDS", shards)
     rng, buckets = random.Random(shards), RestoredBuckets(KEYS)
     actions = {

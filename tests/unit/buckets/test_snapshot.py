@@ -44,7 +44,7 @@ REAL_PWRITE, REAL_SLEEP = os.pwrite, asyncio.sleep
 
 
 class Node:
-    """A table and its snapshot, as one life of a node has them."""
+    """A table and its snapshot log, in one run of a node."""
 
     def __init__(self, directory, clock, *, max_entries=1000, **options):
         self.directory, self.clock = directory, clock
@@ -80,7 +80,7 @@ def clock():
 
 @pytest.fixture
 def node_of(tmp_path, clock):
-    """Starts a node on the one state directory; whoever started before counts as killed."""
+    """Start a node on the common state directory; earlier nodes count as killed."""
     return lambda **options: Node(tmp_path, clock, **options)
 
 
@@ -112,14 +112,14 @@ class TestRestart:
         assert remaining == 992
         await again.snapshot.drain()
 
-    async def test_a_kill_forgets_at_most_what_was_spent_since_the_last_pass(self, node_of):
+    async def test_a_kill_loses_at_most_the_spends_since_the_last_pass(self, node_of):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.write_pass()
         node.use(b"ada", 2)
         assert node_of().spent(b"ada") == [5]
 
-    async def test_a_reset_is_on_disk_when_it_is_answered(self, node_of):
+    async def test_an_answered_reset_is_on_disk(self, node_of):
         node = node_of()
         node.use(b"ada", 5)
         node.use(b"bob", 6)
@@ -127,14 +127,14 @@ class TestRestart:
         await node.reset(b"ada")
         assert node_of().spent(b"ada", b"bob") == [0, 6]
 
-    async def test_a_reset_bucket_of_before_the_restart_stays_reset(self, node_of):
+    async def test_a_reset_of_a_restored_bucket_survives_a_restart(self, node_of):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.drain()
         await node_of().reset(b"ada")
         assert node_of().spent(b"ada") == [0]
 
-    async def test_what_was_spent_after_a_reset_is_kept(self, node_of):
+    async def test_spends_after_a_reset_are_kept(self, node_of):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.write_pass()
@@ -143,7 +143,7 @@ class TestRestart:
         await node.snapshot.drain()
         assert node_of().spent(b"ada") == [1]
 
-    async def test_when_time_is_the_callers_nothing_is_too_old(self, node_of, clock):
+    async def test_with_callers_time_no_bucket_is_too_old(self, node_of, clock):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.drain()
@@ -151,7 +151,7 @@ class TestRestart:
         assert len(node_of(callers_time=True).table) == 1
         assert len(node_of().table) == 0
 
-    async def test_many_buckets_and_long_logs_go_in_slices(self, node_of, monkeypatch):
+    async def test_many_buckets_and_long_logs_are_written_in_steps(self, node_of, monkeypatch):
         monkeypatch.setattr(snapshot, "STEP_BUCKETS", 7)
         monkeypatch.setattr(snapshot, "STEP_BYTES", 64)
         node = node_of(max_entries=5000)
@@ -164,12 +164,12 @@ class TestRestart:
         assert again.spent(*(b"%d" % number for number in range(100))) == list(range(1, 101))
 
 
-class TestTurns:
-    """What is encoded in one turn of the event loop is bounded, wherever the buckets are."""
+class TestIterations:
+    """The work of one event-loop iteration is bounded, for used and restored buckets."""
 
     @pytest.fixture
     def encoded(self, monkeypatch):
-        """How many buckets, and how many bytes of logs, each turn encoded."""
+        """Return the number of buckets and the bytes of logs encoded per event-loop iteration."""
         turns: list[tuple[int, int]] = []
         original = snapshot_format.encode_values
 
@@ -185,20 +185,20 @@ class TestTurns:
 
     @staticmethod
     def use_logs(node, count, runs):
-        """Give the node logs of so many runs, a microsecond apart."""
+        """Give the node ``count`` logs of ``runs`` runs, a microsecond apart."""
         for _ in range(runs):
             node.clock.advance(us=1)
             for number in range(count):
                 node.use(b"log %d" % number, 1, LOG_RULE)
 
-    async def test_a_look_at_many_long_logs_takes_many(self, node_of, encoded):
+    async def test_a_visit_of_many_long_logs_takes_many_iterations(self, node_of, encoded):
         node = node_of(max_entries=SHARD_ENTRIES)
         self.use_logs(node, 500, 150)
         await node.snapshot.write_pass()
         assert len(encoded) == pytest.approx(500 * 150 * 16 / STEP_BYTES, abs=1)
         assert max(log_bytes for _, log_bytes in encoded) < STEP_BYTES + 16 * 152
 
-    async def test_so_do_the_many_long_logs_of_a_shard_that_waits_for_its_first_check(
+    async def test_many_long_logs_of_a_restored_shard_take_many_iterations(
         self, node_of, encoded, monkeypatch
     ):
         monkeypatch.setattr(table, "RESTORED_SHARDS", 1)
@@ -217,13 +217,13 @@ class TestTurns:
 
 
 class TestPasses:
-    async def test_a_pass_writes_what_was_used_since_the_last_one_and_nothing_else(self, node_of):
+    async def test_a_pass_writes_only_buckets_used_since_the_last_one(self, node_of):
         node = node_of()
         for name in (b"ada", b"bob"):
             node.use(name)
         await node.snapshot.write_pass()
         node.next_second()
-        await node.snapshot.write_pass()  # what is used later in a second that was looked at counts
+        await node.snapshot.write_pass()  # a later use in the second of a visit counts
         node.next_second()
         before = node.snapshot.written_bytes_total
         await node.snapshot.write_pass()
@@ -233,7 +233,7 @@ class TestPasses:
         one_state = len(snapshot_format.encode_values([(b"k" * 16, 1)]))
         assert node.snapshot.written_bytes_total == before + one_state
 
-    async def test_a_use_in_the_second_of_the_look_is_not_missed_by_the_next(self, node_of):
+    async def test_a_use_in_the_second_of_a_visit_is_written_by_the_next(self, node_of):
         node = node_of()
         node.use(b"ada")
         await node.snapshot.write_pass()
@@ -241,7 +241,7 @@ class TestPasses:
         await node.snapshot.write_pass()
         assert node_of().spent(b"ada") == [2]
 
-    async def test_a_bucket_that_is_reset_while_its_shard_is_written_is_left_out(
+    async def test_a_bucket_reset_while_its_shard_is_written_is_left_out(
         self, node_of, monkeypatch
     ):
         monkeypatch.setattr(snapshot, "STEP_BUCKETS", 1)
@@ -252,7 +252,7 @@ class TestPasses:
 
         async def append(data, **options):
             await original(data, **options)
-            if not resets:  # between the first slice and the second
+            if not resets:  # between the first step and the second
                 resets.append(asyncio.ensure_future(node.reset(*names)))
                 await REAL_SLEEP(0)
 
@@ -263,7 +263,7 @@ class TestPasses:
         assert len(again.table) == 0
         assert again.spent(*names) == [0, 0, 0]
 
-    async def test_the_end_of_a_complete_pass_is_noted(self, node_of, clock):
+    async def test_age_is_the_time_since_the_last_complete_pass(self, node_of, clock):
         node = node_of()
         assert node.snapshot.age_s == 0
         clock.advance(seconds=8)
@@ -271,7 +271,7 @@ class TestPasses:
         await node.snapshot.write_pass()
         assert node.snapshot.age_s == 0
 
-    async def test_what_could_not_be_written_is_counted_and_written_by_the_next_pass(
+    async def test_a_failed_write_is_counted_and_repeated_by_the_next_pass(
         self, node_of, monkeypatch, clock, reports
     ):
         node = node_of()
@@ -292,7 +292,7 @@ class TestPasses:
             "buckets can be written again",
         ]
 
-    async def test_the_first_failure_and_the_recovery_are_reported_and_nothing_between(
+    async def test_only_the_first_failure_and_the_recovery_are_reported(
         self, node_of, monkeypatch, reports
     ):
         node, failure = node_of(), "buckets cannot be written: No space left on device"
@@ -324,12 +324,12 @@ class TestBase:
         await node.snapshot.drain()
         return node_of()
 
-    async def test_a_first_start_needs_none(self, node_of):
+    async def test_a_first_start_writes_no_base(self, node_of):
         node = node_of()
         await node.snapshot.write_pass()
         assert node.files() == ["buckets-00000001.log"]
 
-    async def test_after_a_start_the_files_of_before_become_one_base(self, node_of):
+    async def test_after_a_restart_the_older_files_become_one_base(self, node_of):
         node = await self.two_lives(node_of)
         node.use(b"eve", 7)
         await node.snapshot.write_pass()
@@ -344,7 +344,7 @@ class TestBase:
         assert node.files() == ["buckets-00000003.base", "buckets-00000003.log"]
         assert node_of().spent(b"ada", b"bob") == [6, 6]
 
-    async def test_a_log_that_has_outgrown_its_base_is_made_short_again(self, node_of, monkeypatch):
+    async def test_a_log_that_has_outgrown_its_base_is_replaced(self, node_of, monkeypatch):
         monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 200)
         node = node_of()
         for count in range(1, 30):
@@ -354,7 +354,7 @@ class TestBase:
             assert len(logs) == 1
             assert logs[0].stat().st_size <= 400
             assert Node(node.directory, node.clock).spent(b"ada") == [count]
-            # Reading does not change what the first life left, but begins a log: take it away again.
+            # Reading does not change these files, but begins a log: remove it.
             max(node.directory.glob("*.log")).unlink()
 
     async def test_a_log_may_grow_to_three_times_its_base(self, node_of, monkeypatch):
@@ -371,7 +371,7 @@ class TestBase:
             assert base.exists() == (not outgrown[-1])
         assert 3 <= sum(outgrown) <= 20
 
-    async def test_a_torn_file_is_set_aside_once_the_base_is_there(self, node_of, reports):
+    async def test_a_torn_file_is_set_aside_once_the_base_exists(self, node_of, reports):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.write_pass()
@@ -387,7 +387,7 @@ class TestBase:
         ]
         assert node_of().spent(b"ada") == [5]
 
-    async def test_a_node_that_is_killed_again_and_again_leaves_few_torn_files(self, node_of):
+    async def test_a_node_that_is_killed_repeatedly_leaves_few_torn_files(self, node_of):
         for _ in range(8):
             node = node_of()
             node.use(b"ada")
@@ -398,10 +398,8 @@ class TestBase:
         assert len(node.files()) == 6
         assert node_of().spent(b"ada") == [8]
 
-    async def test_a_bucket_of_before_that_is_used_while_the_base_is_written_is_not_lost(
-        self, node_of
-    ):
-        """It has left its old place when that is copied, and its new one was copied already."""
+    async def test_a_restored_bucket_used_while_the_base_is_written_is_not_lost(self, node_of):
+        """It has left its old place before that is copied, and its new place has been copied already."""
         node = await self.two_lives(node_of)
 
         async def pace(step, steps):
@@ -411,7 +409,7 @@ class TestBase:
         await node.snapshot.write_pass(pace=pace)
         assert node_of().spent(b"ada", b"bob") == [6, 6]
 
-    async def test_a_reset_while_the_base_is_written_holds(self, node_of):
+    async def test_a_reset_while_the_base_is_written_is_kept(self, node_of):
         for reset_at in range(0, 2 * 1 + table.RESTORED_SHARDS, 97):
             node = await self.two_lives(node_of)
 
@@ -436,7 +434,7 @@ class TestBase:
         assert open_files() == before
         assert node.files() == ["buckets-00000007.base", "buckets-00000007.log"]
 
-    async def test_a_base_that_does_not_fit_is_given_up_and_tried_again_a_minute_later(
+    async def test_a_base_that_does_not_fit_is_retried_a_minute_later(
         self, node_of, monkeypatch, reports
     ):
         node = await self.two_lives(node_of)
@@ -470,7 +468,7 @@ class TestBase:
         assert node.files() == ["buckets-00000004.base", "buckets-00000004.log"]
         assert reports[1:] == ["buckets can be written again"]
 
-    async def test_a_next_log_that_cannot_be_begun_leaves_the_present_one_in_use(
+    async def test_if_the_next_log_cannot_be_created_the_current_one_stays_in_use(
         self, node_of, monkeypatch
     ):
         node = await self.two_lives(node_of)
@@ -507,7 +505,7 @@ class TestWriter:
         monkeypatch.setattr(snapshot.Appender, "append", appended)
         resets = [asyncio.ensure_future(node.reset(name)) for name in (b"a", b"b")]
         for _ in range(10):
-            await asyncio.sleep(0)  # both are asked for before the first is done
+            await asyncio.sleep(0)  # both are requested before the first is done
         released.set()
         await asyncio.gather(*resets)
         assert len(threads) == 2
@@ -527,7 +525,7 @@ class TestDrain:
         assert open_files() == before - 1
         assert len(node_of().table) == 100
 
-    async def test_files_that_were_removed_are_written_anew_by_the_next_pass(self, node_of):
+    async def test_removed_files_are_written_again_by_the_next_pass(self, node_of):
         node = node_of()
         await node.snapshot.write_pass()
         for name in ("ada", "bob"):
@@ -542,7 +540,7 @@ class TestDrain:
         assert node.snapshot.errors_total == 0  # of passes
         assert node_of().spent(b"ada", b"bob") == [5, 0]
 
-    async def test_a_directory_that_was_removed_is_reported_until_it_is_there_again(
+    async def test_a_removed_directory_is_reported_until_it_exists_again(
         self, tmp_path, clock, reports
     ):
         directory = tmp_path / "state"
@@ -565,9 +563,7 @@ class TestDrain:
         await node.snapshot.drain()
         assert Node(directory, clock).spent(b"ada") == [7]
 
-    async def test_a_full_disk_does_not_keep_a_node_from_stopping(
-        self, node_of, monkeypatch, reports
-    ):
+    async def test_a_full_disk_does_not_prevent_a_stop(self, node_of, monkeypatch, reports):
         node = node_of()
         node.use(b"ada", 5)
         monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
@@ -576,7 +572,7 @@ class TestDrain:
         assert node.snapshot.errors_total == 2
         assert reports == ["buckets cannot be written: No space left on device"]
 
-    async def test_a_pass_that_was_cancelled_midway_is_made_good(self, node_of):
+    async def test_a_cancelled_pass_is_made_up_by_drain(self, node_of):
         node = node_of(max_entries=3 * SHARD_ENTRIES)
         for number in range(100):
             node.use(b"%d" % number)
@@ -594,7 +590,7 @@ class TestDrain:
 class TestRhythm:
     @pytest.fixture
     def slept(self, monkeypatch, clock):
-        """Every sleep, in seconds; the clock is advanced by it, and the tenth pass is the last."""
+        """Return all sleeps, in seconds; each advances the clock, and the tenth pass is the last."""
         slept: list[float] = []
 
         async def sleep(seconds):
@@ -609,7 +605,7 @@ class TestRhythm:
 
     @pytest.mark.parametrize("max_entries", [1, 3_000, 1_000_000])
     @pytest.mark.usefixtures("slept")
-    async def test_every_shard_is_looked_at_every_eight_seconds_also_with_a_base(
+    async def test_every_shard_is_visited_every_eight_seconds_even_with_a_base(
         self, node_of, monkeypatch, max_entries
     ):
         node = node_of()
@@ -635,15 +631,13 @@ class TestRhythm:
         ]
         assert max(gaps) <= PASS_S + 0.1
 
-    async def test_a_pass_does_not_wake_more_often_than_promised(self, node_of, slept):
+    async def test_a_pass_wakes_no_more_often_than_documented(self, node_of, slept):
         node = node_of(max_entries=1_000_000)
         with pytest.raises(asyncio.CancelledError):
             await node.snapshot.run()
         assert sum(seconds > 0 for seconds in slept) <= 10 * (PASS_S * WAKES_PER_S + 2)
 
-    async def test_between_any_two_steps_of_a_base_the_loop_gets_its_turn(
-        self, node_of, clock, slept
-    ):
+    async def test_a_base_yields_to_the_event_loop_between_steps(self, node_of, clock, slept):
         node = node_of()
         node.use(b"ada")
         await node.snapshot.drain()
@@ -653,7 +647,7 @@ class TestRhythm:
         steps_of_the_base = 2 * node.table.shard_count + table.RESTORED_SHARDS
         assert len(slept) >= steps_of_the_base + 8 * node.table.shard_count
 
-    async def test_a_pass_that_took_too_long_is_followed_by_the_next_at_once(
+    async def test_a_late_pass_is_followed_by_the_next_at_once(
         self, node_of, clock, slept, monkeypatch
     ):
         node = node_of()
@@ -668,13 +662,13 @@ class TestRhythm:
 
 
 class TestOpening:
-    def test_a_directory_that_cannot_be_used_is_a_startup_error(self, tmp_path, clock):
+    def test_an_unusable_directory_is_a_startup_error(self, tmp_path, clock):
         path = tmp_path / "file"
         path.write_text("")
         with pytest.raises(StartupError, match="cannot be written: Not a directory"):
             Node(path, clock)
 
-    async def test_under_another_secret_every_bucket_starts_afresh_and_nothing_is_lost(
+    async def test_under_another_secret_buckets_start_afresh_and_files_are_kept(
         self, node_of, tmp_path, clock, reports
     ):
         node = node_of()
@@ -686,7 +680,7 @@ class TestOpening:
         await opened.write_pass()
         assert "buckets-00000001.log.foreign" in node.files()
 
-    async def test_more_buckets_than_the_table_takes_are_cut_to_its_bound(self, node_of):
+    async def test_restored_buckets_are_limited_to_the_bound_of_the_table(self, node_of):
         node = node_of()
         for number in range(100):
             node.use(b"%d" % number)

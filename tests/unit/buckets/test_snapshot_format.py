@@ -70,7 +70,7 @@ def latest_of(state):
 
 
 @given(states, windows, ticks)
-def test_a_value_holds_state_window_and_tick_to_the_last_bit(state, window, tick):
+def test_a_value_preserves_state_window_and_tick_exactly(state, window, tick):
     value = pack(state, replace(RULE, window_seconds=window), tick)
     assert unpack(value) == state
     assert full_after_s(value) == window
@@ -104,15 +104,15 @@ def test_no_time_of_a_clamped_value_is_later_than_now(state, window, now_us):
 
 
 @given(states, windows, times)
-def test_a_bucket_is_over_one_window_after_its_latest_check(state, window, now_us):
+def test_a_bucket_expires_one_window_after_its_latest_check(state, window, now_us):
     value = pack(state, replace(RULE, window_seconds=window), 7)
     assert is_over(value, now_us) == (latest_of(state) + window * SECOND <= now_us)
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 @pytest.mark.parametrize("window", [1, 7, 60])
-def test_what_is_over_equals_a_fresh_bucket_whatever_the_limit(algorithm, window):
-    """I12: and a token bucket or a log just spent is not over a microsecond earlier."""
+def test_an_expired_bucket_equals_a_fresh_one_under_any_limit(algorithm, window):
+    """I12; a token bucket or a log that was just spent has not expired a microsecond earlier."""
     rule, decide = (
         replace(RULE, algorithm=algorithm, window_seconds=window),
         NAMED_DECIDE[algorithm],
@@ -190,17 +190,17 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         "more runs than a log keeps",
     ],
 )
-def test_what_is_no_log_is_told_from_one(value):
+def test_invalid_logs_are_detected(value):
     assert not is_log(value)
 
 
 @pytest.mark.parametrize("window_seconds", [1, 2**31 - 1])
-def test_a_log_may_have_every_window_that_a_rule_may_have(window_seconds):
+def test_a_log_may_have_any_window_of_a_rule(window_seconds):
     assert is_log(cells(T, T + 1, 0, 2, 5, window_seconds << 28))
     assert is_log(cells(0, MAX_TIME_US, 0, 2, 2**62, window_seconds << 28))
 
 
-def test_a_log_of_which_all_was_given_back_is_one():
+def test_a_log_without_tokens_is_valid():
     assert is_log(cells(T, T + 1, 5, 5, 5, 60 << 28))
 
 
@@ -209,7 +209,7 @@ def test_a_log_of_which_all_was_given_back_is_one():
     inside=st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2), max_size=5),
     cost=st.integers(1, 20),
 )
-def test_what_passes_for_a_log_can_be_used_whatever_lies_between_its_ends(ends, inside, cost):
+def test_a_log_that_passes_the_test_of_its_form_never_makes_a_check_raise(ends, inside, cost):
     first_us, last_us, first_sum, last_sum, window = ends
     between = [at_us for at_us, _ in inside], [total for _, total in inside]
     value = cells(first_us, *between[0], last_us, first_sum, *between[1], 0, last_sum, window << 28)
@@ -241,7 +241,7 @@ def decoded(data):
     ]
 
 
-def test_a_header_tells_secrets_apart_without_telling_them():
+def test_a_header_distinguishes_secrets_without_revealing_them():
     secret = b"a secret of 32 bytes, or so....."
     assert header(secret) == header(secret) != header(b"another")
     assert header(secret).startswith(b"ratelimitd buckets 1\n")
@@ -253,18 +253,18 @@ def test_values_are_read_as_they_were_written(pairs):
     assert sorted(decoded(encode_values(pairs)), key=repr) == sorted(pairs, key=repr)
 
 
-def test_states_and_logs_take_a_chunk_each_in_their_order():
+def test_states_and_logs_are_one_chunk_each_in_order():
     data = encode_values([(ADA, LOG), (BOB, STATE), (BOB, LOG), (ADA, STATE)])
     states, logs = read(data)
     assert (states.kind, list(decode_values(states))) == (STATES, [(BOB, STATE), (ADA, STATE)])
     assert (logs.kind, list(decode_values(logs))) == (LOGS, [(ADA, LOG), (BOB, LOG)])
 
 
-def test_no_values_take_no_bytes():
+def test_no_values_encode_to_no_bytes():
     assert encode_values([]) == b""
 
 
-def test_the_largest_state_there_can_be_fits():
+def test_the_largest_possible_state_fits():
     rule = Rule(
         "1",
         "/e",
@@ -285,7 +285,7 @@ def test_resets_are_read_as_they_were_written(stored):
 
 
 @pytest.mark.parametrize("length", range(1, 16))
-def test_a_part_of_a_key_is_none(length):
+def test_a_partial_key_is_ignored(length):
     assert list(decode_resets(Chunk(RESETS, ADA + BOB[:length]))) == [ADA]
 
 
@@ -294,7 +294,7 @@ def test_chunks_are_read_in_the_order_in_which_they_were_appended():
     assert [chunk.kind for chunk in read(data)] == [RESETS, STATES, RESETS]
 
 
-def test_a_file_is_read_on_from_where_it_stands_a_chunk_at_a_time():
+def test_a_file_is_read_from_its_position_one_chunk_at_a_time():
     resets, values = encode_resets([ADA]), encode_values([(ADA, STATE)])
     file = io.BytesIO(b"head" + resets + values)
     file.seek(4)
@@ -309,7 +309,7 @@ def test_the_bytes_of_the_chunks_add_up_to_those_of_the_file():
     assert sum(map(chunk_bytes, read(data))) == len(data)
 
 
-def test_a_file_cut_anywhere_is_read_up_to_the_last_whole_chunk():
+def test_a_truncated_file_is_read_up_to_the_last_complete_chunk():
     parts = [encode_resets([ADA]), encode_values([(ADA, STATE)]), encode_values([(BOB, LOG)])]
     data, whole = b"".join(parts), [sum(map(len, parts[:count])) for count in range(4)]
     for cut in range(len(data) + 1):
@@ -325,13 +325,13 @@ def test_any_changed_bit_of_a_chunk_ends_the_reading_before_it(bit):
         assert [chunk.kind for chunk in read(bytes(data))] == [RESETS]
 
 
-def test_zeros_are_no_chunk():
-    """The end of a file after a power failure, on a file system that allots room before it writes."""
+def test_zeros_are_not_a_chunk():
+    """A file may end in zeros after a power failure, on a file system that allocates before it writes."""
     assert read(bytes(100)) == []
     assert [chunk.kind for chunk in read(encode_resets([ADA]) + bytes(100))] == [RESETS]
 
 
-def test_a_length_that_is_noise_ends_the_reading(monkeypatch):
+def test_an_invalid_length_ends_the_reading(monkeypatch):
     data = encode_values([(ADA, STATE)])
     monkeypatch.setattr(snapshot_format, "MAX_PAYLOAD_BYTES", 41)
     assert read(data) == []
@@ -339,7 +339,7 @@ def test_a_length_that_is_noise_ends_the_reading(monkeypatch):
     assert len(read(data)) == 1
 
 
-def test_a_log_that_is_none_is_passed_over_and_its_neighbours_are_not():
+def test_an_invalid_log_is_skipped_and_its_neighbours_are_read():
     data = encode_values([(ADA, LOG), (BOB, b"no log"), (BOB, LOG)])
     assert decoded(data) == [(ADA, LOG), (BOB, LOG)]
 

@@ -12,14 +12,14 @@ from ratelimitd.buckets.state_dir import LOCK_NAME, StateDir
 from ratelimitd.errors import StartupError
 
 
-def test_a_directory_is_made_with_its_parents_for_its_owner_alone(tmp_path):
+def test_a_directory_is_created_with_its_parents_for_its_owner_only(tmp_path):
     state_dir = StateDir.lock(tmp_path / "a" / "b")
     assert stat.S_IMODE(state_dir.path.stat().st_mode) == 0o700
     assert stat.S_IMODE((state_dir.path / LOCK_NAME).stat().st_mode) == 0o600
     state_dir.close()
 
 
-def test_a_directory_that_is_there_is_used_with_what_it_holds(tmp_path):
+def test_an_existing_directory_is_used_with_its_content(tmp_path):
     (tmp_path / "kept").write_text("as it was")
     StateDir.lock(str(tmp_path)).close()
     assert (tmp_path / "kept").read_text() == "as it was"
@@ -35,7 +35,7 @@ def test_a_directory_in_use_is_refused_until_it_is_free(tmp_path):
     StateDir.lock(tmp_path).close()
 
 
-def test_a_path_that_is_no_directory_is_refused_by_name(tmp_path):
+def test_a_path_that_is_not_a_directory_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"file cannot be used: File exists"):
         StateDir.lock(tmp_path / "file")
@@ -47,7 +47,7 @@ def test_a_lock_that_cannot_be_opened_is_refused(tmp_path):
         StateDir.lock(tmp_path)
 
 
-def test_a_file_system_without_locks_is_not_taken_for_another_node(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_not_reported_as_another_node(tmp_path, monkeypatch):
     opened = []
 
     def flock(fd, _operation):
@@ -61,7 +61,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_node(tmp_path, mon
         os.fstat(opened[0])
 
 
-def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
+def test_the_lock_file_has_the_address_of_its_running_node(tmp_path):
     state_dir = StateDir.lock(tmp_path)
     assert StateDir.address_in(tmp_path, made_token=True) == ""
     state_dir.publish("127.0.0.1:9090", made_token=True)
@@ -73,7 +73,7 @@ def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
     )
 
 
-def test_no_link_to_a_lock_is_followed_in_a_relative_path(tmp_path, monkeypatch):
+def test_a_link_to_a_lock_file_is_not_followed_in_a_relative_path(tmp_path, monkeypatch):
     with contextlib.closing(StateDir.lock(tmp_path / "own")) as state_dir:
         state_dir.publish("127.0.0.1:9090", made_token=True)
         (tmp_path / "planted").mkdir()
@@ -84,7 +84,7 @@ def test_no_link_to_a_lock_is_followed_in_a_relative_path(tmp_path, monkeypatch)
             StateDir.address_in(Path("planted"), made_token=True)
 
 
-def test_a_lock_of_another_user_in_a_relative_path_says_nothing(tmp_path, monkeypatch):
+def test_the_lock_of_another_user_in_a_relative_path_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.closing(StateDir.lock("own")) as state_dir:
         state_dir.publish("127.0.0.1:9090", made_token=True)
@@ -95,7 +95,7 @@ def test_a_lock_of_another_user_in_a_relative_path_says_nothing(tmp_path, monkey
         assert StateDir.address_in(tmp_path / "own", made_token=True) == "127.0.0.1:9090"
 
 
-def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):
+def test_the_address_of_a_killed_node_is_ignored(tmp_path):
     (tmp_path / LOCK_NAME).write_text("127.0.0.1:9090\n")
     assert StateDir.address_in(tmp_path, made_token=True) == ""
     state_dir = StateDir.lock(tmp_path)
@@ -103,12 +103,12 @@ def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):
     state_dir.close()
 
 
-def test_where_no_node_ever_was_there_is_no_address(tmp_path):
+def test_a_directory_without_a_lock_file_has_no_address(tmp_path):
     with pytest.raises(FileNotFoundError):
         StateDir.address_in(tmp_path, made_token=True)
 
 
-def test_a_node_with_a_token_from_elsewhere_is_found_by_who_asks_for_any(tmp_path):
+def test_a_node_with_a_configured_token_is_found_only_without_made_token(tmp_path):
     with_token, without = (
         partial(StateDir.address_in, tmp_path, made_token=one) for one in (True, False)
     )

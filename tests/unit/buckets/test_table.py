@@ -64,7 +64,7 @@ class TestChecks:
         assert tick_of(table.value(b"ada")) == 7
         assert unpack(table.value(b"ada")) == unpack(log)
 
-    def test_a_check_goes_on_from_what_the_bucket_held(self):
+    def test_a_check_continues_from_the_state_of_its_bucket(self):
         table = BucketTable(10)
         assert [use(table, b"ada", cost=4).remaining for _ in range(3)] == [6, 2, 2]
         assert unpack(table.value(b"ada")) == (8, T)
@@ -77,18 +77,18 @@ class TestChecks:
         value = table.value(b"ada")
         assert (tick_of(value), full_after_s(value)) == (table.tick, 60) == (MAX_TICK, 60)
 
-    def test_buckets_do_not_share(self):
+    def test_buckets_are_independent(self):
         table = BucketTable(10)
         use(table, b"ada", cost=10)
         assert use(table, b"bob").allowed
         assert len(table) == 2
 
-    def test_a_check_that_is_never_allowed_leaves_no_bucket(self):
+    def test_a_check_that_can_never_pass_leaves_no_bucket(self):
         table = BucketTable(10)
         assert not use(table, b"ada", cost=11).allowed
         assert (len(table), table.value(b"ada")) == (0, None)
 
-    def test_a_denied_check_is_a_use_and_changes_nothing_else(self):
+    def test_a_denied_check_counts_as_a_use_and_changes_nothing_else(self):
         table = BucketTable(10)
         use(table, b"ada", cost=10)
         table.tick = 9
@@ -96,7 +96,7 @@ class TestChecks:
         assert unpack(table.value(b"ada")) == (10, T)
         assert tick_of(table.value(b"ada")) == 9
 
-    def test_a_peek_keeps_nothing_and_is_no_use(self):
+    def test_a_peek_stores_nothing_and_does_not_count_as_a_use(self):
         table = BucketTable(10)
         assert look(table, b"ada", cost=4).remaining == 6
         assert len(table) == 0
@@ -108,7 +108,7 @@ class TestChecks:
 
     @pytest.mark.parametrize("algorithm", ACCOUNTS)
     @pytest.mark.parametrize("cost", [1, 4, 10, 11])
-    def test_a_bucket_holds_the_algorithms_state_packed_with_window_and_tick(self, algorithm, cost):
+    def test_a_value_is_the_state_packed_with_window_and_tick(self, algorithm, cost):
         table, rule = BucketTable(10), replace(RULE, algorithm=algorithm, window_seconds=77)
         state = None
         for number in range(4):
@@ -119,14 +119,14 @@ class TestChecks:
             packed = None if state is None else pack(state, rule, table.tick)
             assert table.value(b"ada") == packed
 
-    def test_another_window_of_the_rule_is_noted_with_the_bucket(self):
+    def test_a_new_window_of_the_rule_is_stored_with_the_bucket(self):
         table, longer = BucketTable(10), replace(RULE, window_seconds=90)
         use(table, b"ada", cost=4)
         use(table, b"ada", rule=longer)
         assert full_after_s(table.value(b"ada")) == 90
         assert unpack(table.value(b"ada"))[0] == 5
 
-    def test_a_check_that_fails_keeps_nothing(self):
+    def test_a_check_that_raises_stores_nothing(self):
         table = BucketTable(10)
         use(table, b"ada", cost=4)
         before = table.value(b"ada")
@@ -150,12 +150,12 @@ class TestRemoving:
         assert len(table) == 0
         assert use(table, b"ada").remaining == 9
 
-    def test_removing_what_is_not_there_is_no_error(self):
+    def test_removing_a_missing_bucket_is_no_error(self):
         table = BucketTable(10)
         assert table.remove(b"ada") is None
         assert len(table) == 0
 
-    def test_a_bucket_that_is_put_back_holds_what_it_held_and_counts_as_used(self):
+    def test_a_bucket_that_is_put_back_has_its_state_and_counts_as_used(self):
         table = BucketTable(10)
         use(table, b"ada", cost=7)
         value = table.remove(b"ada")
@@ -165,7 +165,7 @@ class TestRemoving:
         assert tick_of(table.value(b"ada")) == 9
         assert len(table) == 1
 
-    def test_a_bucket_that_was_used_since_holds_again_what_it_held(self):
+    def test_putting_a_bucket_back_drops_its_later_spends(self):
         table = BucketTable(10)
         use(table, b"ada", cost=7)
         value = table.remove(b"ada")
@@ -185,7 +185,7 @@ class TestRemoving:
 
 class TestBound:
     @pytest.mark.parametrize("max_entries", [1, 2, 7, SHARD_ENTRIES, SHARD_ENTRIES + 1, 2_000])
-    def test_a_flood_of_new_keys_never_gets_beyond_the_bound(self, max_entries):
+    def test_a_flood_of_new_keys_stays_within_the_bound(self, max_entries):
         table = BucketTable(max_entries)
         for number in range(3 * max_entries + 50):
             use(table, key(number))
@@ -195,7 +195,7 @@ class TestBound:
         assert len(table) >= max_entries * 0.85
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_any_churn_keeps_the_bound_and_the_count(self, seed, monkeypatch):
+    def test_random_operations_keep_the_bound_and_the_count(self, seed, monkeypatch):
         monkeypatch.setattr(table_module, "RESTORED_SHARDS", 8)
         rng = random.Random(seed)
         max_entries = rng.choice([1, 5, 60, 700])
@@ -221,7 +221,7 @@ class TestBound:
         adopted = len(table._restored) if table._restored else 0
         assert len(table) == len(keys_of(table)) + adopted
 
-    def test_the_least_recently_used_leave_first(self):
+    def test_the_least_recently_used_buckets_are_evicted_first(self):
         table = BucketTable(100)
         for number in range(100):
             table.tick = number + 1
@@ -235,14 +235,14 @@ class TestBound:
             key(number) for number in range(50, 60)
         } | {b"new"}
 
-    def test_the_newest_bucket_replaces_the_only_one_there_may_be(self):
+    def test_a_new_bucket_replaces_the_only_one_of_a_table_of_one(self):
         table = BucketTable(1)
         use(table, b"ada")
         table.tick += 1
         use(table, b"bob")
         assert keys_of(table) == {b"bob"}
 
-    def test_shards_take_turns_so_that_what_leaves_is_about_the_oldest_of_all(self):
+    def test_evictions_round_robin_over_shards_drop_about_the_oldest_buckets(self):
         table = BucketTable(3_000)
         for number in range(3_000):
             table.tick = number // 10 + 1
@@ -254,14 +254,14 @@ class TestBound:
         assert len(gone) >= 300
         assert gone <= {key(number) for number in range(1_000)}
 
-    def test_an_evicted_shard_gives_its_memory_back(self):
+    def test_eviction_frees_the_memory_of_a_shard(self):
         table = BucketTable(SHARD_ENTRIES)
         for number in range(SHARD_ENTRIES * 20):
             use(table, key(number))
         (shard,) = table._shards
         assert sys.getsizeof(shard) <= sys.getsizeof(dict.fromkeys(range(682)))
 
-    def test_a_shard_that_is_empty_is_passed_over(self):
+    def test_an_empty_shard_is_skipped(self):
         table = BucketTable(SHARD_ENTRIES + 1)
         assert table.shard_count == 2
         crowd = [name for name in map(key, range(5_000)) if hash(name) % 2 == 1]
@@ -272,7 +272,7 @@ class TestBound:
 
 
 class TestExpiry:
-    def test_a_bucket_is_dropped_when_it_has_been_over_for_as_long_as_a_caller_may_be_late(self):
+    def test_a_bucket_is_dropped_late_us_after_it_has_expired(self):
         table = BucketTable(10)
         use(table, b"ada", cost=10)
         table.sweep(T + 60 * SECOND + LATE_US - 1, 1)
@@ -281,7 +281,7 @@ class TestExpiry:
         assert (len(table), table.expired_total, table.evicted_total) == (0, 1, 0)
 
     @pytest.mark.parametrize(("burst", "full_after_s"), [(5, 30), (11, 66), (100, 600)])
-    def test_a_bucket_with_a_burst_is_kept_until_that_is_refilled(self, burst, full_after_s):
+    def test_a_bucket_with_a_burst_is_kept_until_the_burst_is_refilled(self, burst, full_after_s):
         """I12."""
         table = BucketTable(10)
         rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=burst)
@@ -295,15 +295,15 @@ class TestExpiry:
         table.sweep(T + full_after_s * SECOND + LATE_US, 1)
         assert len(table) == 0
 
-    def test_so_is_one_of_several_that_a_check_is_charged_to(self):
+    def test_several_buckets_of_a_check_store_their_time_to_full(self):
         table = BucketTable(10)
         rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
         charges = [(name, rule, DECIDE[rule.algorithm]) for name in (b"a", b"b")]
-        for _ in range(2):  # new ones, and those that are there
+        for _ in range(2):  # new buckets, then existing ones
             table.apply_all(charges, T, 1)
             assert [full_after_s(table.value(name)) for name, _, _ in charges] == [600, 600]
 
-    def test_a_sweep_goes_on_where_the_last_one_ended(self):
+    def test_a_sweep_continues_where_the_last_one_ended(self):
         table = BucketTable(3 * SHARD_ENTRIES)
         for number in range(300):
             use(table, key(number))
@@ -313,13 +313,13 @@ class TestExpiry:
             sizes.append(len(table))
         assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 0
 
-    def test_a_sweep_over_more_shards_than_there_are_looks_at_each_once(self):
+    def test_a_sweep_over_too_many_shards_visits_each_once(self):
         table = BucketTable(10)
         use(table, b"ada")
         table.sweep(T + 3600 * SECOND, 1_000)
         assert (len(table), table.expired_total) == (0, 1)
 
-    def test_a_sweep_reaches_the_buckets_of_before_the_restart(self, monkeypatch):
+    def test_a_sweep_drops_restored_buckets(self, monkeypatch):
         monkeypatch.setattr(table_module, "RESTORED_SHARDS", 2)
         table = BucketTable(50)
         table.adopt(restored_of(*range(20)))
@@ -338,8 +338,8 @@ class TestExpiry:
             ({"algorithm": Algorithm.TOKEN_BUCKET, "burst": 1_000}, 12_000),
         ],
     )
-    def test_when_time_is_the_callers_only_disuse_expires(self, changes, kept_ticks):
-        """I12: max(3600 s, twice the time in which it is full)."""
+    def test_with_callers_time_only_unused_buckets_expire(self, changes, kept_ticks):
+        """I12: max(3600 s, twice the time to full)."""
         table = BucketTable(10, callers_time=True)
         table.tick = 5
         use(table, b"ada", rule=replace(RULE, **changes), now_us=1)
@@ -350,7 +350,7 @@ class TestExpiry:
         table.sweep(0, 1)
         assert (len(table), table.expired_total) == (0, 1)
 
-    def test_any_use_puts_disuse_off(self):
+    def test_a_denied_check_postpones_expiry_with_callers_time(self):
         table = BucketTable(10, callers_time=True)
         use(table, b"ada", cost=10)
         table.tick = IDLE_TICKS
@@ -361,7 +361,7 @@ class TestExpiry:
 
 
 class TestBeforeTheRestart:
-    def test_a_bucket_goes_on_from_what_it_held(self):
+    def test_a_restored_bucket_continues_from_its_state(self):
         table = BucketTable(10)
         table.adopt(restored_of(1, 2))
         assert len(table) == 2
@@ -369,20 +369,20 @@ class TestBeforeTheRestart:
         assert use(table, key(1)).remaining == 4
         assert (len(table), keys_of(table)) == (2, {key(1)})
 
-    def test_a_peek_leaves_it_where_it_is(self):
+    def test_a_peek_does_not_move_a_restored_bucket(self):
         table = BucketTable(10)
         table.adopt(restored_of(1))
         assert look(table, key(1)).remaining == 5
         assert look(table, key(2)).remaining == 9
         assert (len(table), keys_of(table)) == (1, set())
 
-    def test_a_denied_check_moves_it_unchanged(self):
+    def test_a_denied_check_moves_a_restored_bucket_unchanged(self):
         table = BucketTable(10)
         table.adopt(restored_of(1, count=10))
         assert not use(table, key(1)).allowed
         assert unpack(table.value(key(1))) == (10, T)
 
-    def test_it_can_be_removed_and_put_back(self):
+    def test_a_restored_bucket_can_be_removed_and_put_back(self):
         table = BucketTable(10)
         table.adopt(restored_of(1))
         value = table.remove(key(1))
@@ -396,20 +396,20 @@ class TestBeforeTheRestart:
         assert table.remove(key(2)) is None
         assert len(table) == 1
 
-    def test_the_bound_holds_for_both_together_from_the_start(self):
+    def test_the_bound_applies_to_restored_and_used_buckets_together(self):
         table = BucketTable(5)
         use(table, b"ada")
         table.adopt(restored_of(*range(20)))
         assert len(table) == 5
         assert table.value(b"ada") is not None
 
-    def test_more_live_buckets_than_the_bound_leave_nothing_of_before(self):
+    def test_a_full_table_adopts_no_restored_buckets(self):
         table = BucketTable(1)
         use(table, b"ada")
         table.adopt(restored_of(1))
         assert (len(table), table.value(b"ada") is not None) == (1, True)
 
-    def test_it_gives_way_before_any_bucket_in_use(self):
+    def test_restored_buckets_are_evicted_before_used_ones(self):
         table = BucketTable(5)
         table.adopt(restored_of(*range(5)))
         for number in range(100, 105):
@@ -461,7 +461,7 @@ class TestSeveral:
         assert self.charge(table, cost=11) == [(False, 10), (True, 100)]
         assert len(table) == 0
 
-    def test_use_keeps_a_bucket_from_being_evicted_first(self):
+    def test_a_used_bucket_is_not_evicted_first(self):
         table = BucketTable(10)
         table.tick = 5
         self.charge(table)
@@ -470,7 +470,7 @@ class TestSeveral:
         self.charge(table)
         assert table.keys(0, since_tick=6) == [b"minute", b"hour"]
 
-    def test_restored_buckets_go_on_and_move_to_the_table_when_they_are_charged(self):
+    def test_restored_buckets_continue_and_move_to_the_table_when_charged(self):
         table, restored = BucketTable(10), RestoredBuckets(KEYS)
         restored.put(KEYS.stored(b"minute"), pack((4, T), RULE, 0))
         table.adopt(restored)

@@ -1,4 +1,4 @@
-"""Runs command lines in this process, against a node of canned answers."""
+"""Runs command lines in this process, against a node with canned answers."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    """What this machine happens to be set to decides no test."""
+    """Isolate tests from the environment of this machine."""
     for name in ("TARGET", "TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
         monkeypatch.delenv(f"RATELIMITD_{name}", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
@@ -28,7 +28,7 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """Run a command line that asks no node, or says which."""
+    """Run a command line that calls no node, or names one."""
 
     def run_command(*arguments):
         status = main([str(argument) for argument in arguments])
@@ -40,7 +40,7 @@ def run(capsys):
 
 @pytest.fixture
 def keyboard(monkeypatch):
-    """A terminal as stdin; returns where its keys are pressed."""
+    """A terminal as stdin; returns the descriptor at which keys are pressed."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -56,6 +56,6 @@ def node():
 
 @pytest.fixture
 def ask(run, node, monkeypatch):
-    """Run a command line that asks the node of canned answers."""
+    """Run a command line that calls the node with canned answers."""
     monkeypatch.setenv("RATELIMITD_TARGET", node.address)
     return run

@@ -1,4 +1,4 @@
-"""`rules apply` and `rules export`: idempotent, all or nothing for a wrong file, and nobody's edit is overwritten."""
+"""`rules apply` and `rules export`: idempotent, atomic for an invalid file, and without overwriting other edits."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def book(tmp_path):
 
 
 def asked(node):
-    """The options of each call, and how many rules it has."""
+    """Return the options of each call, and its number of rules."""
     return [
         (len(call.request.rate_limits), call.request.prune, call.request.dry_run)
         for call in node.seen
@@ -41,7 +41,7 @@ def asked(node):
     ]
 
 
-def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
+def test_second_apply_of_a_book_has_no_changes(ask, node, book):
     first = ask("rules", "apply", "-f", book())
     assert first == (
         0,
@@ -57,18 +57,18 @@ def test_a_book_is_applied_once_and_then_there_are_no_changes(ask, node, book):
     assert asked(node) == [(2, False, False)] * 2
 
 
-def test_what_looks_like_a_pattern_and_is_none_is_told(ask, book):
+def test_endpoint_that_resembles_a_pattern_is_warned_of(ask, book):
     file = book(BOOK.replace("/login", "/login/*"))
     for command in ("apply", "diff"):
         assert ask("rules", command, "-f", file).err.startswith("Warning: /login/* is the name of")
 
 
-def test_a_window_that_is_changed_is_shown_as_everywhere(ask, node, book):
+def test_changed_window_is_shown_in_the_usual_format(ask, node, book):
     node.add_rule("*", limit=600, window_seconds=86_400)
     assert "~ update * user\n    window: 1 d → 1 min\n" in ask("rules", "diff", "-f", book()).out
 
 
-def test_an_endpoint_that_differs_from_another_in_case_alone_is_told(ask, node, book):
+def test_endpoint_that_differs_only_in_case_is_warned_of(ask, node, book):
     node.add_rule("/Login", "ip")
     warning = (
         "Warning: /login differs in case alone from /Login, which has rules, too:"
@@ -88,7 +88,7 @@ def test_an_endpoint_that_differs_from_another_in_case_alone_is_told(ask, node, 
     )
 
 
-def test_only_what_differs_is_changed_and_shown(ask, node, book):
+def test_only_differences_are_applied_and_shown(ask, node, book):
     rule = node.add_rule("*", limit=10, enabled=False)
     node.add_rule("/login", "ip", limit=5, algorithm="fixed_window", enabled=False)
     ended = ask("rules", "apply", "-f", book())
@@ -140,7 +140,7 @@ def test_other_rules_are_deleted_only_with_prune(ask, node, book):
     assert other.id not in node.rules
 
 
-def test_a_dry_run_shows_the_same_and_changes_nothing(ask, node, book):
+def test_dry_run_shows_the_same_and_changes_nothing(ask, node, book):
     node.add_rule("/other")
     ended = ask("rules", "apply", "-f", book(), "--prune", "--dry-run")
     assert ended.status == 0
@@ -150,7 +150,7 @@ def test_a_dry_run_shows_the_same_and_changes_nothing(ask, node, book):
     assert len(node.rules) == 1
 
 
-def test_a_wrong_file_changes_nothing_and_every_error_is_named(ask, node, book):
+def test_invalid_file_changes_nothing_and_every_error_is_reported(ask, node, book):
     file = book(BOOK.replace("limit: 5", "limit: -5").replace("600", "many"))
     ended = ask("rules", "apply", "-f", file)
     assert ended == (
@@ -165,7 +165,7 @@ def test_a_wrong_file_changes_nothing_and_every_error_is_named(ask, node, book):
     assert node.seen == []
 
 
-def test_what_the_node_refuses_is_named_by_its_place_in_the_file(ask, node, book):
+def test_error_of_the_node_is_reported_by_place_in_the_file(ask, node, book):
     text = "the rule for this endpoint and identifier_type has the id x"
     violations = (("rate_limits[0].id", text), ("rate_limits", "3 more fields are wrong"))
     node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "no", *violations)
@@ -181,7 +181,7 @@ def test_what_the_node_refuses_is_named_by_its_place_in_the_file(ask, node, book
     )
 
 
-def test_a_node_without_the_call_is_told_by_the_name_of_the_call(ask, node, book):
+def test_node_without_the_call_is_reported_with_the_name_of_the_call(ask, node, book):
     node.error = status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     for command in ("apply", "diff"):
         ended = ask("rules", command, "-f", book())
@@ -191,7 +191,7 @@ def test_a_node_without_the_call_is_told_by_the_name_of_the_call(ask, node, book
         )
 
 
-def test_rules_that_were_changed_after_a_revision_are_not_overwritten(ask, node, book):
+def test_rules_changed_after_a_revision_are_not_overwritten(ask, node, book):
     node.error = status(grpc.StatusCode.ABORTED, "revision: rules were changed after 7")
     ended = ask("rules", "apply", "-f", book(), "--revision", 7)
     assert ended.status == 1
@@ -214,7 +214,7 @@ def test_json_is_the_answer_of_the_node(ask, node, book):
     assert again["changes"] == []
 
 
-def test_what_the_node_does_not_list_is_counted(ask, node, book):
+def test_unlisted_changes_are_counted(ask, node, book):
     node.max_changes = 1
     ended = ask("rules", "diff", "-f", book())
     assert ended.out.splitlines()[1:] == [
@@ -223,7 +223,7 @@ def test_what_the_node_does_not_list_is_counted(ask, node, book):
     ]
 
 
-def test_a_difference_is_shown_and_ends_with_status_4(ask, node, book):
+def test_difference_is_shown_and_is_status_4(ask, node, book):
     node.add_rule("/other")
     ended = ask("rules", "diff", "-f", book(), "--prune")
     assert ended.status == 4
@@ -240,26 +240,26 @@ def test_a_difference_is_shown_and_ends_with_status_4(ask, node, book):
     assert ask("rules", "diff", "-f", book(), "--prune").status == 4
 
 
-def test_a_wrong_file_or_a_refusal_is_no_difference(ask, node, book):
+def test_invalid_file_or_refusal_is_not_status_4(ask, node, book):
     assert ask("rules", "diff", "-f", book(BOOK.replace("600", "many"))).status == 1
     node.error = status(grpc.StatusCode.UNAVAILABLE, "the rule database is locked")
     assert ask("rules", "diff", "-f", book()).status == 1
 
 
-def test_the_book_may_come_from_standard_input(ask, node, monkeypatch):
+def test_book_may_come_from_standard_input(ask, node, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))
     assert ask("rules", "apply", "-f", "-").status == 0
     assert len(node.rules) == 2
 
 
-def test_a_file_that_cannot_be_read_is_status_2(ask, tmp_path):
+def test_unreadable_file_is_status_2(ask, tmp_path):
     ended = ask("rules", "apply", "-f", tmp_path / "none.yaml")
     assert ended.status == 2
     assert "--file: cannot read" in ended.err
     assert ask("rules", "apply", "-f", tmp_path).status == 2
 
 
-def test_a_file_without_an_end_is_not_read_to_it(ask, monkeypatch):
+def test_endless_file_is_read_up_to_a_bound(ask, monkeypatch):
     monkeypatch.setattr("ratelimitd.cli.apply.MAX_FILE_BYTES", 10)
     monkeypatch.setattr("ratelimitd.rules.rules_file.MAX_FILE_BYTES", 10)
     ended = ask("rules", "apply", "-f", "/dev/zero")
@@ -268,7 +268,7 @@ def test_a_file_without_an_end_is_not_read_to_it(ask, monkeypatch):
     assert MAX_FILE_BYTES > 1_000_000
 
 
-def test_what_is_exported_is_what_is_applied(ask, node, book):
+def test_exported_file_can_be_applied(ask, node, book):
     ask("rules", "apply", "-f", book())
     exported = ask("rules", "export").out
     assert ask("rules", "apply", "-f", book(exported), "--prune").out == "no changes\n"
@@ -278,7 +278,7 @@ def test_what_is_exported_is_what_is_applied(ask, node, book):
     assert set(node.rules) == ids
 
 
-def test_the_export_of_nothing_is_an_empty_book(ask, node, book):
+def test_export_without_rules_is_an_empty_book(ask, node, book):
     exported = ask("rules", "export").out
     assert exported == "rules: []\n"
     node.add_rule("/x")
@@ -286,7 +286,7 @@ def test_the_export_of_nothing_is_an_empty_book(ask, node, book):
     assert node.rules == {}
 
 
-def test_an_export_in_json_is_a_file_that_is_applied_as_well(ask, node, book):
+def test_json_export_can_be_applied(ask, node, book):
     rule = node.add_rule("/x\N{LINE SEPARATOR}\N{GRINNING FACE}", enabled=False)
     exported = ask("rules", "export", "--json").out
     [item] = json.loads(exported)["rules"]
@@ -324,7 +324,7 @@ def test_calendars_are_applied_compared_and_exported(ask, node, book):
     assert rule.limits[1].time_zone == "Europe/Paris"
 
 
-def test_the_schema_of_rules_files_is_printed_without_a_node(run):
+def test_schema_is_printed_without_a_node(run):
     ended = run("rules", "schema")
     assert (ended.status, ended.err) == (0, "")
     assert json.loads(ended.out) == rules_schema()

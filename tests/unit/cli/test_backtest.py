@@ -1,4 +1,4 @@
-"""`backtest`: what other rules would have done with a trace, as text, JSON and a picture; what is wrong is named."""
+"""`backtest`: replayed traces as text, JSON and picture, and its errors."""
 
 import json
 from xml.etree import ElementTree as ET
@@ -14,7 +14,7 @@ WIDE = TIGHT.replace("limit: 2", "limit: 100")
 
 @pytest.fixture
 def trace(tmp_path):
-    """Four checks a second apart, of which the last was denied, and one of somebody else."""
+    """Four checks a second apart, of which the last was denied, and one of another identity."""
     directory = tmp_path / "trace"
     directory.mkdir()
     recorded = whole([b"\xaa" * 8] * 4 + [b"\xbb" * 8], [1, 1, 1, 0, 1], 7, End(5, 2, 0.25))
@@ -48,7 +48,7 @@ def rules(tmp_path):
     return write
 
 
-def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
+def test_new_denials_are_printed_beside_the_recorded_ones(run, trace, rules):
     ended = run("backtest", trace, "--rules", rules(TIGHT))
     assert (ended.status, ended.err) == (4, "")
     assert ended.out == (
@@ -76,7 +76,7 @@ def test_it_prints_who_would_be_denied_beside_who_was(run, trace, rules):
     )
 
 
-def test_one_check_is_counted_as_one_and_a_file_has_no_newer_ones(run, tmp_path, rules):
+def test_one_check_is_singular_and_a_whole_file_has_no_caveat(run, tmp_path, rules):
     file = tmp_path / "1.trace"
     file.write_bytes(whole([b"\xaa" * 8], [1]))
     lines = run("backtest", file, "-f", rules(WIDE)).out.splitlines()
@@ -85,7 +85,7 @@ def test_one_check_is_counted_as_one_and_a_file_has_no_newer_ones(run, tmp_path,
 
 
 @pytest.mark.parametrize("rest", ["", "1 other", "3 others"])
-def test_denied_identities_that_are_not_named_are_counted(run, tmp_path, rules, rest):
+def test_unnamed_denied_identities_are_counted(run, tmp_path, rules, rest):
     identities = 20 + int(rest[:1] or 0)
     file = tmp_path / "1.trace"
     file.write_bytes(
@@ -98,7 +98,7 @@ def test_denied_identities_that_are_not_named_are_counted(run, tmp_path, rules, 
     assert (last == f"and {rest}") == bool(rest)
 
 
-def test_rules_that_deny_nothing_new_end_it_with_0(run, trace, rules):
+def test_rules_without_new_denials_are_status_0(run, trace, rules):
     ended = run("backtest", trace, "-f", rules(WIDE), "--json")
     assert ended.status == 0
     report = json.loads(ended.out)
@@ -107,14 +107,14 @@ def test_rules_that_deny_nothing_new_end_it_with_0(run, trace, rules):
     assert report["pauses_s"] == {"median": 0, "p99": 0, "longest": 0}
 
 
-def test_a_trace_without_a_judging_rule_and_without_denials_is_short(run, trace, rules):
+def test_trace_without_matching_rule_and_denials_has_a_short_report(run, trace, rules):
     ended = run("backtest", trace, "-f", rules("rules: []"))
     assert ended.status == 0
     assert "RULE " not in ended.out
     assert "IDENTITY " not in ended.out
 
 
-def test_plans_names_and_observed_limits_are_told_apart(run, trace, rules):
+def test_plans_names_and_observed_limits_are_distinguished(run, trace, rules):
     text = """\
 rules:
   - endpoint: /orders
@@ -128,12 +128,12 @@ rules:
     assert "/orders  user  1 (hour), observed      3600" in out
 
 
-def test_callers_may_try_again(run, trace, rules):
+def test_callers_may_retry(run, trace, rules):
     out = run("backtest", trace, "-f", rules(TIGHT), "--retries", "immediate").out
     assert "  retries            6, 0 allowed\n" in out
 
 
-def test_it_draws_a_picture(run, trace, rules, tmp_path):
+def test_picture_is_drawn(run, trace, rules, tmp_path):
     file = tmp_path / "denials.svg"
     run("backtest", trace, "-f", rules(TIGHT), "--picture", file)
     picture = ET.fromstring(file.read_text())  # noqa: S314 -- our own
@@ -141,13 +141,13 @@ def test_it_draws_a_picture(run, trace, rules, tmp_path):
     assert len(picture.findall("{*}path")) == 2
 
 
-def test_a_picture_that_cannot_be_written_is_named(run, trace, rules, tmp_path):
+def test_unwritable_picture_is_reported(run, trace, rules, tmp_path):
     ended = run("backtest", trace, "-f", rules(TIGHT), "--picture", tmp_path / "no" / "x.svg")
     assert (ended.status, ended.out) == (2, "")
     assert "--picture: cannot write" in ended.err
 
 
-def test_a_broken_trace_is_named_and_nothing_is_printed(run, trace, rules):
+def test_damaged_trace_is_reported_without_output(run, trace, rules):
     file = trace / "1.trace"
     file.write_bytes(file.read_bytes()[:-3])
     ended = run("backtest", trace, "-f", rules(TIGHT))
@@ -155,7 +155,7 @@ def test_a_broken_trace_is_named_and_nothing_is_printed(run, trace, rules):
     assert ended.err.startswith(f"Error: {file} is cut: the block at byte ")
 
 
-def test_a_trace_that_is_not_there_is_named(run, rules, tmp_path):
+def test_missing_trace_is_reported(run, rules, tmp_path):
     ended = run("backtest", tmp_path / "none", "-f", rules(TIGHT))
     assert (ended.status, ended.out) == (2, "")
     assert (
@@ -163,13 +163,13 @@ def test_a_trace_that_is_not_there_is_named(run, rules, tmp_path):
     )
 
 
-def test_a_wrong_file_is_named_with_the_place_of_each_error(run, trace, rules):
+def test_invalid_file_is_reported_with_the_place_of_each_error(run, trace, rules):
     ended = run("backtest", trace, "-f", rules(TIGHT.replace("limit: 2", "limit: 0")))
     assert (ended.status, ended.out) == (1, "")
     assert "is refused, nothing was replayed:\n  rules[0].limit: " in ended.err
 
 
-def test_a_file_that_is_not_there_is_named(run, trace, tmp_path):
+def test_missing_file_is_reported(run, trace, tmp_path):
     ended = run("backtest", trace, "-f", tmp_path / "none.yaml")
     assert ended.status == 2
     assert ended.err.startswith("Error: --rules: cannot read ")

@@ -1,4 +1,4 @@
-"""`check`: what is asked, what is said about the answer, and the status that a script acts on."""
+"""`check` and `explain`: the request, the output, and the exit status for scripts."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ALICE = ("check", "user", "alice", "/orders")
 RULE_ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
 
 
-def test_an_allowed_check_is_status_0_and_a_denied_one_3(ask, node):
+def test_allowed_check_is_status_0_and_denied_one_3(ask, node):
     node.limit = 1
     assert ask(*ALICE).status == 0
     denied = ask(*ALICE)
@@ -22,7 +22,7 @@ def test_an_allowed_check_is_status_0_and_a_denied_one_3(ask, node):
     assert denied.out.startswith("denied\n")
 
 
-def test_the_request_is_what_was_typed(ask, node):
+def test_request_has_the_typed_values(ask, node):
     ask("check", "api_key", "k-1", "/v1/{id}", "--cost", "7", "--peek")
     assert node.seen[0].request == pb.RateLimitRequest(
         identifier="k-1",
@@ -44,7 +44,7 @@ def test_further_identities_are_sent(ask, node):
 
 
 @pytest.mark.parametrize("also", [["tenant"], ["ip=::1", "--also", "ip=::2"]])
-def test_a_further_identity_without_a_type_of_its_own_is_status_2(ask, node, also):
+def test_further_identity_without_a_distinct_type_is_status_2(ask, node, also):
     ended = ask(*ALICE, "--also", *also)
     assert ended.status == 2
     assert "--also must be TYPE=IDENTIFIER, each TYPE once" in ended.err
@@ -58,7 +58,7 @@ def test_json_is_the_message(ask):
     assert answer["remaining_tokens"] == 1
 
 
-def test_the_answer_is_told_to_a_person(ask, node):
+def test_answer_is_shown_in_words(ask, node):
     node.answer = pb.RateLimitResponse(
         reason=pb.LIMIT_EXCEEDED,
         reset_time=1,
@@ -93,7 +93,7 @@ NOT_CHECKED = pb.RateLimitResponse(
 )
 
 
-def test_checks_that_nothing_limited_are_told_as_such(ask, node):
+def test_unlimited_checks_are_marked(ask, node):
     node.answer = NOT_CHECKED
     ended = ask(*ALICE, "--count", "2")
     assert ended.status == 0
@@ -111,7 +111,7 @@ def test_checks_that_nothing_limited_are_told_as_such(ask, node):
     )
 
 
-def test_checks_that_are_denied_while_the_breaker_is_open_are_told_as_such(ask, node):
+def test_checks_denied_by_an_open_breaker_are_marked(ask, node):
     node.answer = pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, retry_after_seconds=5)
     ended = ask(*ALICE, "--count", "2")
     assert (ended.status, ended.out.splitlines()[1:]) == (
@@ -138,24 +138,24 @@ def test_checks_that_are_denied_while_the_breaker_is_open_are_told_as_such(ask, 
         ),
     ],
 )  # fmt: skip
-def test_many_checks_tell_the_limit_that_denied(ask, node, answer, by):
+def test_many_checks_show_the_limit_that_denied(ask, node, answer, by):
     node.answer = pb.RateLimitResponse(**answer)
     assert ask(*ALICE, "--count", "2").out.splitlines()[0].endswith(by)
 
 
-def test_an_allowed_check_tells_when_the_next_token_comes_only_if_none_is_left(ask, node):
+def test_allowed_check_shows_the_next_token_only_if_none_is_left(ask, node):
     node.answer = pb.RateLimitResponse(allowed=True, retry_after_seconds=30)
     assert "  next token  in 30 s\n" in ask(*ALICE).out
     node.answer.remaining_tokens = 1
     assert not re.search("retry|next", ask(*ALICE).out)
 
 
-def test_many_checks_that_are_all_allowed_are_status_0(ask, node):
+def test_many_allowed_checks_are_status_0(ask, node):
     node.limit = 3
     assert ask(*ALICE, "--count", "3").status == 0
 
 
-def test_many_checks_travel_in_batches_of_a_thousand(ask, node):
+def test_many_checks_are_sent_in_batches_of_a_thousand(ask, node):
     ask(*ALICE, "--count", "2001", "--cost", "2")
     assert [len(call.request.requests) for call in node.seen] == [1000, 1000, 1]
     assert {item.tokens_requested for call in node.seen for item in call.request.requests} == {2}
@@ -167,7 +167,7 @@ def test_json_of_many_checks_is_one_list(ask):
     assert [answer["allowed"] for answer in json.loads(ended.out)] == [True, True, False]
 
 
-def test_a_check_that_is_malformed_is_an_error_alone_and_in_a_batch(ask, node):
+def test_malformed_check_is_an_error_alone_and_in_a_batch(ask, node):
     node.answer = pb.RateLimitResponse(
         reason=pb.INVALID_REQUEST, error="requests[0].identifier: must not be empty"
     )
@@ -184,12 +184,12 @@ def test_a_check_that_is_malformed_is_an_error_alone_and_in_a_batch(ask, node):
     "options",
     [["--count", "0"], ["--count", str(MAX_COUNT + 1)], ["--cost", str(2**31)], ["--cost", "x"]],
 )
-def test_numbers_that_cannot_travel_are_status_2(ask, node, options):
+def test_numbers_beyond_int32_are_status_2(ask, node, options):
     assert ask(*ALICE, *options).status == 2
     assert node.seen == []
 
 
-def test_a_negative_cost_is_the_nodes_to_refuse(ask, node):
+def test_negative_cost_is_refused_by_the_node(ask, node):
     ask(*ALICE, "--cost", "-1")
     assert node.seen[0].request.tokens_requested == -1
 
@@ -230,7 +230,7 @@ def test_every_reason_has_words(answer, facts):
         (2**62, "in 53375995563974 d 9 h (Unix time 4611686018427387904)"),
     ],
 )
-def test_an_end_is_told_as_a_duration_and_as_an_instant(time_s, text):
+def test_expiry_is_shown_as_duration_and_instant(time_s, text):
     assert expiry(time_s, 1_700_000_000) == text
 
 
@@ -262,7 +262,7 @@ EXPLANATION = pb.Explanation(
 )
 
 
-def test_a_check_may_wait(ask, node):
+def test_check_may_wait(ask, node):
     node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
     ended = ask("check", "user", "alice", "/x", "--max-wait-ms", "500")
     assert "250 ms before it proceeds" in ended.out
@@ -276,7 +276,7 @@ def test_a_check_may_wait(ask, node):
     assert node.seen[-1].request.max_wait_ms == 500
 
 
-def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
+def test_explanation_shows_every_rule_and_its_remedy(ask, node):
     node.explanation = EXPLANATION
     ended = ask("explain", "user", "alice", "/orders", "--cost", "2", "--also", "ip=::1")
     assert ended.status == 3
@@ -292,7 +292,7 @@ def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
     assert (seen.request.tokens_requested, seen.request.also[0].identifier) == (2, "::1")
 
 
-def test_an_explanation_names_windows_of_the_calendar(ask, node):
+def test_explanation_names_calendar_windows(ask, node):
     month = pb.Limit(
         name="month", limit=100, window_seconds=2_592_000, algorithm="fixed_window", period=pb.MONTH,
         time_zone="Europe/Berlin", anchor_day=15,
@@ -334,7 +334,7 @@ def test_an_explanation_names_windows_of_the_calendar(ask, node):
     assert node.methods() == ["RateLimit", "ListRateLimits"] * 2
 
 
-def test_an_explanation_tells_the_plans_of_the_identities(ask, node):
+def test_explanation_shows_the_plans_of_the_identities(ask, node):
     blocked = pb.RateLimitResponse(reason=pb.BLOCKED, plan="blocked", retry_after_seconds=2**31 - 1)
     node.explanation = pb.Explanation(
         answer=blocked,
@@ -351,14 +351,14 @@ def test_an_explanation_tells_the_plans_of_the_identities(ask, node):
     assert lines[-1].startswith("tenant pro now (1970-01-01")
 
 
-def test_an_explanation_of_a_check_without_a_rule_is_its_answer(ask, node):
+def test_explanation_without_a_rule_is_the_answer(ask, node):
     node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
     ended = ask("explain", "user", "alice", "/orders")
     assert (ended.status, "no rule applies" in ended.out) == (0, True)
     assert json.loads(ask("explain", "user", "alice", "/orders", "--json").out)["answer"]["allowed"]
 
 
-def test_an_answer_of_several_limits_tells_the_deciding_one_and_the_others(ask, node):
+def test_answer_of_several_limits_shows_the_deciding_one_and_the_others(ask, node):
     numbers = {"rule_id": "r", "limit": 5, "window_seconds": 60}
     status = pb.LimitStatus(
         **numbers, name="day", identifier_type="user", remaining_tokens=0, reason=pb.LIMIT_EXCEEDED
@@ -380,7 +380,7 @@ def test_an_answer_of_several_limits_tells_the_deciding_one_and_the_others(ask, 
     assert "               tenant, new: 1 per 1 s, would deny, 0 left\n" in out
 
 
-def test_a_check_without_a_rule_names_the_nearest(ask, node):
+def test_explanation_without_a_rule_lists_the_nearest(ask, node):
     answer = pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)
     near = pb.NearRule(endpoint="/orders", identifier_type="user", why="differs in \x1bcase")
     node.explanation = pb.Explanation(answer=answer, nearest=[near])
@@ -389,7 +389,13 @@ def test_a_check_without_a_rule_names_the_nearest(ask, node):
     assert row.split(maxsplit=2) == ["/orders", "user", "differs in \ufffdcase"]
 
 
-def test_of_a_check_that_is_not_made_is_said_what_would_be_left(ask, node):
+def test_explain_says_what_unmatched_is(ask, node):
+    node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
+    assert "AUTH_ENDPOINTS" in ask("explain", "ip", "192.0.2.7", "unmatched").out
+    assert "AUTH_ENDPOINTS" not in ask("explain", "ip", "192.0.2.7", "/other").out
+
+
+def test_peek_and_explanation_show_what_would_be_left(ask, node):
     limits = [
         pb.LimitStatus(
             rule_id=kind, name="default", identifier_type=kind, limit=9, window_seconds=1,
@@ -418,7 +424,7 @@ def test_of_a_check_that_is_not_made_is_said_what_would_be_left(ask, node):
     assert lines[-1].endswith("allows, 8 would be left")
 
 
-def test_a_time_is_told_by_the_clock_of_the_node_alone(ask, node):
+def test_reset_is_shown_by_the_clock_of_the_node(ask, node):
     node.answer = pb.RateLimitResponse(
         reason=pb.LIMIT_EXCEEDED, reset_time=1_700_000_090, retry_after_seconds=31
     )

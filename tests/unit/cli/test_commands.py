@@ -1,4 +1,4 @@
-"""The command line as a whole: what it offers, and what every kind of end means to a shell."""
+"""The command line as a whole: its commands, and the exit status of every kind of end."""
 
 import io
 import os
@@ -45,35 +45,35 @@ def ends_with(monkeypatch):
     return replace
 
 
-def test_the_version_is_that_of_the_package(run):
+def test_version_is_that_of_the_package(run):
     assert run("--version") == (0, f"ratelimitd {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"rules {name}" for name in RULES)])
-def test_the_help_of_every_command_shows_an_example_as_it_would_be_typed(run, command):
+def test_help_of_every_command_has_an_example(run, command):
     ended = run(*command.split(), "--help")
     assert ended.status == 0
     assert f"  Example:\n    ratelimitd {command}" in ended.out
 
 
 @pytest.mark.parametrize("arguments", [["--frobnicate"], ["frobnicate"], ["check", "user"], []])
-def test_a_wrong_command_line_is_status_2_with_a_way_to_help(run, arguments):
+def test_invalid_command_line_is_status_2_with_a_hint(run, arguments):
     ended = run(*arguments)
     assert ended.status == 2
     assert "Usage: ratelimitd" in ended.out + ended.err
 
 
-def test_a_known_error_is_one_line_on_stderr_with_its_status(run, ends_with):
+def test_known_error_is_one_line_on_stderr_with_its_status(run, ends_with):
     ends_with(CliError("the node said\nno", 3))
     assert run() == (3, "", "Error: the node said no\n")
 
 
-def test_the_details_of_an_error_follow_it_line_by_line(run, ends_with):
+def test_details_of_an_error_follow_line_by_line(run, ends_with):
     ends_with(CliError("refused:", details=["a: wrong", "b: wrong"]))
     assert run() == (1, "", "Error: refused:\n  a: wrong\n  b: wrong\n")
 
 
-def test_an_error_of_the_node_itself_is_status_1(run, ends_with):
+def test_error_of_the_node_is_status_1(run, ends_with):
     ends_with(StartupError("the port is taken"))
     assert run() == (1, "", "Error: the port is taken\n")
 
@@ -83,7 +83,7 @@ def test_ctrl_c_is_quiet_and_status_130(run, ends_with):
     assert run() == (130, "", "")
 
 
-def test_ctrl_c_outside_of_a_command_is_the_same(run, monkeypatch):
+def test_ctrl_c_outside_of_a_command_is_status_130(run, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
@@ -91,7 +91,7 @@ def test_ctrl_c_outside_of_a_command_is_the_same(run, monkeypatch):
     assert run() == (130, "", "")
 
 
-def test_an_exit_without_a_number_is_an_error(run, monkeypatch):
+def test_exit_without_a_number_is_an_error(run, monkeypatch):
     def stop(*_arguments, **_options):
         sys.exit("text")
 
@@ -99,12 +99,12 @@ def test_an_exit_without_a_number_is_an_error(run, monkeypatch):
     assert run().status == 1
 
 
-def test_a_command_that_returns_is_status_0(run, monkeypatch):
+def test_command_that_returns_is_status_0(run, monkeypatch):
     monkeypatch.setattr(commands, "app", lambda *_arguments, **_options: None)
     assert run().status == 0
 
 
-def test_a_reader_that_went_away_is_no_traceback(monkeypatch):
+def test_closed_pipe_causes_no_traceback(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
@@ -114,7 +114,7 @@ def test_a_reader_that_went_away_is_no_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream_is_no_error_and_leads_nowhere(run, ends_with, monkeypatch, name):
+def test_closed_stream_is_replaced_by_null(run, ends_with, monkeypatch, name):
     monkeypatch.setattr(sys, name, None)
     assert run("rules", "schema").status == 0
     ends_with(CliError("no"))
@@ -123,16 +123,14 @@ def test_a_closed_stream_is_no_error_and_leads_nowhere(run, ends_with, monkeypat
     getattr(sys, name).close()
 
 
-def test_an_output_that_cannot_be_written_is_one_line(run, ends_with):
+def test_unwritable_output_is_one_line(run, ends_with):
     ends_with(OSError(28, "No space left on device"))
     assert run() == (1, "", "Error: No space left on device\n")
     ends_with(OSError("odd"))
     assert run() == (1, "", "Error: odd\n")
 
 
-def test_an_error_that_nobody_foresaw_is_one_line_unless_somebody_is_looking_for_it(
-    run, ends_with, monkeypatch
-):
+def test_unexpected_error_is_one_line_without_the_debug_variable(run, ends_with, monkeypatch):
     ends_with(ZeroDivisionError("s3cret"))
     ended = run()
     assert ended.status == 1
@@ -144,7 +142,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_unless_somebody_is_looking_for
         run()
 
 
-def test_a_stream_that_lacks_a_character_gets_another(monkeypatch):
+def test_unencodable_character_is_replaced(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
@@ -153,7 +151,7 @@ def test_a_stream_that_lacks_a_character_gets_another(monkeypatch):
     assert written.getvalue() == b"?\n"
 
 
-def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
+def test_shell_completion_offers_commands_and_choices(run, monkeypatch):
     monkeypatch.setenv("_RATELIMITD_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "ratelimitd ")
     monkeypatch.setenv("COMP_CWORD", "1")
@@ -166,7 +164,7 @@ def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
     assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window", "concurrency"]
 
 
-def test_the_former_prefix_of_variables_is_taken_with_a_warning_and_the_present_one_wins(
+def test_former_prefix_of_variables_is_accepted_with_a_warning_and_the_current_one_wins(
     ask, node, monkeypatch
 ):
     monkeypatch.setenv("RATELIMITCTL_TARGET", "127.0.0.1:1")
@@ -183,12 +181,12 @@ def test_the_former_prefix_of_variables_is_taken_with_a_warning_and_the_present_
     monkeypatch.delenv("RATELIMITD_TARGET")
 
 
-def test_a_node_ignores_the_variables_of_the_command_line():
+def test_node_ignores_variables_of_the_command_line():
     environ = {f"RATELIMITD_{name}": "x" for name in COMMAND_VARIABLES}
     assert Settings.load(environ, {}).listen == Settings.load({}, {}).listen
 
 
-def test_grpc_writes_no_lines_of_its_own_unless_somebody_asks_for_them(capsys, monkeypatch):
+def test_grpc_writes_no_lines_by_default(capsys, monkeypatch):
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     main(["--version"])
     assert os.environ["GRPC_VERBOSITY"] == "NONE"
@@ -197,7 +195,7 @@ def test_grpc_writes_no_lines_of_its_own_unless_somebody_asks_for_them(capsys, m
     assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
-def test_what_grpc_would_complain_about_is_one_line_of_the_command(tmp_path):
+def test_grpc_error_is_one_line_of_the_command(tmp_path):
     (tmp_path / "ca.pem").write_text("-----BEGIN nothing")
     code = "import sys; from ratelimitd.cli import main; sys.exit(main(sys.argv[1:]))"
     command = ["health", "--target", "127.0.0.1:1", "--ca", str(tmp_path / "ca.pem")]

@@ -1,9 +1,9 @@
-"""`db upgrade`: a database of this release afterwards, or one line that says why not."""
+"""`db upgrade`: a current schema afterwards, or one line with the reason."""
 
 import sqlite3
 
 
-def test_a_database_is_made_and_a_second_upgrade_finds_nothing_to_do(run, tmp_path):
+def test_upgrade_creates_a_database_and_is_idempotent(run, tmp_path):
     url = f"sqlite:///{tmp_path / 'rules.db'}"
     for _ in range(2):
         ended = run("db", "upgrade", "--database-url", url)
@@ -14,13 +14,13 @@ def test_a_database_is_made_and_a_second_upgrade_finds_nothing_to_do(run, tmp_pa
     assert "rules" in tables
 
 
-def test_the_database_may_come_from_the_environment(run, tmp_path, monkeypatch):
+def test_database_may_come_from_the_environment(run, tmp_path, monkeypatch):
     monkeypatch.setenv("RATELIMITD_DATABASE_URL", f"sqlite:///{tmp_path / 'rules.db'}")
     assert run("db", "upgrade").status == 0
     assert (tmp_path / "rules.db").exists()
 
 
-def test_a_file_of_somebody_else_is_status_1_and_left_alone(run, tmp_path):
+def test_file_of_another_program_is_status_1_and_unchanged(run, tmp_path):
     file = tmp_path / "notes.db"
     file.write_bytes(b"not a database, but somebody's notes" * 100)
     ended = run("db", "upgrade", "--database-url", f"sqlite:///{file}")
@@ -28,14 +28,14 @@ def test_a_file_of_somebody_else_is_status_1_and_left_alone(run, tmp_path):
     assert file.read_bytes().startswith(b"not a database")
 
 
-def test_a_database_on_a_server_is_made_ready_too(run, postgres):
+def test_database_on_a_server_is_upgraded(run, postgres):
     url = postgres.new_database("template0")
     for _ in range(2):
         ended = run("db", "upgrade", "--database-url", url)
         assert ended == (0, "the rule database is up to date\n", "")
 
 
-def test_a_server_that_refuses_is_one_line_without_the_password(run, postgres):
+def test_refusing_server_is_one_line_without_the_password(run, postgres):
     ended = run("db", "upgrade", "--database-url", postgres.url("migrated", user="guarded:s3cret"))
     place = f"127.0.0.1:{postgres.port}/migrated"
     line = f"Error: the rule database refuses the user or the password of DATABASE_URL: {place}\n"

@@ -1,4 +1,4 @@
-"""What every error of a call becomes: one line, and a status that a script can tell apart."""
+"""The conversion of every call error to one line and an exit status."""
 
 import grpc
 import pytest
@@ -17,7 +17,7 @@ class Metadatum:
 
 
 class FailedCall(grpc.RpcError):
-    """An error as grpc raises it."""
+    """An error as raised by grpc."""
 
     def __init__(self, code, details="", trailers=()):
         super().__init__()
@@ -34,7 +34,7 @@ class FailedCall(grpc.RpcError):
 
 
 def from_node(code, message, *violations):
-    """An error that a node sent."""
+    """An error sent by a node."""
     explained = status(code, message, *violations)
     trailers = [
         Metadatum("other", b""),
@@ -55,26 +55,26 @@ def failure(error, tls=None):
         (Tls(b"ca", b"cert", b"key"), "are --ca, --cert and --key right?"),
     ],
 )
-def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, hint):
+def test_unreachable_node_is_status_2_with_a_hint(tls, hint):
     failed = failure(FailedCall(CODE.UNAVAILABLE, "connection refused", None), tls)
     assert failed.exit_code == 2
     assert "cannot reach a node at host:9090: connection refused" in str(failed)
     assert hint in str(failed)
 
 
-def test_what_grpc_says_before_it_comes_to_the_point_is_left_out():
+def test_grpcs_prefix_is_removed():
     text = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: refused"
     failed = failure(FailedCall(CODE.UNAVAILABLE, text))
     assert str(failed).startswith("cannot reach a node at host:9090: ipv4:1.2.3.4:1: refused (is")
 
 
-def test_a_node_that_does_not_answer_in_time_is_status_2():
+def test_node_without_a_timely_answer_is_status_2():
     failed = failure(FailedCall(CODE.DEADLINE_EXCEEDED))
     assert failed.exit_code == 2
     assert "no answer from host:9090 within 5 s" in str(failed)
 
 
-def test_a_node_that_says_it_cannot_now_was_reached():
+def test_unavailable_answer_of_a_node_is_status_1():
     failed = failure(from_node(CODE.UNAVAILABLE, "the rule database cannot be reached"))
     assert failed.exit_code == 1
     assert str(failed) == (
@@ -83,7 +83,7 @@ def test_a_node_that_says_it_cannot_now_was_reached():
     )
 
 
-def test_violated_fields_are_named_as_the_options_are():
+def test_violated_fields_are_named_like_the_options():
     failed = failure(
         from_node(
             CODE.INVALID_ARGUMENT, "two", ("rate_limit.limit", "too low"), ("page_size", "too high")
@@ -103,36 +103,36 @@ def test_violated_fields_are_named_as_the_options_are():
         (CODE.UNIMPLEMENTED, "of another version"),
     ],
 )
-def test_an_error_with_a_way_out_hints_at_it(code, hint):
+def test_error_with_a_remedy_has_a_hint(code, hint):
     failed = failure(FailedCall(code, "no"))
     assert failed.exit_code == 1
     assert hint in str(failed)
 
 
-def test_a_refused_role_is_told_in_the_nodes_own_words_alone():
+def test_refused_role_has_only_the_nodes_text():
     assert str(failure(FailedCall(CODE.PERMISSION_DENIED, "needs x"))) == (
         "permission denied: needs x"
     )
 
 
-def test_an_explanation_that_is_not_one_is_passed_over():
+def test_invalid_trailer_is_ignored():
     broken = FailedCall(CODE.NOT_FOUND, "no", [Metadatum("grpc-status-details-bin", b"\xff")])
     assert str(failure(broken)) == "not found: no"
 
 
-def test_a_text_of_many_lines_becomes_one():
+def test_text_of_many_lines_becomes_one():
     assert str(failure(FailedCall(CODE.INTERNAL, "a\nb\x1b"))) == (
         "internal: a b\N{REPLACEMENT CHARACTER}"
     )
 
 
-def test_an_error_without_a_text_is_its_code():
+def test_error_without_a_text_is_its_code():
     assert str(failure(FailedCall(CODE.INTERNAL, None))) == "internal"
 
 
-def test_details_are_lines_of_their_own_and_cannot_drive_the_terminal():
+def test_details_contain_no_control_characters():
     assert CliError("x", details=["a\x1b"]).details == ["a\N{REPLACEMENT CHARACTER}"]
 
 
-def test_a_usage_error_is_status_2():
+def test_usage_error_is_status_2():
     assert UsageError("x").exit_code == 2

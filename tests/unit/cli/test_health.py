@@ -20,14 +20,14 @@ def test_only_a_healthy_node_is_status_0(ask, node, health, status):
         assert pb.HealthStatus.Name(health) in ended.out
 
 
-def test_a_status_of_a_later_release_is_shown_by_its_number_and_is_not_healthy(ask, node):
+def test_status_of_a_later_release_is_shown_by_number_and_is_not_healthy(ask, node):
     node.health_answer = pb.HealthResponse.FromString(b"\x08\x07")
     ended = ask("health")
     assert ended.status == 3
     assert ended.out.startswith("7\n")
 
 
-def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises(ask, node):
+def test_clustered_node_shows_its_accuracy_beside_its_bound(ask, node):
     node.metrics_answer = pb.MetricsResponse(
         metrics=[
             pb.Metric(name=f"rate_limiter_{name}", kind="gauge", value=value)
@@ -54,7 +54,7 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises
     ("serving", "status"),
     [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 3)],
 )
-def test_a_node_is_ready_when_it_says_so_whatever_its_health(ask, node, serving, status):
+def test_readiness_is_independent_of_health(ask, node, serving, status):
     node.health_answer.status = pb.DEGRADED
     node.readiness.set("", serving)
     name = HealthCheckResponse.ServingStatus.Name(serving)
@@ -65,7 +65,7 @@ def test_a_node_is_ready_when_it_says_so_whatever_its_health(ask, node, serving,
     assert not node.seen
 
 
-def test_health_shows_what_it_was_judged_by(ask, node):
+def test_health_shows_the_evaluated_figures(ask, node):
     node.health_answer = pb.HealthResponse(
         status=pb.DEGRADED,
         shared_state_connected=True,
@@ -90,7 +90,7 @@ def test_health_shows_what_it_was_judged_by(ask, node):
     )
 
 
-def test_what_a_node_does_not_say_is_a_dash(ask, node):
+def test_unreported_figure_is_a_dash(ask, node):
     node.health_answer = pb.HealthResponse()
     assert "node               –\n" in ask("health").out
 
@@ -123,14 +123,14 @@ def test_metrics_are_a_table_with_their_labels(ask, node):
     ],
     ids=["no buckets", "empty", "filled", "no bounds"],
 )
-def test_a_histogram_is_told_by_its_mean_and_quantiles(ask, node, histogram, text):
+def test_histogram_is_shown_by_mean_and_quantiles(ask, node, histogram, text):
     node.metrics_answer = pb.MetricsResponse(
         metrics=[pb.Metric(name="h", kind="histogram", histogram=histogram)]
     )
     assert ask("metrics").out.splitlines()[1].split("histogram  ")[1] == text
 
 
-def test_metrics_are_asked_for_by_name(ask, node):
+def test_metrics_are_requested_by_name(ask, node):
     ask("metrics", "a_total", "b")
     ask("metrics")
     assert [list(call.request.names) for call in node.seen] == [["a_total", "b"], []]
@@ -145,14 +145,14 @@ def test_json_metrics_are_the_message(ask, node):
 @pytest.mark.parametrize(
     ("options", "out"), [([], "reset ip 192.0.2.7 /login\n"), (["--json"], "{}\n")]
 )
-def test_a_reset_names_the_bucket(ask, node, options, out):
+def test_reset_names_the_bucket(ask, node, options, out):
     assert ask("reset", "ip", "192.0.2.7", "/login", *options) == (0, out, "")
     assert node.seen[0].request == pb.ResetRequest(
         identifier="192.0.2.7", identifier_type="ip", endpoint="/login"
     )
 
 
-def test_a_reset_of_a_combination_names_all_of_it(ask, node):
+def test_reset_of_a_combination_names_all_identities(ask, node):
     assert ask("reset", "user", "ada", "**", "--also", "ip=::1").status == 0
     assert node.seen[0].request == pb.ResetRequest(
         identifier="ada",

@@ -1,4 +1,4 @@
-"""`hold`, `settle`, `holds list`, `holds extend`: what is typed is sent, and the status that a script acts on."""
+"""`hold`, `settle`, `holds list`, `holds extend`: the requests, and the exit status for scripts."""
 
 import json
 
@@ -7,7 +7,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 HOLD = ("hold", "user", "alice", "/v1/chat")
 
 
-def test_a_hold_is_what_was_typed(ask, node):
+def test_hold_has_the_typed_values(ask, node):
     typed = ("--cost", "2000", "--ttl", "120", "--hold-id", "h-1", "--also", "tenant=acme")
     ended = ask(*HOLD, *typed)
     assert ended.status == 0
@@ -27,7 +27,7 @@ def test_a_hold_is_what_was_typed(ask, node):
     )
 
 
-def test_a_denied_hold_is_status_3_and_has_no_text(ask, node):
+def test_denied_hold_is_status_3_without_a_hold(ask, node):
     node.limit = 0
     ended = ask(*HOLD)
     assert (ended.status, ended.err) == (3, "")
@@ -35,7 +35,7 @@ def test_a_denied_hold_is_status_3_and_has_no_text(ask, node):
     assert json.loads(ask(*HOLD, "--json").out)["answer"]["reason"] == "LIMIT_EXCEEDED"
 
 
-def test_a_settle_says_what_was_charged_and_is_status_3_for_what_is_not_known(ask, node):
+def test_settle_shows_the_charge_and_is_status_3_for_an_unknown_hold(ask, node):
     hold = json.loads(ask(*HOLD, "--json").out)["hold"]
     settled = ask("settle", hold, "1234")
     assert (settled.status, settled.out.splitlines()[0]) == (0, "charged 1234")
@@ -45,7 +45,7 @@ def test_a_settle_says_what_was_charged_and_is_status_3_for_what_is_not_known(as
     assert json.loads(ask("settle", hold, "0", "--json").out)["known"] is False
 
 
-def test_a_hold_is_extended_and_listed(ask):
+def test_hold_is_extended_and_listed(ask):
     hold = json.loads(ask(*HOLD, "--cost", "7", "--json").out)["hold"]
     assert ask("holds", "list").out.splitlines()[1].split() == ["/a", "user", "minute", "1", "7"]
     assert json.loads(ask("holds", "list", "--json").out)[0]["holds"] == "1"

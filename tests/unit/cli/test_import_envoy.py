@@ -19,7 +19,7 @@ def config(tmp_path):
     return file
 
 
-def test_the_rules_are_printed_and_what_else_is_to_be_known_is_told(run, config):
+def test_rules_are_printed_and_notes_go_to_stderr(run, config):
     ended = run("rules", "import-envoy", config, "--identifiers", "ip=ip")
     [rule] = parse_rules(ended.out.encode())
     assert (rule.endpoint, rule.identifier_type, rule.limit) == ("messaging", "api_key", 100)
@@ -34,7 +34,7 @@ def test_the_rules_are_printed_and_what_else_is_to_be_known_is_told(run, config)
     )
 
 
-def test_identifiers_are_a_nodes_unless_told_otherwise(run, config):
+def test_identifiers_default_to_those_of_a_node(run, config):
     config.write_text(CONFIG.replace("to_number", "remote_address"))
     assert "identifier_type: ip" in run("rules", "import-envoy", config).out
     ended = run("rules", "import-envoy", config, "--identifiers", "")
@@ -42,13 +42,13 @@ def test_identifiers_are_a_nodes_unless_told_otherwise(run, config):
     assert "nodes need ENVOY_IDENTIFIERS=remote_address=api_key\n" in ended.err
 
 
-def test_a_key_has_the_type_that_it_is_given(run, config):
+def test_key_has_the_given_type(run, config):
     ended = run("rules", "import-envoy", config, "--identifiers", "to_number=tenant")
     assert "identifier_type: tenant" in ended.out
     assert "ENVOY_IDENTIFIERS" not in ended.err
 
 
-def test_the_file_is_as_people_write_it_and_what_is_left_out_is_counted(run, config):
+def test_file_uses_the_short_form_and_omissions_are_counted(run, config):
     config.write_text(f"{CONFIG}  rate_limit: {{unit: second, requests_per_unit: 0}}\n")
     ended = run("rules", "import-envoy", config)
     assert ended.out == (
@@ -62,14 +62,14 @@ def test_the_file_is_as_people_write_it_and_what_is_left_out_is_counted(run, con
     assert ended.err.endswith("\n1 rule, 1 limit left out\n")
 
 
-def test_a_file_that_is_none_is_refused(run, config):
+def test_invalid_file_is_refused(run, config):
     config.write_text("rules: []")
     ended = run("rules", "import-envoy", config)
     assert (ended.status, ended.out) == (1, "")
     assert "must be a mapping with a domain" in ended.err
 
 
-def test_a_file_that_is_not_there_and_wrong_identifiers_are_a_wrong_command_line(run, config):
+def test_missing_file_and_invalid_identifiers_are_usage_errors(run, config):
     missing = run("rules", "import-envoy", config.with_name("none.yaml"))
     assert (missing.status, "No such file" in missing.err) == (2, True)
     wrong = run("rules", "import-envoy", config, "--identifiers", "ip")

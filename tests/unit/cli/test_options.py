@@ -1,4 +1,4 @@
-"""Options from settings, one for each, help from docstrings, and `config show`: every setting and no secret."""
+"""One option per setting, help from docstrings, and `config show`: every setting and no secret."""
 
 import inspect
 import json
@@ -11,13 +11,13 @@ def parameters(only=()):
     return inspect.signature(takes_settings(lambda settings: None, only)).parameters
 
 
-def test_there_is_an_option_for_every_setting_and_a_file_for_every_secret():
+def test_every_setting_has_an_option_and_every_secret_a_file():
     expected = {spec.name.lower() for spec in SETTINGS}
     expected |= {f"{spec.name.lower()}_file" for spec in SETTINGS if spec.secret}
     assert set(parameters()) == expected
 
 
-def test_a_command_may_take_some_of_them_only():
+def test_command_may_have_a_subset_of_the_options():
     assert set(parameters(["DATABASE_URL"])) == {"database_url", "database_url_file"}
 
 
@@ -42,7 +42,7 @@ def test_only_the_example_keeps_its_lines():
     )
 
 
-def test_a_command_without_a_docstring_has_no_help():
+def test_command_without_a_docstring_has_no_help():
     assert help_of(undocumented) == ""
 
 
@@ -73,7 +73,7 @@ def test_no_secret_is_shown(run, monkeypatch):
         assert "s3cret" not in ended.out + ended.err
 
 
-def test_what_is_wrong_is_status_1_and_one_line(run, monkeypatch):
+def test_invalid_setting_is_status_1_and_one_line(run, monkeypatch):
     monkeypatch.setenv("RATELIMITD_DRAIN", "7")
     ended = run("config", "show")
     assert (ended.status, ended.out) == (1, "")

@@ -1,4 +1,4 @@
-"""What is printed: JSON with the contract's names, tables that fit, colour and progress for terminals alone; keys."""
+"""The output: JSON with the contract's names, fitting tables, colour and progress on terminals only; keys."""
 
 import io
 import json
@@ -14,7 +14,6 @@ from ratelimitd.cli.output import (
     as_dict,
     duration,
     enum_name,
-    printable,
     progress,
     single_keys,
     sparkline,
@@ -22,6 +21,7 @@ from ratelimitd.cli.output import (
     window,
     working,
 )
+from ratelimitd.errors import printable
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -34,11 +34,11 @@ class Terminal(io.StringIO):
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (60, "1 min"), (90_061, "1 d 1 h"), (86_400, "1 d")],
 )
-def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
+def test_duration_is_shown_in_its_two_largest_units(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_window_is_told_to_the_second():
+def test_window_is_exact_to_the_second():
     assert (window(90_061), window(86_400)) == ("1 d 1 h 1 min 1 s", "1 d")
 
 
@@ -46,7 +46,7 @@ def test_a_window_is_told_to_the_second():
     ("values", "bars"),
     [((), ""), ((0, 0), "▁▁"), ((1, 2, 4, 8), "▂▃▅█"), ((9,) * 20, "█" * 10)],
 )
-def test_the_last_values_are_bars(values, bars):
+def test_last_values_are_bars(values, bars):
     assert sparkline(values, 10) == bars
 
 
@@ -55,7 +55,7 @@ def stream():
     return io.StringIO()
 
 
-def test_json_has_the_names_of_the_contract_and_every_field_in_its_order():
+def test_json_has_every_field_with_the_contracts_names_and_order():
     assert list(as_dict(pb.RateLimitResponse(reason=pb.NO_RULE)).items()) == [
         ("allowed", False),
         ("remaining_tokens", 0),
@@ -73,25 +73,25 @@ def test_json_has_the_names_of_the_contract_and_every_field_in_its_order():
     ]
 
 
-def test_a_field_with_presence_is_shown_only_when_it_is_set():
+def test_field_with_presence_is_shown_only_when_set():
     assert "enabled" not in as_dict(pb.RateLimit())
     assert as_dict(pb.RateLimit(enabled=False))["enabled"] is False
 
 
-def test_a_message_is_one_json_object(stream):
+def test_message_is_one_json_object(stream):
     Output(as_json=True, stream=stream).message(pb.RateLimit(endpoint="/é"))
     assert json.loads(stream.getvalue())["endpoint"] == "/é"
     assert "/é" in stream.getvalue()
 
 
 @pytest.mark.parametrize("values", [[], [1], [{"a": [1, 2]}, {"b": "\n"}]])
-def test_a_list_that_is_printed_piece_by_piece_is_one_json_list(stream, values):
+def test_list_printed_in_pieces_is_one_json_list(stream, values):
     Output(stream=stream).json_list(iter(values))
     assert json.loads(stream.getvalue()) == values
     assert stream.getvalue().endswith("]\n")
 
 
-def test_columns_are_aligned_and_numbers_stand_to_the_right():
+def test_columns_are_aligned_and_numbers_right_aligned():
     assert table_lines(("NAME", "N"), [("a", 1), ("long name", 100)], None) == [
         "NAME         N",
         "a            1",
@@ -99,18 +99,18 @@ def test_columns_are_aligned_and_numbers_stand_to_the_right():
     ]
 
 
-def test_a_table_without_rows_is_its_head():
+def test_table_without_rows_is_its_head():
     assert table_lines(("NAME", "N"), [], 80) == ["NAME  N"]
 
 
-def test_the_widest_column_gives_way_to_a_narrow_terminal_but_not_below_its_minimum():
+def test_widest_column_shrinks_on_a_narrow_terminal_down_to_its_minimum():
     row = ("short", "x" * 50)
     assert table_lines(("A", "B"), [row], 30)[1] == "short  " + "x" * 22 + "…"
     assert table_lines(("A", "B"), [row], 10)[1] == "short  " + "x" * 11 + "…"
     assert table_lines(("A", "B"), [row], 57)[1] == "short  " + "x" * 50
 
 
-def test_a_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream):
+def test_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream):
     monkeypatch.setenv("COLUMNS", "20")
     terminal = Terminal()
     for output in (terminal, stream):
@@ -129,12 +129,12 @@ def test_a_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, s
         (False, {}, False),
     ],
 )
-def test_colour_is_for_terminals_that_want_it(terminal, environ, coloured):
+def test_colour_is_used_on_capable_terminals_only(terminal, environ, coloured):
     output = Output(stream=Terminal() if terminal else io.StringIO(), environ=environ)
     assert output.styled("yes", "good") == ("\x1b[32myes\x1b[0m" if coloured else "yes")
 
 
-def test_the_environment_of_the_process_is_read_unless_another_is_given(monkeypatch):
+def test_environment_defaults_to_that_of_the_process(monkeypatch):
     monkeypatch.setattr(os, "environ", {"NO_COLOR": "1"})
     assert Output(stream=Terminal()).styled("yes", "good") == "yes"
 
@@ -144,19 +144,19 @@ def test_pairs_are_aligned(stream):
     assert stream.getvalue() == "  a     1\n  long  2\n"
 
 
-def test_text_of_another_machine_cannot_drive_the_terminal(stream):
+def test_foreign_text_cannot_control_the_terminal(stream):
     assert printable("a\x1b[2Jb\r\nc") == "a\N{REPLACEMENT CHARACTER}[2Jb  c"
     Output(stream=stream).table(("A",), [("\x1b[2J",)])
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_value_of_an_enum_has_its_name_and_one_of_a_later_release_its_number():
+def test_enum_value_is_shown_by_name_and_one_of_a_later_release_by_number():
     assert enum_name(pb.Reason, pb.NO_RULE) == "NO_RULE"
     assert enum_name(pb.Reason, 99) == "99"
 
 
 @pytest.mark.parametrize("printed", [0, 2])
-def test_a_json_list_whose_values_fail_half_way_is_still_json(stream, printed):
+def test_interrupted_json_list_is_valid_json(stream, printed):
     def values():
         yield from range(printed)
         message = "the node is gone"
@@ -169,7 +169,7 @@ def test_a_json_list_whose_values_fail_half_way_is_still_json(stream, printed):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Make stderr a terminal; in the test itself, since pytest gives it another one at its start."""
+    """Make stderr a terminal; within the test, since pytest replaces it at the start."""
 
     def make():
         monkeypatch.setenv("TERM", "xterm")
@@ -185,7 +185,7 @@ def work(steps):
             step_done()
 
 
-def test_long_work_has_a_bar_on_a_terminal_that_is_gone_at_the_end(terminal):
+def test_long_work_has_a_bar_on_a_terminal_which_disappears_at_the_end(terminal):
     stderr = terminal()
     work(LONG)
     assert "applying" in stderr.getvalue()
@@ -193,53 +193,53 @@ def test_long_work_has_a_bar_on_a_terminal_that_is_gone_at_the_end(terminal):
     assert stderr.getvalue().endswith("\x1b[2K")
 
 
-def test_short_work_has_none(terminal):
+def test_short_work_has_no_bar(terminal):
     stderr = terminal()
     work(LONG - 1)
     assert stderr.getvalue() == ""
 
 
-def test_a_pipe_gets_nothing(capsys):
+def test_pipe_gets_no_bar(capsys):
     work(LONG)
     with working("upgrading"):
         pass
     assert capsys.readouterr() == ("", "")
 
 
-def test_work_of_unknown_length_shows_that_it_goes_on(terminal):
+def test_work_of_unknown_length_shows_activity(terminal):
     stderr = terminal()
     with working("upgrading the rule database"):
         pass
     assert "upgrading the rule database" in stderr.getvalue()
 
 
-def test_a_failure_leaves_the_terminal_as_it_should_be(terminal):
+def test_failure_restores_the_terminal(terminal):
     stderr = terminal()
     with pytest.raises(ValueError), progress("applying", LONG):
         raise ValueError
     assert "\x1b[?25h" in stderr.getvalue()
 
 
-def test_without_a_terminal_there_is_no_keyboard():
+def test_keyboard_needs_a_terminal():
     with single_keys() as found:
         assert found is None
 
 
 @pytest.mark.parametrize("key", [b"q", b"Q", b"\x04"])
-def test_the_quit_key_ends_the_wait_without_enter(keyboard, key):
+def test_quit_key_ends_the_wait_without_enter(keyboard, key):
     with single_keys() as found:
         os.write(keyboard, b"x" + key)
         assert found.quits_within(60)
 
 
-def test_no_other_key_does(keyboard):
+def test_other_keys_do_not_end_the_wait(keyboard):
     with single_keys() as found:
         os.write(keyboard, b"x")
         assert not found.quits_within(0.01)
         assert not found.quits_within(0)
 
 
-def test_the_terminal_is_left_as_it_was(keyboard):
+def test_terminal_is_restored(keyboard):
     before = termios.tcgetattr(keyboard)
     with single_keys():
         assert termios.tcgetattr(keyboard) != before

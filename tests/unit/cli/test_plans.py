@@ -1,4 +1,4 @@
-"""`plans assign`, `unassign`, `show`, `list`, `import`: what is typed is what is sent; a file is sent whole or not."""
+"""`plans assign`, `unassign`, `show`, `list`, `import`: the requests; a file is sent whole or not at all."""
 
 import json
 
@@ -20,7 +20,7 @@ def identity(identifier="alice", identifier_type="user"):
 
 @pytest.fixture
 def imported(ask, tmp_path):
-    """Imports a file of this content."""
+    """Import a file with this content."""
 
     def run(content, *arguments):
         path = tmp_path / "plans.csv"
@@ -30,7 +30,7 @@ def imported(ask, tmp_path):
     return run
 
 
-def test_what_is_assigned_is_what_was_typed(ask, node):
+def test_assignment_has_the_typed_values(ask, node):
     node.add_rule("/a", plans={"pro": pb.LimitList()})
     typed = ("user", "alice", "pro", "--expires", "2033-05-18", "--note", "trial")
     ended = ask("plans", "assign", *typed)
@@ -45,7 +45,7 @@ def test_what_is_assigned_is_what_was_typed(ask, node):
     )
 
 
-def test_a_plan_that_no_rule_names_is_assigned_with_a_hint(ask, node):
+def test_plan_that_no_rule_names_is_assigned_with_a_hint(ask, node):
     hint = "no rule names the plan pro: the rules' own limits hold\n"
     ended = ask("plans", "assign", "user", "alice", "pro")
     assert ended == (0, f"assigned user alice: pro\n{hint}", "")
@@ -57,13 +57,13 @@ def test_a_plan_that_no_rule_names_is_assigned_with_a_hint(ask, node):
     assert hint not in ask("plans", "assign", "user", "alice", "pro").out  # a later page may
 
 
-def test_an_assignment_stands_when_the_rules_cannot_be_listed(ask, node):
+def test_assignment_succeeds_when_the_rules_cannot_be_listed(ask, node):
     node.error, node.errors_after = status(grpc.StatusCode.UNAVAILABLE, "away"), 1
     ended = ask("plans", "assign", "user", "alice", "pro")
     assert ended == (0, "assigned user alice: pro\n", "")
 
 
-def test_an_assignment_is_shown_and_taken_away(ask, node):
+def test_assignment_is_shown_and_removed(ask, node):
     ask("plans", "assign", "user", "alice", "pro")
     assert ask("plans", "show", "user", "alice").out == "user alice: pro\n"
     shown = json.loads(ask("plans", "show", "user", "alice", "--json").out)
@@ -74,7 +74,7 @@ def test_an_assignment_is_shown_and_taken_away(ask, node):
     assert (ended.status, "the identity is assigned to no plan" in ended.err) == (1, True)
 
 
-def test_the_list_is_a_table_of_every_page(ask, node):
+def test_list_is_a_table_of_every_page(ask, node):
     node.page_size = 1
     ask("plans", "assign", "user", "alice", "pro", "--note", "n")
     ask("plans", "assign", "ip", "::1", "blocked", "--expires", "1999987200")
@@ -87,7 +87,7 @@ def test_the_list_is_a_table_of_every_page(ask, node):
     assert [one["plan"] for one in listed] == ["blocked", "pro"]
 
 
-def test_the_list_is_filtered_by_the_node(ask, node):
+def test_list_is_filtered_by_the_node(ask, node):
     ask("plans", "list", "--plan", "pro", "--type", "user", "--prefix", "al")
     request = node.seen[0].request
     found = (request.plan, request.identifier_type, request.identifier_prefix)
@@ -110,18 +110,18 @@ def test_the_list_is_filtered_by_the_node(ask, node):
         ("2033-05-18T00:00:00Z", 1_999_987_200),
     ],
 )
-def test_an_end_is_written_in_several_ways(text, expected):
+def test_expiry_has_several_formats(text, expected):
     assert expire_time_of(text, NOW_S) == expected
 
 
 @pytest.mark.parametrize("text", ["tomorrow", "1y", "2033-13-01", "1.5d", "9" * 30])
-def test_what_is_no_end_is_refused(ask, node, text):
+def test_invalid_expiry_is_refused(ask, node, text):
     ended = ask("plans", "assign", "user", "alice", "pro", "--expires", text)
     assert (ended.status, node.seen) == (2, [])
     assert "--expires must be a duration such as 30d" in ended.err
 
 
-def test_a_file_is_assigned_in_batches(imported, node):
+def test_file_is_assigned_in_batches(imported, node):
     rows = "".join(f"user,u{number},pro,,\n" for number in range(BATCH + 1))
     ended = imported(HEADER + rows)
     assert ended == (0, f"assigned {BATCH + 1} identities\n", "")
@@ -130,7 +130,7 @@ def test_a_file_is_assigned_in_batches(imported, node):
     assert len(node.assigned) == BATCH + 1
 
 
-def test_a_file_may_have_fewer_columns_in_any_order_a_byte_order_mark_and_quotes(imported, node):
+def test_file_may_have_fewer_reordered_columns_a_byte_order_mark_and_quotes(imported, node):
     content = (
         'plan,identifier,identifier_type\nblocked,"a,b\n""c""",api_key\nfree,::FFFF:1.2.3.4,ip\n'
     )
@@ -142,7 +142,7 @@ def test_a_file_may_have_fewer_columns_in_any_order_a_byte_order_mark_and_quotes
     }
 
 
-def test_every_bad_row_is_named_with_its_line_and_field_and_nothing_is_sent(imported, node):
+def test_every_invalid_row_is_reported_by_line_and_field_and_nothing_is_sent(imported, node):
     ended = imported(
         HEADER.encode()
         + b"user,good,pro,,\n"
@@ -183,19 +183,19 @@ def test_every_bad_row_is_named_with_its_line_and_field_and_nothing_is_sent(impo
     "content",
     ["", "user,alice,pro\n", "identifier_type,identifier\n", f"{HEADER.strip()},more\n", f"plan,{HEADER}"],
 )  # fmt: skip
-def test_a_file_with_another_header_is_refused(imported, node, content):
+def test_file_with_another_header_is_refused(imported, node, content):
     ended = imported(content)
     assert (ended.status, node.seen) == (1, [])
     assert "line 1: the header must be identifier_type,identifier,plan" in ended.err
 
 
-def test_a_file_that_is_no_csv_is_refused_by_its_line(imported, node):
+def test_file_that_is_not_csv_is_refused_by_line(imported, node):
     ended = imported(HEADER + 'user,"alice"x,pro,,\n')
     assert (ended.status, node.seen) == (1, [])
     assert "line 2: " in ended.err
 
 
-def test_a_type_that_the_node_does_not_declare_is_named_before_anything_is_assigned(imported, node):
+def test_undeclared_type_is_reported_before_anything_is_assigned(imported, node):
     node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "identifier_type: must be one of …")
     ended = imported(HEADER + "tenant,t,pro,,\n")
     assert ended.status == 1
@@ -203,7 +203,7 @@ def test_a_type_that_the_node_does_not_declare_is_named_before_anything_is_assig
     assert node.methods() == ["ListAssignments"]
 
 
-def test_a_call_that_fails_says_how_far_the_file_was_assigned(imported, node):
+def test_failed_call_reports_the_rows_assigned_before(imported, node):
     node.error = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 2 assignments")
     node.errors_after = 2
     rows = "".join(f"user,u{number},pro,,\n" for number in range(BATCH + 1))
@@ -213,6 +213,6 @@ def test_a_call_that_fails_says_how_far_the_file_was_assigned(imported, node):
     assert "there are 2 assignments" in ended.err
 
 
-def test_a_file_that_cannot_be_read_is_told(ask, node, tmp_path):
+def test_unreadable_file_is_reported(ask, node, tmp_path):
     ended = ask("plans", "import", str(tmp_path / "none.csv"))
     assert (ended.status, node.seen) == (2, [])

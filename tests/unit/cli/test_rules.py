@@ -1,4 +1,4 @@
-"""`rules list`, `create`, `update` and `delete`: what is typed is what is sent."""
+"""`rules list`, `create`, `update`, `promote`, `delete`, `get` and `unmatched`: requests, output and errors."""
 
 import json
 
@@ -14,12 +14,12 @@ AT_1 = "the rules are at revision 1\n"
 
 
 def sent(node, method):
-    """The one request of a method."""
+    """Return the only request to a method."""
     [request] = [call.request for call in node.seen if call.method == method]
     return request
 
 
-def test_the_list_is_a_table_of_every_page(ask, node):
+def test_list_is_a_table_of_every_page(ask, node):
     node.page_size = 1
     node.add_rule("/a", "ip", id=ID, limit=5)
     node.add_rule("/b", id=ID.upper(), enabled=False)
@@ -30,13 +30,13 @@ def test_the_list_is_a_table_of_every_page(ask, node):
     )
 
 
-def test_the_list_is_filtered_by_the_node(ask, node):
+def test_list_is_filtered_by_the_node(ask, node):
     ask("rules", "list", "--endpoint", "*", "--identifier-type", "ip")
     request = node.seen[0].request
     assert (request.endpoint, request.identifier_type) == ("*", "ip")
 
 
-def test_a_json_list_is_a_list_of_messages(ask, node):
+def test_json_list_is_a_list_of_messages(ask, node):
     rule = node.add_rule("/a")
     [listed] = json.loads(ask("rules", "list", "--json").out)
     assert (listed["endpoint"], listed["limit"], listed["etag"]) == ("/a", 10, rule.etag)
@@ -44,7 +44,7 @@ def test_a_json_list_is_a_list_of_messages(ask, node):
     assert json.loads(ask("rules", "list", "--json").out) == []
 
 
-def test_a_rule_is_created_with_what_was_typed(ask, node):
+def test_rule_is_created_with_the_typed_values(ask, node):
     options = ["--algorithm", "fixed_window", "--id", ID, "--disabled"]
     ended = ask("rules", "create", "/login", "ip", *NUMBERS, *options)
     assert ended == (0, f"created {ID}: /login ip, 5 per 1 min, fixed_window, disabled\n{AT_1}", "")
@@ -63,14 +63,14 @@ def test_a_rule_is_created_with_what_was_typed(ask, node):
     ("endpoint", "is_warned"),
     [("/x/*", True), ("*/x", True), ("*", False), ("**", False), ("/x/{id}", False)],
 )
-def test_what_looks_like_a_pattern_and_is_none_is_told(ask, endpoint, is_warned):
+def test_endpoint_that_resembles_a_pattern_is_warned_of(ask, endpoint, is_warned):
     ended = ask("rules", "create", endpoint, "user", *NUMBERS)
     assert (ended.status, ended.out.startswith("created")) == (0, True)
     assert ended.err.startswith(f"Warning: {endpoint} is the name of one endpoint") == is_warned
     assert bool(ended.err) == is_warned
 
 
-def test_a_rule_that_differs_from_another_in_case_alone_is_told(ask, node):
+def test_rule_that_differs_from_another_only_in_case_is_warned_of(ask, node):
     rule = node.add_rule("/orders")
     warning = "Warning: /Orders differs in case alone from /orders, which has rules, too: "
     assert ask("rules", "create", "/Orders", "ip", *NUMBERS).err.startswith(warning)
@@ -79,7 +79,7 @@ def test_a_rule_that_differs_from_another_in_case_alone_is_told(ask, node):
     assert ask("rules", "update", rule.id, "--limit", "7").err == ""
 
 
-def test_a_rule_is_created_with_a_burst(ask, node):
+def test_rule_is_created_with_a_burst(ask, node):
     ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
     assert "5 per 1 min, token_bucket, burst 50" in ended.out
     [limit] = sent(node, "CreateRateLimit").rate_limit.limits
@@ -91,12 +91,12 @@ def test_a_rule_is_created_with_a_burst(ask, node):
     )
 
 
-def test_a_rule_is_a_token_bucket_in_force_unless_told_otherwise(ask, node):
+def test_new_rule_is_an_enabled_token_bucket_by_default(ask, node):
     created = json.loads(ask("rules", "create", "*", "user", *NUMBERS, "--json").out)
     assert (created["algorithm"], created["enabled"]) == ("token_bucket", True)
 
 
-def test_what_is_no_valid_rule_the_node_says(ask, node):
+def test_invalid_rule_is_refused_by_the_node(ask, node):
     node.error = status(
         grpc.StatusCode.INVALID_ARGUMENT,
         "text",
@@ -128,7 +128,7 @@ def test_what_is_no_valid_rule_the_node_says(ask, node):
     ],
     ids=" ".join,
 )
-def test_a_wrong_command_line_is_status_2_and_asks_nobody(ask, node, arguments):
+def test_invalid_command_line_is_status_2_without_a_call(ask, node, arguments):
     assert ask("rules", *arguments).status == 2
     assert node.seen == []
 
@@ -146,7 +146,7 @@ def test_a_wrong_command_line_is_status_2_and_asks_nobody(ask, node, arguments):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, fields):
+def test_update_sends_exactly_the_named_fields(ask, node, options, fields):
     node.add_rule("/a", id=ID)
     assert ask("rules", "update", ID, *options).status == 0
     request = sent(node, "UpdateRateLimit")
@@ -154,14 +154,14 @@ def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, 
     assert request.rate_limit == pb.RateLimit(id=ID, **fields)
 
 
-def test_an_update_shows_the_rule_as_it_is_now(ask, node):
+def test_update_shows_the_updated_rule(ask, node):
     node.add_rule("/a", id=ID)
     assert ask("rules", "update", ID, "--limit", "7").out == (
         f"updated {ID}: /a user, 7 per 1 min, token_bucket\n{AT_1}"
     )
 
 
-def test_an_etag_that_is_not_the_rules_is_refused(ask, node):
+def test_wrong_etag_is_refused(ask, node):
     node.add_rule("/a", id=ID)
     for command in (("update", ID, "--limit", "7"), ("delete", ID)):
         ended = ask("rules", *command, "--etag", "old")
@@ -171,24 +171,24 @@ def test_an_etag_that_is_not_the_rules_is_refused(ask, node):
 
 
 @pytest.mark.parametrize(("options", "out"), [([], f"deleted {ID}\n{AT_1}"), (["--json"], "{}\n")])
-def test_a_rule_is_deleted(ask, node, options, out):
+def test_rule_is_deleted(ask, node, options, out):
     node.add_rule("/a", id=ID)
     assert ask("rules", "delete", ID, *options) == (0, out, "")
     assert node.rules == {}
 
 
-def test_a_rule_that_does_not_exist_is_status_1(ask):
+def test_unknown_rule_is_status_1(ask):
     ended = ask("rules", "delete", ID)
     assert (ended.status, ended.err) == (1, f"Error: not found: no rule has the id {ID}\n")
 
 
-def test_help_shows_no_range_that_no_person_means(run):
+def test_help_shows_no_int32_range(run):
     for command in (("rules", "create"), ("rules", "update"), ("check",)):
         assert "2147483648" not in run(*command, "--help").out
 
 
 @pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
-def test_a_number_that_cannot_travel_is_a_wrong_command_line(ask, node, number):
+def test_number_beyond_int32_is_a_usage_error(ask, node, number):
     create = ("rules", "create", "/x", "user", "--window-seconds", 60)
     for ended in (
         ask(*create, "--limit", number),
@@ -218,7 +218,7 @@ LIMITS = [
      (["--replaces", "day"], ["default", "candidate"], ["day: 9 per 1 min 30 s, fixed_window"]),
      (["--replaces", "candidate"], ["default", "day", "candidate"], [])],
 )  # fmt: skip
-def test_a_limit_that_observes_takes_the_place_of_another(  # noqa: PLR0917 -- two fixtures
+def test_observed_limit_replaces_another(  # noqa: PLR0917 -- two fixtures
     ask, node, options, names, told
 ):
     node.add_rule("/a", id=ID, limits=LIMITS)
@@ -239,7 +239,7 @@ def test_a_limit_that_observes_takes_the_place_of_another(  # noqa: PLR0917 -- t
     [(["day"], "no limit day that only observes"), (["none"], "no limit none that only observes"),
      (["candidate", "--replaces", "none"], "the rule has no limit none")],
 )  # fmt: skip
-def test_what_cannot_be_promoted_is_said(ask, node, arguments, why):
+def test_impossible_promotion_is_refused_with_the_reason(ask, node, arguments, why):
     node.add_rule("/a", id=ID, limits=LIMITS)
     ended = ask("rules", "promote", ID, *arguments)
     assert (ended.status, why in ended.err) == (1, True)
@@ -247,7 +247,7 @@ def test_what_cannot_be_promoted_is_said(ask, node, arguments, why):
     assert (ended.status, "there is no rule" in ended.err) == (1, True)
 
 
-def test_the_list_tells_several_limits_one_a_line(ask, node):
+def test_list_shows_several_limits_one_per_line(ask, node):
     node.add_rule("/a", id=ID, limits=LIMITS)
     assert ask("rules", "list").out == (
         "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM                           ENABLED  ID\n"
@@ -257,7 +257,7 @@ def test_the_list_tells_several_limits_one_a_line(ask, node):
     )
 
 
-def test_the_list_tells_plans_and_calendars_below_the_limits(ask, node):
+def test_list_shows_plans_and_calendars_below_the_limits(ask, node):
     month = pb.Limit(
         name="month", limit=9, algorithm="fixed_window", period=pb.MONTH,
         time_zone="Europe/Berlin", anchor_day=15,
@@ -271,7 +271,7 @@ def test_the_list_tells_plans_and_calendars_below_the_limits(ask, node):
     ]
 
 
-def test_an_update_tells_several_limits_in_one_line(ask, node):
+def test_update_shows_several_limits_on_one_line(ask, node):
     node.add_rule("/a", id=ID, limits=LIMITS)
     out = ask("rules", "update", ID, "--limit", "7").out
     assert "default: 10 per 1 min, token_bucket; " in out
@@ -280,7 +280,7 @@ def test_an_update_tells_several_limits_in_one_line(ask, node):
     )
 
 
-def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):
+def test_calendar_rule_is_created_and_listed(ask, node):
     ended = ask(
         "rules", "create", "/api", "user", "--limit", "9", "--algorithm", "fixed_window",
         "--period", "month", "--time-zone", "Europe/Berlin", "--anchor-day", "15",
@@ -310,13 +310,13 @@ def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):
         (["--period", "month", "--anchor-day", "32"], "Invalid value for '--anchor-day'"),
     ],
 )
-def test_a_window_that_is_none_is_refused(ask, node, arguments, why):
+def test_invalid_window_is_refused(ask, node, arguments, why):
     ended = ask("rules", "create", "/api", "user", "--limit", "9", *arguments)
     assert (ended.status, why in ended.err) == (2, True), ended.err
     assert not node.rules
 
 
-def test_a_window_is_given_as_a_duration(ask, node):
+def test_window_is_given_as_a_duration(ask, node):
     create = ("rules", "create", "/api", "user", "--limit", 9, "--window")
     assert ask(*create, "1m").status == 0
     [rule] = node.rules.values()
@@ -328,7 +328,7 @@ def test_a_window_is_given_as_a_duration(ask, node):
     assert rule.window_seconds == 43_200
 
 
-def test_a_rule_is_named_by_its_endpoint_and_type(ask, node):
+def test_rule_is_named_by_its_endpoint_and_type(ask, node):
     limits = [
         pb.Limit(
             name=name, limit=9, window_seconds=60, algorithm="token_bucket", enforcement=enforcement
@@ -347,7 +347,7 @@ def test_a_rule_is_named_by_its_endpoint_and_type(ask, node):
 
 @pytest.mark.parametrize("command", [("update", "--limit", 7), ("delete",), ("promote", "x")])
 @pytest.mark.parametrize("endpoint", ["/none", ""])
-def test_a_rule_that_there_is_not_is_told_by_its_endpoint_and_type(ask, node, command, endpoint):
+def test_unknown_rule_is_reported_by_its_endpoint_and_type(ask, node, command, endpoint):
     rule = node.add_rule("/api")
     name, *options = command
     ended = ask("rules", name, endpoint, "user", *options)
@@ -355,13 +355,13 @@ def test_a_rule_that_there_is_not_is_told_by_its_endpoint_and_type(ask, node, co
     assert node.rules == {rule.id: rule}
 
 
-def test_a_promotion_names_a_rule_and_a_limit(ask, node):
+def test_promotion_names_a_rule_and_a_limit(ask, node):
     for names in (["/api"], ["/api", "user", "candidate", "more"]):
         ended = ask("rules", "promote", *names)
         assert (ended.status, "name the rule, by its id" in ended.err) == (2, True)
 
 
-def test_one_rule_is_shown_by_its_id_or_by_its_place(ask, node):
+def test_rule_is_shown_by_its_id_or_its_place(ask, node):
     node.add_rule("/a", "ip", id=ID, limit=5)
     head = "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM     ENABLED  ID\n"
     row = f"/a        ip        5        60  token_bucket  yes      {ID}\n"
@@ -374,7 +374,7 @@ def test_one_rule_is_shown_by_its_id_or_by_its_place(ask, node):
     assert (ended.status, ended.out, "not found" in ended.err) == (1, "", True)
 
 
-def test_rules_without_a_check_are_listed_alone(ask, node):
+def test_unused_rules_are_listed(ask, node):
     node.used.add(node.add_rule("/a").id)
     node.add_rule("/b")
     assert [line.split()[0] for line in ask("rules", "list", "--unused").out.splitlines()] == [
@@ -383,7 +383,7 @@ def test_rules_without_a_check_are_listed_alone(ask, node):
     ]
 
 
-def test_endpoints_without_a_rule_are_listed_and_drive_no_terminal(ask, node):
+def test_endpoints_without_a_rule_are_listed_without_control_characters(ask, node):
     assert ask("rules", "unmatched").out == "every check of the last minutes had a rule\n"
     assert json.loads(ask("rules", "unmatched", "--json").out) == []
     for endpoint, per_minute in (("/ordes", 12.0), ("/\x1b[2Jx\u202e", 0.7)):
@@ -408,18 +408,18 @@ def test_endpoints_without_a_rule_are_listed_and_drive_no_terminal(ask, node):
     ],
     ids=lambda command: command[0],
 )
-def test_a_change_tells_its_revision_and_how_to_go_back(ask, node, command):
+def test_change_prints_its_revision_and_how_to_revert(ask, node, command):
     node.add_rule("/a", id=ID, limits=LIMITS)
     node.health_answer.rules_revision = 16
     last = ask("rules", *command).out.splitlines()[-1]
     assert last == "the rules are at revision 17; to go back: ratelimitd rules revert 16"
 
 
-def test_no_revision_is_told_of_a_change_that_is_none_or_not_the_only_one(ask, node, monkeypatch):
+def test_no_revision_is_printed_without_exactly_one_change(ask, node, monkeypatch):
     node.add_rule("/a", id=ID)
     node.error = status(grpc.StatusCode.PERMISSION_DENIED, "this call needs the read role")
     node.errors_after = 2
-    told = ask("rules", "update", ID, "--limit", 7)  # the node does not say
+    told = ask("rules", "update", ID, "--limit", 7)  # the node refuses to report it
     assert (told.status, "revision" in told.out) == (0, False)
     node.error = None
     for others in (-1, 1):
@@ -433,7 +433,7 @@ def test_no_revision_is_told_of_a_change_that_is_none_or_not_the_only_one(ask, n
         assert (told.status, "revision" in told.out) == (0, False)
 
 
-def test_an_empty_list_says_what_that_means(ask, node):
+def test_empty_list_explains_the_reason(ask, node):
     assert ask("rules", "list") == (0, "no rules: every check is allowed\n", "")
     node.used.add(node.add_rule("/a").id)
     assert ask("rules", "list", "--unused").out == "every rule has judged a check\n"

@@ -1,4 +1,4 @@
-"""`serve`: settings in, exit status of the supervisor out."""
+"""`serve`: from settings to the exit status of the supervisor."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from ratelimitd.workers import parent
 
 @pytest.fixture
 def started(monkeypatch):
-    """Stand in for the node; collects the settings it would have run with."""
+    """Replace the node; collects the settings it would run with."""
     started = []
 
     def run(settings):
@@ -25,15 +25,13 @@ def started(monkeypatch):
     return started
 
 
-def test_the_node_runs_with_the_settings_and_its_status_is_that_of_the_command(
-    run, started, monkeypatch
-):
+def test_node_runs_with_the_settings_and_returns_its_status(run, started, monkeypatch):
     monkeypatch.setenv("RATELIMITD_DRAIN_S", "7")
     assert run("serve", "--http-listen", "", "--log-level", "error").status == 4
     assert (started[0].drain_s, started[0].http_listen, started[0].log_level) == (7, None, "error")
 
 
-def test_several_workers_have_a_parent_and_its_status_is_that_of_the_command(started, monkeypatch):
+def test_several_workers_have_a_parent_that_returns_its_status(started, monkeypatch):
     parents = []
     monkeypatch.setattr(parent, "run", lambda settings: parents.append(settings) or 5)
     settings = dataclasses.replace(Settings.load({}, {}), workers=2)
@@ -43,7 +41,7 @@ def test_several_workers_have_a_parent_and_its_status_is_that_of_the_command(sta
     assert (parents, started) == ([settings], [])
 
 
-def test_a_wrong_setting_is_one_line_and_no_node_is_started(run, started):
+def test_invalid_setting_is_one_line_and_starts_no_node(run, started):
     ended = run("serve", "--listen", "nowhere", "--drain-s", "soon")
     assert ended.status == 1
     assert ended.err.count("\n") == 1
@@ -53,7 +51,7 @@ def test_a_wrong_setting_is_one_line_and_no_node_is_started(run, started):
 
 
 def test_help_lists_every_setting_with_its_default(run):
-    # A default that is longer than a line is broken anywhere.
+    # A default longer than a line may be broken anywhere.
     out = _without_spaces(run("serve", "--help").out)
     for setting in SETTINGS:
         assert flag_of(setting.name) in out

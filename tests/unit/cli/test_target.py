@@ -1,4 +1,4 @@
-"""The connection options: where a node is, who asks, and that no secret is ever shown."""
+"""The connection options: address, credentials, and that no secret is ever shown."""
 
 import grpc
 import pytest
@@ -13,14 +13,14 @@ from tests.fake_node import fake_node, status
 SECRET = "s3cret-token"
 
 
-def test_the_token_of_a_file_is_sent_without_its_line_end(ask, node, tmp_path):
+def test_token_of_a_file_is_sent_without_its_line_end(ask, node, tmp_path):
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
     assert ask("health", "--token-file", file).status == 0
     assert node.seen[0].metadata["authorization"] == f"Bearer {SECRET}"
 
 
-def test_the_token_may_come_from_the_command_line_or_the_environment(ask, node, monkeypatch):
+def test_token_may_come_from_the_command_line_or_the_environment(ask, node, monkeypatch):
     ask("metrics", "--token", SECRET)
     monkeypatch.setenv("RATELIMITD_TOKEN", "another")
     ask("metrics")
@@ -47,7 +47,7 @@ def test_the_token_may_come_from_the_command_line_or_the_environment(ask, node, 
         (["--ca", __file__], "test_target.py is not a PEM file"),
     ],
 )
-def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options, problem):
+def test_unusable_options_are_status_2_without_a_call(ask, node, options, problem):
     ended = ask("health", *options)
     assert ended.status == 2
     assert problem in ended.err
@@ -56,9 +56,7 @@ def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options
     assert "two words" not in ended.err
 
 
-def test_the_token_of_the_node_on_this_host_is_sent_to_that_node_alone(
-    ask, node, tmp_path, monkeypatch
-):
+def test_token_of_the_local_node_is_sent_to_that_node_only(ask, node, tmp_path, monkeypatch):
     state_dir = StateDir.lock(tmp_path / "state")
     made = own_admin_token(state_dir.path)
     monkeypatch.setenv("RATELIMITD_STATE_DIR", str(state_dir.path))
@@ -73,7 +71,7 @@ def test_the_token_of_the_node_on_this_host_is_sent_to_that_node_alone(
     assert sent == [None, f"Bearer {made}", f"Bearer {SECRET}", None]
 
 
-def test_localhost_is_the_node_on_this_host_and_without_a_token_the_error_says_why(
+def test_localhost_is_the_local_node_and_a_missing_token_is_explained(
     run, node, tmp_path, monkeypatch
 ):
     state_dir = StateDir.lock(tmp_path / "state")
@@ -100,24 +98,24 @@ def test_localhost_is_the_node_on_this_host_and_without_a_token_the_error_says_w
     assert wrong.err == f"Error: unauthenticated: {need} ({give})\n"
 
 
-def test_an_argument_that_is_no_text_is_status_2(ask, node):
+def test_argument_that_is_not_text_is_status_2(ask, node):
     ended = ask("check", "user", "\udcff", "/x")
     assert ended == (2, "", "Error: an argument is not valid UTF-8\n")
     assert node.seen == []
 
 
-def test_a_file_without_an_end_is_not_read_to_it(ask):
+def test_endless_file_is_read_up_to_a_bound(ask):
     ended = ask("health", "--token-file", "/dev/zero")
     assert ended.status == 2
     assert f"larger than {module.MAX_FILE_BYTES} bytes" in ended.err
 
 
-def test_a_token_file_that_holds_no_text_is_refused_without_showing_it(ask, tmp_path):
+def test_token_file_that_is_not_text_is_refused_without_showing_it(ask, tmp_path):
     (tmp_path / "token").write_bytes(b"\xff\xfe")
     assert ask("health", "--token-file", tmp_path / "token").status == 2
 
 
-def test_tls_is_on_with_an_authority_and_shows_the_certificate_of_the_caller(run, tmp_path):
+def test_ca_enables_tls_and_the_client_certificate_is_sent(run, tmp_path):
     authority = trustme.CA()
     server, caller = authority.issue_cert("localhost"), authority.issue_cert("caller")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -141,7 +139,7 @@ def test_tls_is_on_with_an_authority_and_shows_the_certificate_of_the_caller(run
     assert "are --ca, --cert and --key right?" in stranger.err
 
 
-def test_nobody_there_is_status_2_in_one_line(run):
+def test_unreachable_node_is_status_2_in_one_line(run):
     ended = run("health", "--target", "127.0.0.1:1", "--timeout", "5")
     assert ended.status == 2
     assert ended.out == ""
@@ -149,12 +147,12 @@ def test_nobody_there_is_status_2_in_one_line(run):
     assert "127.0.0.1:1" in ended.err
 
 
-def test_a_node_that_does_not_answer_is_given_up_after_the_timeout(ask, node):
+def test_hanging_node_is_abandoned_after_the_timeout(ask, node):
     node.answering.clear()
     ended = ask("health", "--timeout", "0.05")
     assert ended.status == 2
     assert "within 0.05 s" in ended.err
 
 
-def test_a_target_never_shows_its_token():
+def test_target_never_shows_its_token():
     assert SECRET not in repr(Target("host:1", 5, token=SECRET))

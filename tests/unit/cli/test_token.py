@@ -1,10 +1,10 @@
-"""`token`: a token nobody has, and the entry under which a node knows it."""
+"""`token`: a random token, and its entry for a node."""
 
 from ratelimitd.node.tokens_file import parse_tokens
 from ratelimitd.services.auth import Role, digest_of
 
 
-def test_the_entry_is_of_the_token_and_goes_into_the_file(run):
+def test_entry_matches_the_token_and_fits_the_file(run):
     entries, tokens = "", []
     for name, role in (("alice", "admin"), ("bob", "read")):
         ended = run("token", name, "--role", role)
@@ -18,7 +18,7 @@ def test_the_entry_is_of_the_token_and_goes_into_the_file(run):
     assert not any(token in entries for token in tokens)
 
 
-def test_what_a_node_would_refuse_is_not_made(run):
+def test_invalid_name_or_role_is_refused(run):
     for arguments in (("a b",), ("alice", "--role", "king")):
         ended = run("token", *arguments)
         assert (ended.status, ended.out, ended.err.count("\n")) == (1, "", 1)

@@ -35,14 +35,14 @@ def test_a_bucket_that_is_not_overdrawn_is_exact(accuracy):
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
 
 
-def test_what_is_beyond_the_capacity_was_allowed_too_much_here_or_by_others(accuracy):
+def test_tokens_beyond_the_capacity_count_as_over_admitted_up_to_those_charged_here(accuracy):
     accuracy.settled(a_bucket(103), 7, None, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (3, 0.03)
     accuracy.settled(a_bucket(120), 5, None, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (8, 0.2)
 
 
-def test_what_a_lowered_limit_makes_too_much_was_allowed_rightly(accuracy):
+def test_an_excess_over_a_lowered_limit_is_not_over_admitted(accuracy):
     higher = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=200)
     lower = replace(higher, limit=100, revision=RULE.revision + 1)
     before = settle(None, Update(higher, 0, ((NOW_US, 130),))).shared
@@ -54,12 +54,12 @@ def test_what_a_lowered_limit_makes_too_much_was_allowed_rightly(accuracy):
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (4, 0.04)
 
 
-def test_who_has_charged_nothing_has_nothing_to_tell(accuracy):
+def test_a_batch_without_charges_counts_nothing(accuracy):
     accuracy.settled(a_bucket(190), 0, None, NOW_US)
     assert accuracy.worst_excess(NOW_US) == 0.0
 
 
-def test_a_promise_is_remembered_as_long_as_what_it_is_compared_with(accuracy):
+def test_the_largest_promise_covers_the_same_period_as_the_worst_excess(accuracy):
     assert accuracy.largest_promise(NOW_US, 1.5) == 1.5
     assert accuracy.largest_promise(NOW_US + STRETCH_US, 0.5) == 1.5
     assert accuracy.largest_promise(NOW_US + 2 * STRETCH_US, 0.5) == 0.5
@@ -71,7 +71,7 @@ def test_the_worst_excess_is_forgotten_after_two_minutes(accuracy):
     assert accuracy.worst_excess(NOW_US + 2 * STRETCH_US) == 0.0
 
 
-def test_what_a_view_has_counted_is_taken_over_once(accuracy, stats):
+def test_the_counts_of_a_view_are_added_once(accuracy, stats):
     bucket = a_bucket()
     bucket.view.forgiven, bucket.view.false_positives = 5, 2
     accuracy.take_counts(bucket)
@@ -82,6 +82,6 @@ def test_what_a_view_has_counted_is_taken_over_once(accuracy, stats):
     assert accuracy.forgiven_total == 2
 
 
-def test_the_promise_grows_with_nodes_and_with_what_keeps_them_apart():
+def test_the_promise_grows_with_nodes_round_trip_and_skew():
     assert promised_excess(0.51, 1, 0, 0) == pytest.approx(0.51)
     assert promised_excess(0.51, 4, 1_000, 2_000) == pytest.approx(0.51 + 4 * 0.005)

@@ -39,7 +39,7 @@ class Scene:
             self.timers.run()
 
     def probes(self, seconds=0):
-        """The hash tags that are probed when so much time has passed."""
+        """Advance the clock, and return the hash tags that are probed."""
         self.clock.advance(seconds=seconds)
         known = len(self.store.asked("probe"))
         self.breakers.watch(self.tags)
@@ -58,7 +58,7 @@ def test_each_server_has_one_breaker(scene):
     assert [tag.server.is_open for tag in scene.tags] == [True, False, True, False]
 
 
-def test_the_worst_state_is_told(scene):
+def test_the_state_is_that_of_the_worst_breaker(scene):
     assert scene.breakers.state is State.CLOSED
     scene.open(0)
     assert scene.breakers.state is State.OPEN
@@ -68,7 +68,7 @@ def test_the_worst_state_is_told(scene):
     assert scene.breakers.state is State.OPEN
 
 
-def test_it_is_told_when_the_last_of_them_is_tried_again(scene):
+def test_retry_after_is_that_of_the_last_open_breaker(scene):
     assert scene.breakers.retry_after_us == 0
     scene.open(0)
     scene.clock.advance(seconds=10)
@@ -77,16 +77,16 @@ def test_it_is_told_when_the_last_of_them_is_tried_again(scene):
     assert scene.breakers.retry_after_us == 30.25 * SECOND
 
 
-def test_an_open_one_is_probed_once_after_its_time_and_some_jitter(scene):
+def test_an_open_breaker_is_probed_once_after_its_recovery_time_and_jitter(scene):
     scene.open(0)
     assert scene.probes() == []
     assert scene.probes(30.2) == []
     assert len(scene.probes(0.1)) == 1
     assert scene.probes() == []
-    assert len(scene.probes(1)) == 1  # nothing came of the first
+    assert len(scene.probes(1)) == 1  # the first had no result
 
 
-def test_one_without_a_connection_is_probed_as_soon_as_there_is_one(scene):
+def test_a_server_without_a_connection_is_probed_once_it_is_connected(scene):
     scene.open(0)
     scene.store.disconnected.add("one")
     assert scene.probes(60) == []
@@ -96,14 +96,14 @@ def test_one_without_a_connection_is_probed_as_soon_as_there_is_one(scene):
 
 
 @pytest.mark.parametrize(("error", "is_open"), [(None, False), (AWAY, True)])
-def test_a_probe_decides(scene, error, is_open):
+def test_a_probe_closes_or_reopens_the_breaker(scene, error, is_open):
     scene.open(0)
     scene.probes(31)
     scene.store.held_one().done(error)
     assert scene.tags[0].server.is_open == is_open
 
 
-def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(scene, caplog):
+def test_moved_tags_are_followed_and_a_server_without_tags_is_dropped(scene, caplog):
     scene.open(0)
     scene.store.server_of_tag[0] = scene.store.server_of_tag[2] = "three"
     scene.breakers.watch(scene.tags)
@@ -114,20 +114,20 @@ def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(sce
     assert left.startswith("shared state at one: it holds no buckets any more")
 
 
-def test_a_probe_goes_to_the_server_whose_breaker_it_is_for_wherever_tags_have_moved(scene):
+def test_a_probe_goes_to_the_server_of_its_breaker_after_tags_moved(scene):
     scene.open(0)
     scene.store.server_of_tag[0] = "two"
     assert scene.probes(31) == [2]
 
 
-def test_a_tag_that_moves_meets_the_breaker_of_its_new_server(scene):
+def test_a_moved_tag_uses_the_breaker_of_its_new_server(scene):
     scene.open(1)
     scene.store.server_of_tag[0] = "two"
     scene.breakers.watch(scene.tags)
     assert [tag.server.is_open for tag in scene.tags] == [True, True, False, True]
 
 
-def test_nodes_whose_breakers_opened_together_probe_apart(scene):
+def test_nodes_whose_breakers_opened_together_probe_at_different_times(scene):
     scene.luck = 0.0
     scene.open(0)
     scene.luck = 0.9

@@ -1,4 +1,4 @@
-"""Which buckets are in use, which are packed, and which leave; a tag stands for what else is known of them."""
+"""Use, packing and eviction of cached buckets; a stand-in replaces their partition."""
 
 import gc
 from itertools import pairwise
@@ -14,7 +14,7 @@ from ratelimitd.ledger.shared_state import SharedState
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 
 UNSETTLED = [{"spends": True}, {"is_dirty": True}]
-"""Of a bucket with something to settle; one that has spent nothing may be in the next batch all the same."""
+"""View of a bucket with something to settle; a bucket without spends may be in the next batch, too."""
 
 STEP_US = 6_250
 TTL_US = 300 * SECOND
@@ -35,7 +35,7 @@ class Scene:
         return bucket
 
     def run(self, us, *used, step_us=STEP_US):
-        """Let time pass; the buckets of ``used`` are asked for all the time."""
+        """Advance the clock, using the buckets of ``used`` in each step."""
         until_us = self.now_us + us
         while self.now_us < until_us:
             self.now_us += step_us
@@ -44,7 +44,7 @@ class Scene:
             self.cache.step(self.now_us)
 
     def packed(self, key=b"a"):
-        """What is packed of a bucket, which stays so."""
+        """Return the packed state of a bucket, and keep it packed."""
         for generation in (self.cache._packed_young, self.cache._packed_old):
             if name_of(key) in generation[key[0]]:
                 return unpack(generation[key[0]][name_of(key)])
@@ -57,7 +57,7 @@ def scene():
 
 
 class TestInUse:
-    def test_a_bucket_is_found_by_its_key_and_its_tag_knows_it(self, scene):
+    def test_a_bucket_in_use_is_found_by_its_key_and_is_in_its_partition(self, scene):
         bucket = scene.add()
         assert bucket.is_cached
         assert scene.cache.get(b"a") is bucket
@@ -65,13 +65,13 @@ class TestInUse:
         assert scene.cache.get(b"b") is None
         assert len(scene.cache) == 1
 
-    def test_one_that_is_asked_for_stays_as_it_is(self, scene):
+    def test_a_used_bucket_stays_in_use(self, scene):
         bucket = scene.add()
         scene.run(10 * IDLE_US, b"a")
         assert scene.cache.get(b"a") is bucket
         assert len(scene.cache) == 1
 
-    def test_one_that_was_not_asked_for_for_2_s_is_packed_within_4(self, scene):
+    def test_an_idle_bucket_is_packed_after_one_to_two_idle_periods(self, scene):
         scene.add(spent=3)
         scene.run(IDLE_US - 10 * MS)
         assert scene.packed() is None
@@ -82,17 +82,17 @@ class TestInUse:
         assert len(scene.cache) == 1
 
     @pytest.mark.parametrize("unsettled", UNSETTLED)
-    def test_one_with_something_to_settle_is_not_packed(self, scene, unsettled):
+    def test_an_unsettled_bucket_is_not_packed(self, scene, unsettled):
         bucket = scene.add(**unsettled)
         scene.run(10 * IDLE_US)
         assert scene.cache.get(b"a") is bucket
 
-    def test_one_of_which_the_store_has_nothing_is_not_worth_packing(self, scene):
+    def test_a_bucket_without_a_stored_state_is_not_packed(self, scene):
         scene.add(spent=None)
         scene.run(2 * IDLE_US + 20 * MS)
         assert len(scene.cache) == 0
 
-    def test_few_are_moved_in_one_step_but_more_than_are_added(self, scene):
+    def test_one_step_moves_few_views_but_more_than_were_added(self, scene):
         for number in range(10 * MOVED_PER_STEP):
             scene.add(b"%d" % number)
         scene.now_us = IDLE_US
@@ -114,7 +114,7 @@ class TestPacked:
         assert scene.cache.take_packed(name_of(b"a")) is None
         assert len(scene.cache) == 0
 
-    def test_one_of_the_older_generation_is_found_too(self, scene):
+    def test_a_packed_bucket_of_the_older_generation_is_found(self, scene):
         scene.add()
         scene.run(3 * IDLE_US + TTL_US // 2)
         assert scene.cache.take_packed(name_of(b"a")) == state(1, 5)
@@ -127,7 +127,7 @@ class TestPacked:
         scene.run(3 * IDLE_US)
         assert (scene.packed(), len(scene.cache)) == (state(8, 5), 1)
 
-    def test_all_can_be_forgotten_and_those_in_use_stay(self, scene):
+    def test_forgetting_all_packed_buckets_keeps_those_in_use(self, scene):
         for number in range(5):
             scene.add(b"%d" % number)
         scene.run(3 * IDLE_US)
@@ -138,7 +138,7 @@ class TestPacked:
         assert all(scene.packed(b"%d" % number) is None for number in range(5))
         assert (scene.cache.evicted_total, scene.cache.expired_total) == (0, 0)
 
-    def test_what_was_forgotten_is_freed_in_small_steps(self, scene):
+    def test_forgotten_buckets_are_freed_in_small_steps(self, scene):
         for number in range(5):
             scene.add(b"%d" % number)
         scene.run(3 * IDLE_US)
@@ -149,7 +149,7 @@ class TestPacked:
             left.append(len(scene.cache._forgotten))
         assert left == [5, 4, 3, 2, 1, 0, 0]
 
-    def test_what_is_forgotten_again_and_again_does_not_pile_up(self, scene):
+    def test_repeated_forgetting_does_not_pile_up_garbage(self, scene):
         most = 0
         for _ in range(200):
             for tag in range(HASH_TAGS):
@@ -162,7 +162,7 @@ class TestPacked:
 
 
 class TestExpiry:
-    def test_a_packed_bucket_leaves_between_half_the_time_to_live_and_all_of_it(self, scene):
+    def test_a_packed_bucket_expires_after_half_to_all_of_the_time_to_live(self, scene):
         scene.add()
         scene.run(TTL_US // 2, b"a")
         scene.run(TTL_US // 2)
@@ -171,7 +171,7 @@ class TestExpiry:
         assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
 
     @pytest.mark.parametrize("step_us", [STEP_US, SECOND, 60 * SECOND])
-    def test_it_leaves_in_time_however_seldom_steps_are(self, scene, step_us):
+    def test_a_packed_bucket_expires_in_time_with_rare_steps(self, scene, step_us):
         scene.add()
         scene.run(TTL_US + 4 * IDLE_US + 5 * step_us, step_us=step_us)
         assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
@@ -188,7 +188,7 @@ class TestExpiry:
         assert left[-1] == 0
         assert max(before - after for before, after in pairwise(left)) <= 1
 
-    def test_after_a_long_pause_all_of_a_generation_leaves_and_no_more(self, scene):
+    def test_after_a_long_pause_one_generation_expires(self, scene):
         for number in range(HASH_TAGS):
             scene.add(bytes([number]))
         scene.run(3 * IDLE_US)
@@ -201,7 +201,7 @@ class TestExpiry:
 
 
 class TestEviction:
-    def test_there_are_never_more_than_may_be(self):
+    def test_the_cache_never_exceeds_its_maximum(self):
         scene = Scene(max_entries=10)
         for number in range(100):
             scene.add(b"%d" % number)
@@ -210,7 +210,7 @@ class TestEviction:
         left = scene.cache.evicted_total + scene.cache.expired_total
         assert left == 100 - len(scene.cache)
 
-    def test_packed_ones_leave_first_and_of_those_the_older(self):
+    def test_packed_buckets_are_evicted_first_the_older_generation_before_the_younger(self):
         scene = Scene(max_entries=4)
         scene.add(b"oldest")
         scene.run(3 * IDLE_US + TTL_US // 2)
@@ -223,10 +223,10 @@ class TestEviction:
             assert gone == [b"oldest", b"older"][: max(0, number - 1)]
         assert len(scene.cache) == 4
 
-    def test_of_those_in_use_the_one_not_asked_for_leaves(self):
+    def test_the_unused_one_of_the_buckets_in_use_is_evicted(self):
         scene = Scene(max_entries=2)
         used, _unused = scene.add(b"used"), scene.add(b"unused")
-        scene.run(IDLE_US)  # another generation begins
+        scene.run(IDLE_US)  # starts another generation
         scene.cache.get(b"used")
         scene.add(b"new")
         scene.cache.step(scene.now_us)
@@ -234,7 +234,7 @@ class TestEviction:
         assert scene.cache.get(b"unused") is None
         assert len(scene.cache) == 2
 
-    def test_what_has_come_since_the_last_eviction_does_not_leave_before_what_was_there(self):
+    def test_a_new_bucket_is_not_evicted_before_older_ones(self):
         scene = Scene(max_entries=10)
         for number in range(12):
             scene.add(b"%d" % number)
@@ -244,7 +244,7 @@ class TestEviction:
         assert scene.cache.get(b"new") is not None
         assert len(scene.cache) == 10
 
-    def test_without_packed_ones_the_longest_in_use_leaves_first(self):
+    def test_without_packed_buckets_the_longest_unused_is_evicted_first(self):
         scene = Scene(max_entries=10)
         for number in range(13):
             scene.add(b"%d" % number)
@@ -253,7 +253,7 @@ class TestEviction:
         assert kept == [*range(3, 13)]
         assert scene.cache.evicted_total == 3
 
-    def test_an_idle_view_with_something_to_settle_does_not_pass_for_a_used_one(self):
+    def test_an_idle_unsettled_view_is_evicted_before_a_used_one(self):
         scene = Scene(max_entries=3)
         scene.add(b"idle", spends=True)
         scene.run(IDLE_US + 2 * STEP_US)
@@ -266,7 +266,7 @@ class TestEviction:
         assert scene.cache.get(b"used") is not None
 
     @pytest.mark.parametrize("unsettled", UNSETTLED)
-    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self, unsettled):
+    def test_a_bucket_evicted_before_it_is_settled_stays_in_its_partition(self, unsettled):
         scene = Scene(max_entries=1)
         dirty = scene.add(b"dirty", **unsettled)
         scene.run(IDLE_US)
@@ -276,7 +276,7 @@ class TestEviction:
         assert not dirty.is_cached
         assert scene.tag.buckets == {dirty.name: dirty, clean.name: clean}
 
-    def test_one_that_comes_back_is_in_use_again(self):
+    def test_an_evicted_bucket_can_be_put_into_use_again(self):
         scene = Scene(max_entries=1)
         dirty = scene.add(b"dirty", spends=True)
         scene.run(IDLE_US)
@@ -299,14 +299,14 @@ STATES = [
 
 
 @pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
-def test_a_packed_state_comes_out_as_it_went_in(shared):
+def test_a_packed_state_is_unpacked_unchanged(shared):
     unpacked = unpack(pack(shared))
     assert unpacked == shared
     assert type(unpacked) is SharedState
 
 
 @pytest.mark.parametrize("shared", STATES, ids=["full", "numbers", "log", "burst", "full burst"])
-def test_the_garbage_collector_does_not_look_at_what_is_packed(shared):
+def test_the_garbage_collector_does_not_track_packed_states(shared):
     packed = pack(shared)
     gc.collect()
     assert not gc.is_tracked(packed)

@@ -1,4 +1,4 @@
-"""A node's part in a cluster, put together, on a store of which the test says what becomes of requests."""
+"""A node's whole part in a cluster, on a store whose answers the test decides."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -32,7 +32,7 @@ STEPS = 16
 
 
 class Scene:
-    """All requests are held until the test, or :meth:`answer`, has seen to them."""
+    """Requests are held until the test, or :meth:`answer`, answers them."""
 
     def __init__(self, *, tags_per_batch=1, **options):
         self.clock, self.stats, self.bus = ManualClock(), CheckStats(), FakeBus()
@@ -78,7 +78,7 @@ class Scene:
         return buckets.apply(key, rule, DECIDE[rule.algorithm], now_us, cost)
 
     async def fail(self, times):
-        """So many turns in which a check of an unknown bucket fails."""
+        """Fail a check of an unknown bucket in each of so many event-loop iterations."""
         for number in range(times):
             answer = self.cluster.buckets.wait(b"f%d" % number, RULE, 0, 1, peek=False)
             self.store.held.pop().fail()
@@ -95,12 +95,12 @@ async def scene():
     return Scene()
 
 
-async def test_a_bucket_is_not_remembered_for_longer_than_the_store_does():
+async def test_a_node_caches_no_bucket_for_longer_than_the_store_keeps_it():
     assert Scene(cache_ttl_s=3_000).cluster.cache._generation_us == 1_500 * SECOND
 
 
 class TestSync:
-    async def test_an_interval_walks_through_all_hash_tags_in_steps(self, scene):
+    async def test_the_steps_of_an_interval_sync_all_hash_tags(self, scene):
         assert scene.cluster.step_s == pytest.approx(0.1 / STEPS)
         for number in range(HASH_TAGS):
             scene.spend(bytes([number]))
@@ -112,7 +112,7 @@ class TestSync:
         assert sent == [HASH_TAGS // STEPS] * STEPS
         assert scene.cluster.unsettled_buckets == 0
 
-    async def test_a_long_interval_has_more_steps_that_are_no_longer(self):
+    async def test_a_long_interval_has_more_steps_of_the_same_length(self):
         assert Scene(sync_interval_ms=10).cluster.step_s == pytest.approx(0.005)
         scene = Scene(sync_interval_ms=2_000)
         assert scene.cluster.step_s == 0.00625
@@ -126,14 +126,14 @@ class TestSync:
         assert (sum(sent), max(sent)) == (HASH_TAGS, 1)
         assert scene.cluster.unsettled_buckets == 0
 
-    async def test_where_a_batch_may_be_of_several_hash_tags_there_are_fewer(self):
+    async def test_batches_of_several_hash_tags_reduce_the_partitions(self):
         scene = Scene(tags_per_batch=HASH_TAGS)
         for number in range(10):
             scene.spend(bytes([number]))
         scene.interval()
         assert [len(batch.cold) for batch in scene.store.asked("settle")] == [10]
 
-    async def test_others_are_told_once_an_interval(self, scene):
+    async def test_gossip_is_published_once_per_interval(self, scene):
         scene.spend(cost=400)
         scene.interval()
         scene.answer()
@@ -146,7 +146,7 @@ class TestSync:
         scene.cluster.sync_step()
         assert [payload[:1] for _, payload in scene.bus.published] == [b"S"]
 
-    async def test_the_age_of_what_is_not_acknowledged_is_known(self, scene):
+    async def test_sync_lag_is_the_age_of_the_oldest_unacknowledged_batch(self, scene):
         assert scene.cluster.sync_lag_s == 0
         scene.spend(b"a")
         scene.spend(b"b")
@@ -157,7 +157,7 @@ class TestSync:
         scene.answer()
         assert (scene.cluster.sync_lag_s, scene.cluster.unsettled_buckets) == (0, 0)
 
-    async def test_a_node_that_leaves_settles_all_it_has(self, scene):
+    async def test_a_leaving_node_settles_everything(self, scene):
         for number in range(3):
             scene.spend(bytes([number]))
         settling = asyncio.create_task(scene.cluster.settle(60))
@@ -166,7 +166,7 @@ class TestSync:
         scene.answer()
         assert await settling
 
-    async def test_it_does_not_wait_for_ever(self, scene, monkeypatch):
+    async def test_a_drain_ends_at_its_timeout(self, scene, monkeypatch):
         monkeypatch.setattr(cluster_module, "WATCH_S", 0)
         scene.spend()
         settling = asyncio.create_task(scene.cluster.settle(2))
@@ -174,12 +174,12 @@ class TestSync:
         scene.clock.advance(seconds=2)
         assert not await settling
 
-    async def test_a_node_that_has_nothing_to_settle_leaves_at_once(self, scene):
+    async def test_a_node_with_nothing_to_settle_leaves_at_once(self, scene):
         assert await scene.cluster.settle(0)
 
 
 class TestBreakers:
-    async def test_checks_that_fail_open_one_and_a_probe_closes_it(self, scene):
+    async def test_failed_checks_open_a_breaker_and_a_probe_closes_it(self, scene):
         assert scene.cluster.shared_state == (True, "closed", 0.0)
         await scene.fail(2)
         assert scene.cluster.shared_state[:2] == (False, "open")
@@ -193,7 +193,7 @@ class TestBreakers:
 
 
 class TestMessages:
-    async def test_a_reset_that_another_node_tells_of_is_looked_at(self, scene):
+    async def test_a_bucket_that_another_node_reset_is_read_again(self, scene):
         scene.spend(cost=900)
         scene.interval()
         scene.answer()
@@ -203,14 +203,14 @@ class TestMessages:
         assert scene.cluster.buckets.peek(b"a", RULE, None, scene.clock.now_us(), 1)[1] == 999
 
     @pytest.mark.parametrize("consistency", ["eventual", "strict"])
-    async def test_new_rules_are_taken_over(self, consistency):
+    async def test_a_message_about_new_rules_notifies_the_feed(self, consistency):
         scene = Scene(consistency=consistency)
         async with scene.jobs():
             scene.cluster.take(b"R" + bytes(8))
             await soon(lambda: scene.rule_changes == 1)
 
     @pytest.mark.parametrize(("consistency", "reads"), [("eventual", 1), ("strict", 0)])
-    async def test_after_a_gap_rules_and_buckets_are_looked_at_again(self, consistency, reads):
+    async def test_after_a_gap_rules_and_buckets_are_read_again(self, consistency, reads):
         scene = Scene(consistency=consistency)
         if consistency == "eventual":
             scene.spend()  # the second time it has a view
@@ -222,7 +222,7 @@ class TestMessages:
             await soon(lambda: scene.rule_changes == 1)
         assert len(scene.store.asked("read")) - known == reads
 
-    async def test_what_is_told_of_buckets_is_nothing_to_a_node_that_holds_none(self):
+    async def test_a_strict_node_ignores_messages_about_buckets(self):
         scene = Scene(consistency="strict")
         scene.cluster.take(b"D" + name_of(b"a"))
         assert scene.store.requests == []
@@ -239,7 +239,7 @@ class TestStrict:
 
 
 class TestExactness:
-    async def test_what_was_allowed_too_much_is_told_beside_what_is_promised(self, scene):
+    async def test_the_worst_excess_is_reported_beside_the_promise(self, scene):
         rule = limited(100)
         scene.spend(cost=1, rule=rule)
         scene.store.spend(b"a", rule, 104, scene.clock.now_us())
@@ -249,13 +249,13 @@ class TestExactness:
         assert scene.cluster.accuracy.over_admitted_total == 1
         assert scene.cluster.promised_excess == pytest.approx(0.51)
 
-    async def test_tight_shares_promise_a_tenth_and_allow_no_more_on_the_spot(self):
+    async def test_tight_shares_promise_and_allow_a_tenth_of_the_limit(self):
         scene = Scene(accuracy="tight")
         assert scene.cluster.promised_excess == pytest.approx(0.1)
         answers = [scene.spend(rule=limited(100)) for _ in range(20)]
         assert sum(outcome is not None for outcome in answers) == 9
 
-    async def test_nodes_round_trips_and_clocks_that_differ_make_the_promise_larger(self, scene):
+    async def test_nodes_round_trips_and_skew_raise_the_promise(self, scene):
         scene.cluster.membership.beat()
         scene.clock.advance(us=1_000)
         scene.store.time_us = scene.clock.now_us() - 500 + SECOND  # it is a second ahead
@@ -264,14 +264,14 @@ class TestExactness:
         assert scene.cluster.membership.count == 3
         assert scene.cluster.promised_excess == pytest.approx(0.51 + 3 * (0.001 + 2.0))
 
-    async def test_a_batch_that_cannot_be_settled_is_told_to_the_log(self, scene):
+    async def test_a_batch_that_cannot_be_settled_is_logged(self, scene):
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
         error = StoreCorruptError("no answer to this")
         scene.cluster.defect(error)
         assert [context["exception"] for context in told] == [error]
 
-    async def test_a_batch_that_is_given_up_is_counted(self, scene):
+    async def test_the_tokens_of_a_dropped_batch_are_counted(self, scene):
         scene.spend(cost=5)
         scene.interval()
         scene.store.held_one().done(None)

@@ -1,4 +1,4 @@
-"""Spends of buckets that are known and not in use: as if each had a view, without one."""
+"""Cold spends: spends of idle buckets, settled like those of a view, without one."""
 
 import random
 from contextlib import suppress
@@ -25,7 +25,7 @@ LIMIT = RULE.limit
 
 @pytest.fixture
 async def world():
-    """A node that knows a bucket, which is not in use: one token of it is spent."""
+    """A node with an idle bucket, of which one token is spent."""
     world = World()
     world.check()
     return world
@@ -47,7 +47,7 @@ async def test_a_spend_is_settled_without_a_view(world):
     assert world.at_once()[:2] == (True, LIMIT - 4)
 
 
-async def test_before_it_is_settled_the_next_check_knows_of_it(world):
+async def test_the_next_check_includes_an_unsettled_cold_spend(world):
     world.at_once(cost=2)
     assert world.at_once(cost=3)[:2] == (True, LIMIT - 6)
     assert (views(world), len(world.cache)) == ([], 1)
@@ -56,7 +56,7 @@ async def test_before_it_is_settled_the_next_check_knows_of_it(world):
     assert world.at_once()[:2] == (True, LIMIT - 7)
 
 
-async def test_one_that_is_asked_for_often_has_a_view(world):
+async def test_a_frequently_checked_bucket_gets_a_view(world):
     for number in range(cold.MOST_CHECKS):
         assert world.at_once()[:2] == (True, LIMIT - 2 - number)
     assert views(world) == []
@@ -66,20 +66,20 @@ async def test_one_that_is_asked_for_often_has_a_view(world):
     assert world.store.spent(b"a") == cold.MOST_CHECKS + 2
 
 
-async def test_so_has_one_that_is_spent_from_in_another_window(world):
+async def test_a_spend_in_another_window_creates_a_view(world):
     world.at_once(cost=2)
     world.clock.advance(us=RULE.window_us)
     assert world.at_once(cost=3)[:2] == (True, LIMIT - 3)
     assert views(world) == [name_of(b"a")]
 
 
-async def test_so_has_one_whose_rule_is_another(world):
+async def test_a_spend_under_another_rule_creates_a_view(world):
     world.at_once(cost=2)
     assert world.at_once(rule=limited(LIMIT, revision=9))[:2] == (True, LIMIT - 4)
     assert views(world) == [name_of(b"a")]
 
 
-async def test_so_has_one_with_as_much_unsettled_as_has_to_be_settled_at_once():
+async def test_unsettled_spends_that_are_due_at_once_create_a_view():
     world = World(members=10)
     world.check()
     for _ in range(2):
@@ -89,7 +89,7 @@ async def test_so_has_one_with_as_much_unsettled_as_has_to_be_settled_at_once():
     assert views(world) == [name_of(b"a")]
 
 
-async def test_so_does_one_while_its_batch_is_under_way(world):
+async def test_the_next_check_includes_a_cold_spend_in_flight(world):
     world.at_once(cost=2)
     world.store.mode = "held"
     world.sync()
@@ -111,7 +111,7 @@ async def test_a_lost_reply_does_not_charge_it_twice(world):
     assert world.store.spent(b"a") == 3
 
 
-async def test_many_go_in_as_many_batches_as_it_takes(world):
+async def test_many_cold_spends_take_several_batches(world):
     keys = [b"a%d" % number for number in range(MAX_UPDATES + 1)]
     for key in keys:
         world.check(key)
@@ -122,7 +122,7 @@ async def test_many_go_in_as_many_batches_as_it_takes(world):
     assert (batches, views(world)) == ([MAX_UPDATES, 1], [])
 
 
-async def test_where_too_many_wait_for_the_store_the_others_have_views():
+async def test_buckets_beyond_the_limit_of_cold_spends_get_views():
     world = World(max_entries=50)
     keys = [b"a%d" % number for number in range(400)]
     for key in keys:
@@ -137,7 +137,7 @@ async def test_where_too_many_wait_for_the_store_the_others_have_views():
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
+async def test_a_reset_by_another_node_drops_a_cold_spend(world, is_sent):
     world.at_once(cost=2)
     if is_sent:
         world.store.mode = "held"
@@ -153,7 +153,7 @@ async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
     assert (world.store.spent(b"a"), world.accuracy.forgiven_total) == (0, 2)
 
 
-async def test_what_another_node_tells_counts_beside_it(world):
+async def test_a_state_from_another_node_adds_to_a_cold_spend(world):
     world.at_once(cost=2)
     world.store.spend(b"a", RULE, 600, world.clock.now_us())
     world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
@@ -162,7 +162,7 @@ async def test_what_another_node_tells_counts_beside_it(world):
     assert world.store.spent(b"a") == 603
 
 
-async def test_others_are_told_when_the_bucket_runs_low(world):
+async def test_a_bucket_that_runs_low_is_published(world):
     world.at_once(cost=2)
     world.store.spend(b"a", RULE, 600, world.clock.now_us())
     world.settle()
@@ -171,7 +171,7 @@ async def test_others_are_told_when_the_bucket_runs_low(world):
     assert (tag, payload[:1]) == (ord("a"), b"S")
 
 
-async def test_one_that_is_given_up_is_counted_as_lost(world):
+async def test_a_dropped_cold_spend_counts_as_forgiven(world):
     world.at_once(cost=2)
     world.store.mode = "held"
     world.sync()
@@ -180,7 +180,7 @@ async def test_one_that_is_given_up_is_counted_as_lost(world):
     assert (views(world), len(world.cache)) == ([], 1)
 
 
-async def test_after_an_outage_what_has_refilled_is_forgiven():
+async def test_spends_refilled_during_an_outage_are_forgiven():
     rule = limited(100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
     world = World(rule)
     for key in (b"a", b"a2"):
@@ -198,14 +198,14 @@ async def test_after_an_outage_what_has_refilled_is_forgiven():
 
 
 def reset_in_store(world):
-    """Another node resets the bucket."""
+    """Reset the bucket from another node."""
     name = name_of(b"a")
     shared = world.store.ledger.buckets[name] = reset(world.store.ledger.buckets.get(name), RULE)
     return name, shared
 
 
-async def test_a_bucket_is_not_in_a_batch_twice(world):
-    """Its view has nothing to settle since a reset, and is due in the next batch all the same."""
+async def test_a_batch_contains_a_bucket_once(world):
+    """After a reset its view has nothing to settle, but is still in the next batch."""
     world.know()
     world.store.mode = "held"
     world.at_once()
@@ -224,7 +224,7 @@ async def test_a_bucket_is_not_in_a_batch_twice(world):
     assert not any(batch.updates.keys() & batch.cold.keys() for batch in batches)
 
 
-async def test_where_the_store_has_lost_a_reset_its_state_is_not_taken_for_a_later_one(world):
+async def test_a_state_from_before_a_lost_reset_is_not_adopted(world):
     before = world.store.ledger.buckets[name_of(b"a")]
     world.know()
     world.refresh.heard(*reset_in_store(world))
@@ -238,7 +238,7 @@ async def test_where_the_store_has_lost_a_reset_its_state_is_not_taken_for_a_lat
     assert remaining(world) == LIMIT
 
 
-async def test_after_messages_were_lost_its_bucket_is_read_again(world):
+async def test_a_resync_reads_the_bucket_of_a_cold_spend_again(world):
     world.at_once(cost=2)
     world.store.mode = "held"
     world.sync()
@@ -252,8 +252,8 @@ async def test_after_messages_were_lost_its_bucket_is_read_again(world):
     assert world.check()[:2] == (True, LIMIT - 602)
 
 
-async def test_the_answer_to_a_first_check_that_comes_later_finds_it_by_its_key():
-    """Meanwhile the breaker was open, and the node has decided alone."""
+async def test_a_late_first_check_answer_finds_the_bucket_by_its_key():
+    """Meanwhile the breaker was open, and the node decided alone."""
     world = World(decides_alone=True)
     world.store.mode = "held"
     answer, request = world.wait(), world.store.held_one()
@@ -271,7 +271,7 @@ async def test_the_answer_to_a_first_check_that_comes_later_finds_it_by_its_key(
     assert (len(world.cache), answer.result()[0]) == (1, True)
 
 
-async def test_a_check_that_a_former_view_has_waited_for_is_charged_beside_it():
+async def test_a_waiting_check_of_a_dropped_view_is_charged_beside_a_cold_spend():
     world = World(max_entries=1)
     world.know()
     answer = world.wait(cost=600)
@@ -289,14 +289,14 @@ async def test_a_check_that_a_former_view_has_waited_for_is_charged_beside_it():
     assert (world.store.spent(b"a"), world.cache.cold) == (603, 0)
 
 
-async def test_while_the_breaker_is_open_it_waits_and_no_check_is_decided(world):
+async def test_an_open_breaker_delays_a_cold_spend_and_decides_no_check(world):
     world.at_once(cost=2)
     world.open_breaker()
     with pytest.raises(BreakerOpenError):
         world.at_once()
 
 
-async def test_a_node_that_decides_alone_knows_of_it():
+async def test_a_node_that_decides_alone_includes_a_cold_spend():
     world = World(decides_alone=True)
     world.check()
     world.at_once(cost=2)
@@ -305,7 +305,7 @@ async def test_a_node_that_decides_alone_knows_of_it():
 
 
 @pytest.mark.parametrize("spent", [LIMIT // 2, LIMIT - 10])
-async def test_near_the_limit_a_view_decides(spent):
+async def test_a_check_near_the_limit_creates_a_view(spent):
     world = World(members=2)
     world.store.spend(b"a", RULE, spent, world.clock.now_us())
     world.wait(peek=True)
@@ -314,7 +314,7 @@ async def test_near_the_limit_a_view_decides(spent):
     assert views(world) == [name_of(b"a")]
 
 
-async def test_a_cost_that_has_to_be_settled_at_once_has_a_view():
+async def test_a_cost_that_is_due_at_once_creates_a_view():
     world = World(members=10)
     world.check()
     assert world.at_once(cost=LIMIT // 20 - 1)[0]
@@ -324,12 +324,12 @@ async def test_a_cost_that_has_to_be_settled_at_once_has_a_view():
     assert views(world) == [name_of(b"a")]
 
 
-async def test_a_new_limit_takes_a_view(world):
+async def test_a_new_limit_creates_a_view(world):
     world.at_once(rule=limited(LIMIT * 2, revision=9))
     assert views(world) == [name_of(b"a")]
 
 
-async def test_one_that_was_made_under_an_older_limit_settles_as_the_view_of_one(world):
+async def test_a_cold_spend_under_an_older_limit_settles_like_a_view(world):
     world.at_once(cost=2)
     newer = limited(LIMIT // 2, revision=9)
     world.store.spend(b"a", newer, 1, world.clock.now_us())
@@ -374,7 +374,7 @@ SPENT = [Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW]
 
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("algorithm", SPENT)
-def test_checks_that_are_added_are_decided_and_charged_as_one_by_one(algorithm, seed):
+def test_added_checks_are_decided_and_charged_like_single_ones(algorithm, seed):
     chance, rule, now_us = random.Random(seed), rule_of(algorithm, 1_000, 60), 10**9
     decide, account, share_of = DECIDE[algorithm], ACCOUNTS[algorithm], LocalView.share_of
     token = rule.window_us if algorithm is Algorithm.TOKEN_BUCKET else 1
@@ -395,32 +395,32 @@ def test_checks_that_are_added_are_decided_and_charged_as_one_by_one(algorithm, 
     view.resume(spent, in_flight=False)
     assert view.unsent.runs() == spent.runs()
     charged = account.charged(base, rule, spent.runs())
-    # To the microsecond of refill by which the earlier of two runs is too early or too late.
+    # Up to one microsecond of refill, by which the earlier of two runs may be off.
     assert charged[1] == state[1]
     assert 0 <= charged[0] - state[0] <= (rule.limit if token > 1 else 0)
 
 
-def test_a_log_takes_one_check_alone():
+def test_a_cold_spend_of_a_log_takes_one_check_only():
     rule, decide = rule_of(Algorithm.SLIDING_WINDOW, 10, 60), DECIDE[Algorithm.SLIDING_WINDOW]
     spent = ColdSpend(rule, NEVER, 100, 1)
     assert cold.add(spent, None, decide, 200, 1, 1, LocalView.share_of) is None
 
 
-# How it goes to the store and back
+# Encoding and replies
 
 ONE = key_of(1)
 NEVER = SharedState(0, 1, 10)
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW])
-def test_a_spend_is_written_like_the_update_of_a_view(algorithm):
+def test_a_cold_spend_is_encoded_like_the_update_of_a_view(algorithm):
     rule, base = rule_of(algorithm, 10, 60, revision=3), SharedState(5, 2, 10, (7, 100))
     update = Batch("node", 7, 0, {ONE: Update(rule, 5, ((100, 2),))})
     spend = Batch("node", 7, 0, {}, {ONE: ColdSpend(rule, pack(base), 100, 2)})
     assert settle_request(TAG, spend) == settle_request(TAG, update)
 
 
-def test_so_is_one_of_several_checks_between_which_the_bucket_was_refilled():
+def test_a_cold_spend_with_a_refill_in_between_is_encoded_like_the_update_of_a_view():
     rule, base = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3), SharedState(5, 2, 10)
     runs = ((4 * SECOND, 1), (10 * SECOND, 2))
     update = Batch("node", 7, 0, {ONE: Update(rule, 5, runs)})
@@ -446,7 +446,7 @@ def values(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
+def test_the_reply_to_a_cold_spend_is_decoded_like_that_to_an_update(algorithm):
     rule = rule_of(algorithm, 10, 60, revision=3)
     update = Batch("node", 7, 0, {ONE: Update(rule, 0, ((100, 2),))})
     spend = Batch("node", 7, 0, {}, {ONE: ColdSpend(rule, pack(NEVER), 100, 2)})
@@ -464,8 +464,8 @@ def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_a_state_is_read_beside_another_as_it_is_alone(algorithm):
-    """Also one that begins as the other does, and one of another algorithm or limit."""
+def test_a_state_is_decoded_the_same_alone_and_beside_another(algorithm):
+    """Also one with the same head, and one of another algorithm or limit."""
     rules = [rule_of(algorithm, 10, 60, revision=3), *[rule_of(one, 10, 1) for one in ACCOUNTS]]
     chance, sound = random.Random(7), []
     for value in values(algorithm):
@@ -487,7 +487,7 @@ def test_a_state_is_read_beside_another_as_it_is_alone(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", SPENT)
-def test_so_is_one_whose_numbers_are_none_of_a_bucket(algorithm):
+def test_impossible_numbers_beside_a_valid_state_are_corrupt(algorithm):
     rule = rule_of(algorithm, 10, 60)
     keys = [key_of(1), key_of(2)]
     batch = Batch("node", 7, 0, {}, {key: ColdSpend(rule, pack(NEVER), 100, 2) for key in keys})
@@ -498,7 +498,7 @@ def test_so_is_one_whose_numbers_are_none_of_a_bucket(algorithm):
             settle_reply(batch, [b"", 0, head + bytes(24), head + broken])
 
 
-def test_a_state_is_usual_that_no_reset_or_edit_made_and_of_which_little_was_spent():
+def test_a_state_is_usual_without_a_reset_an_edit_or_many_spends():
     base = pack(SharedState(5, 2, 10, (7, 100)))
     assert generation_of(base) == 5
     later = SharedState(5, 2, 10, (9, 200))
@@ -511,7 +511,7 @@ def test_a_state_is_usual_that_no_reset_or_edit_made_and_of_which_little_was_spe
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_a_full_bucket_is_spent_from_as_the_algorithm_does(algorithm):
+def test_a_spend_of_a_full_bucket_matches_the_algorithm(algorithm):
     rule, decide = rule_of(algorithm, 10, 60), DECIDE[algorithm]
     assert cold.spend(None, rule, decide, 100, 1, 2, LocalView.share_of) == decide(
         None, rule, 100, 2

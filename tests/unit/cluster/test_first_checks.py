@@ -1,4 +1,4 @@
-"""The first checks of buckets that a node does not know."""
+"""The first checks of buckets that are unknown to a node."""
 
 import pytest
 
@@ -13,7 +13,7 @@ DEFECT = 13
 
 
 class Scene(World):
-    """A node that knows no bucket."""
+    """A node without any bucket."""
 
     def __init__(self):
         super().__init__(RULE, decides_alone=True)
@@ -34,7 +34,7 @@ async def scene():
     return Scene()
 
 
-async def test_a_bucket_that_is_asked_for_once_is_packed_and_nothing_of_it_is_left_to_settle(scene):
+async def test_a_bucket_checked_once_is_packed_and_settled(scene):
     answer = scene.ask(cost=4)
     scene.run(MS)
     assert answer.result()[:2] == (True, 6)
@@ -44,7 +44,7 @@ async def test_a_bucket_that_is_asked_for_once_is_packed_and_nothing_of_it_is_le
     assert scene.stats.bucket_missed_total == 1
 
 
-async def test_those_that_come_meanwhile_are_decided_by_what_is_known_then(scene):
+async def test_checks_during_a_first_check_are_decided_by_its_result(scene):
     answers = [scene.ask(cost=2), scene.ask(cost=3), scene.ask(cost=4)]
     scene.run(5 * MS)
     assert [answer.result()[1] for answer in answers] == [8, 5, 1]
@@ -53,7 +53,7 @@ async def test_those_that_come_meanwhile_are_decided_by_what_is_known_then(scene
     assert scene.stats.bucket_missed_total == 1
 
 
-async def test_a_defect_met_by_one_is_not_that_of_those_behind_it(scene, monkeypatch):
+async def test_a_defect_in_one_check_does_not_affect_those_behind_it(scene, monkeypatch):
     answers = [scene.ask(), scene.ask(cost=DEFECT), scene.ask()]
     decide = LocalView.check
 
@@ -69,7 +69,7 @@ async def test_a_defect_met_by_one_is_not_that_of_those_behind_it(scene, monkeyp
         await answers[1]
 
 
-async def test_an_error_is_told_to_all_is_one_failure_and_the_next_check_asks_again(scene):
+async def test_an_error_fails_all_waiting_checks_counts_once_and_the_next_check_asks_again(scene):
     scene.store.mode = "down"
     answers = [scene.ask(), scene.ask()]
     scene.run(20 * MS)
@@ -81,14 +81,14 @@ async def test_an_error_is_told_to_all_is_one_failure_and_the_next_check_asks_ag
 
 
 @pytest.mark.parametrize("peek", [False, True])
-async def test_a_check_that_fails_is_no_miss_since_it_is_none_that_looked(scene, peek):
+async def test_a_failed_check_is_no_miss(scene, peek):
     scene.store.mode = "down"
     scene.ask(peek=peek)
     scene.run(20 * MS)
     assert scene.stats.bucket_missed_total == 0
 
 
-async def test_a_peek_is_a_miss_once_it_is_decided(scene):
+async def test_a_decided_peek_is_a_miss(scene):
     scene.ask(peek=True)
     assert scene.stats.bucket_missed_total == 0
     scene.run(MS)
@@ -101,7 +101,7 @@ async def test_a_check_whose_caller_left_is_no_miss(scene):
     assert scene.stats.bucket_missed_total == 0
 
 
-async def test_a_bucket_that_is_denied_is_in_use_and_read_again(scene):
+async def test_a_denied_bucket_gets_a_view_and_is_read_again(scene):
     scene.spent(10)
     answer = scene.ask()
     scene.run(MS)
@@ -110,7 +110,7 @@ async def test_a_bucket_that_is_denied_is_in_use_and_read_again(scene):
     assert len(scene.refresh.queue) == 1
 
 
-async def test_one_that_is_denied_to_who_only_asks_is_not(scene):
+async def test_a_denied_peek_leaves_the_bucket_packed(scene):
     scene.spent(10)
     answer = scene.ask(peek=True)
     scene.run(MS)
@@ -119,7 +119,7 @@ async def test_one_that_is_denied_to_who_only_asks_is_not(scene):
 
 
 @pytest.mark.parametrize(("before", "cost", "told"), [(3, 3, 1), (3, 2, 0), (6, 1, 0), (0, 9, 1)])
-async def test_others_are_told_of_one_that_crosses_into_its_last_half(scene, before, cost, told):
+async def test_a_bucket_that_crosses_into_its_last_half_is_published(scene, before, cost, told):
     scene.spent(before)
     answer = scene.ask(cost=cost)
     scene.run(MS)
@@ -128,7 +128,7 @@ async def test_others_are_told_of_one_that_crosses_into_its_last_half(scene, bef
     assert len(scene.bus.published) == told
 
 
-async def test_one_that_is_denied_and_watched_already_is_watched_once(scene):
+async def test_a_watched_bucket_that_is_denied_again_is_watched_once(scene):
     scene.store.mode = "held"
     scene.ask()
     held = scene.store.held_one()

@@ -17,7 +17,7 @@ class Scene:
         self.gossip = Gossip(self.bus, self.clock)
 
     def settle(self, spent, before=0, key=b"a", rule=RULE):
-        """A batch has brought a bucket from one state to another."""
+        """Settle a batch that changes the state of a bucket."""
         now_us = self.clock.now_us()
         after = state(spent, now_us, limit=rule.limit) if isinstance(spent, int) else spent
         bucket = Bucket(key, name_of(key), NO_TAG, rule, after)
@@ -59,7 +59,7 @@ def hearer():
 
 
 @pytest.mark.parametrize("before", [0, 50, None])
-def test_a_bucket_that_has_less_than_half_left_since_now_is_told_to_others(scene, hearer, before):
+def test_a_bucket_that_drops_below_half_is_published(scene, hearer, before):
     after = scene.settle(51, before)
     ((tag, payload),) = scene.told()
     assert tag == b"a"[0]
@@ -68,17 +68,17 @@ def test_a_bucket_that_has_less_than_half_left_since_now_is_told_to_others(scene
 
 
 @pytest.mark.parametrize(("before", "spent"), [(0, 50), (51, 90), (None, 10), (90, 10)])
-def test_others_are_not_told_of_one_that_has_half_or_had_less_before(scene, before, spent):
+def test_a_bucket_that_has_half_or_had_less_before_is_not_published(scene, before, spent):
     scene.settle(spent, before)
     assert scene.told() == []
 
 
-def test_one_that_the_store_has_nothing_of_is_not_told(scene):
+def test_a_bucket_without_a_stored_state_is_not_published(scene):
     scene.settle(None)
     assert scene.told() == []
 
 
-def test_a_bucket_is_told_once_in_an_interval(scene):
+def test_a_bucket_is_published_once_per_interval(scene):
     for _ in range(3):
         scene.settle(51)
     assert len(scene.told()) == 1
@@ -86,7 +86,7 @@ def test_a_bucket_is_told_once_in_an_interval(scene):
     assert len(scene.told()) == 1
 
 
-def test_one_with_a_log_is_told_by_name_at_once(scene, hearer):
+def test_a_bucket_with_a_log_is_published_by_name_at_once(scene, hearer):
     rule = limited(100, algorithm=Algorithm.SLIDING_WINDOW)
     now_us = scene.clock.now_us()
     bucket = Bucket(b"a", name_of(b"a"), NO_TAG, rule, None)
@@ -100,7 +100,7 @@ def test_one_with_a_log_is_told_by_name_at_once(scene, hearer):
     assert scene.told() == []
 
 
-def test_buckets_are_told_by_the_hundred_and_by_the_server_that_holds_them(scene, hearer):
+def test_messages_have_a_hundred_buckets_of_one_hash_tag(scene, hearer):
     keys = [b"a%d" % number for number in range(MAX_PER_MESSAGE + 1)]
     for key in (*keys, b"b"):
         scene.settle(51, key=key)
@@ -112,21 +112,21 @@ def test_buckets_are_told_by_the_hundred_and_by_the_server_that_holds_them(scene
     assert hearer.states.keys() == {name_of(key) for key in (*keys, b"b")}
 
 
-def test_a_reset_is_told_at_once(scene, hearer):
+def test_a_reset_is_published_at_once(scene, hearer):
     scene.gossip.was_reset(name_of(b"a"))
     ((tag, payload),) = scene.bus.published
     hearer.take(payload)
     assert (tag, hearer.doubts) == (97, [name_of(b"a")])
 
 
-def test_new_rules_are_told_at_once(scene, hearer):
+def test_new_rules_are_published_at_once(scene, hearer):
     scene.gossip.rules_changed(7)
     assert scene.bus.published == [(0, b"R" + REVISION)]
     hearer.take(b"R" + REVISION)
     assert hearer.rule_changes == 1
 
 
-def test_the_largest_numbers_come_over(hearer):
+def test_the_largest_numbers_survive_a_message(hearer):
     shared = SharedState(INT32_MAX, MAX_TIME_US, INT32_MAX, (2**100, MAX_TIME_US))
     hearer.take(b"S" + packed_state(name_of(b"a"), shared))
     assert hearer.states == {name_of(b"a"): shared}
@@ -142,7 +142,7 @@ def test_the_largest_numbers_come_over(hearer):
         {"state": (1, MAX_TIME_US + 1)},
     ],
 )
-def test_what_no_bucket_can_hold_is_passed_over_and_the_others_are_not(hearer, numbers):
+def test_impossible_states_in_a_message_are_skipped(hearer, numbers):
     sound = SharedState(1, 2, 3, (4, 5))
     told = [(b"a", sound._replace(**numbers)), (b"b", sound)]
     hearer.take(b"S" + b"".join(packed_state(name_of(key), shared) for key, shared in told))
@@ -150,11 +150,11 @@ def test_what_no_bucket_can_hold_is_passed_over_and_the_others_are_not(hearer, n
 
 
 @pytest.mark.parametrize("kept", [None, b"a log"])
-def test_states_that_are_no_numbers_are_not_packed(kept):
+def test_states_without_numbers_are_not_packed(kept):
     assert packed_state(name_of(b"a"), SharedState(0, 1, 2, kept)) is None
 
 
-def test_a_bucket_with_a_burst_is_told_by_name(scene, hearer):
+def test_a_bucket_with_a_burst_is_published_by_name(scene, hearer):
     scene.settle(SharedState(0, 1, 100, (60_000_000 * 60, scene.clock.now_us()), 100), None)
     ((_, payload),) = scene.bus.published
     hearer.take(payload)
@@ -162,12 +162,12 @@ def test_a_bucket_with_a_burst_is_told_by_name(scene, hearer):
 
 
 @pytest.mark.parametrize("payload", [b"", b"X", b"S12", b"D12", b"S" + b"\0" * 57])
-def test_what_is_none_of_ours_is_left_alone(hearer, payload):
+def test_unknown_messages_are_ignored(hearer, payload):
     hearer.take(payload)
     assert (hearer.states, hearer.doubts, hearer.rule_changes) == ({}, [], 0)
 
 
-def test_a_window_with_a_count_of_the_one_before_is_told_without_it(scene, hearer):
+def test_a_fixed_window_is_published_without_the_count_before(scene, hearer):
     scene.settle(SharedState(0, 1, 100, (60, scene.clock.now_us(), 20)))
     ((_, payload),) = scene.told()
     hearer.take(payload)

@@ -1,4 +1,4 @@
-"""A node's part in a cluster, with a real Valkey: from the start to the end."""
+"""A node's part in a cluster, with a real Valkey: start, joint work and drain."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from tests.servers import free_port
 from tests.unit.cluster.redis.asking import soon
 
 WINDOW_S = 2**31 - 1
-"""From 1970 to 2038: no test meets the edge of such a window, as it may that of an hour."""
+"""A window from 1970 to 2038: no test crosses its edge, as it could with an hour."""
 
 RULE = Rule(
     "1",
@@ -38,7 +38,7 @@ SECRET = "s" * 32
 
 
 class Feed:
-    """Counts how often it is asked for new rules."""
+    """Counts notifications of new rules."""
 
     def __init__(self):
         self.book, self.asked = None, 0
@@ -48,10 +48,10 @@ class Feed:
 
 
 class Member:
-    """One node of a cluster, without what is around it."""
+    """A node's part in a cluster, without the rest of the node."""
 
     def __init__(self, url, *, secret=SECRET, **settings):
-        # A busy machine must not decide the tests that are not about it.
+        # Long timeouts, so that a busy machine does not affect the tests.
         flags = {"REDIS_URL": url, "REDIS_TIMEOUT_MS": "1000", **settings}
         self.clock, self.stats, self.feed = SystemClock(), CheckStats(), Feed()
         self.shared_time, self.restarts = SharedTime(), {}
@@ -74,7 +74,7 @@ class Member:
 
 @asynccontextmanager
 async def running(*members):
-    """Nodes that have started, with their jobs; drained at the end."""
+    """Start nodes and their jobs; drain them at the end."""
     for member in members:
         await member.cluster.start()
     backgrounds = [Background(member.restarts) for member in members]
@@ -89,7 +89,7 @@ async def running(*members):
             assert not any(member.restarts.values())
 
 
-async def test_a_store_that_acknowledges_nothing_is_none(valkey, monkeypatch):
+async def test_a_store_that_acknowledges_nothing_is_not_connected(valkey, monkeypatch):
     member = Member(valkey.url)
     async with running(member):
         monkeypatch.setattr(cluster_module, "MAX_SYNC_LAG_S", 0.0)
@@ -103,7 +103,7 @@ async def test_a_store_that_was_never_reached_is_not_connected(scheme):
         assert not member.cluster.shared_state.connected
 
 
-async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
+async def test_nodes_share_buckets_and_count_each_other(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         assert (await one.check(600))[:2] == (True, 400)
@@ -119,7 +119,7 @@ async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
         assert one.cluster.store.corrupt_total == 0
 
 
-async def test_a_node_that_leaves_has_settled_all_it_allowed_and_is_counted_no_more(valkey):
+async def test_a_leaving_node_settles_all_it_allowed_and_is_no_longer_counted(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one):
         await two.cluster.start()
@@ -129,7 +129,7 @@ async def test_a_node_that_leaves_has_settled_all_it_allowed_and_is_counted_no_m
         assert (await one.check())[:2] == (True, 1_000 - 7 - 1)
 
 
-async def test_nodes_tell_each_other_how_they_are_until_they_leave(valkey):
+async def test_nodes_publish_their_status_until_they_leave(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one):
         async with running(two):
@@ -140,12 +140,12 @@ async def test_nodes_tell_each_other_how_they_are_until_they_leave(valkey):
         assert await one.cluster.board.read() == {}
 
 
-async def test_rules_that_change_on_one_node_are_asked_for_on_the_others(valkey):
+async def test_a_rule_change_on_one_node_notifies_the_others(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         await soon(lambda: two.feed.asked > 0)  # at its start it may have missed some
         await one.cluster.notify()
-        assert one.feed.asked > 0  # it has no book to tell of
+        assert one.feed.asked > 0  # it has no book to publish
         one.feed.book = RuleBook.of([RULE], 7)
         known = two.feed.asked
 
@@ -157,7 +157,7 @@ async def test_rules_that_change_on_one_node_are_asked_for_on_the_others(valkey)
         await tell()
 
 
-async def test_a_reset_on_one_node_is_heard_of_on_the_others(valkey):
+async def test_a_reset_on_one_node_reaches_the_others(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         await one.check(400)
@@ -166,7 +166,7 @@ async def test_a_reset_on_one_node_is_heard_of_on_the_others(valkey):
         await one.check()
         assert _left(one) in {599, 598}  # in use now: the message makes the node read it again
         await two.cluster.buckets.reset([KEY], [RULE])
-        # Unknown is as good: the next check asks the store. A busy machine may have packed it.
+        # Unknown is valid, too: a busy machine may have packed it, and the next check asks the store.
         await soon(lambda: _left(one) in {1_000, None})
 
 
@@ -183,7 +183,7 @@ async def test_a_node_with_another_secret_does_not_start(valkey):
         await stranger.cluster.drain(0)
 
 
-async def test_without_a_server_a_node_starts_and_says_so_and_what_it_holds_is_lost(caplog):
+async def test_without_a_server_a_node_starts_reports_it_and_loses_its_spends(caplog):
     url = f"redis://127.0.0.1:{free_port()}"
     member = Member(url, ON_BREAKER_OPEN="local", BREAKER_FAILURES="1")
     with caplog.at_level(logging.WARNING):
@@ -208,8 +208,8 @@ async def test_a_strict_node_lets_the_store_decide_everything(valkey):
         assert len(one.cluster.cache) == 0
 
 
-async def test_the_last_of_a_thousand_strict_checks_at_once_is_decided_by_the_shared_state(valkey):
-    """The server takes far longer for them than one alone may take: those ahead of a check count for its time."""
+async def test_the_shared_state_decides_the_last_of_a_thousand_concurrent_strict_checks(valkey):
+    """The server needs far longer than the timeout of one check; the timeout grows with the checks ahead."""
     member = Member(valkey.url, CONSISTENCY="strict", REDIS_TIMEOUT_MS="2", BREAKER_FAILURES="1000")
     async with running(member):
 
@@ -217,6 +217,6 @@ async def test_the_last_of_a_thousand_strict_checks_at_once_is_decided_by_the_sh
             outcomes = await asyncio.gather(*(member.check(cost=0) for _ in range(1_000)))
             return sum(isinstance(outcome, RateLimitdError) for outcome in outcomes)
 
-        # A busy machine may spoil some; without that time each would be, until the time limit of the test.
+        # A busy machine may fail some rounds; without the longer timeout every round would fail.
         while await burst():
             pass

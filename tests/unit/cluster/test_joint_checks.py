@@ -52,7 +52,7 @@ class Scene(World):
         return answer.result()
 
     def know_all(self, keys=b"at"):
-        """Let the node use the buckets."""
+        """Bring the buckets into use on the node."""
         for key in keys:
             one = bytes([key])
             self.wait(one, rule=self.RULES[one], peek=True)
@@ -61,7 +61,7 @@ class Scene(World):
             self.peek(bytes([key]), rule=self.RULES[bytes([key])])
 
     def others_spend(self, key, tokens):
-        """Another node spends, and this one hears of it."""
+        """Spend on another node, and notify this one."""
         self.store.spend(key, self.RULES[key], tokens, self.clock.now_us())
         self.refresh.heard(name_of(key), self.store.ledger.buckets[name_of(key)])
 
@@ -78,21 +78,21 @@ def verdicts(outcomes):
     return [outcome[:2] for outcome in outcomes]
 
 
-async def test_within_the_shares_all_are_charged_at_once(scene):
+async def test_a_check_within_the_shares_charges_all_buckets_at_once(scene):
     scene.know_all()
     assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 97)]
     scene.settle()
     assert scene.spent() == [3, 3]
 
 
-async def test_a_share_that_is_used_up_leaves_at_once(scene):
+async def test_a_used_up_share_is_sent_at_once(scene):
     scene.know_all()
     scene.all_at_once(cost=25)
     scene.run(30 * MS)
     assert scene.spent() == [25, 25]
 
 
-async def test_a_denial_that_is_known_charges_nothing_and_says_what_the_others_have(scene):
+async def test_a_denial_by_a_view_charges_nothing_and_reports_the_other_buckets(scene):
     scene.know_all()
     scene.others_spend(b"t", 100)
     requests = len(scene.store.requests)
@@ -103,14 +103,14 @@ async def test_a_denial_that_is_known_charges_nothing_and_says_what_the_others_h
     assert scene.view().is_clean
 
 
-async def test_a_denial_is_watched_as_ever(scene):
+async def test_a_denied_bucket_is_queued_for_refresh(scene):
     scene.know_all()
     scene.others_spend(b"t", 100)
     scene.all_at_once()
     assert len(scene.refresh.queue) == 1
 
 
-async def test_unknown_buckets_are_asked_together_and_the_check_waits_for_all(scene):
+async def test_unknown_buckets_are_requested_together_and_the_check_waits_for_all(scene):
     assert scene.all_at_once() is None
     answer = scene.wait_all(cost=3)
     assert scene.store.asked("first_check") == [name_of(b"a"), name_of(b"t")]
@@ -121,7 +121,7 @@ async def test_unknown_buckets_are_asked_together_and_the_check_waits_for_all(sc
     assert scene.stats.bucket_missed_total == 1
 
 
-async def test_what_was_charged_for_a_denied_check_is_given_back(scene):
+async def test_charges_of_a_denied_check_are_refunded(scene):
     scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
     assert verdicts(scene.met(cost=3)) == [(True, 100), (False, 1)]
     assert scene.spent() == [0, 99]
@@ -134,7 +134,7 @@ async def test_what_was_charged_for_a_denied_check_is_given_back(scene):
 @pytest.mark.parametrize(
     ("key", "spent", "until_full_s"), [(b"b", 0, 0), (b"b", 10, 360), (b"l", 0, 0)]
 )
-async def test_a_denied_check_says_when_another_bucket_is_full_without_it(
+async def test_a_denied_check_reports_the_reset_time_of_another_bucket_without_its_charge(
     scene, key, spent, until_full_s
 ):
     scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
@@ -145,14 +145,14 @@ async def test_a_denied_check_says_when_another_bucket_is_full_without_it(
     assert other[:3] == (True, 100 - spent, now_s + until_full_s)
 
 
-async def test_a_check_denied_by_a_known_bucket_says_when_an_unknown_one_is_full(scene):
+async def test_a_check_denied_by_a_known_bucket_reports_the_reset_time_of_an_unknown_one(scene):
     scene.know_all(b"t")
     scene.others_spend(b"t", 100)
     [other, _] = scene.met(b"bt", cost=3)
     assert other[:3] == (True, 100, -(-scene.clock.now_us() // US_PER_S))
 
 
-async def test_a_bucket_near_its_limit_is_asked_while_the_others_hold_the_tokens(scene):
+async def test_views_reserve_tokens_while_a_bucket_near_its_limit_is_requested(scene):
     scene.know_all()
     scene.others_spend(b"t", 99)
     scene.store.mode = "held"
@@ -168,7 +168,7 @@ async def test_a_bucket_near_its_limit_is_asked_while_the_others_hold_the_tokens
     assert (view.reserved, view.unsent.tokens) == (0, 1)
 
 
-async def test_what_is_held_is_free_again_after_a_denial(scene):
+async def test_reserved_tokens_are_released_after_a_denial(scene):
     scene.know_all()
     scene.others_spend(b"t", 99)
     scene.store.spend(b"t", TENANT, 1, scene.clock.now_us())
@@ -178,7 +178,7 @@ async def test_what_is_held_is_free_again_after_a_denial(scene):
     assert scene.spent() == [0, 100]
 
 
-async def test_both_may_be_near_their_limits_and_one_charge_is_given_back(scene):
+async def test_one_charge_is_refunded_when_both_buckets_are_near_their_limits(scene):
     scene.know_all()
     scene.others_spend(b"a", 98)
     scene.others_spend(b"t", 98)
@@ -189,7 +189,7 @@ async def test_both_may_be_near_their_limits_and_one_charge_is_given_back(scene)
     assert scene.view(b"a").base.refunded == 2
 
 
-async def test_a_check_that_the_store_answers_late_is_decided_by_the_views(scene):
+async def test_the_views_decide_a_check_after_a_timeout(scene):
     scene.know_all()
     scene.others_spend(b"t", 99)
     scene.store.mode = "held"
@@ -199,7 +199,7 @@ async def test_a_check_that_the_store_answers_late_is_decided_by_the_views(scene
     assert scene.buckets.late_total == 1
 
 
-async def test_what_a_view_charged_alone_stays_when_another_bucket_denies(scene):
+async def test_a_charge_by_a_view_after_a_timeout_stays_when_another_bucket_denies(scene):
     scene.know_all()
     scene.others_spend(b"a", 98)
     scene.others_spend(b"t", 99)
@@ -216,7 +216,7 @@ async def test_what_a_view_charged_alone_stays_when_another_bucket_denies(scene)
     user.answer()
 
 
-async def test_an_unknown_bucket_is_only_looked_at_when_a_known_one_denies(scene):
+async def test_an_unknown_bucket_is_only_peeked_at_when_a_known_one_denies(scene):
     scene.know_all(b"t")
     scene.others_spend(b"t", 100)
     assert scene.all_at_once() is None
@@ -226,7 +226,7 @@ async def test_an_unknown_bucket_is_only_looked_at_when_a_known_one_denies(scene
     assert verdicts(scene.all_at_once(cost=3)) == [(True, 100), (False, 0)]
 
 
-async def test_one_near_its_limit_is_not_asked_when_another_denies(scene):
+async def test_a_bucket_near_its_limit_is_not_requested_when_another_denies(scene):
     scene.know_all()
     scene.others_spend(b"a", 99)
     scene.others_spend(b"t", 100)
@@ -253,7 +253,7 @@ async def test_a_peek_charges_nothing(scene, is_known):
 # Limits that only observe
 
 
-async def test_a_limit_that_observes_is_charged_with_the_others_and_denies_nothing(scene):
+async def test_an_observing_limit_is_charged_with_the_others_and_denies_nothing(scene):
     scene.know_all(b"as")
     assert verdicts(scene.all_at_once(b"as", 2)) == [(True, 98), (True, 8)]
     scene.settle()
@@ -263,7 +263,7 @@ async def test_a_limit_that_observes_is_charged_with_the_others_and_denies_nothi
     assert scene.spent(b"as") == [4, 10]
 
 
-async def test_a_limit_that_observes_is_given_back_when_the_check_is_denied(scene):
+async def test_an_observing_limit_is_refunded_when_the_check_is_denied(scene):
     scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
     assert verdicts(scene.met(b"st")) == [(True, 10), (False, 0)]
     scene.settle()
@@ -275,9 +275,7 @@ async def test_a_limit_that_observes_is_given_back_when_the_check_is_denied(scen
 
 @pytest.mark.parametrize("breaker_denies", [False, True])
 @pytest.mark.parametrize("known", [b"at", b""])
-async def test_while_the_breaker_is_open_nothing_is_charged_and_the_errors_are_told(
-    known, breaker_denies
-):
+async def test_an_open_breaker_charges_nothing_and_returns_errors(known, breaker_denies):
     scene = Scene(breaker_denies=breaker_denies)
     scene.know_all(known)
     scene.open_breaker()
@@ -288,7 +286,7 @@ async def test_while_the_breaker_is_open_nothing_is_charged_and_the_errors_are_t
     assert len(scene.store.requests) == requests
 
 
-async def test_a_bucket_that_does_not_answer_does_not_deny_and_the_others_are_charged(scene):
+async def test_an_unanswered_bucket_does_not_deny_and_the_others_are_charged(scene):
     scene.know_all(b"t")
     scene.store.mode = "down"
     user, tenant = scene.met()
@@ -317,10 +315,10 @@ async def test_a_node_that_decides_alone_charges_all_or_none():
     assert verdicts(scene.all_at_once(cost=60)) == [(True, 40), (True, 40)]
     assert verdicts(scene.all_at_once(cost=60)) == [(False, 40), (False, 40)]
     views = [scene.view(key) for key in (b"a", b"t")]
-    assert [view.unsent.tokens + view.in_flight.tokens for view in views] == [60, 60]
+    assert [view.unsent.tokens + view.in_flight_tokens for view in views] == [60, 60]
 
 
-async def test_what_cannot_be_given_back_is_counted(scene):
+async def test_charges_that_cannot_be_refunded_are_counted(scene):
     scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
     scene.store.mode = "held"
     answer = scene.wait_all(cost=3)
@@ -333,7 +331,7 @@ async def test_what_cannot_be_given_back_is_counted(scene):
     assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (0, 3)
 
 
-async def test_a_bucket_that_is_evicted_while_it_holds_tokens_is_found_again():
+async def test_a_bucket_evicted_while_tokens_are_reserved_is_found_again():
     scene = Scene(max_entries=2)
     scene.know_all()
     scene.others_spend(b"t", 99)
@@ -351,7 +349,7 @@ async def test_a_bucket_that_is_evicted_while_it_holds_tokens_is_found_again():
     assert scene.spent() == [1, 100]
 
 
-async def test_a_bucket_that_is_evicted_and_charged_nothing_is_forgotten():
+async def test_a_bucket_evicted_without_a_charge_is_dropped():
     scene = Scene(max_entries=2)
     scene.know_all()
     scene.others_spend(b"t", 99)
@@ -367,14 +365,14 @@ async def test_a_bucket_that_is_evicted_and_charged_nothing_is_forgotten():
     assert scene.tags[ord("a")].buckets == {}
 
 
-async def test_a_caller_who_leaves_is_charged_everywhere_or_nowhere(scene):
+async def test_a_check_whose_caller_left_charges_all_buckets_or_none(scene):
     answer = scene.wait_all(cost=3)
     answer.cancel()
     scene.run(30 * MS)
     assert scene.spent() == [3, 3]
 
 
-async def test_a_defect_is_told_and_leaves_nothing_held(scene, monkeypatch):
+async def test_a_defect_is_reported_and_leaves_nothing_reserved(scene, monkeypatch):
     scene.know_all(b"t")
 
     def fails(*_args):
@@ -394,14 +392,14 @@ async def test_a_defect_at_the_end_is_raised(scene, monkeypatch):
         answer.result()
 
 
-async def test_nothing_is_held_by_a_check_that_has_to_wait(scene):
+async def test_a_check_that_has_to_wait_reserves_nothing(scene):
     scene.know_all()
     scene.others_spend(b"t", 99)
     assert scene.all_at_once() is None
     assert scene.view(b"a").is_clean
 
 
-async def test_checks_that_come_meanwhile_are_decided_by_what_is_known_then(scene):
+async def test_checks_during_a_first_check_are_decided_by_its_result(scene):
     answers = [scene.wait_all(cost=cost) for cost in (3, 4)]
     scene.run(30 * MS)
     assert [verdicts(answer.result()) for answer in answers] == [
@@ -411,14 +409,14 @@ async def test_checks_that_come_meanwhile_are_decided_by_what_is_known_then(scen
     assert scene.spent() == [7, 7]
 
 
-async def test_one_after_the_other_is_spent_before_the_first_is_settled(scene):
+async def test_checks_are_charged_before_earlier_ones_are_settled(scene):
     scene.know_all()
     assert [scene.all_at_once()[0][1] for _ in range(3)] == [99, 98, 97]
     scene.settle()
     assert scene.spent() == [3, 3]
 
 
-async def test_a_newer_rule_is_gone_by(scene):
+async def test_a_newer_rule_is_applied(scene):
     scene.know_all()
     scene.RULES = {**scene.RULES, b"t": replace(TENANT, limit=50, revision=2)}
     assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 47)]
@@ -434,7 +432,7 @@ async def test_a_part_is_decided_once(scene):
     assert verdicts(answer.result()) == [(True, 99)]
 
 
-async def test_a_defect_of_one_view_leaves_nothing_held_by_the_others(scene, monkeypatch):
+async def test_a_defect_of_one_view_releases_the_tokens_of_the_others(scene, monkeypatch):
     scene.know_all()
     monkeypatch.setattr(scene.view(b"t"), "_decide", None)
     with pytest.raises(TypeError):

@@ -16,7 +16,7 @@ LONG_S = 60
 
 
 class Pulse:
-    """Keeps signs of life, each to be answered by the test; or answers each with ``answer``."""
+    """Keeps heartbeats for the test to answer, or answers each with ``answer``."""
 
     def __init__(self):
         self.beats, self.dones, self.answer = [], [], None
@@ -51,7 +51,7 @@ def scene():
     return Scene()
 
 
-def test_a_node_is_alone_until_it_hears_of_others(scene):
+def test_a_node_is_alone_until_the_store_reports_others(scene):
     assert (scene.membership.count, scene.membership.alive) == (1, ())
     scene.heard()
     assert scene.membership.count == 2
@@ -59,19 +59,19 @@ def test_a_node_is_alone_until_it_hears_of_others(scene):
     assert scene.pulse.beats == [("node/1", BEAT_TTL_US, "ours")]
 
 
-def test_a_node_counts_itself_whatever_the_store_says(scene):
+def test_a_node_always_counts_itself(scene):
     scene.heard(names=())
     assert scene.membership.count == 1
 
 
-def test_while_the_store_is_away_the_others_stay(scene):
+def test_members_are_kept_while_the_store_is_unavailable(scene):
     scene.heard()
     scene.membership.beat()
     scene.pulse.dones[-1](StoreUnavailableError("no answer"))
     assert scene.membership.count == 2
 
 
-def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scene, caplog):
+def test_a_refusal_of_heartbeats_is_logged_once_each_time_it_begins(scene, caplog):
     for error in (
         StoreMisconfiguredError("NOPERM"),
         StoreMisconfiguredError("NOPERM"),
@@ -87,7 +87,7 @@ def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scen
     ]
 
 
-def test_each_answer_tells_the_stores_time_in_the_middle_of_the_round_trip(scene):
+def test_an_answer_sets_the_stores_time_at_the_middle_of_the_round_trip(scene):
     scene.membership.beat()
     scene.clock.advance(us=400)
     scene.pulse.dones[-1]((7_000_000, "ours", ("node/1",)))
@@ -95,7 +95,7 @@ def test_each_answer_tells_the_stores_time_in_the_middle_of_the_round_trip(scene
     assert scene.shared_time.round_trip_us == 400
 
 
-def test_another_secret_is_reported_once_for_each_time_it_comes_up(scene, caplog):
+def test_another_secret_is_reported_once_each_time_it_appears(scene, caplog):
     for fingerprint in ("theirs", "theirs", "ours", "theirs"):
         scene.heard(fingerprint)
     assert len(caplog.messages) == 2
@@ -103,7 +103,7 @@ def test_another_secret_is_reported_once_for_each_time_it_comes_up(scene, caplog
     assert "theirs" not in caplog.messages[0]
 
 
-def test_a_node_that_does_not_know_its_secret_yet_is_no_stranger(scene, caplog):
+def test_a_node_without_its_secret_yet_reports_no_mismatch(scene, caplog):
     scene.fingerprint = ""
     scene.heard("theirs")
     assert caplog.messages == []
@@ -131,16 +131,16 @@ async def test_a_node_starts_without_the_store(scene):
     await scene.membership.join(0)
     assert scene.membership.count == 1
     scene.pulse.dones[-1]((7_000_000, "ours", ("node/1", "other/2")))
-    assert scene.membership.count == 2  # late, and not too late
+    assert scene.membership.count == 2  # late, but accepted
 
 
-async def test_a_node_that_leaves_says_so(scene):
+async def test_a_leaving_node_reports_its_end(scene):
     scene.pulse.answer = (7_000_000, "ours", ("other/2",))
     await scene.membership.leave()
     assert scene.pulse.beats == [("node/1", 0, "ours")]
 
 
-async def test_a_node_that_is_not_heard_leaves_all_the_same(scene, monkeypatch):
+async def test_a_node_leaves_without_an_acknowledgement(scene, monkeypatch):
     monkeypatch.setattr(membership_module, "LEAVE_S", 0)
     await scene.membership.leave()
     assert scene.pulse.beats == [("node/1", 0, "ours")]

@@ -1,4 +1,4 @@
-"""Checks that wait for the shared state: their answers, those that a batch takes, and how long they wait."""
+"""Checks that wait for the shared state: answers, batches and deadlines."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ def bucket():
     return Bucket(b"a", name_of(b"a"), NO_TAG, RULE, state(5, NOW_US, limit=10))
 
 
-async def test_it_is_answered_once():
+async def test_a_check_is_answered_once():
     one = waiting()
     error = StoreUnavailableError("no answer")
     one.resolve(error)
@@ -50,7 +50,7 @@ async def test_it_is_answered_once():
     assert one.answer.result() is error
 
 
-async def test_one_whose_caller_has_left_is_not_answered():
+async def test_a_check_whose_caller_left_is_not_answered():
     one = waiting()
     one.answer.cancel()
     one.resolve(StoreUnavailableError("no answer"))
@@ -58,7 +58,7 @@ async def test_one_whose_caller_has_left_is_not_answered():
     assert one.answer.cancelled()
 
 
-async def test_an_error_that_nobody_expected_is_the_callers():
+async def test_an_unexpected_error_is_raised_in_the_caller():
     one = waiting()
     one.fail(ValueError("defect"))
     with pytest.raises(ValueError, match="defect"):
@@ -70,28 +70,28 @@ async def test_an_error_that_nobody_expected_is_the_callers():
     [(4, 0, 6, 0), (10, 3, 3, 0), (10, 0, 0, 3_600)],
     ids=["alone", "before others", "of the last token"],
 )
-def test_a_grant_tells_what_is_left_with_it(spent, later, left, retry_after):
+def test_a_grant_reports_remaining_tokens_reset_and_delay(spent, later, left, retry_after):
     view = LocalView(RULE, state(spent, NOW_US, limit=10))
     expected = True, left, END_S, retry_after, WITHIN_LIMIT
     assert granted(view, NOW_US, later)[:5] == expected
 
 
-def test_a_grant_of_the_largest_limit_is_one():
+def test_a_grant_under_the_largest_limit_is_correct():
     view = LocalView(limited(2**31 - 1), state(0, NOW_US, limit=2**31 - 1))
     assert granted(view, NOW_US)[:2] == (True, 2**31 - 1)
 
 
-def test_a_refusal_is_what_the_view_says_now_and_stays_one_when_there_is_enough():
+def test_a_denial_uses_the_current_view_and_stays_one_if_tokens_suffice_by_now():
     view = LocalView(RULE, state(8, NOW_US, limit=10))
     assert refused(view, NOW_US, 3)[:5] == (False, 2, END_S, 3_600, LIMIT_EXCEEDED)
     assert refused(view, NOW_US, 11)[4] is COST_EXCEEDS_LIMIT
     assert refused(view, NOW_US, 2)[:5] == (False, 2, END_S, 1, LIMIT_EXCEEDED)
 
 
-# Those that a batch takes to the store
+# Checks in a batch
 
 
-async def test_a_check_waits_until_a_batch_takes_it_and_is_told_what_it_brings(bucket):
+async def test_a_check_waits_for_a_batch_and_gets_its_result(bucket):
     asked, first, second, third = Requested(), waiting(2), waiting(4), waiting(1)
     assert (asked.are_waiting, asked.are_taken) == (False, False)
     for one in (first, second, third):
@@ -108,14 +108,14 @@ async def test_a_check_waits_until_a_batch_takes_it_and_is_told_what_it_brings(b
     assert not asked.are_taken
 
 
-def test_of_a_bucket_that_nobody_waits_for_nothing_is_taken_or_decided(bucket):
+def test_a_bucket_without_waiting_checks_takes_and_decides_nothing(bucket):
     asked = Requested()
     asked.take(bucket)
     asked.decide(bucket, ())
     assert not asked.are_taken
 
 
-async def test_one_is_withdrawn_until_a_batch_has_taken_it(bucket):
+async def test_a_check_can_be_withdrawn_until_a_batch_takes_it(bucket):
     asked, first, second = Requested(), waiting(), waiting()
     asked.wait(bucket, first)
     asked.wait(bucket, second)
@@ -131,7 +131,7 @@ async def test_one_is_withdrawn_until_a_batch_has_taken_it(bucket):
 
 
 @pytest.mark.parametrize(("charged", "grant"), [(True, True), (False, True), (True, False)])
-async def test_a_grant_that_comes_late_pays_for_what_the_view_has_charged(bucket, charged, grant):
+async def test_a_late_grant_pays_for_the_charge_of_the_view(bucket, charged, grant):
     asked, late = Requested(), waiting()
     asked.wait(bucket, late)
     asked.take(bucket)
@@ -146,7 +146,7 @@ async def test_a_grant_that_comes_late_pays_for_what_the_view_has_charged(bucket
     assert bucket.view.unsent.tokens == (charged and not grant)
 
 
-async def test_those_of_a_batch_that_is_given_up_are_forgotten(bucket):
+async def test_the_checks_of_a_dropped_batch_are_forgotten(bucket):
     asked = Requested()
     asked.wait(bucket, waiting())
     asked.take(bucket)
@@ -154,7 +154,7 @@ async def test_those_of_a_batch_that_is_given_up_are_forgotten(bucket):
     assert not asked.are_taken
 
 
-# How long they wait
+# Deadlines
 
 
 class Scene:
@@ -182,7 +182,7 @@ async def scene():
     return Scene()
 
 
-async def test_a_check_is_given_up_after_20_ms_and_not_before(scene):
+async def test_a_check_times_out_after_20_ms(scene):
     scene.wait("first")
     scene.timers.run(20 * MS - 1)
     assert scene.given_up == []
@@ -190,7 +190,7 @@ async def test_a_check_is_given_up_after_20_ms_and_not_before(scene):
     assert scene.given_up == [("first", 20)]
 
 
-async def test_each_has_20_ms_of_its_own(scene):
+async def test_each_check_has_its_own_20_ms(scene):
     scene.wait("first")
     scene.timers.run(7 * MS)
     scene.wait("second")
@@ -199,7 +199,7 @@ async def test_each_has_20_ms_of_its_own(scene):
     assert scene.given_up == [("first", 20), ("second", 27), ("third", 27)]
 
 
-async def test_one_that_is_answered_is_not_given_up_and_one_that_is_left_is(scene):
+async def test_an_answered_check_does_not_time_out_but_an_abandoned_one_does(scene):
     answered, left, _late = scene.wait("answered"), scene.wait("left"), scene.wait("late")
     answered.set_result(None)
     left.cancel()
@@ -207,7 +207,7 @@ async def test_one_that_is_answered_is_not_given_up_and_one_that_is_left_is(scen
     assert scene.given_up == [("left", 20), ("late", 20)]
 
 
-async def test_one_that_was_answered_does_not_hold_up_those_behind_it(scene):
+async def test_an_answered_check_does_not_delay_those_behind_it(scene):
     answered = scene.wait("answered")
     scene.timers.run(10 * MS)
     scene.wait("late")
@@ -216,7 +216,7 @@ async def test_one_that_was_answered_does_not_hold_up_those_behind_it(scene):
     assert scene.given_up == [("late", 30)]
 
 
-async def test_after_all_were_answered_the_next_one_is_waited_for_anew(scene):
+async def test_a_new_check_starts_the_timer_after_all_were_answered(scene):
     scene.wait("first").set_result(None)
     scene.timers.run(100 * MS)
     scene.wait("second")
@@ -224,7 +224,7 @@ async def test_after_all_were_answered_the_next_one_is_waited_for_anew(scene):
     assert scene.given_up == [("second", 120)]
 
 
-async def test_those_that_were_answered_need_no_timer_of_their_own(scene):
+async def test_answered_checks_need_no_timer(scene):
     for _ in range(100):
         scene.wait("quick").set_result(None)
         scene.timers.run(100)
@@ -233,7 +233,7 @@ async def test_those_that_were_answered_need_no_timer_of_their_own(scene):
     assert scene.timers.set_total == 1
 
 
-async def test_one_that_cannot_be_given_up_does_not_let_others_wait_for_ever(scene):
+async def test_a_failing_timeout_does_not_block_the_others(scene):
     scene.wait("first")
     scene.wait("second")
     scene.refused = "first"

@@ -16,7 +16,7 @@ def rereading():
 
 
 class Denials:
-    """A bucket of which a check is denied every millisecond, and when it is looked at."""
+    """A bucket with a denial every millisecond, and the times of its reads."""
 
     def __init__(self, rereading):
         self.rereading, self.bucket, self.now_us, self.looks = rereading, a_bucket(), 0, []
@@ -32,20 +32,20 @@ class Denials:
             self.now_us += MS
 
 
-def test_a_bucket_that_goes_on_being_denied_is_read_less_and_less_often(rereading):
+def test_a_bucket_that_stays_denied_is_read_at_growing_intervals(rereading):
     denials = Denials(rereading)
     denials.run(5 * SECOND)
     assert PAUSES_US == (100 * MS, 300 * MS, 700 * MS, 1_000 * MS)
     assert denials.looks == [100, 400, 1_100, 2_100, 3_100, 4_100]
 
 
-def test_after_news_it_is_read_again_soon(rereading):
+def test_a_changed_bucket_is_read_again_soon(rereading):
     denials = Denials(rereading)
     denials.run(1_500 * MS, is_news=lambda now_us: now_us == 400 * MS)
     assert denials.looks == [100, 400, 500, 800]
 
 
-def test_one_that_is_denied_no_more_is_left_alone_and_later_begins_anew(rereading):
+def test_a_bucket_without_new_denials_is_dropped_and_can_be_queued_again(rereading):
     denials = Denials(rereading)
     denials.run(5 * SECOND, is_denied=lambda now_us: now_us in {0, 4 * SECOND})
     assert denials.looks == [100, 4_100]
@@ -53,7 +53,7 @@ def test_one_that_is_denied_no_more_is_left_alone_and_later_begins_anew(rereadin
     assert not denials.bucket.is_watched
 
 
-def test_a_bucket_is_watched_once_however_often_it_is_denied(rereading):
+def test_a_bucket_is_watched_once_despite_many_denials(rereading):
     bucket = a_bucket()
     for now_us in range(3):
         rereading.denied(bucket, now_us)
@@ -61,7 +61,7 @@ def test_a_bucket_is_watched_once_however_often_it_is_denied(rereading):
     assert rereading.due(SECOND, 10) == [(bucket, 0)]
 
 
-def test_no_more_are_read_at_a_time_than_wanted_and_none_is_forgotten(rereading):
+def test_due_returns_at_most_the_requested_number_and_keeps_the_rest(rereading):
     buckets = [a_bucket(b"%d" % number) for number in range(5)]
     for bucket in buckets:
         rereading.denied(bucket, 0)
@@ -71,15 +71,15 @@ def test_no_more_are_read_at_a_time_than_wanted_and_none_is_forgotten(rereading)
     assert [bucket for some in looks for bucket, _ in some] == buckets
 
 
-def test_a_step_passes_over_no_more_buckets_than_it_may_read(rereading):
+def test_a_step_skips_at_most_as_many_buckets_as_it_may_read(rereading):
     buckets = [a_bucket(b"%d" % number) for number in range(5)]
     for bucket in buckets:
         rereading.denied(bucket, 0)
-        bucket.is_denied = bucket is buckets[4]  # the others have been read for something else
+        bucket.is_denied = bucket is buckets[4]  # the others were read for another reason
     assert [len(rereading.due(SECOND, 2)) for _ in range(3)] == [0, 0, 1]
 
 
-def test_not_all_denied_buckets_of_an_attack_are_watched(rereading, monkeypatch):
+def test_the_number_of_watched_buckets_is_bounded(rereading, monkeypatch):
     assert MAX_BUCKETS == 100_000
     monkeypatch.setattr(rereading_module, "MAX_BUCKETS", 2)
     buckets = [a_bucket(b"%d" % number) for number in range(3)]

@@ -17,7 +17,7 @@ def store():
 
 @pytest.fixture
 def heard():
-    """The buckets that were said to be reset."""
+    """Buckets reported as reset, with their new states."""
     return {}
 
 
@@ -33,7 +33,7 @@ def begin(store, heard):
     return begin
 
 
-async def test_all_are_asked_for_together_and_heard_of_as_they_are_answered(store, begin, heard):
+async def test_all_resets_are_sent_together_and_reported_as_they_are_answered(store, begin, heard):
     store.spend(b"a", RULE, 5, 7)
     task = await begin(b"a", b"b")
     assert store.asked("reset") == [name_of(b"a"), name_of(b"b")]
@@ -47,13 +47,13 @@ async def test_all_are_asked_for_together_and_heard_of_as_they_are_answered(stor
     ]
 
 
-async def test_nothing_to_reset_is_nothing_to_wait_for(store, heard):
+async def test_an_empty_reset_returns_at_once(store, heard):
     await reset_buckets(store, [], [], heard.__setitem__, now_us=0)
     assert heard == {}
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_one_that_is_not_answered_fails_all_and_the_others_are_heard_of(
+async def test_one_unanswered_reset_fails_the_call_and_the_others_are_reported(
     store, begin, heard, lost
 ):
     task = await begin(b"a", b"b")
@@ -65,14 +65,14 @@ async def test_one_that_is_not_answered_fails_all_and_the_others_are_heard_of(
     assert heard.keys() == {other.subject}
 
 
-async def test_one_that_was_not_asked_for_is_told_as_such(store, begin):
+async def test_a_reset_that_was_not_sent_raises_overload(store, begin):
     task = await begin(b"a")
     store.held[0].done(StoreOverloadedError("full"))
     with pytest.raises(StoreOverloadedError):
         await task
 
 
-async def test_a_caller_that_leaves_does_not_meet_the_answer(store, begin):
+async def test_an_answer_after_the_caller_left_is_ignored(store, begin):
     task = await begin(b"a")
     task.cancel()
     await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""The checks of one node on buckets that it shares, and a store of which the test says what becomes of requests."""
+"""The checks of one node on shared buckets, with a store whose answers the test decides."""
 
 import asyncio
 from contextlib import suppress
@@ -19,7 +19,7 @@ TEN = limited(10)
 
 
 def done_later(world, done):
-    """A request that fails."""
+    """Fail a request after the timeout."""
     world.timers.call_later(0.001, done, StoreUnavailableError("out of memory"))
 
 
@@ -29,9 +29,7 @@ async def world():
 
 
 class TestMisses:
-    async def test_a_check_of_a_bucket_that_the_node_does_not_know_is_decided_by_the_store(
-        self, world
-    ):
+    async def test_the_store_decides_the_check_of_an_unknown_bucket(self, world):
         world.store.spend(b"a", RULE, 100, world.clock.now_us())
         assert world.at_once() is None
         answer = world.wait()
@@ -45,30 +43,26 @@ class TestMisses:
         assert world.at_once()[:2] == (True, RULE.limit - 2)
         assert len(world.store.requests) == 1
 
-    async def test_all_that_wait_for_one_bucket_wait_for_the_first_and_are_charged_in_order(
-        self, world
-    ):
+    async def test_checks_of_one_bucket_wait_for_the_first_and_are_charged_in_order(self, world):
         answers = [world.wait(cost=cost) for cost in (1, 2, 3)]
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 997, 994]
         assert len(world.store.asked("first_check")) == world.stats.bucket_missed_total == 1
 
-    async def test_five_that_fail_open_the_breaker(self, world):
+    async def test_five_failed_checks_open_the_breaker(self, world):
         world.store.mode = "down"
         for _ in range(5):
             assert not world.server.is_open
             world.check()
         assert world.server.is_open
 
-    async def test_a_caller_that_has_left_was_charged_and_one_behind_it_was_not(self, world):
+    async def test_a_first_check_whose_caller_left_is_charged_and_one_behind_it_is_not(self, world):
         world.wait(cost=100).cancel()
         world.wait(cost=50).cancel()
         world.run(MS)
         assert world.at_once()[:2] == (True, 899)
 
-    async def test_the_name_of_a_bucket_is_worked_out_once_for_a_check_that_waits(
-        self, world, monkeypatch
-    ):
+    async def test_a_waiting_check_computes_the_name_of_its_bucket_once(self, world, monkeypatch):
         named = []
         monkeypatch.setattr(
             world.buckets, "_stored_name", lambda key: named.append(key) or name_of(key)
@@ -81,9 +75,7 @@ class TestMisses:
         world.at_once(b"a")
         assert named.count(b"a") == 2
 
-    async def test_under_another_rule_than_the_one_that_was_read_for_the_newer_one_holds(
-        self, world
-    ):
+    async def test_the_newer_rule_of_two_waiting_checks_is_applied(self, world):
         answers = [world.wait(), world.wait(rule=limited(5, revision=2))]
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 3]
@@ -99,7 +91,7 @@ class TestAsking:
         world.run(MS)
         assert [answer.result()[0] for answer in answers] == [True, True, False]
         assert world.store.spent(b"a") == 10
-        assert world.buckets.asked_total == 2  # more than there is left for do not even ask
+        assert world.buckets.asked_total == 2  # the view denies costs above the remaining tokens
         assert world.buckets.late_total == 0
 
     async def test_a_check_is_answered_once_and_within_20_ms(self):
@@ -120,7 +112,7 @@ class TestAsking:
         world.settle()
         assert answer.result() is outcome
 
-    async def test_what_was_granted_late_is_charged_once(self):
+    async def test_a_late_grant_is_charged_once(self):
         world = World(TEN)
         world.know()
         world.check(cost=5)
@@ -134,7 +126,7 @@ class TestAsking:
         assert world.store.spent(b"a") == 9
         assert world.accuracy.forgiven_total == 0
 
-    async def test_what_was_given_up_before_a_batch_took_it_is_charged_once(self):
+    async def test_a_check_that_times_out_before_it_is_sent_is_charged_once(self):
         world = World(TEN)
         world.know()
         world.check(cost=5)
@@ -149,7 +141,7 @@ class TestAsking:
         world.settle()
         assert world.store.spent(b"a") == 6
 
-    async def test_a_caller_that_leaves_is_not_given_up_on(self):
+    async def test_an_abandoned_check_does_not_count_as_late(self):
         world = World(TEN)
         world.know()
         world.store.mode = "deaf"
@@ -160,7 +152,7 @@ class TestAsking:
 
 
 class TestSpending:
-    async def test_spends_arrive_once_whatever_replies_are_lost(self, world):
+    async def test_spends_are_charged_once_when_replies_are_lost(self, world):
         world.check(cost=7)
         world.store.mode = "deaf"
         world.sync()
@@ -170,7 +162,7 @@ class TestSpending:
         world.settle()
         assert world.store.spent(b"a") == 7
 
-    async def test_a_share_that_is_used_up_does_not_wait_for_the_sync(self):
+    async def test_a_used_up_share_is_sent_before_the_sync(self):
         world = World(limited(100), members=2)
         world.know()
         for _ in range(24):
@@ -181,21 +173,21 @@ class TestSpending:
         world.run(MS)
         assert world.store.spent(b"a") == 25
 
-    async def test_nor_does_one_that_a_check_uses_up_that_waited_for_another(self):
+    async def test_a_share_used_up_by_a_waiting_check_is_sent_before_the_sync(self):
         world = World(TEN)
         world.wait(cost=1)
         world.wait(cost=4)
         world.run(MS)
         assert len(world.store.asked("settle")) == 1
 
-    async def test_a_check_of_a_packed_bucket_waits_for_nothing(self):
+    async def test_a_check_of_a_packed_bucket_is_answered_at_once(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 1, world.clock.now_us())
         world.know()
         world.pack()
         assert world.wait().result()[:2] == (True, 8)
 
-    async def test_a_cost_above_the_limit_is_denied_on_the_spot(self, world):
+    async def test_a_cost_above_the_limit_is_denied_at_once(self, world):
         world.know()
         assert world.at_once(cost=1_001)[4] is COST_EXCEEDS_LIMIT
 
@@ -210,7 +202,7 @@ class TestSpending:
         assert answer.result()[:2] == (True, 997)
         assert world.view().is_clean
 
-    async def test_others_are_told_when_a_bucket_runs_low(self):
+    async def test_a_bucket_that_runs_low_is_published(self):
         world = World(limited(100))
         world.know()
         world.check(cost=49)
@@ -223,7 +215,7 @@ class TestSpending:
 
 
 class TestOutage:
-    async def test_while_a_breaker_is_open_no_check_is_decided_cached_or_not(self, world):
+    async def test_an_open_breaker_decides_no_check_of_cached_or_unknown_buckets(self, world):
         world.know(b"a", b"packed")
         world.pack(but=b"a")
         world.open_breaker()
@@ -236,7 +228,7 @@ class TestOutage:
                 world.wait(key)
         assert isinstance(world.wait(b"a").result(), BreakerOpenError)
 
-    async def test_a_node_that_decides_alone_goes_by_what_it_knows(self):
+    async def test_a_node_that_decides_alone_uses_its_views(self):
         world = World(TEN, members=5, decides_alone=True)
         world.store.spend(b"a", TEN, 8, world.clock.now_us())
         world.know()
@@ -247,7 +239,9 @@ class TestOutage:
         world.settle()
         assert world.store.spent(b"a") == 10
 
-    async def test_it_takes_an_unknown_bucket_for_full_and_settles_it_later(self):
+    async def test_a_node_that_decides_alone_starts_an_unknown_bucket_full_and_settles_it_later(
+        self,
+    ):
         world = World(TEN, decides_alone=True)
         world.open_breaker()
         assert world.peek()[:2] == (True, 9)
@@ -259,7 +253,7 @@ class TestOutage:
         assert world.view().peek(world.clock.now_us(), 1)[1] == 2
 
     @pytest.mark.parametrize(("limit", "least"), [(10, 4), (1, 1)])
-    async def test_of_an_unknown_bucket_it_allows_its_part_until_the_store_is_back(
+    async def test_a_node_that_decides_alone_allows_its_share_of_an_unknown_bucket(
         self, limit, least
     ):
         rule = limited(limit)
@@ -271,7 +265,7 @@ class TestOutage:
         assert world.store.spent(b"a") == least
         assert world.view().peek(world.clock.now_us(), 1)[0] == (limit > 1)
 
-    async def test_it_takes_on_no_more_buckets_than_may_wait_for_the_store(self, monkeypatch):
+    async def test_a_node_that_decides_alone_bounds_its_unsettled_buckets(self, monkeypatch):
         monkeypatch.setattr(sync, "MAX_UNSETTLED", 1)
         world = World(TEN, decides_alone=True)
         world.open_breaker()
@@ -280,7 +274,7 @@ class TestOutage:
             world.at_once(b"another of its hash tag")
         assert world.at_once(b"a")[0]
 
-    async def test_where_batches_fail_and_checks_do_not_a_node_does_not_take_on_ever_more_buckets(
+    async def test_failing_batches_bound_the_unsettled_buckets_even_if_checks_succeed(
         self, monkeypatch
     ):
         monkeypatch.setattr(sync, "MAX_UNSETTLED", 5)
@@ -297,7 +291,7 @@ class TestOutage:
         assert world.tags[ord("a")].unsettled_buckets < 200
         assert world.server.is_open
 
-    async def test_it_goes_on_with_what_was_packed(self):
+    async def test_a_node_that_decides_alone_uses_packed_states(self):
         world = World(TEN, decides_alone=True)
         world.store.spend(b"a", TEN, 8, world.clock.now_us())
         world.know()
@@ -307,7 +301,7 @@ class TestOutage:
         assert world.at_once(cost=2)[0]
 
     @pytest.mark.parametrize("decides_alone", [True, False])
-    async def test_a_check_behind_one_that_comes_when_the_breaker_has_opened_is_answered_like_others(
+    async def test_checks_behind_a_first_check_are_answered_after_the_breaker_has_opened(
         self, decides_alone
     ):
         world = World(TEN, decides_alone=decides_alone)
@@ -322,7 +316,7 @@ class TestOutage:
             assert isinstance(answer.result(), BreakerOpenError)
         assert peek.done()
 
-    async def test_an_answer_that_comes_when_the_bucket_was_made_without_it_makes_no_second_one(
+    async def test_a_late_first_check_answer_creates_no_second_bucket(
         self,
     ):
         world = World(TEN, decides_alone=True)
@@ -338,7 +332,9 @@ class TestOutage:
         world.settle()
         assert world.store.spent(b"a") == 8
 
-    async def test_nor_when_that_one_has_been_evicted_with_something_to_settle(self):
+    async def test_a_late_first_check_answer_creates_no_second_bucket_beside_an_evicted_unsettled_one(
+        self,
+    ):
         world = World(TEN, decides_alone=True, max_entries=1)
         world.store.mode = "held"
         answer = world.wait()
@@ -354,7 +350,7 @@ class TestOutage:
         world.settle()
         assert world.store.spent(b"a") == 3
 
-    async def test_after_an_outage_no_more_is_settled_than_is_lacking(self):
+    async def test_spends_refilled_during_an_outage_are_forgiven(self):
         world = World(limited(10, window_seconds=1), decides_alone=True)
         world.know()
         world.check(cost=4)
@@ -370,7 +366,7 @@ class TestOutage:
         world.settle()
         assert world.accuracy.forgiven_total == 30
 
-    async def test_that_is_reckoned_before_anything_is_adopted_by_whatever_way_it_comes(self):
+    async def test_refilled_spends_are_forgiven_before_any_state_is_adopted(self):
         world = World(limited(10, window_seconds=1), decides_alone=True)
         world.know()
         world.check(cost=4)
@@ -384,7 +380,7 @@ class TestOutage:
         world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.accuracy.forgiven_total == 10
 
-    async def test_a_slot_that_stands_half_moved_opens_none_and_nobody_waits_for_it(self):
+    async def test_a_half_moved_slot_opens_no_breaker_and_views_decide_after_the_timeout(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 8, world.clock.now_us())
         world.know()
@@ -402,7 +398,7 @@ class TestOutage:
         world.settle()
         assert world.store.spent(b"a") == 10
 
-    async def test_the_sync_opens_no_breaker(self, world):
+    async def test_failures_of_the_sync_open_no_breaker(self, world):
         world.know()
         world.check()
         world.store.mode = "down"
@@ -413,7 +409,7 @@ class TestOutage:
 
 
 class TestRules:
-    async def test_a_lower_limit_holds_from_the_next_check_on(self, world):
+    async def test_a_lower_limit_applies_to_the_next_check(self, world):
         world.know()
         world.check(cost=4)
         lower = limited(5, revision=2)
@@ -421,7 +417,7 @@ class TestRules:
         assert world.check(rule=lower)[0]
         assert not world.check(rule=lower)[0]
 
-    async def test_a_denial_under_a_new_limit_tells_the_store_of_it_once(self):
+    async def test_a_denial_under_a_new_limit_sends_it_to_the_store_once(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
         world.know()
@@ -434,7 +430,7 @@ class TestRules:
         world.settle()
         assert len(world.store.asked("settle")) == 1
 
-    async def test_a_denial_under_the_limit_that_the_store_goes_by_tells_nothing(self):
+    async def test_a_denial_under_the_limit_of_the_store_sends_nothing(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
         world.know()
@@ -443,32 +439,32 @@ class TestRules:
         world.settle()
         assert world.store.asked("settle") == []
 
-    async def test_a_rule_of_an_older_book_than_a_state_has_told_of_changes_nothing(self, world):
+    async def test_a_rule_older_than_the_state_of_the_store_is_not_applied(self, world):
         world.know()
         world.store.spend(b"a", limited(5, revision=9), 1, world.clock.now_us())
         world.check()
         world.settle()
         assert world.at_once(rule=limited(500, revision=3), cost=10)[4] is COST_EXCEEDS_LIMIT
 
-    async def test_a_peek_that_waited_goes_by_its_own_rule(self, world):
+    async def test_a_waiting_peek_uses_its_own_rule(self, world):
         world.know()
         assert world.wait(rule=limited(5, revision=2), peek=True).result()[1] == 4
 
 
-class TestNews:
-    async def test_a_state_that_another_node_tells_is_the_base(self, world):
+class TestGossip:
+    async def test_a_state_from_another_node_becomes_the_base(self, world):
         world.know()
         world.store.spend(b"a", RULE, 900, world.clock.now_us())
         world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.peek()[1] == 99
 
-    async def test_one_of_an_unknown_bucket_changes_nothing(self, world):
+    async def test_a_state_of_an_unknown_bucket_is_ignored(self, world):
         world.refresh.heard(name_of(b"a"), reset(None, RULE))
         world.refresh.doubt(name_of(b"a"))
         assert (len(world.cache), world.store.requests) == (0, [])
 
     @pytest.mark.parametrize("tell", ["heard", "doubt"])
-    async def test_one_of_a_packed_bucket_has_it_read_again_when_it_is_asked_for(self, world, tell):
+    async def test_a_state_of_a_packed_bucket_makes_its_next_check_read_it(self, world, tell):
         world.know()
         world.store.spend(b"a", RULE, 900, world.clock.now_us())
         world.check(cost=1)
@@ -482,7 +478,7 @@ class TestNews:
         assert world.at_once() is None
         assert world.check()[1] == 999
 
-    async def test_a_bucket_in_use_that_is_another_now_is_read_again(self, world):
+    async def test_a_changed_bucket_in_use_is_read_again(self, world):
         world.check(cost=900)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
@@ -490,7 +486,7 @@ class TestNews:
         world.run(MS)
         assert world.at_once()[1] == 999
 
-    async def test_a_look_that_fails_is_repeated(self, world):
+    async def test_a_failed_read_is_repeated(self, world):
         world.check(cost=900)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
@@ -503,7 +499,7 @@ class TestNews:
         assert world.at_once()[1] == 999
 
     @pytest.mark.parametrize("answer", [None, StoreUnavailableError("no answer")])
-    async def test_a_look_that_finds_nothing_changes_nothing(self, world, answer):
+    async def test_a_read_of_a_full_bucket_changes_nothing(self, world, answer):
         world.check(cost=900)
         world.settle()
         world.store.mode = "held"
@@ -511,7 +507,7 @@ class TestNews:
         world.store.held_one().done(answer)
         assert world.peek()[1] == 99
 
-    async def test_after_a_gap_what_is_in_use_is_read_again_a_few_at_a_time(self, world):
+    async def test_a_gap_re_reads_buckets_in_use_a_few_at_a_time(self, world):
         keys = [b"%d" % number for number in range(REREADS_PER_STEP + 1)]
         world.know(*keys)
         known = len(world.store.asked("read"))
@@ -523,7 +519,7 @@ class TestNews:
         assert reads == [REREADS_PER_STEP, REREADS_PER_STEP + 1, REREADS_PER_STEP + 1]
         assert {*world.store.asked("read")[known:]} == {*map(name_of, keys)}
 
-    async def test_a_gap_is_worked_through_one_hash_tag_at_a_time(self, world):
+    async def test_a_gap_is_processed_one_hash_tag_at_a_time(self, world):
         class Watched(dict):
             looked_at = 0
 
@@ -546,7 +542,7 @@ class TestNews:
         world.refresh.step()
         assert {*world.store.asked("read")[known:]} >= {*map(name_of, keys)}
 
-    async def test_what_is_packed_between_a_gap_and_its_turn_is_read_again(self, world):
+    async def test_buckets_packed_before_a_gap_is_processed_are_dropped(self, world):
         world.know()
         world.refresh.resync()
         bucket = world.cache.get(b"a")
@@ -556,7 +552,7 @@ class TestNews:
         world.refresh.step()
         assert world.cache.take_packed(bucket.name) is None
 
-    async def test_after_a_gap_what_is_packed_is_read_again_when_it_is_asked_for(self, world):
+    async def test_a_gap_makes_the_next_checks_of_packed_buckets_read_them(self, world):
         world.check()
         world.settle()
         world.pack()
@@ -571,7 +567,7 @@ class TestResets:
         world.run(20 * MS)
         await resetting
 
-    async def test_a_bucket_starts_afresh_here_and_others_are_told(self, world):
+    async def test_a_reset_makes_the_bucket_full_and_is_published(self, world):
         world.know()
         world.check(cost=900)
         world.settle()
@@ -581,9 +577,9 @@ class TestResets:
         assert world.bus.published == [(key[0], b"D" + name_of(key)) for key in (b"a", b"unknown")]
         world.settle()
         assert world.store.spent(b"a") == 1
-        assert world.accuracy.forgiven_total == 25  # of the bucket that is no more
+        assert world.accuracy.forgiven_total == 25  # of the former bucket
 
-    async def test_one_acts_also_where_the_store_has_lost_the_last(self, world):
+    async def test_a_reset_takes_effect_after_the_store_has_lost_the_previous_one(self, world):
         world.run((YEAR_2025_S - 1_700_000_000) * SECOND)
         world.know()
         await self.reset(world, b"a")
@@ -595,7 +591,7 @@ class TestResets:
         await self.reset(world, b"a")
         assert world.at_once()[:2] == (True, 999)
 
-    async def test_of_several_others_are_told_of_those_that_were_answered(self, world):
+    async def test_the_answered_ones_of_several_resets_are_published(self, world):
         world.store.mode = "held"
         resetting = asyncio.create_task(world.buckets.reset([b"a", b"b"], [world.rule] * 2))
         await asyncio.sleep(0)
@@ -605,7 +601,7 @@ class TestResets:
             await resetting
         assert world.bus.published == [(ord("b"), b"D" + name_of(b"b"))]
 
-    async def test_others_that_do_not_hear_of_it_find_it_with_their_next_batch(self, world):
+    async def test_nodes_that_miss_a_reset_find_it_with_their_next_batch(self, world):
         world.check(cost=100)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(
@@ -620,7 +616,7 @@ class TestResets:
 
 class TestDenials:
     def reads_while_denied(self, world, us):
-        """When the bucket is read while checks of it go on being denied, in ms."""
+        """Return the times of reads, in ms, while checks stay denied."""
         began_us, reads = world.clock.monotonic_us(), []
         while world.clock.monotonic_us() - began_us < us:
             world.at_once()
@@ -631,13 +627,13 @@ class TestDenials:
             world.run(10 * MS)
         return reads
 
-    async def test_a_denied_bucket_is_read_again_less_and_less_often(self):
+    async def test_a_denied_bucket_is_read_at_growing_intervals(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
         world.know()
         assert self.reads_while_denied(world, 4 * SECOND) == [100, 410, 1_120, 2_130, 3_140]
 
-    async def test_what_others_gave_back_is_found_by_that(self):
+    async def test_refresh_finds_a_bucket_that_another_node_reset(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
         world.know()
@@ -647,7 +643,7 @@ class TestDenials:
         assert world.at_once()[4] is WITHIN_LIMIT
         assert world.stats.false_positives_total > 0
 
-    async def test_while_the_breaker_is_open_nothing_is_read(self):
+    async def test_an_open_breaker_stops_the_reads(self):
         world = World(TEN, decides_alone=True)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
         world.know()
@@ -660,13 +656,13 @@ class TestDenials:
 
 
 class TestEviction:
-    async def test_a_bucket_that_is_evicted_before_it_is_settled_is_settled_and_found_by_a_miss(
+    async def test_a_bucket_evicted_before_it_is_settled_is_settled_and_found_again(
         self,
     ):
         world = World(max_entries=1)
         world.know(b"a")
         world.check(b"a", cost=100)
-        for _ in range(3):  # others come, until it leaves
+        for _ in range(3):  # others come until it is evicted
             world.know(b"b", b"c")
             world.refresh.step()
         assert world.cache.get(b"a") is None
@@ -676,7 +672,7 @@ class TestEviction:
         assert world.store.spent(b"a") == 101
         assert world.store.asked("first_check").count(name_of(b"a")) == 1
 
-    async def test_one_that_is_settled_before_it_is_asked_for_again_is_read(self):
+    async def test_a_bucket_evicted_and_settled_is_read_by_its_next_check(self):
         world = World(max_entries=1)
         world.know(b"a")
         world.check(b"a", cost=100)

@@ -1,4 +1,4 @@
-"""A node's side of holds on shared buckets, with a store that a test answers for."""
+"""A node's side of holds on shared buckets, with a store whose answers the test decides."""
 
 import asyncio
 from dataclasses import replace
@@ -54,7 +54,7 @@ class Scene:
         )
 
     def asked(self, *keys, cost=1, number=NUMBER, digest=DIGEST, ttl_s=60, limits=None):
-        """A hold that is to be made."""
+        """Return a hold to be made."""
         charges = [
             (key, limit, DECIDE[limit.algorithm])
             for key, limit in zip(keys, limits or [RULE] * len(keys), strict=True)
@@ -62,7 +62,7 @@ class Scene:
         return Hold(number, digest, charges, self.clock.now_us(), cost, ttl_s * SECOND)
 
     async def run(self, call, us=MS):
-        """What a call comes to, for which time passes."""
+        """Return the result of a call, advancing the clock until it is done."""
         task = asyncio.ensure_future(call)
         for _ in range(100):
             await asyncio.sleep(0)
@@ -85,17 +85,17 @@ class Scene:
         return await self.run(self.holds.extend(number, names, ttl_s * SECOND, now_us))
 
     def spent(self, key):
-        """Of a fixed window."""
+        """Return the count of a fixed window."""
         kept = self.store.keeper(key[0]).buckets.get(name_of(key))
         return kept.shared.state[0] if kept is not None and kept.shared.state else 0
 
     def withdrawn(self):
-        """The buckets of attempts that were withdrawn."""
+        """Return the buckets of withdrawn attempts."""
         steps = self.store.asked("step")
         return [[name[:1] for name in one.names] for one in steps if one.step is Step.WITHDRAW]
 
     async def deny(self):
-        """A hold that the server of ``b`` denies; what was charged at that of ``a`` is on its way back."""
+        """Make a hold that the server of ``b`` denies; the refund at that of ``a`` is in flight."""
         await self.hold(b"b", cost=600)
         self.store.mode = "held"
         asked = self.asked(b"a", b"b", cost=600, number=b"another number..")
@@ -128,7 +128,7 @@ def left(outcomes):
 # One server
 
 
-async def test_a_hold_is_charged_and_ends_by_the_clock_of_the_store(scene):
+async def test_a_hold_is_charged_and_ends_by_the_stores_clock(scene):
     made_us = scene.now_us + MS
     held = await scene.hold(b"a", b"b", cost=600)
     assert left(held.outcomes) == [(True, 400)] * 2
@@ -138,7 +138,7 @@ async def test_a_hold_is_charged_and_ends_by_the_clock_of_the_store(scene):
     assert scene.servers[0].told == ["answered"]
 
 
-async def test_a_settled_hold_has_charged_what_it_has_cost(scene):
+async def test_a_settle_charges_the_actual_cost(scene):
     await scene.hold(b"a", b"b", cost=600)
     settled = await scene.settle(100, b"a", b"b")
     assert settled[:2] == (True, True)
@@ -148,13 +148,13 @@ async def test_a_settled_hold_has_charged_what_it_has_cost(scene):
     assert scene.spent(b"a") == 100
 
 
-async def test_more_than_was_held_is_owed(scene):
+async def test_a_settle_above_the_held_tokens_charges_the_rest(scene):
     await scene.hold(b"a", cost=600)
     settled = await scene.settle(1_500, b"a")
     assert (scene.spent(b"a"), left(settled.outcomes)) == (1_500, [(True, 0)])
 
 
-async def test_a_hold_that_is_settled_otherwise_is_refused(scene):
+async def test_a_second_settle_with_another_cost_is_refused(scene):
     await scene.hold(b"a")
     await scene.settle(0, b"a")
     with pytest.raises(HoldSettledError, match=r"^actual:"):
@@ -163,7 +163,7 @@ async def test_a_hold_that_is_settled_otherwise_is_refused(scene):
         await scene.extend(60, b"a")
 
 
-async def test_a_hold_that_is_over_is_refused(scene):
+async def test_a_settle_of_an_ended_hold_is_refused(scene):
     await scene.hold(b"a", ttl_s=1)
     scene.timers.run(2 * SECOND)
     for call in (scene.settle(0, b"a"), scene.extend(60, b"a")):
@@ -171,12 +171,12 @@ async def test_a_hold_that_is_over_is_refused(scene):
             await call
 
 
-async def test_a_hold_that_there_is_not_is_unknown(scene):
+async def test_a_missing_hold_is_unknown(scene):
     assert await scene.settle(0, b"a") == (False, False, ())
     assert await scene.extend(60, b"a") is None
 
 
-async def test_a_repeated_hold_is_answered_as_it_was(scene):
+async def test_a_repeated_hold_gets_the_first_answer(scene):
     held = await scene.hold(b"a", cost=600)
     assert await scene.hold(b"a", cost=600) == held._replace(is_first=False)
     assert scene.spent(b"a") == 600
@@ -186,7 +186,7 @@ async def test_a_repeated_hold_is_answered_as_it_was(scene):
     assert scene.spent(b"a") == 0
 
 
-async def test_a_repeated_hold_has_the_buckets_that_it_was_made_on(scene):
+async def test_a_repeated_hold_returns_its_original_buckets(scene):
     held = await scene.hold(b"a", b"b", cost=600)
     assert await scene.hold(b"c", b"b", cost=600) == held._replace(
         names=[*reversed(held.names)], is_first=False
@@ -211,11 +211,11 @@ async def test_a_hold_that_is_denied_changes_nothing(scene):
     assert not scene.withdrawn()
 
 
-async def test_a_limit_that_only_observes_denies_no_hold(scene):
+async def test_an_observing_limit_denies_no_hold(scene):
     held = await scene.hold(b"a", b"b", cost=2_000, limits=[OBSERVED, replace(RULE, limit=3_000)])
     assert left(held.outcomes) == [(False, 1_000), (True, 1_000)]
     assert [check.peek for check in scene.store.asked("hold")[0].checks] == [OBSERVES, 0]
-    # It is settled by the names of those that it is charged to.
+    # A settle names only the charged buckets.
     assert (await scene.settle(0, b"b")).is_first
 
 
@@ -249,7 +249,7 @@ async def test_buckets_are_charged_at_the_time_of_the_hold_or_of_the_store():
         assert step.at_us == (STORE_TIME if store_time else scene.clock.now_us() - 2 * MS)
 
 
-async def test_who_goes_by_buckets_hears_what_holds_have_changed(scene):
+async def test_changes_by_holds_are_reported(scene):
     await scene.hold(b"a", b"s", cost=600, limits=[RULE, SLOTS])
     assert scene.changed == [(b"a", True)]
     await scene.settle(600, b"a", b"s")
@@ -259,7 +259,7 @@ async def test_who_goes_by_buckets_hears_what_holds_have_changed(scene):
     assert scene.changed[1:] == [(b"b", False), (b"b", True)]
 
 
-async def test_a_call_that_is_not_answered_is_repeated_and_done_once(scene):
+async def test_an_unanswered_call_is_repeated_and_applied_once(scene):
     scene.store.mode = "held"
     task = asyncio.ensure_future(scene.holds.hold(scene.asked(b"a", cost=600)))
     await asyncio.sleep(0)
@@ -272,7 +272,7 @@ async def test_a_call_that_is_not_answered_is_repeated_and_done_once(scene):
     assert [type(one) for one in scene.servers[0].told] == [StoreUnavailableError, str]
 
 
-async def test_a_hold_of_which_nobody_knows_is_withdrawn(scene):
+async def test_a_hold_whose_answer_is_lost_is_withdrawn(scene):
     scene.store.mode = "deaf"
     task = asyncio.ensure_future(scene.holds.hold(scene.asked(b"a", cost=600)))
     await asyncio.sleep(0)
@@ -285,7 +285,7 @@ async def test_a_hold_of_which_nobody_knows_is_withdrawn(scene):
 
 
 @pytest.mark.parametrize("error", [StoreMisconfiguredError("a password"), StoreCorruptError("?")])
-async def test_what_would_fail_again_is_not_repeated(scene, error):
+async def test_a_permanent_error_is_not_retried(scene, error):
     scene.store.mode = "held"
     task = asyncio.ensure_future(scene.settle(0, b"a"))
     await asyncio.sleep(0)
@@ -304,11 +304,11 @@ async def test_a_server_whose_breaker_is_open_is_not_asked(scene):
     assert not scene.store.requests
 
 
-async def test_who_settles_nothing_knows_nothing(scene):
+async def test_a_settle_without_buckets_is_unknown(scene):
     assert await scene.settle(0) == (False, False, ())
 
 
-async def test_a_caller_that_leaves_its_settle_has_settled_all_the_same(scene):
+async def test_a_settle_takes_effect_after_its_caller_left(scene):
     await scene.hold(b"a", cost=600)
     task = asyncio.ensure_future(scene.holds.settle(NUMBER, [name_of(b"a")], 0, 0))
     await asyncio.sleep(0)
@@ -320,7 +320,7 @@ async def test_a_caller_that_leaves_its_settle_has_settled_all_the_same(scene):
 # A Cluster
 
 
-async def test_in_a_cluster_each_hash_tag_is_asked_at_the_same_time(cluster):
+async def test_in_a_cluster_each_hash_tag_is_requested_concurrently(cluster):
     held = await cluster.hold(b"a", b"b", b"ab", cost=600)
     assert left(held.outcomes) == [(True, 400)] * 3
     calls = cluster.store.asked("hold")
@@ -333,7 +333,7 @@ async def test_in_a_cluster_each_hash_tag_is_asked_at_the_same_time(cluster):
     assert settled.is_first
 
 
-async def test_in_a_cluster_what_was_charged_for_a_denied_hold_is_given_back(cluster):
+async def test_in_a_cluster_charges_of_a_denied_hold_are_refunded(cluster):
     await cluster.hold(b"b", cost=600)
     held = await cluster.hold(b"a", b"b", cost=600, number=b"another number..")
     assert (left(held.outcomes), held.expire_us) == ([(True, 1_000), (False, 400)], 0)
@@ -341,7 +341,7 @@ async def test_in_a_cluster_what_was_charged_for_a_denied_hold_is_given_back(clu
     assert cluster.changed[1:] == [(b"a", False)]
 
 
-async def test_in_a_cluster_a_withdrawal_that_is_lost_is_repeated(cluster):
+async def test_in_a_cluster_a_lost_withdrawal_is_repeated(cluster):
     await cluster.deny()
     for _ in range(2):
         cluster.store.held_one().fail()
@@ -351,7 +351,7 @@ async def test_in_a_cluster_a_withdrawal_that_is_lost_is_repeated(cluster):
     assert cluster.spent(b"a") == 0
 
 
-async def test_in_a_cluster_a_withdrawal_is_given_up(cluster):
+async def test_in_a_cluster_a_withdrawal_ends_after_its_retries(cluster):
     await cluster.deny()
     cluster.servers[ord("a")].is_open = True
     cluster.store.held_one().fail()
@@ -359,7 +359,7 @@ async def test_in_a_cluster_a_withdrawal_is_given_up(cluster):
     assert not cluster.store.held
 
 
-async def test_in_a_cluster_a_server_that_is_away_undoes_the_rest(cluster):
+async def test_in_a_cluster_an_unavailable_server_withdraws_the_charges_of_the_others(cluster):
     cluster.store.mode = "held"
     task = asyncio.ensure_future(cluster.holds.hold(cluster.asked(b"a", b"b", cost=600)))
     await asyncio.sleep(0)
@@ -373,11 +373,11 @@ async def test_in_a_cluster_a_server_that_is_away_undoes_the_rest(cluster):
     with pytest.raises(StoreUnavailableError):
         await task
     cluster.timers.run(MS)
-    # Of the server that is away nothing is known, and it is not asked.
+    # The unavailable server's state is unknown, and it is not asked.
     assert (cluster.spent(b"a"), cluster.withdrawn()) == (0, [[b"a"]])
 
 
-async def test_a_caller_that_leaves_leaves_nothing_charged(cluster):
+async def test_a_hold_whose_caller_left_is_withdrawn(cluster):
     task = asyncio.ensure_future(cluster.holds.hold(cluster.asked(b"a", b"b", cost=600)))
     await asyncio.sleep(0)
     task.cancel()
@@ -393,7 +393,7 @@ async def test_a_caller_that_leaves_leaves_nothing_charged(cluster):
 # Bounds
 
 
-async def test_a_bucket_has_so_many_holds_and_no_more():
+async def test_the_holds_of_a_bucket_are_bounded():
     scene = Scene(max_per_bucket=2)
     for one in range(2):
         await scene.hold(b"a", number=bytes([one]) * 16)
@@ -404,20 +404,20 @@ async def test_a_bucket_has_so_many_holds_and_no_more():
     assert (await scene.hold(b"a", number=b"another number..")).expire_us
 
 
-async def test_a_node_has_so_many_holds_in_flight_and_no_more():
+async def test_the_holds_in_flight_of_a_node_are_bounded():
     scene = Scene(max_holds=2)
     numbers = [bytes([one]) * 16 for one in range(3)]
     for number in numbers[:2]:
         await scene.hold(b"a", number=number, ttl_s=10)
     with pytest.raises(HoldsFullError, match=r"^the node has 2 holds"):
         await scene.hold(b"a", number=numbers[2])
-    # One that there is is answered all the same.
+    # An existing hold is still answered.
     assert (await scene.hold(b"a", number=numbers[0], ttl_s=10)).expire_us
     await scene.settle(1, b"a", number=numbers[0])
     assert (await scene.hold(b"a", number=numbers[2], ttl_s=10)).expire_us
 
 
-async def test_a_full_node_has_room_when_its_holds_have_ended_at_once():
+async def test_a_full_node_accepts_holds_after_all_its_holds_ended_together():
     scene = Scene(max_holds=STEP + 1)
     for one in range(STEP + 1):
         await scene.hold(b"a", number=one.to_bytes(16, "big"), ttl_s=10)
@@ -426,7 +426,7 @@ async def test_a_full_node_has_room_when_its_holds_have_ended_at_once():
         await scene.hold(b"a", number=(STEP + 1 + one).to_bytes(16, "big"))
 
 
-async def test_a_hold_that_is_over_counts_no_more_and_one_that_is_extended_does():
+async def test_an_ended_hold_no_longer_counts_and_an_extended_one_does():
     scene = Scene(max_holds=2)
     numbers = [bytes([one]) * 16 for one in range(4)]
     for number in numbers[:2]:
@@ -438,7 +438,7 @@ async def test_a_hold_that_is_over_counts_no_more_and_one_that_is_extended_does(
         await scene.hold(b"a", number=numbers[3])
 
 
-async def test_holds_that_were_settled_leave_nothing_behind(scene):
+async def test_settled_holds_leave_no_entries(scene):
     for one in range(MIN_ENDS + 10):
         number = one.to_bytes(16, "big")
         await scene.hold(b"a", number=number)

@@ -7,7 +7,7 @@ STORE_US = 1_700_006_400 * SECOND
 
 
 class Scene:
-    """A machine that is an hour behind the store."""
+    """A machine whose clock is an hour behind the store's."""
 
     def __init__(self):
         self.machine_us, self.monotonic_us = STORE_US - 3_600 * SECOND, 5 * SECOND
@@ -16,7 +16,7 @@ class Scene:
         )
 
     def note(self, round_trip_us, error_us=0):
-        """The store is asked for its time, and tells it in the middle of a round trip, or that late."""
+        """Record an answer of the store, read in the middle of the round trip or ``error_us`` later."""
         sent_us = self.monotonic_us
         self.monotonic_us += round_trip_us
         store_us = STORE_US + sent_us + round_trip_us // 2 + error_us
@@ -27,19 +27,19 @@ class Scene:
         return self.shared_time.wall_us() - (STORE_US + self.monotonic_us)
 
 
-def test_until_the_store_has_told_its_time_it_is_the_machines():
+def test_the_time_is_the_machines_until_the_first_answer():
     scene = Scene()
     assert not scene.shared_time.is_known
     assert scene.shared_time.wall_us() == scene.machine_us
     assert scene.shared_time.round_trip_us == 0
 
 
-def test_by_itself_it_is_that_of_this_machine():
+def test_the_default_clocks_are_those_of_the_machine():
     before_ns = time.time_ns()
     assert before_ns <= SharedTime().wall_ns()
 
 
-def test_the_stores_time_goes_on_between_answers_whatever_the_machines_does():
+def test_the_stores_time_advances_between_answers_regardless_of_the_machines_clock():
     scene = Scene()
     scene.note(200)
     assert scene.shared_time.is_known
@@ -49,7 +49,7 @@ def test_the_stores_time_goes_on_between_answers_whatever_the_machines_does():
     assert scene.shared_time.wall_ns() == scene.shared_time.wall_us() * 1_000
 
 
-def test_the_quickest_answer_counts():
+def test_the_answer_with_the_shortest_round_trip_is_used():
     scene = Scene()
     scene.note(20_000, error_us=9_000)
     assert scene.error_us == 9_000
@@ -59,7 +59,7 @@ def test_the_quickest_answer_counts():
     assert scene.shared_time.round_trip_us == 30_000
 
 
-def test_old_answers_are_forgotten_so_that_a_server_with_another_clock_is_followed():
+def test_old_answers_are_dropped_so_that_another_servers_clock_is_followed():
     scene = Scene()
     scene.note(100)
     for _ in range(SAMPLES):

@@ -1,4 +1,4 @@
-"""Checks on limits of concurrency: decided by the shared state, whatever CONSISTENCY says, and take no slot."""
+"""Checks on concurrency limits: decided by the shared state under any CONSISTENCY, without taking a slot."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ class Scene(World):
     """A node as ``CONSISTENCY=eventual`` makes it."""
 
     def take(self, slots=1):
-        """Somebody holds slots."""
+        """Take slots by a hold."""
         keeper = self.store.keeper(S[0])
         for one in range(slots):
             check = StoreCheck(name_of(S), SLOTS, STORE_TIME, 1, 0)
@@ -28,7 +28,7 @@ class Scene(World):
             keeper.hold(HoldCall(number, b"digest01", b"attempt1", [check], 60 * SECOND, 100))
 
     def slots(self, *, peek=False):
-        """The answer to a check on slots."""
+        """Return the answer to a check on slots."""
         at_once = self.peek(S, 1, SLOTS) if peek else self.at_once(S, 1, SLOTS)
         assert at_once is None
         answer = self.wait(S, 1, SLOTS, peek=peek)
@@ -36,7 +36,7 @@ class Scene(World):
         return answer.result()
 
     def both(self, cost=1, *, peek=False):
-        """The answers of a bucket of tokens and one of slots."""
+        """Return the answers of a bucket of tokens and one of slots."""
         charges = [(A, RULE, DECIDE[RULE.algorithm]), (S, SLOTS, DECIDE[SLOTS.algorithm])]
         now_us = self.clock.now_us()
         judge = self.buckets.peek_all if peek else self.buckets.apply_all
@@ -66,7 +66,7 @@ async def scene(request):
     return request.param()
 
 
-async def test_each_check_asks_for_the_slots_and_takes_none(scene):
+async def test_each_check_asks_the_store_and_takes_no_slot(scene):
     for _ in range(3):
         assert scene.slots()[:2] == (True, 2)
     scene.take()
@@ -82,13 +82,13 @@ async def test_no_view_of_slots_is_made(scene):
     assert not any(tag.buckets for tag in scene.tags)
 
 
-async def test_two_checks_at_once_are_two_questions(scene):
+async def test_two_concurrent_checks_are_both_answered(scene):
     answers = [scene.wait(S, 1, SLOTS) for _ in range(2)]
     scene.run(MS)
     assert [answer.result()[:2] for answer in answers] == [(True, 2)] * 2
 
 
-async def test_where_slots_deny_no_token_is_charged(scene):
+async def test_a_denial_by_slots_charges_no_token(scene):
     assert [one[:2] for one in scene.both(3)] == [(True, 997), (True, 2)]
     scene.settle()
     assert scene.store.spent(A) == 3
@@ -99,14 +99,14 @@ async def test_where_slots_deny_no_token_is_charged(scene):
     assert scene.buckets.kept_total == 0
 
 
-async def test_where_tokens_deny_the_slots_are_told_as_they_are(scene):
+async def test_a_denial_by_tokens_reports_the_slots_unchanged(scene):
     scene.take()
     scene.store.spend(A, RULE, 1_000, scene.clock.now_us())
     tokens, slots = scene.both(7)
     assert (tokens[0], slots[:2], slots[3]) == (False, (True, 1), 0)
 
 
-async def test_a_store_that_is_away_is_an_error_and_nobody_decides_alone():
+async def test_an_unavailable_store_is_an_error_even_on_a_node_that_decides_alone():
     scene = Scene(decides_alone=True)
     scene.store.mode = "down"
     assert isinstance(scene.slots(), StoreUnavailableError)
@@ -116,7 +116,7 @@ async def test_a_store_that_is_away_is_an_error_and_nobody_decides_alone():
             ask(S, 1, SLOTS)
 
 
-async def test_who_knows_a_bucket_that_a_hold_has_changed_reads_it_again():
+async def test_a_known_bucket_that_a_hold_changed_is_read_again():
     scene = Scene()
     scene.know(A)
     scene.store.spend(A, RULE, 600, scene.clock.now_us())

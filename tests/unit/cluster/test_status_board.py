@@ -8,7 +8,7 @@ from ratelimitd.testing import ManualClock
 
 
 class Statuses:
-    """Keeps statuses, and answers at once; or with ``answer``, or, if it ``waits``, when the test calls ``done``."""
+    """Keeps statuses and answers at once, with ``answer`` if set; if it ``waits``, when the test calls ``done``."""
 
     def __init__(self):
         self.kept, self.asked, self.answer, self.waits = {}, [], None, False
@@ -44,25 +44,25 @@ def scene():
     return Scene()
 
 
-async def test_a_node_reads_what_the_others_told(scene):
+async def test_a_node_reads_the_statuses_of_the_others(scene):
     scene.board.publish(b"one")
     assert scene.statuses.kept == {"n1/a": b"one", "n2/b": b"two"}
     assert await scene.board.read() == {"n2/b": b"two"}
     assert scene.statuses.asked == [["n2/b"]]
 
 
-async def test_a_node_that_is_alone_asks_nobody(scene):
+async def test_a_node_that_is_alone_sends_no_request(scene):
     scene.members.alive = ()
     assert await scene.board.read() == {}
     assert not scene.statuses.asked
 
 
-async def test_a_node_that_has_told_nothing_is_left_out(scene):
+async def test_a_node_without_a_status_is_left_out(scene):
     scene.members.alive = ("n1/a", "n2/b", "n3/c")
     assert await scene.board.read() == {"n2/b": b"two"}
 
 
-async def test_who_gives_no_sign_of_life_any_more_is_asked_for_another_minute(scene):
+async def test_a_node_without_heartbeats_is_read_for_another_minute(scene):
     await scene.board.read()
     scene.members.alive = ("n1/a",)
     scene.clock.advance(seconds=KEPT_S - 1)
@@ -71,7 +71,7 @@ async def test_who_gives_no_sign_of_life_any_more_is_asked_for_another_minute(sc
     assert await scene.board.read() == {}
 
 
-async def test_of_too_many_names_those_that_are_alive_are_asked_for(scene):
+async def test_among_too_many_names_those_alive_are_read(scene):
     scene.members.alive = [f"old{number}/x" for number in range(MAX_NODES)]
     scene.board.note_members()
     scene.members.alive = ("n1/a", "n2/b")
@@ -80,13 +80,13 @@ async def test_of_too_many_names_those_that_are_alive_are_asked_for(scene):
     assert scene.statuses.asked[0][-1] == "n2/b"
 
 
-async def test_that_the_store_does_not_answer_is_told(scene):
+async def test_an_unanswered_read_raises(scene):
     scene.statuses.answer = StoreUnavailableError("no answer")
     with pytest.raises(StoreUnavailableError):
         await scene.board.read()
 
 
-async def test_an_answer_that_nobody_waits_for_any_more_is_dropped(scene):
+async def test_an_answer_after_the_caller_left_is_dropped(scene):
     scene.statuses.waits = True
     reading = asyncio.create_task(scene.board.read())
     await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def test_an_answer_that_nobody_waits_for_any_more_is_dropped(scene):
     scene.statuses.done([b"two"])
 
 
-async def test_who_leaves_takes_its_status_along(scene):
+async def test_a_leaving_node_removes_its_status(scene):
     scene.board.publish(b"one")
     scene.board.leave()
     assert scene.statuses.kept == {"n2/b": b"two"}

@@ -4,6 +4,7 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     StoreCorruptError,
+    StoreMovingError,
     StoreOverloadedError,
     StoreSlowError,
     StoreUnavailableError,
@@ -35,14 +36,14 @@ def scene():
     return Scene()
 
 
-def test_it_is_closed_at_first(scene):
+def test_the_breaker_is_closed_at_first(scene):
     assert (scene.server.name, scene.server.tag) == ("server:1", 7)
     assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
     assert not scene.server.begins_probe()
     assert scene.server.open_error().retry_after_us == 0
 
 
-def test_failures_of_one_turn_are_one(scene):
+def test_failures_of_one_iteration_count_once(scene):
     scene.fail(turns=4, errors=100)
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 4)
     scene.fail(errors=100)
@@ -50,7 +51,7 @@ def test_failures_of_one_turn_are_one(scene):
     assert scene.server.state is State.OPEN
 
 
-def test_late_answers_are_counted_and_open_nothing(scene):
+def test_late_answers_are_counted_and_do_not_open_the_breaker(scene):
     for _ in range(100):
         scene.server.failed(SLOW)
         scene.server.refused(SLOW)
@@ -58,12 +59,25 @@ def test_late_answers_are_counted_and_open_nothing(scene):
         scene.clock.advance(us=20 * MS)
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
     scene.fail(turns=4)
-    scene.server.first_check_succeeded()  # a late batch is no refused one
+    scene.server.first_check_succeeded()  # a late batch does not count as refused
     scene.fail(turns=4)
     assert not scene.server.is_open
 
 
-def test_a_late_probe_has_failed(scene):
+def test_a_migrating_slot_is_counted_and_does_not_open_the_breaker(scene):
+    moving = StoreMovingError("TRYAGAIN")
+    for _ in range(100):
+        scene.server.failed(moving)
+        scene.server.refused(moving)
+        scene.timers.run()
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
+    scene.fail(turns=4)
+    scene.server.first_check_succeeded()  # batches do not count as refused
+    scene.fail(turns=4)
+    assert not scene.server.is_open
+
+
+def test_a_late_probe_counts_as_failed(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=30)
     assert scene.server.begins_probe()
@@ -71,7 +85,7 @@ def test_a_late_probe_has_failed(scene):
     assert scene.server.state is State.OPEN
 
 
-def test_a_late_answer_hides_no_failure_of_the_same_turn(scene):
+def test_a_late_answer_hides_no_failure_of_the_same_iteration(scene):
     scene.fail(turns=4)
     scene.server.failed(SLOW)
     assert not scene.server.is_open
@@ -80,13 +94,13 @@ def test_a_late_answer_hides_no_failure_of_the_same_turn(scene):
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (True, 5)
 
 
-def test_a_server_without_a_name_is_told_of_without_one(scene, caplog):
+def test_a_server_without_a_name_is_logged_without_one(scene, caplog):
     scene.server.name = ""
     scene.fail(turns=5)
     assert caplog.messages == ["shared state: the circuit breaker is open: no answer"]
 
 
-def test_only_an_open_one_that_is_left_is_told(scene, caplog):
+def test_a_dropped_server_is_logged_only_if_its_breaker_is_open(scene, caplog):
     scene.server.left()
     assert caplog.messages == []
     scene.fail(turns=5)
@@ -96,7 +110,7 @@ def test_only_an_open_one_that_is_left_is_told(scene, caplog):
     ]
 
 
-def test_an_operator_reads_when_it_opens_and_when_it_closes(scene, caplog):
+def test_opening_and_closing_are_logged(scene, caplog):
     scene.fail(turns=7)
     scene.clock.advance(seconds=30)
     assert scene.server.begins_probe()
@@ -109,14 +123,14 @@ def test_an_operator_reads_when_it_opens_and_when_it_closes(scene, caplog):
     assert caplog.messages[1:] == ["shared state at server:1: the circuit breaker is closed"]
 
 
-def test_an_answer_in_between_begins_the_count_anew(scene):
+def test_a_success_resets_the_count_of_failures(scene):
     scene.fail(turns=4)
     scene.server.answered()
     scene.fail(turns=4)
     assert not scene.server.is_open
 
 
-def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
+def test_a_server_that_refuses_writes_opens_its_breaker_despite_reads(scene):
     for _ in range(5):
         scene.server.first_check_succeeded()
         scene.server.refused(AWAY)
@@ -125,7 +139,7 @@ def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
 
 
 @pytest.mark.parametrize("write", [StoreServer.answered, StoreServer.synced])
-def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
+def test_first_checks_reset_the_count_once_writes_succeed_again(scene, write):
     for _ in range(4):
         scene.server.refused(AWAY)
         scene.timers.run()
@@ -135,7 +149,7 @@ def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
     assert not scene.server.is_open
 
 
-def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_are(scene):
+def test_an_overload_of_the_node_does_not_count_as_refused_writes(scene):
     scene.server.refused(StoreOverloadedError("full"))
     scene.fail(turns=4)
     scene.server.first_check_succeeded()
@@ -144,7 +158,7 @@ def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_
 
 
 @pytest.mark.parametrize("error", [StoreCorruptError("not ours"), StoreOverloadedError("full")])
-def test_errors_that_say_nothing_about_the_server_count_for_nothing(scene, error):
+def test_errors_that_say_nothing_about_the_server_are_ignored(scene, error):
     for _ in range(10):
         scene.server.failed(error)
         scene.server.sync_failed(error)
@@ -152,13 +166,13 @@ def test_errors_that_say_nothing_about_the_server_count_for_nothing(scene, error
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 0)
 
 
-def test_failures_of_the_sync_are_counted_and_open_nothing(scene):
+def test_failures_of_the_sync_are_counted_and_do_not_open_the_breaker(scene):
     for _ in range(10):
         scene.server.sync_failed(AWAY)
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 10)
 
 
-def test_an_open_one_tells_until_when(scene):
+def test_an_open_breaker_reports_its_remaining_time(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=10)
     assert scene.server.open_error().retry_after_us == 20 * SECOND
@@ -166,7 +180,7 @@ def test_an_open_one_tells_until_when(scene):
     assert scene.server.open_error().retry_after_us == 0
 
 
-def test_a_probe_that_is_answered_closes_it(scene):
+def test_an_answered_probe_closes_the_breaker(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=29)
     assert not scene.server.begins_probe()
@@ -178,7 +192,7 @@ def test_a_probe_that_is_answered_closes_it(scene):
     assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
 
 
-def test_a_probe_that_fails_lets_it_wait_again(scene):
+def test_a_failed_probe_restarts_the_recovery_time(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=30)
     assert scene.server.begins_probe()
@@ -190,7 +204,7 @@ def test_a_probe_that_fails_lets_it_wait_again(scene):
     assert scene.server.begins_probe()
 
 
-def test_a_late_answer_while_it_is_open_closes_nothing_and_the_probe_still_does(scene):
+def test_only_a_probe_closes_an_open_breaker(scene):
     scene.fail(turns=5)
     scene.server.answered()
     assert (scene.server.is_open, scene.server.state) == (True, State.OPEN)
@@ -200,7 +214,7 @@ def test_a_late_answer_while_it_is_open_closes_nothing_and_the_probe_still_does(
     assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
 
 
-def test_after_a_late_answer_and_a_probe_the_count_begins_anew(scene):
+def test_the_count_restarts_after_a_late_answer_and_a_probe(scene):
     scene.fail(turns=5)
     scene.server.answered()
     scene.clock.advance(seconds=30)

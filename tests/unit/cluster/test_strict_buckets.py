@@ -49,7 +49,7 @@ async def scene():
     return Scene(callers_time=True)
 
 
-async def test_no_check_is_decided_here(scene):
+async def test_the_node_decides_no_check(scene):
     for ask in (scene.buckets.apply, scene.buckets.peek):
         assert ask(b"a", RULE, None, 0, 1) is None
 
@@ -70,7 +70,7 @@ async def test_a_peek_charges_nothing(scene):
 
 
 @pytest.mark.parametrize("callers_time", [True, False])
-async def test_the_stores_time_counts_unless_the_callers_does(callers_time):
+async def test_checks_use_the_stores_time_unless_the_callers_is_set(callers_time):
     scene = Scene(callers_time=callers_time)
     scene.store.mode = "held"
     scene.wait()
@@ -78,7 +78,7 @@ async def test_the_stores_time_counts_unless_the_callers_does(callers_time):
     assert check.now_us == (scene.clock.now_us() if callers_time else STORE_TIME)
 
 
-async def test_an_error_is_told_to_the_check_and_to_the_breaker(scene):
+async def test_an_error_is_reported_to_the_check_and_the_breaker(scene):
     scene.store.mode = "down"
     answer = scene.wait()
     scene.timers.run(20 * MS)
@@ -86,13 +86,13 @@ async def test_an_error_is_told_to_the_check_and_to_the_breaker(scene):
     assert scene.server.told == [answer.result()]
 
 
-async def test_while_the_breaker_is_open_nobody_is_asked(scene):
+async def test_an_open_breaker_sends_no_request(scene):
     scene.server.is_open = True
     assert scene.wait().result().retry_after_us == 7
     assert (scene.store.requests, scene.buckets.asked_total) == ([], 0)
 
 
-async def test_a_caller_that_has_left_does_not_meet_the_answer(scene):
+async def test_an_answer_after_the_caller_left_is_ignored(scene):
     answer = scene.wait()
     answer.cancel()
     scene.timers.run(MS)
@@ -143,7 +143,7 @@ async def test_several_buckets_are_charged_together():
     assert (scene.store.spent(b"a"), scene.buckets.asked_total) == (600, 4)
 
 
-async def test_what_was_charged_for_a_denied_check_is_given_back():
+async def test_charges_of_a_denied_check_are_refunded():
     scene = SharingScene()
     scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
     assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=7)] == [
@@ -156,7 +156,7 @@ async def test_what_was_charged_for_a_denied_check_is_given_back():
     assert scene.tags[ord("a")].buckets == {}
 
 
-async def test_a_bucket_that_cannot_be_reached_is_an_error_of_its_own():
+async def test_an_unreachable_bucket_has_its_own_error():
     scene = SharingScene()
     scene.store.mode = "down"
     answer = scene.buckets.wait_all([(b"a", RULE, None)], 0, 1, peek=False)
@@ -166,7 +166,7 @@ async def test_a_bucket_that_cannot_be_reached_is_an_error_of_its_own():
     assert [type(one) for one in scene.all_of(b"a")] == [BreakerOpenError]
 
 
-async def test_charges_for_checks_that_are_denied_together_are_given_back_together():
+async def test_charges_of_concurrently_denied_checks_are_refunded_together():
     scene = SharingScene()
     scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
     charges = [(key, RULE, None) for key in (b"a", b"b")]
@@ -186,7 +186,7 @@ class TogetherScene(SharingScene):
         self.store.decides_together = True
 
 
-async def test_one_server_decides_all_buckets_of_a_check_in_one_step():
+async def test_one_server_decides_all_buckets_of_a_check_together():
     scene = TogetherScene()
     observed = replace(RULE, enforcement=Enforcement.OBSERVE)
     charges = [(b"a", RULE, None), (b"b", observed, None), (b"c", RULE, None)]
@@ -198,7 +198,7 @@ async def test_one_server_decides_all_buckets_of_a_check_in_one_step():
     assert scene.buckets.asked_total == 3
 
 
-async def test_what_one_server_does_not_answer_is_an_error_of_each_bucket():
+async def test_an_unanswered_check_is_an_error_of_each_bucket():
     scene = TogetherScene()
     scene.store.mode = "down"
     charges = [(key, RULE, None) for key in (b"a", b"b")]

@@ -1,4 +1,4 @@
-"""A node's part in a cluster without a server: time is set by hand, and a test says what becomes of each request."""
+"""A node's part in a cluster, without a server: tests set the clock and decide the result of each request."""
 
 import heapq
 from collections import defaultdict
@@ -51,12 +51,12 @@ NO_TAG = SimpleNamespace(make_view=LocalView)
 
 
 def name_of(key):
-    """The name of a bucket in the store: its first octet, and so its hash tag, is that of the key."""
+    """Return the stored name of a bucket; its first octet, and so its hash tag, is that of the key."""
     return key.ljust(16, b"\0")
 
 
 class ManualTimers:
-    """Timers of a clock that is set by hand."""
+    """Timers of a manual clock."""
 
     def __init__(self, clock):
         self.clock, self._agenda, self.set_total = clock, [], 0
@@ -70,7 +70,7 @@ class ManualTimers:
         heapq.heappush(self._agenda, (due_us, self.set_total, partial(callback, *arguments)))
 
     def run(self, us=0):
-        """Let time pass, and whatever is due in it come."""
+        """Advance the clock, and run the timers due."""
         until_us = self.clock.monotonic_us() + us
         while self._agenda and self._agenda[0][0] <= until_us:
             due_us, _, act = heapq.heappop(self._agenda)
@@ -81,7 +81,7 @@ class ManualTimers:
 
 @dataclass
 class Request:
-    """What a node has asked of the store; a test, or the store itself, says how that ends."""
+    """A request of a node to the store, answered by the store or a test."""
 
     kind: str
     subject: object
@@ -92,7 +92,7 @@ class Request:
         self.done(self.run())
 
     def lose(self):
-        """It is done, and the reply is lost."""
+        """Apply the request, and lose the reply."""
         self.run()
         self.fail()
 
@@ -104,10 +104,10 @@ class FakeStore:
     """A store that is a :class:`tests.ledger_model.Ledger`.
 
     Attributes:
-        mode: what becomes of requests: ``up`` answers after a millisecond, ``deaf`` does what it is asked and answers
-            nothing within 20, ``down`` does nothing, and of ``held`` requests the test itself takes care.
-        requests: all that came.
-        held: those that wait for the test.
+        mode: ``up`` answers after a millisecond; ``deaf`` applies requests and does not answer within 20 ms; ``down``
+        does nothing; ``held`` leaves requests to the test.
+        requests: all requests so far.
+        held: requests that wait for the test.
     """
 
     tags_per_batch = 1
@@ -122,7 +122,7 @@ class FakeStore:
         self._timers = timers
         self._ledgers = {}
         self.holds = defaultdict(HoldStore)
-        """What keeps holds, by hash tag; one for all where one server decides together."""
+        """Stores of holds by hash tag; a single one if one server decides together."""
         self.disconnected = set()
 
     def server_of(self, tag):
@@ -138,13 +138,13 @@ class FakeStore:
         self._take("first_check", check.name, partial(self.ledger.first_check, check), done)
 
     def settle(self, tag, batch, done):
-        # What a sender was answered is kept with each hash tag.
+        # The answers of a sender are stored per hash tag.
         ledger = self._ledgers.setdefault(tag, Ledger())
         ledger.buckets = self.ledger.buckets
         self._take("settle", batch, partial(ledger.apply, batch), done)
 
     def keeper(self, tag):
-        """What keeps the holds whose record is with a hash tag."""
+        """Return the store of the holds whose record is under a hash tag."""
         keeper = self.holds[0 if self.decides_together else tag]
         keeper.now_us = self.time_us + self._timers.clock.monotonic_us()
         return keeper
@@ -190,23 +190,23 @@ class FakeStore:
         self._take("beat", (incarnation, ttl_us), beaten, done)
 
     def asked(self, kind):
-        """What was asked so far, of one kind."""
+        """Return the subjects of the requests of one kind so far."""
         return [request.subject for request in self.requests if request.kind == kind]
 
     def held_one(self):
-        """The one request that waits for the test, which has it from now on."""
+        """Return and remove the only held request."""
         (request,) = self.held
         self.held = []
         return request
 
     def spend(self, key, rule, tokens, at_us):
-        """Another node has spent something."""
+        """Spend on another node."""
         name = name_of(key)
         update = Update(rule, None, [(at_us, tokens)])
         self.ledger.buckets[name] = settle(self.ledger.buckets.get(name), update).shared
 
     def spent(self, key):
-        """Of a fixed window."""
+        """Return the count of a fixed window."""
         shared = self.ledger.buckets.get(name_of(key))
         return shared.state[0] if shared is not None and shared.state else 0
 
@@ -235,7 +235,7 @@ class FakeBus:
 
 
 class World:
-    """The shared buckets of one node, and all that they work with. Needs a running event loop, for its futures."""
+    """The shared buckets of one node, and all their collaborators. Needs a running event loop, for its futures."""
 
     def __init__(self, rule=RULE, *, members=1, max_entries=1_000, ttl_s=300, **options):
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
@@ -273,7 +273,7 @@ class World:
             **options,
         )
 
-    # What the hash tags tell, as to a Cluster
+    # Called by the partitions, as for a Cluster
 
     def settled(self, bucket, tokens, before):
         self.accuracy.settled(bucket, tokens, before, self.clock.now_us())
@@ -285,10 +285,10 @@ class World:
     def defect(self, error):
         raise error
 
-    # What a test does
+    # Called by tests
 
     def at_once(self, key=b"a", cost=1, rule=None):
-        """The answer to a check, ``None`` if it has to wait; raises what it meets."""
+        """Return the answer to a check, ``None`` if it has to wait; raises its error."""
         rule = rule or self.rule
         decide = DECIDE[rule.algorithm]
         return self.buckets.apply(key, rule, decide, self.clock.now_us(), cost)
@@ -299,11 +299,11 @@ class World:
         return self.buckets.peek(key, rule, decide, self.clock.now_us(), cost)
 
     def wait(self, key=b"a", cost=1, rule=None, *, peek=False):
-        """A check that has to wait, and the future answer to it."""
+        """Start a check that has to wait, and return its future answer."""
         return self.buckets.wait(key, rule or self.rule, self.clock.now_us(), cost, peek=peek)
 
     def check(self, key=b"a", cost=1, rule=None):
-        """The answer to a check, for which time passes if it has to wait."""
+        """Return the answer to a check, advancing the clock if it has to wait."""
         outcome = self.at_once(key, cost, rule)
         if outcome is not None:
             return outcome
@@ -313,7 +313,7 @@ class World:
         return answer.result()
 
     def know(self, *keys):
-        """Let the node meet buckets, and have them in use."""
+        """Bring buckets into use on the node."""
         for key in keys or (b"a",):
             self.wait(key, 1, peek=True)
         self.run(2 * MS)
@@ -328,7 +328,7 @@ class World:
             tag.sync()
 
     def pack(self, but=None):
-        """Let time pass until everything is packed that nobody asks for, but for one bucket."""
+        """Advance the clock until all idle buckets are packed; keep one in use."""
         for _ in range(round(2 * IDLE_US / STEP_US) + 10):
             self.run(STEP_US)
             if but is not None:
@@ -336,7 +336,7 @@ class World:
             self.refresh.step()
 
     def settle(self):
-        """Let everything arrive."""
+        """Sync until everything is settled."""
         for _ in range(100):
             if all(tag.is_settled for tag in self.tags):
                 return
@@ -350,10 +350,10 @@ class World:
             self.run()
 
     def view(self, key=b"a"):
-        """What the node knows of a bucket."""
+        """Return the node's view of a bucket."""
         return self.tags[key[0]].buckets[name_of(key)].view
 
 
 def state(spent, at_us, *, generation=0, revision=1, limit=RULE.limit):
-    """A shared state of a fixed window or token bucket."""
+    """Return a shared state of a fixed window or token bucket."""
     return SharedState(generation, revision, limit, (spent, at_us))

@@ -43,7 +43,7 @@ def peer(**limits):
 # The preface
 
 
-def test_nothing_is_said_before_the_peer_has_said_all_of_its_preface():
+def test_nothing_is_sent_before_the_whole_preface_of_the_peer():
     connection = Connection()
     for octet in PREFACE[:-1]:
         assert connection.receive(bytes((octet,))) == []
@@ -55,7 +55,7 @@ def test_nothing_is_said_before_the_peer_has_said_all_of_its_preface():
     assert window.type == WINDOW_UPDATE
 
 
-def test_our_settings_are_our_limits():
+def test_our_settings_announce_our_limits():
     connection = Connection(Limits(max_streams=7, stream_window_bytes=70_000))
     connection.receive(GREETING)
     own, window, _ = frames_of(connection.data_to_send())
@@ -86,7 +86,7 @@ def test_another_preface_is_answered_by_settings_and_a_goaway():
     ],
 )
 @pytest.mark.parametrize("size", [1, 100])
-def test_another_protocol_is_answered_in_its_own_words_alone(octets, cause, answer, size):
+def test_another_protocol_is_answered_only_in_that_protocol(octets, cause, answer, size):
     connection = Connection()
     events = []
     for at in range(0, len(octets), size):
@@ -96,7 +96,7 @@ def test_another_protocol_is_answered_in_its_own_words_alone(octets, cause, answ
     assert connection.data_to_send() == b""
 
 
-def test_a_client_may_send_everything_at_once():
+def test_a_client_may_send_preface_and_request_at_once():
     client = Peer(greeting=b"")
     events = client.feed(GREETING, SETTINGS_ACK, client.post(1))
     assert events[-1][0::2] == (1, b"body")
@@ -114,7 +114,7 @@ def test_a_check_is_one_event_with_its_head_and_its_body():
     assert head.fields[-1] == (b"te", b"trailers")
 
 
-def test_its_answer_is_one_string_of_octets():
+def test_the_answer_to_a_check_is_one_string_of_octets():
     client = peer()
     client.feed(client.post(1))
     client.connection.send_unary(1, ANSWER, b"answer")
@@ -122,7 +122,7 @@ def test_its_answer_is_one_string_of_octets():
     assert client.connection.open_streams == 0
 
 
-def test_heads_may_all_come_before_bodies():
+def test_all_heads_may_arrive_before_the_bodies():
     client = peer()
     events = client.feed(
         client.head(1), client.head(3), last_data(3, b"three"), last_data(1, b"one")
@@ -143,7 +143,7 @@ def test_a_body_may_be_empty():
     assert event[2] == b""
 
 
-def test_a_body_in_the_next_read_is_told_apart():
+def test_a_body_in_the_next_read_is_a_separate_event():
     client = peer()
     (begun,) = client.feed(client.head(1))
     assert begun == RequestReceived(1, begun.head, ended=False)
@@ -152,7 +152,7 @@ def test_a_body_in_the_next_read_is_told_apart():
     assert len(client.collect()) == 3
 
 
-def test_a_malformed_check_resets_its_stream_and_the_next_one_goes_on():
+def test_a_malformed_check_resets_only_its_stream():
     client = peer()
     events = client.feed(
         client.head(1, POST[:1]), last_data(1, b"ignored"), client.post(3, b"three")
@@ -161,20 +161,20 @@ def test_a_malformed_check_resets_its_stream_and_the_next_one_goes_on():
     assert events[-1][0::2] == (3, b"three")
 
 
-def test_a_content_length_is_held_to():
+def test_a_content_length_is_enforced():
     client = peer()
     fields = [*POST, ("content-length", "5")]
     client.feed(client.head(1, fields), last_data(1, b"four"))
     assert client.resets == [(1, PROTOCOL_ERROR)]
 
 
-def test_a_body_of_the_promised_length_comes_whole():
+def test_a_body_of_the_announced_length_is_one_event():
     client = peer()
     events = client.feed(client.head(1, [*POST, ("content-length", "4")]), last_data(1, b"four"))
     assert events[-1][0::2] == (1, b"four")
 
 
-def test_bodies_of_checks_are_credited_without_the_owner():
+def test_bodies_of_checks_are_acknowledged_without_the_owner():
     client = peer(connection_window_bytes=100_000)
     for stream_id in range(1, 81, 2):
         client.feed(client.post(stream_id, bytes(5_000)))
@@ -185,7 +185,7 @@ def test_bodies_of_checks_are_credited_without_the_owner():
     assert increments == [50_000] * 4
 
 
-def test_bodies_of_checks_are_held_to_the_connections_window():
+def test_bodies_of_checks_are_limited_by_the_window_of_the_connection():
     for size, code in ((10_000, None), (10_001, 3)):
         client = peer(connection_window_bytes=70_000)
         client.feed(client.head(1), *(data(1, bytes(10_000)) for _ in range(6)))
@@ -193,7 +193,7 @@ def test_bodies_of_checks_are_held_to_the_connections_window():
         assert [found for _, found in client.goaways] == ([code] if code else [])
 
 
-def test_checks_are_held_to_the_number_of_streams():
+def test_checks_are_limited_by_the_number_of_streams():
     client = peer(max_streams=3)
     client.feed(*(client.post(stream_id) for stream_id in (1, 3, 5, 7)))
     assert client.resets == [(7, 7)]
@@ -214,7 +214,7 @@ def test_a_request_that_skips_identifiers_is_served():
 
 
 def stories(client):
-    """Conversations of many kinds, in octets."""
+    """Octets of many kinds of requests."""
     return b"".join(
         (
             client.post(1),
@@ -237,7 +237,7 @@ def stories(client):
 
 
 def per_stream(events):
-    """What was told of each stream, whether it came in one event or in several."""
+    """Return the events by stream, in one form for complete and partial requests."""
     told = {}
     for event in events:
         if type(event) is tuple:
@@ -257,7 +257,7 @@ def per_stream(events):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 9, 10, 50, 64, 100])
-def test_reads_of_any_size_tell_the_same(size):
+def test_reads_of_any_size_yield_the_same_events(size):
     whole, split = peer(), peer()
     octets = stories(whole)
     whole.feed(octets)
@@ -268,7 +268,7 @@ def test_reads_of_any_size_tell_the_same(size):
 
 
 @pytest.mark.parametrize("bound", [{"frames_per_slice": 1}, {"bytes_per_slice": 9}])
-def test_slices_of_any_size_tell_the_same(bound):
+def test_slices_of_any_size_yield_the_same_events(bound):
     whole, sliced = peer(), peer(**bound)
     octets = stories(whole)
     whole.feed(octets)
@@ -280,7 +280,7 @@ def test_slices_of_any_size_tell_the_same(bound):
 # Slices
 
 
-def test_a_slice_has_so_many_frames_and_says_that_there_is_more():
+def test_a_slice_is_bounded_in_frames_and_reports_more():
     client = peer(frames_per_slice=4)
     connection = client.connection
     octets = b"".join(client.post(stream_id) for stream_id in (1, 3, 5))
@@ -291,13 +291,13 @@ def test_a_slice_has_so_many_frames_and_says_that_there_is_more():
     assert connection.receive(b"") == []
 
 
-def test_a_slice_of_exactly_what_there_is_has_no_more():
+def test_a_slice_of_the_whole_input_reports_no_more():
     client = peer(frames_per_slice=2)
     assert len(client.connection.receive(client.post(1))) == 1
     assert not client.connection.has_more
 
 
-def test_a_slice_has_so_many_octets():
+def test_a_slice_is_bounded_in_octets():
     client = peer(bytes_per_slice=100)
     connection = client.connection
     connection.receive(b"".join(frame(PING, 0, 0, bytes(8)) for _ in range(7)))
@@ -305,7 +305,7 @@ def test_a_slice_has_so_many_octets():
     assert connection.has_more
 
 
-def test_what_comes_between_slices_waits_its_turn():
+def test_input_between_slices_is_handled_in_order():
     client = peer(frames_per_slice=2)
     connection = client.connection
     connection.receive(client.post(1) + client.post(3) + client.head(5))
@@ -313,7 +313,7 @@ def test_what_comes_between_slices_waits_its_turn():
     assert [event[0] for event in connection.receive(b"")] == [5]
 
 
-def test_half_a_frame_is_not_more():
+def test_an_incomplete_frame_does_not_report_more():
     client = peer(frames_per_slice=2)
     octets = client.post(1) + client.head(3)
     client.connection.receive(octets[:-1])
@@ -322,14 +322,14 @@ def test_half_a_frame_is_not_more():
     assert not client.connection.has_more
 
 
-def test_a_large_read_is_not_kept_for_the_sake_of_its_last_octets():
+def test_the_last_octets_of_a_large_read_are_copied():
     client = peer()
     client.connection.receive(client.head(1) + last_data(1, bytes(16_000)) + client.post(3)[:-1])
     assert 0 < len(client.connection._buffer) < 200
     assert client.connection._at == 0
 
 
-def test_a_slice_that_ends_between_head_and_body_tells_both():
+def test_a_slice_that_ends_between_head_and_body_yields_both_events():
     client = peer(frames_per_slice=1)
     events = client.feed(client.post(1, b"body"))
     assert [type(event) for event in events] == [RequestReceived, DataReceived]
@@ -339,19 +339,19 @@ def test_a_slice_that_ends_between_head_and_body_tells_both():
 
 
 @pytest.mark.parametrize("size", [16_385, 1 << 23, (1 << 24) - 1])
-def test_a_frame_over_the_limit_ends_the_connection_before_its_payload_comes(size):
+def test_a_frame_over_the_limit_ends_the_connection_before_its_payload(size):
     client = peer(frames_per_slice=1)
     client.feed(size.to_bytes(3, "big") + bytes((0, 0, 0, 0, 0, 1)))
     assert client.goaways == [(0, FRAME_SIZE_ERROR)]
 
 
-def test_a_frame_at_the_limit_is_taken():
+def test_a_frame_at_the_limit_is_accepted():
     client = peer()
     (event,) = client.feed(client.post(1, bytes(16_384)))
     assert len(event[2]) == 16_384
 
 
-def test_one_that_waits_behind_a_slice_ends_it_in_the_next():
+def test_an_oversize_frame_behind_a_slice_ends_the_connection_in_the_next():
     client = peer(frames_per_slice=2)
     client.feed(client.post(1), b"\x7f\0\0\0\0\0\0\0\1")
     assert client.goaways == [(1, FRAME_SIZE_ERROR)]
@@ -364,14 +364,14 @@ def test_requests_in_one_read_with_an_oversize_frame_are_in_the_goaway():
     assert client.goaways == [(3, FRAME_SIZE_ERROR)]
 
 
-def test_what_came_before_an_error_is_told_before_its_end():
+def test_input_before_an_error_is_reported_before_the_end():
     client = peer()
     events = client.feed(client.post(1), client.head(3), data(0))
     assert [type(event) for event in events] == [tuple, RequestReceived, ConnectionEnded]
     assert client.goaways == [(3, PROTOCOL_ERROR)]
 
 
-def test_after_the_end_nothing_is_heard_and_nothing_is_sent():
+def test_after_the_end_input_is_ignored_and_nothing_is_sent():
     client = peer()
     client.feed(client.post(1), data(0))
     client.forget()
@@ -382,7 +382,7 @@ def test_after_the_end_nothing_is_heard_and_nothing_is_sent():
     assert client.connection.ended.code == PROTOCOL_ERROR
 
 
-def test_the_owner_may_end_it_for_a_cause_of_its_own():
+def test_the_owner_may_end_the_connection_with_a_cause():
     client = peer()
     client.connection.end(ErrorCode.SETTINGS_TIMEOUT, Cause.SETTINGS_TIMEOUT, "no answer")
     (goaway,) = client.collect()
@@ -390,7 +390,7 @@ def test_the_owner_may_end_it_for_a_cause_of_its_own():
     assert client.connection.ended.cause is Cause.SETTINGS_TIMEOUT
 
 
-def test_too_much_that_waits_for_the_windows_ends_it():
+def test_too_many_octets_that_wait_for_windows_end_the_connection():
     client = peer(max_unread_bytes=10)
     client.feed(settings(s4=0), client.post(1))
     client.connection.send_unary(1, ANSWER, bytes(11))
@@ -399,10 +399,10 @@ def test_too_much_that_waits_for_the_windows_ends_it():
     assert client.collect() == []
 
 
-# What the owner may ask and say
+# State and methods for the owner
 
 
-def test_what_is_owed_goes_from_the_preface_to_nothing():
+def test_owes_changes_from_the_preface_to_none():
     client = Peer(greeting=b"")
     connection = client.connection
     assert connection.owes is Cause.SLOW_PREFACE
@@ -414,26 +414,26 @@ def test_what_is_owed_goes_from_the_preface_to_nothing():
     assert connection.owes is None
 
 
-def test_the_rest_of_a_block_is_owed():
+def test_owes_is_slow_headers_within_a_block():
     client = peer()
     client.feed(frame(HEADERS, END_STREAM, 1, client.block()))
     assert client.connection.owes is Cause.SLOW_HEADERS
 
 
-def test_the_rest_of_a_frame_is_owed():
+def test_owes_is_slow_frame_within_a_frame():
     client = peer()
     client.feed(data(1, b"x")[:-1])
     assert client.connection.owes is Cause.SLOW_FRAME
 
 
-def test_nothing_is_owed_while_we_have_not_read_what_came():
+def test_owes_is_none_while_input_is_unhandled():
     client = Peer(limits=Limits(frames_per_slice=1))
     client.connection.receive(client.post(1) + client.post(3)[:-1])
     assert client.connection.has_more
     assert client.connection.owes is None
 
 
-def test_a_window_is_owed_while_something_waits_for_it():
+def test_owes_is_stalled_window_while_octets_wait():
     client = peer()
     client.feed(settings(s4=0), client.post(1))
     client.connection.send_unary(1, ANSWER, b"abc")
@@ -446,7 +446,7 @@ def test_a_window_is_owed_while_something_waits_for_it():
     assert client.connection.owes is None
 
 
-def test_answers_are_progress():
+def test_answers_count_as_progress():
     client = peer()
     client.feed(client.post(1))
     before = client.connection.progress
@@ -454,13 +454,13 @@ def test_answers_are_progress():
     assert client.connection.progress > before
 
 
-def test_a_ping_of_ours():
+def test_ping_sends_its_payload():
     client = peer()
     client.connection.ping(b"12345678")
     assert client.collect() == [Frame(PING, 0, 0, b"12345678")]
 
 
-def test_seconds_make_room_for_pings():
+def test_ticks_allow_more_pings():
     client = peer()
     for _ in range(200):
         client.feed(*(frame(PING, 0, 0, bytes(8)) for _ in range(10)))
@@ -468,7 +468,7 @@ def test_seconds_make_room_for_pings():
     assert client.connection.ended is None
 
 
-def test_nothing_begins_by_the_short_way_once_the_connection_is_going():
+def test_no_stream_begins_on_the_fast_path_after_the_last_goaway():
     client = peer()
     client.feed(client.post(1))
     client.connection.go_away()
@@ -478,7 +478,7 @@ def test_nothing_begins_by_the_short_way_once_the_connection_is_going():
     assert client.goaways[-1] == (1, NO_ERROR)
 
 
-def test_a_flag_without_meaning_changes_nothing():
+def test_unknown_flags_are_ignored():
     client = peer()
     block = client.block()
     events = client.feed(frame(HEADERS, END_HEADERS | 0x2, 1, block), last_data(1, b"x"))
@@ -493,7 +493,7 @@ def test_reserved_bits_of_stream_identifiers_are_ignored():
     assert per_stream(events)[1][-2:] == [b"body", "end"]
 
 
-def test_checks_are_refused_while_too_much_waits_for_the_windows():
+def test_checks_are_refused_while_too_many_octets_wait_for_windows():
     client = peer(max_buffered_bytes=2)
     client.feed(settings(s4=0), client.post(1), client.post(3))
     client.connection.send_unary(1, ANSWER, b"ab")
@@ -505,7 +505,7 @@ def test_checks_are_refused_while_too_much_waits_for_the_windows():
     assert client.resets == [(5, 7)]
 
 
-def test_data_is_acknowledged_by_the_owner():
+def test_the_owner_acknowledges_data():
     client = peer(stream_window_bytes=4, connection_window_bytes=100_000)
     client.feed(client.head(1))
     client.feed(data(1, b"four"))

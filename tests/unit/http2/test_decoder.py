@@ -71,7 +71,7 @@ def test_index_zero_is_refused():
     refused(Decoder(), POST + b"\x80" + POST, errors.INDEX_INVALID)
 
 
-def test_an_index_behind_the_end_of_the_table_is_refused():
+def test_an_index_beyond_the_table_is_refused():
     decoder = Decoder()
     refused(decoder, NEWEST, errors.INDEX_INVALID)
     decoder = Decoder()
@@ -81,7 +81,7 @@ def test_an_index_behind_the_end_of_the_table_is_refused():
 
 
 def with_entries(count, max_table_bytes=4096):
-    """Return a decoder with the entries ("", "0"), ("", "1"), …, the last of them with index 62."""
+    """Return a decoder with the entries ("", "0"), ("", "1"), …; the last has index 62."""
     decoder = Decoder(max_table_bytes)
     if max_table_bytes > 4096:
         decoder.decode(b"\x3f\xe1\xff\x03")  # an update to 65,536
@@ -106,7 +106,7 @@ def test_an_index_of_two_octets_begins_at_127(octets, index):
     )
 
 
-def test_an_index_of_two_octets_behind_the_end_is_refused():
+def test_an_index_of_two_octets_beyond_the_table_is_refused():
     refused(with_entries(120), b"\xff\x37", errors.INDEX_INVALID)
 
 
@@ -118,12 +118,12 @@ def test_an_index_of_three_octets_begins_at_255(octets, index):
     assert decoder.decode(POST + octets + POST)[1] == expected
 
 
-def test_an_index_with_needless_zeros_is_the_same_index():
+def test_an_index_with_superfluous_zeros_is_the_same_index():
     assert with_entries(120).decode(b"\xff\x80\x00" + POST) == ((b"", b"54"), (b":method", b"POST"))
 
 
 @pytest.mark.parametrize("octets", [b"\xff", b"\xff\x80", b"\xff\xff", POST + b"\xff\x80\x80"])
-def test_an_index_that_the_block_cuts_off_is_refused(octets):
+def test_a_truncated_index_is_refused(octets):
     refused(Decoder(), octets, errors.TRUNCATED)
 
 
@@ -137,7 +137,7 @@ def test_an_index_that_the_block_cuts_off_is_refused(octets):
     ],
     ids=["index of two octets", "index of three octets", "literal"],
 )
-def test_a_field_may_lie_across_the_end_of_a_run(before, octets, expected):
+def test_a_field_may_span_the_end_of_a_run(before, octets, expected):
     decoder = with_entries(120)
     found = decoder.decode(POST * before + octets + POST)
     assert found == (*[(b":method", b"POST")] * before, expected, (b":method", b"POST"))
@@ -160,7 +160,7 @@ def test_a_field_from_a_table_is_the_same_object_every_time():
 
 
 @pytest.mark.parametrize("first", [b"\x00", b"\x10"], ids=["not indexed", "never indexed"])
-def test_a_literal_that_is_not_to_be_indexed_leaves_the_table_alone(first):
+def test_a_literal_without_indexing_does_not_change_the_table(first):
     decoder = Decoder()
     assert decoder.decode(literal(b"k", b"v", first)) == ((b"k", b"v"),)
     assert dynamic(decoder) == ()
@@ -168,17 +168,17 @@ def test_a_literal_that_is_not_to_be_indexed_leaves_the_table_alone(first):
 
 
 @pytest.mark.parametrize("head", [b"\x08", b"\x18", b"\x48"])
-def test_a_short_name_index_of_a_literal(head):
+def test_a_literal_may_have_a_short_name_index(head):
     assert Decoder().decode(head + b"\x03418") == ((b":status", b"418"),)
 
 
-def test_a_long_name_index_of_a_literal():
+def test_a_literal_may_have_a_long_name_index():
     assert Decoder().decode(b"\x0f\x00\x01v") == ((b"accept-charset", b"v"),)
     assert Decoder().decode(b"\x1f\x2e\x01v") == ((b"www-authenticate", b"v"),)
     assert with_entries(9).decode(b"\x7f\x03\x01v") == ((b"", b"v"),)
 
 
-def test_a_name_index_behind_the_end_is_refused():
+def test_a_name_index_beyond_the_table_is_refused():
     refused(Decoder(), b"\x7e\x01v", errors.INDEX_INVALID)
     refused(Decoder(), b"\x0f\x2f\x01v", errors.INDEX_INVALID)
 
@@ -197,7 +197,7 @@ def test_an_entry_larger_than_the_table_is_a_field_and_empties_the_table():
     assert dynamic(decoder) == ()
 
 
-def test_runs_of_indexed_fields_go_on_behind_a_literal():
+def test_runs_of_indexed_fields_continue_after_a_literal():
     block = POST + AUTHORITY_X + NEWEST + literal(b"k", b"v", b"\x00") + POST + NEWEST
     assert Decoder().decode(block) == (
         (b":method", b"POST"),
@@ -267,7 +267,7 @@ def test_a_block_may_be_an_update_alone():
     assert dynamic(decoder) == ((b"", b"1"),)
 
 
-def test_an_update_behind_a_field_is_refused():
+def test_an_update_after_a_field_is_refused():
     refused(Decoder(), POST + b"\x20", errors.UPDATE_MISPLACED)
     refused(Decoder(), AUTHORITY_X + b"\x3f\xe1\x1f", errors.UPDATE_MISPLACED)
 
@@ -292,7 +292,7 @@ def test_a_decoder_that_allows_more_than_the_default_starts_with_the_default():
 # The generation
 
 
-def test_the_generation_stands_while_the_table_is_only_read():
+def test_the_generation_is_unchanged_while_the_table_is_only_read():
     decoder = Decoder()
     decoder.decode(AUTHORITY_X)
     before = decoder.generation
@@ -325,7 +325,7 @@ def test_a_list_may_be_as_large_as_the_limit():
 
 
 @pytest.mark.parametrize("second", [NEWEST, b"\x01\x01x", b"\x41\x01x"])
-def test_a_list_one_byte_over_the_limit_is_refused_and_the_table_stays_in_step(second):
+def test_a_list_one_byte_over_the_limit_is_refused_and_the_table_stays_in_sync(second):
     decoder = Decoder(max_list_bytes=85)
     with pytest.raises(HeaderListTooLargeError, match=errors.LIST_TOO_LARGE):
         decoder.decode(AUTHORITY_X + second + literal(b"k", b"v"))
@@ -341,7 +341,7 @@ def test_empty_fields_count_as_well():
         decoder.decode(NEWEST * 3)
 
 
-def test_a_list_of_four_times_the_limit_condemns_the_connection():
+def test_a_list_over_four_times_the_limit_is_a_bomb():
     limit = 43 * 10
     decoder = Decoder(max_list_bytes=limit)
     decoder.decode(AUTHORITY_X)
@@ -352,16 +352,16 @@ def test_a_list_of_four_times_the_limit_condemns_the_connection():
     )
 
 
-def test_a_bomb_is_not_read_to_its_end():
+def test_decoding_of_a_bomb_stops_early():
     decoder = Decoder()
     huge = b"\x40\x01k\x7f\xd0\x1e" + b"x" * 4047  # an entry of 4080 bytes
     assert len(decoder.decode(huge)) == 1
-    # Behind what makes it a bomb, the block is not even well-formed.
+    # After the octets that make it a bomb, the block is malformed.
     block = NEWEST * 17 + literal(b"a", b"b", b"\x00") + b"\x80"
     assert refused(decoder, block, errors.LIST_TOO_LARGE) is HeaderBombError
 
 
-def test_a_list_that_is_no_bomb_yet_is_read_on():
+def test_a_list_below_the_bomb_limit_is_decoded_whole():
     just_none = AUTHORITY_X * BOMB_FACTOR
     with pytest.raises(HeaderListTooLargeError):
         Decoder(4096, 43).decode(just_none)
@@ -377,14 +377,14 @@ def test_a_bomb_of_references_stops_early_and_makes_no_copies():
     assert len({id(field) for field in fields}) == 1
 
 
-def test_no_text_of_an_error_holds_what_the_peer_sent():
+def test_error_texts_contain_no_input_of_the_peer():
     with pytest.raises(HpackError) as caught:
         Decoder().decode(literal(b"authorization", b"secret") + b"\x80")
     assert "secret" not in str(caught.value)
     assert caught.value.__suppress_context__
 
 
-# Blocks that differ from the one before in the last value
+# Blocks that differ from the previous one only in the last value
 
 
 TIMEOUT = literal(b"grpc-timeout", b"5S")
@@ -403,7 +403,7 @@ def another(decoder, block):
 
 
 def after(*blocks, decoder=None):
-    """A decoder that has read these, the last of them to be followed."""
+    """A decoder that has read these blocks, prepared to follow the last."""
     decoder = decoder or Decoder()
     for block in blocks:
         another(decoder, block)
@@ -416,7 +416,7 @@ def state(decoder):
 
 @pytest.mark.parametrize("huffman", [True, False])
 @pytest.mark.parametrize("constant", [CONSTANT, CONSTANT[:1], (), CONSTANT * 9])
-def test_most_blocks_with_a_new_timeout_are_followed_and_all_are_read_right(constant, huffman):
+def test_most_blocks_with_a_new_timeout_are_followed_and_all_decoded_correctly(constant, huffman):
     encoder, quick, plain, followed = hpack.Encoder(), Decoder(), Decoder(), 0
     for number in range(2_000):
         timeout = (b"grpc-timeout", b"%du" % (4_900_000 + number))
@@ -433,7 +433,7 @@ def test_most_blocks_with_a_new_timeout_are_followed_and_all_are_read_right(cons
     "lead", [b"\x83", b"\x83\xbe", b"\xbe\xbf\x83", b"\xfe", b"\xff\x00", b"\xfd\xff\x30", b""]
 )
 @pytest.mark.parametrize("kind", [b"\x40\x0cgrpc-timeout", b"\x41", b"\x7e"])
-def test_indexes_move_on_by_one(lead, kind):
+def test_expected_indexes_grow_by_one_per_block(lead, kind):
     decoder, plain = with_entries(126), with_entries(126)
     first = lead + kind + b"\x02aa"
     assert (plain.decode(first)[-1], False) == another(decoder, first)
@@ -447,7 +447,7 @@ def test_indexes_move_on_by_one(lead, kind):
     assert plain.decode(second)[-1][1] == b"302"
 
 
-def test_a_field_that_was_evicted_is_not_followed():
+def test_a_block_with_an_evicted_field_is_not_followed():
     decoder = after(literal(b"old", b"o"), b"\xbe" + TIMEOUT, decoder=Decoder(max_table_bytes=127))
     assert dynamic(decoder) == ((b"grpc-timeout", b"5S"), (b"old", b"o"))
     assert decoder.follow(b"\xbf" + TIMEOUT) == (b"grpc-timeout", b"5S")
@@ -456,7 +456,7 @@ def test_a_field_that_was_evicted_is_not_followed():
     refused(decoder, b"\xc0" + TIMEOUT, errors.INDEX_INVALID)
 
 
-def test_a_name_that_was_evicted_is_not_followed():
+def test_a_block_with_an_evicted_name_is_not_followed():
     decoder = after(POST + b"\x40\x01k\x02vv", POST + b"\x7e\x02vv", decoder=Decoder(40))
     block = POST + b"\x7e\x7e" + b"x" * 126  # more than the table holds
     assert decoder.follow(block) == (b"k", b"x" * 126)
@@ -494,7 +494,7 @@ def test_indexes_of_more_than_two_octets_are_not_followed():
     ],
     ids=bytes.hex,
 )
-def test_what_does_not_follow_is_left_unread(block):
+def test_a_block_that_is_not_followed_is_left_unread(block):
     decoder = after(POST + TIMEOUT)
     before = state(decoder)
     assert decoder.follow(block) is None
@@ -517,20 +517,20 @@ def test_what_does_not_follow_is_left_unread(block):
     ],
     ids=bytes.hex,
 )
-def test_only_a_run_of_indexes_and_a_literal_for_the_table_is_followed(block):
+def test_only_a_run_of_indexes_and_a_literal_with_indexing_is_followed(block):
     decoder = with_entries(3)
     after(block, decoder=decoder)
     assert decoder.follow(block) is None
 
 
-def test_nothing_follows_another_block():
+def test_no_block_is_followed_after_another_kind_of_block():
     decoder = after(POST + TIMEOUT)
     decoder.decode(POST)
     assert decoder.follow(POST + TIMEOUT) is None
     after(POST + TIMEOUT, decoder=decoder)
 
 
-def test_a_list_that_might_become_too_large_is_not_followed():
+def test_a_list_that_may_exceed_the_limit_is_not_followed():
     fields_bytes = 43 + 46  # POST, and the timeout
     for most, followed in ((fields_bytes + 201, True), (fields_bytes + 200, False)):
         decoder = after(POST + TIMEOUT, decoder=Decoder(max_list_bytes=most))

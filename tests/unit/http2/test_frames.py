@@ -48,7 +48,7 @@ def test_a_block_that_fits_is_one_frame_of_headers():
     assert frames_of(frames.headers(3, b"block", ended=True)) == [Frame(1, 0x5, 3, b"block")]
 
 
-def test_a_longer_block_goes_on_in_continuation_and_ends_with_its_last_frame():
+def test_a_longer_block_continues_in_continuation_and_ends_with_its_last_frame():
     assert frames_of(frames.headers(3, b"abcdefgh", ended=True, max_bytes=3)) == [
         Frame(1, 0x1, 3, b"abc"),
         Frame(9, 0x0, 3, b"def"),
@@ -56,14 +56,14 @@ def test_a_longer_block_goes_on_in_continuation_and_ends_with_its_last_frame():
     ]
 
 
-def test_a_block_of_exactly_two_frames_needs_no_third():
+def test_a_block_of_exactly_two_frames_has_no_third():
     assert [
         (sent.flags, sent.payload)
         for sent in frames_of(frames.headers(3, b"abcdef", ended=False, max_bytes=3))
     ] == [(0, b"abc"), (4, b"def")]
 
 
-def test_a_header_is_read_with_the_reserved_bit_on_its_stream():
+def test_a_frame_header_is_read_with_the_reserved_bit():
     header = b"\x01\x00\x02\x01\x04\x80\x00\x00\x07"
     assert frames.read_header(header, 0) == (1, 2, 0x0104, 0x8000_0007)
 
@@ -72,7 +72,7 @@ def test_32_bits_are_read():
     assert frames.u32(b"\0\0\0\1\0\0\0\2") == 1
 
 
-def test_padding_is_taken_off():
+def test_padding_is_removed():
     assert without_padding(0, b"\x02data") == b"\x02data"
     assert without_padding(frames.PADDED, b"\x02data\0\0") == b"data"
     assert without_padding(frames.PADDED, b"\x00data") == b"data"
@@ -83,13 +83,13 @@ def test_a_frame_may_be_all_padding():
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x05data", b"\xff" + bytes(254)])
-def test_padding_as_long_as_the_rest_of_the_frame_or_longer_ends_the_connection(payload):
+def test_padding_longer_than_the_payload_ends_the_connection(payload):
     with pytest.raises(ConnectionFailureError) as caught:
         without_padding(frames.PADDED, payload)
     assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
-def test_what_belongs_to_the_connection_must_not_be_on_a_stream_nor_the_other_way_round():
+def test_connection_frames_on_a_stream_and_stream_frames_on_stream_0_are_refused():
     demand_connection(0)
     demand_stream(1)
     with pytest.raises(ConnectionFailureError):
@@ -106,7 +106,7 @@ def test_a_fixed_size_is_exact():
         assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
-def test_codes_are_those_of_the_wire():
+def test_error_codes_have_the_numbers_of_rfc_9113():
     assert [code.name for code in sorted(ErrorCode)] == [
         "NO_ERROR",
         "PROTOCOL_ERROR",
@@ -126,6 +126,6 @@ def test_codes_are_those_of_the_wire():
     assert [code.value for code in sorted(ErrorCode)] == list(range(14))
 
 
-def test_causes_can_be_labels():
+def test_causes_are_valid_labels():
     assert all(cause.value.replace("_", "").isalnum() for cause in Cause)
     assert len({cause.value for cause in Cause}) == len(Cause)

@@ -18,7 +18,7 @@ REST = [(b"content-type", b"application/grpc"), (b"te", b"trailers"), (b"user-ag
 
 
 class Blocks:
-    """Encodes for one reader."""
+    """Encodes blocks for one reader."""
 
     def __init__(self, max_list_bytes=16_384):
         self.encoder = hpack.Encoder()
@@ -36,7 +36,7 @@ def flaw_of(*fields):
 
 
 def with_pseudo(**values):
-    """The pseudo-header fields of a request, some of them replaced, or left out by None."""
+    """The pseudo-header fields of a request, some replaced, or omitted by None."""
     fields = {**{name[1:].decode(): value for name, value in PSEUDO}, **values}
     return [(f":{name}".encode(), value) for name, value in fields.items() if value is not None]
 
@@ -58,25 +58,25 @@ def test_pseudo_header_fields_may_come_in_any_order():
 
 
 @pytest.mark.parametrize("name", [b":method", b":scheme", b":path"])
-def test_a_request_without_one_of_these_is_malformed(name):
+def test_a_request_without_a_required_pseudo_header_field_is_malformed(name):
     assert flaw_of(*(field for field in PSEUDO if field[0] != name)) is Flaw.MALFORMED
 
 
 @pytest.mark.parametrize("name", ["method", "scheme", "path"])
-def test_they_must_not_be_empty(name):
+def test_required_pseudo_header_fields_must_not_be_empty(name):
     assert flaw_of(*with_pseudo(**{name: b""})) is Flaw.MALFORMED
 
 
-def test_the_authority_may_be_left_out():
+def test_the_authority_may_be_omitted():
     assert flaw_of(*PSEUDO[:3], *REST) is None
 
 
 @pytest.mark.parametrize("field", PSEUDO)
-def test_a_pseudo_header_field_comes_once(field):
+def test_a_repeated_pseudo_header_field_is_malformed(field):
     assert flaw_of(*PSEUDO, field, *REST) is Flaw.MALFORMED
 
 
-def test_one_that_comes_twice_with_the_same_name_and_another_value_is_malformed_too():
+def test_a_pseudo_header_field_repeated_with_another_value_is_malformed():
     assert flaw_of(*PSEUDO, (b":path", b"/other"), *REST) is Flaw.MALFORMED
 
 
@@ -113,29 +113,29 @@ def test_any_token_is_a_name(name):
 
 
 @pytest.mark.parametrize("value", [b"a\0b", b"a\rb", b"a\nb", b" a", b"a ", b"\ta", b"a\t", b"a\n"])
-def test_a_value_has_no_line_ends_and_no_blanks_around_it(value):
+def test_a_value_has_no_line_ends_and_no_surrounding_blanks(value):
     assert flaw_of(*PSEUDO, (b"x", value)) is Flaw.MALFORMED
 
 
 @pytest.mark.parametrize("value", [b"", b"a", b"a b\tc", b"\xff\x80", b"\x01\x7f"])
-def test_a_value_has_any_other_octet(value):
+def test_a_value_may_have_any_other_octet(value):
     assert flaw_of(*PSEUDO, (b"x", value)) is None
 
 
 @pytest.mark.parametrize(
     "name", [b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"]
 )
-def test_fields_of_a_connection_of_http_1_are_malformed(name):
+def test_connection_specific_fields_of_http_1_are_malformed(name):
     assert flaw_of(*PSEUDO, (name, b"x")) is Flaw.MALFORMED
 
 
-def test_te_is_trailers_or_nothing():
+def test_te_must_be_trailers_or_absent():
     assert flaw_of(*PSEUDO, (b"te", b"trailers")) is None
     for value in (b"trailers, deflate", b"gzip", b"", b"Trailers"):
         assert flaw_of(*PSEUDO, (b"te", value)) is Flaw.MALFORMED
 
 
-def test_host_says_what_the_authority_says():
+def test_host_must_equal_the_authority():
     assert flaw_of(*PSEUDO, (b"host", b"localhost")) is None
     assert flaw_of(*PSEUDO[:3], (b"host", b"anything")) is None
     assert flaw_of(*PSEUDO, (b"host", b"elsewhere")) is Flaw.MALFORMED
@@ -157,14 +157,14 @@ def test_a_content_length_may_be_repeated_but_not_contradicted():
     assert flaw_of(*PSEUDO, (b"content-length", b"4"), (b"content-length", b"5")) is Flaw.MALFORMED
 
 
-def test_an_empty_block_is_no_request():
+def test_an_empty_block_is_malformed():
     assert flaw_of() is Flaw.MALFORMED
 
 
-# What is kept
+# Cached heads
 
 
-def test_equal_blocks_are_one_head_while_the_table_stands():
+def test_equal_blocks_share_a_head_while_the_table_is_unchanged():
     blocks = Blocks()
     blocks.read(*PSEUDO, *REST)
     second = blocks.encoder.encode([*PSEUDO, *REST])
@@ -172,7 +172,7 @@ def test_equal_blocks_are_one_head_while_the_table_stands():
     assert blocks.reader.kept == {second: head}
 
 
-def test_a_block_that_changes_the_table_is_not_kept_and_what_was_kept_is_forgotten():
+def test_a_block_that_changes_the_table_is_not_cached_and_clears_the_cache():
     blocks = Blocks()
     blocks.read(*PSEUDO, *REST)
     blocks.read(*PSEUDO, *REST)
@@ -181,7 +181,7 @@ def test_a_block_that_changes_the_table_is_not_kept_and_what_was_kept_is_forgott
     assert not blocks.reader.kept
 
 
-def test_what_follows_a_head_that_differs_in_two_fields_is_read_whole():
+def test_a_block_after_a_head_that_differs_in_two_fields_is_decoded_whole():
     blocks = Blocks()
     for number in range(6):
         agent = b"test/1" if number < 2 else b"test/2"
@@ -189,7 +189,7 @@ def test_what_follows_a_head_that_differs_in_two_fields_is_read_whole():
         assert blocks.read(*fields).fields == fields
 
 
-def test_trailers_that_change_the_table_make_forget_too():
+def test_trailers_that_change_the_table_clear_the_cache():
     blocks = Blocks()
     blocks.read(*PSEUDO, *REST)
     blocks.read(*PSEUDO, *REST)
@@ -197,21 +197,21 @@ def test_trailers_that_change_the_table_make_forget_too():
     assert not blocks.reader.kept
 
 
-def test_a_head_with_a_flaw_is_not_kept():
+def test_a_head_with_a_flaw_is_not_cached():
     blocks = Blocks()
     for _ in range(2):
         blocks.read(*PSEUDO[:1])
     assert not blocks.reader.kept
 
 
-def test_a_block_that_resizes_the_table_and_adds_to_it_is_not_kept():
+def test_a_block_that_resizes_the_table_and_adds_to_it_is_not_cached():
     reader = HeadReader(16_384)
     resized, added = b"\x3f\xe1\x1f", b"\x40\x01x\x01v"  # to 4,096 octets, RFC 7541 §6.3 and §6.2.1
     assert reader.read(resized + b"\x83\x86\x84" + added).flaw is None
     assert not reader.kept
 
 
-def test_a_long_block_is_not_kept():
+def test_a_long_block_is_not_cached():
     reader = HeadReader(16_384)
     plain = b"\x83\x86\x84"
     for size, kept in ((2_048, 1), (2_049, 0)):
@@ -226,7 +226,7 @@ def test_a_long_block_is_not_kept():
         assert (len(block), len(reader.kept)) == (size, kept)
 
 
-def test_what_is_kept_is_bounded():
+def test_the_cache_is_bounded():
     reader = HeadReader(16_384)
     for number in range(1_000):
         reader.read(b"\x83\x86\x84\x00\x01x\x04%04d" % number)
@@ -234,11 +234,11 @@ def test_what_is_kept_is_bounded():
 
 
 def cost_of(kept):
-    """As RFC 7541 §4.1 counts: 32 octets for each field beside its own."""
+    """Return the size as in RFC 7541 §4.1: 32 octets for each field besides its own."""
     return sum(len(block) + 32 * len(head.fields) for block, head in kept.items())
 
 
-def test_many_small_fields_or_long_blocks_leave_room_for_fewer_heads():
+def test_many_small_fields_or_long_blocks_allow_fewer_heads():
     for rest in (b"\x00\x01x\x00" * 300, b"\x00\x01x\x7f\xc9\x0e" + b"v" * 1_992):
         reader, costs = HeadReader(16_384), []
         for number in range(100):
@@ -249,7 +249,7 @@ def test_many_small_fields_or_long_blocks_leave_room_for_fewer_heads():
         assert min(costs) > 0
 
 
-def test_the_room_is_all_there_again_after_what_was_kept_is_forgotten():
+def test_the_whole_cache_is_free_after_it_was_cleared():
     reader, full = HeadReader(16_384), [b"\x83\x86\x84\x00\x01x\x04%04d" % n for n in range(64)]
     long = b"\x83\x86\x84" + b"\x00\x01x\x00" * 300
     for number in range(4):
@@ -263,7 +263,7 @@ def test_the_room_is_all_there_again_after_what_was_kept_is_forgotten():
 # Models
 
 
-def test_a_head_that_differs_in_a_timeout_alone_has_the_one_before_as_its_model():
+def test_a_head_that_differs_only_in_a_timeout_has_the_previous_one_as_model():
     blocks = Blocks()
     model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
     head = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"999m"))
@@ -273,7 +273,7 @@ def test_a_head_that_differs_in_a_timeout_alone_has_the_one_before_as_its_model(
     assert head.fields == (*PSEUDO, *REST, (b"grpc-timeout", b"999m"))
 
 
-def test_the_model_stays_the_model():
+def test_later_heads_keep_the_same_model():
     blocks = Blocks()
     model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
     for number in range(3):
@@ -289,7 +289,7 @@ def test_several_fields_may_vary():
     assert head.varying == ((b"a", b"2"), (b"b", b"2"))
 
 
-def test_an_equal_field_does_not_vary_though_it_is_another_object():
+def test_an_equal_field_in_another_object_does_not_vary():
     reader = HeadReader(16_384)
     model = reader.read(b"\x83\x86\x84\x00\x01x\x01a")
     head = reader.read(b"\x83\x86\x84\x10\x01x\x01a")
@@ -303,7 +303,7 @@ def test_a_head_of_another_method_has_no_model():
     assert blocks.read((b":method", b"GET"), *PSEUDO[1:], *REST).model is None
 
 
-def test_the_field_that_varied_last_is_judged_each_time():
+def test_the_field_that_varied_last_is_validated_each_time():
     blocks = Blocks()
     model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
     for value, flaw in ((b"2S", None), (b"3S\n", Flaw.MALFORMED), (b"4S", None), (b"1S", None)):
@@ -314,7 +314,7 @@ def test_the_field_that_varied_last_is_judged_each_time():
             assert head.varying == (((b"grpc-timeout", value),) if value != b"1S" else ())
 
 
-def test_heads_that_follow_one_another_are_what_they_would_be_one_by_one():
+def test_followed_heads_equal_decoded_ones():
     blocks = Blocks()
     model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
     assert not blocks.reader.kept
@@ -326,7 +326,7 @@ def test_heads_that_follow_one_another_are_what_they_would_be_one_by_one():
         assert head.content_length is None
 
 
-def test_what_follows_makes_what_was_kept_be_forgotten():
+def test_followed_blocks_clear_the_cache():
     blocks = Blocks()
     for value in (b"1S", b"2S"):
         blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
@@ -338,7 +338,7 @@ def test_what_follows_makes_what_was_kept_be_forgotten():
         assert not blocks.reader.kept
 
 
-def test_fields_may_vary_in_turn():
+def test_different_fields_may_vary_one_after_the_other():
     blocks = Blocks()
     first = blocks.read(*PSEUDO, *REST, (b"x-a", b"1"), (b"x-b", b"1"))
     for a, b, varying in [
@@ -352,7 +352,7 @@ def test_fields_may_vary_in_turn():
         assert (head.model, head.varying) == (first, varying)
 
 
-def test_a_shorter_model_does_not_inherit_the_place_that_varied():
+def test_a_shorter_model_does_not_inherit_the_varying_place():
     blocks = Blocks()
     for value in (b"1S", b"2S"):
         blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
@@ -360,7 +360,7 @@ def test_a_shorter_model_does_not_inherit_the_place_that_varied():
     assert blocks.read(*PSEUDO).model is shorter
 
 
-def test_a_content_length_is_the_models():
+def test_a_head_has_the_content_length_of_its_model():
     blocks = Blocks()
     blocks.read(*PSEUDO, (b"content-length", b"4"), (b"a", b"1"))
     assert blocks.read(*PSEUDO, (b"content-length", b"4"), (b"a", b"2")).content_length == 4
@@ -379,7 +379,7 @@ def test_a_content_length_is_the_models():
         ([*PSEUDO, (b"a", b"1"), *REST, (b"b", b"1")], None),
     ],
 )
-def test_everything_else_is_judged_by_all_the_rules(fields, flaw):
+def test_all_other_heads_are_validated_by_all_rules(fields, flaw):
     blocks = Blocks()
     blocks.read(*PSEUDO, (b"a", b"1"), *REST)
     head = blocks.read(*fields)
@@ -387,10 +387,10 @@ def test_everything_else_is_judged_by_all_the_rules(fields, flaw):
     assert head.model is None
 
 
-# Blocks that cannot be read
+# Oversized and malformed blocks
 
 
-def test_a_list_over_the_limit_is_a_flaw_and_the_reader_goes_on():
+def test_a_list_over_the_limit_is_a_flaw_and_the_reader_continues():
     blocks = Blocks(max_list_bytes=300)
     assert blocks.read(*PSEUDO, (b"x", b"v" * 200)).flaw is Flaw.TOO_LARGE
     assert blocks.read(*PSEUDO).flaw is None
@@ -406,7 +406,7 @@ def test_a_list_far_over_the_limit_ends_the_connection():
 @pytest.mark.parametrize(
     "block", [b"\x80", b"\xc6", b"\x00\x85\xf2\xb2\x4a\x84\xff\x84\x49\x50\x9f\xff"]
 )
-def test_a_block_that_is_no_hpack_ends_the_connection(block):
+def test_a_malformed_block_ends_the_connection(block):
     for read in (HeadReader(100).read, HeadReader(100).trailers):
         with pytest.raises(ConnectionFailureError) as caught:
             read(block)
@@ -423,7 +423,7 @@ def test_trailers_are_regular_fields():
 
 
 @pytest.mark.parametrize("field", [(b":path", b"/"), (b"X", b"1"), (b"x", b"\n")])
-def test_trailers_are_nothing_else(field):
+def test_other_trailers_are_invalid(field):
     assert Blocks().trailers((b"x", b"1"), field) is None
 
 
@@ -434,14 +434,14 @@ def test_trailers_have_the_limit_of_heads():
 OWN = (b"custom-key", b"custom-value")
 
 
-def test_the_examples_of_appendix_c_are_read_as_they_were():
+def test_the_examples_of_appendix_c_are_encoded_reversibly():
     decoder = Decoder()
     for example in (*rfc.REQUESTS_HUFFMAN, *rfc.RESPONSES_HUFFMAN):
         assert decoder.decode(static_block(example.fields)) == example.fields
     assert decoder.generation == 0
 
 
-def test_a_string_is_huffman_coded_only_where_that_is_shorter():
+def test_a_string_is_huffman_coded_only_if_that_is_shorter():
     assert static_block([(b":status", b"307")]) == b"\x08\x03307"
     assert static_block([(b":status", b"302")]) == b"\x08\x82\x64\x02"
 
@@ -454,6 +454,6 @@ def test_a_static_field_is_one_octet():
     assert static_block(STATIC_TABLE) == bytes(range(0x81, 0x81 + 61))
 
 
-def test_a_name_comes_from_the_static_table_and_no_field_is_indexed():
+def test_names_come_from_the_static_table_and_no_field_is_indexed():
     assert static_block([(b":path", b"/x")])[:1] == b"\x04"
     assert static_block([OWN])[:1] == b"\x00"

@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
 
 
 def documented():
-    """Cause → what the document says is free: at once, per answer, per second."""
+    """Cause → documented allowance: burst, per piece of work, per second."""
     found = {}
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
         free = re.search(r"free: ([\d,]+), (\d+)(?: \((\w+): (\d+)\))?, (\d+)", line)
@@ -30,7 +30,7 @@ def documented():
     return found
 
 
-def test_answers_that_wait_are_bounded_where_the_document_says():
+def test_bounds_of_pending_answers_are_as_documented():
     limits = Limits()
     assert (limits.max_buffered_bytes, limits.max_unread_bytes) == (4 << 20, 32 << 20)
     assert "over 4 MiB new calls of its connection are refused, at 32 MiB it ends" in (
@@ -38,12 +38,12 @@ def test_answers_that_wait_are_bounded_where_the_document_says():
     )
 
 
-def test_what_is_free_is_what_the_document_says():
+def test_allowances_are_as_documented():
     assert documented() == {str(cause): tuple(free) for cause, free in ALLOWANCES.items()}
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_burst_is_free_to_its_last_frame_and_the_next_one_ends_the_connection(cause):
+def test_the_frame_after_a_full_burst_ends_the_connection(cause):
     meter = AbuseMeter()
     spend(meter, cause, ALLOWANCES[cause].burst)
     with pytest.raises(ConnectionFailureError) as caught:
@@ -53,7 +53,7 @@ def test_a_burst_is_free_to_its_last_frame_and_the_next_one_ends_the_connection(
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_second_makes_room_for_what_a_second_may_hold_and_no_more(cause):
+def test_a_tick_frees_the_allowance_of_a_second_and_no_more(cause):
     meter = AbuseMeter()
     spend(meter, cause, ALLOWANCES[cause].burst)
     meter.tick()
@@ -63,7 +63,7 @@ def test_a_second_makes_room_for_what_a_second_may_hold_and_no_more(cause):
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_work_makes_room_in_proportion_and_no_more(cause):
+def test_work_frees_frames_in_proportion_and_no_more(cause):
     meter = AbuseMeter()
     spend(meter, cause, ALLOWANCES[cause].burst)
     spend(meter, cause, 10 * ALLOWANCES[cause].per_work, work=10)
@@ -71,7 +71,7 @@ def test_work_makes_room_in_proportion_and_no_more(cause):
         meter.charge(cause, 10)
 
 
-def test_one_that_was_earned_goes_back_to_the_burst_and_no_further():
+def test_a_frame_freed_by_work_can_be_used_once():
     meter = AbuseMeter()
     spend(meter, Cause.RAPID_RESET, ALLOWANCES[Cause.RAPID_RESET].burst)
     meter.charge(Cause.RAPID_RESET, 1)
@@ -79,7 +79,7 @@ def test_one_that_was_earned_goes_back_to_the_burst_and_no_further():
         meter.charge(Cause.RAPID_RESET, 1)
 
 
-def test_long_rest_makes_room_for_one_burst_not_for_two():
+def test_a_long_pause_frees_one_burst_not_two():
     meter = AbuseMeter()
     cause = Cause.PING_FLOOD
     spend(meter, cause, ALLOWANCES[cause].burst)
@@ -90,7 +90,7 @@ def test_long_rest_makes_room_for_one_burst_not_for_two():
         meter.charge(cause, 0)
 
 
-def test_a_keepalive_ping_every_10_seconds_goes_on_for_days():
+def test_a_keepalive_ping_every_10_seconds_is_allowed_for_days():
     meter = AbuseMeter()
     for _ in range(50_000):
         for _ in range(10):
@@ -98,7 +98,7 @@ def test_a_keepalive_ping_every_10_seconds_goes_on_for_days():
         meter.charge(Cause.PING_FLOOD, 0)
 
 
-def test_causes_are_counted_apart():
+def test_causes_are_counted_separately():
     meter = AbuseMeter()
     for cause in CAUSES:
         spend(meter, cause, ALLOWANCES[cause].burst)

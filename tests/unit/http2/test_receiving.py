@@ -1,4 +1,4 @@
-"""Each type of frame by a connection's answers: this half alone would need the other to be of any use."""
+"""Each type of frame, through a whole connection, since the receiving half needs the sending one."""
 
 import pytest
 
@@ -65,14 +65,14 @@ def peer(**limits):
 
 
 def open_stream(client, stream_id=1, fields=None):
-    """A request whose body is still to come, and which the owner knows of."""
+    """Open a request without its body, and announce it to the owner."""
     (event,) = client.feed(client.head(stream_id, fields))
     assert isinstance(event, RequestReceived)
     client.forget()
 
 
 def ends(client, *parts):
-    """Send what must end the connection; return the code and the cause."""
+    """Send octets that must end the connection; return the code and the cause."""
     client.feed(*parts)
     ((_, code),) = client.goaways
     assert isinstance(client.connection.ended, ConnectionEnded)
@@ -81,7 +81,7 @@ def ends(client, *parts):
 
 
 def resets(client, *parts):
-    """Send what must reset one stream and leave the connection alone; return stream, code and cause."""
+    """Send octets that must reset one stream, but not end the connection; return stream, code and cause."""
     client.feed(*parts)
     assert client.connection.ended is None
     ((stream_id, code),) = client.resets
@@ -133,14 +133,14 @@ def test_broken_settings_end_the_connection(octets, code):
 # Requests
 
 
-def test_a_request_without_a_body_is_told_at_once():
+def test_a_request_without_a_body_is_reported_at_once():
     client = peer()
     (event,) = client.feed(client.get(1))
     assert isinstance(event, RequestReceived)
     assert (event.stream_id, event.ended, event.head.fields[0]) == (1, True, (b":method", b"GET"))
 
 
-def test_a_request_that_comes_bit_by_bit_is_told_bit_by_bit():
+def test_a_request_in_parts_is_reported_in_parts():
     client = peer()
     events = client.feed(client.head(1), data(1, b"one"), data(1, b"two"), last_data(1, b"three"))
     assert isinstance(events[0], RequestReceived)
@@ -162,7 +162,7 @@ def test_trailers_end_a_request():
     assert resets(client, last_data(1)) == (1, STREAM_CLOSED, "stream_closed")
 
 
-def test_padding_and_priority_of_headers_are_taken_off():
+def test_padding_and_priority_of_headers_are_removed():
     client = peer()
     block = client.block(GET)
     flags = END_HEADERS | END_STREAM | PADDED | PRIORITIZED
@@ -171,7 +171,7 @@ def test_padding_and_priority_of_headers_are_taken_off():
     assert event.head.fields[2] == (b":path", b"/")
 
 
-def test_padding_of_data_counts_for_flow_control_and_is_not_told():
+def test_padding_of_data_counts_for_flow_control_but_is_removed():
     client = peer()
     open_stream(client)
     assert client.feed(data(1, b"\x03four\0\0\0", PADDED | END_STREAM)) == [
@@ -179,7 +179,7 @@ def test_padding_of_data_counts_for_flow_control_and_is_not_told():
     ]
 
 
-def test_a_block_may_come_in_parts():
+def test_a_block_may_arrive_in_parts():
     client = peer()
     block = client.block(GET)
     events = client.feed(
@@ -201,20 +201,20 @@ def test_a_block_may_come_in_parts():
         ping(bytes(8)),
     ],
 )
-def test_nothing_may_come_within_a_block(intruder):
+def test_other_frames_within_a_block_end_the_connection(intruder):
     client = peer()
     begun = frame(HEADERS, 0, 1, client.block())
     assert ends(client, begun, intruder) == (PROTOCOL_ERROR, "protocol")
 
 
-def test_a_new_request_may_not_come_within_a_block():
+def test_a_new_request_within_a_block_ends_the_connection():
     client = peer()
     block = client.block()
     other = frame(HEADERS, END_HEADERS, 3, block)
     assert ends(client, frame(HEADERS, 0, 1, block), other) == (PROTOCOL_ERROR, "protocol")
 
 
-def test_the_head_of_the_same_request_may_not_come_within_its_block():
+def test_a_second_head_within_a_block_ends_the_connection():
     client = peer()
     block = client.block()
     again = frame(HEADERS, END_HEADERS, 1, block)
@@ -222,7 +222,7 @@ def test_the_head_of_the_same_request_may_not_come_within_its_block():
     assert client.connection.ended.message == "a frame came within a header block"
 
 
-def test_the_body_of_a_request_before_may_not_come_within_a_block():
+def test_the_body_of_an_earlier_request_within_a_block_ends_the_connection():
     client = peer()
     first, second = client.head(1), frame(HEADERS, 0, 3, client.block())
     assert ends(client, first, second, last_data(1)) == (PROTOCOL_ERROR, "protocol")
@@ -282,7 +282,7 @@ def test_a_second_head_that_does_not_end_the_request_resets():
     assert resets(client, client.head(1)) == (1, PROTOCOL_ERROR, "protocol")
 
 
-def test_a_head_over_the_limit_is_told_so_that_it_can_be_answered():
+def test_a_head_over_the_limit_is_reported_for_an_answer():
     client = peer(max_header_list_bytes=300)
     large = [*POST, ("x", "v" * 300)]
     assert client.feed(client.head(1, large)) == [HeadTooLarge(1, ended=False)]
@@ -300,7 +300,7 @@ def sized(length):
 
 
 @pytest.mark.parametrize("parts", [[b"f", b"our"], [b"four", b""]])
-def test_a_body_of_the_promised_length_is_good(parts):
+def test_a_body_of_the_announced_length_is_valid(parts):
     client = peer()
     *first, last = parts
     events = client.feed(
@@ -317,7 +317,7 @@ def test_another_length_resets(parts):
     assert resets(client, *octets) == (1, PROTOCOL_ERROR, "malformed")
 
 
-def test_too_much_resets_before_the_end():
+def test_a_body_above_the_announced_length_resets_before_its_end():
     client = peer()
     assert resets(client, client.head(1, sized(4)), data(1, b"five5")) == (
         1,
@@ -326,14 +326,14 @@ def test_too_much_resets_before_the_end():
     )
 
 
-def test_a_promise_without_a_body_resets():
+def test_an_announced_length_without_a_body_resets():
     client = peer()
     assert resets(client, client.get(1, sized(1))) == (1, PROTOCOL_ERROR, "malformed")
     (event,) = client.feed(client.get(3, sized(0)))
     assert event.ended
 
 
-def test_trailers_before_the_promised_end_reset():
+def test_trailers_before_the_announced_length_reset():
     client = peer()
     open_stream(client, fields=sized(4))
     trailers = client.head(1, [("x", "y")], END_HEADERS | END_STREAM)
@@ -356,7 +356,7 @@ def test_broken_data_ends_the_connection(octets, code):
     assert ends(peer(), octets)[0] == code
 
 
-def test_data_after_the_end_resets_and_what_follows_is_ignored():
+def test_data_after_the_end_resets_and_later_data_is_ignored():
     client = peer()
     client.feed(client.get(1))
     client.forget()
@@ -374,7 +374,7 @@ def test_data_for_an_answered_stream_resets():
     assert resets(client, data(1, b"x")) == (1, STREAM_CLOSED, "stream_closed")
 
 
-def test_ignored_headers_still_build_the_table():
+def test_ignored_headers_still_update_the_table():
     client = peer()
     open_stream(client)
     client.connection.send_headers(1, RESPONSE, ended=True)
@@ -383,17 +383,17 @@ def test_ignored_headers_still_build_the_table():
     assert event.head.fields[-1] == (b"x", b"new in the table")
 
 
-# Flow control of what comes
+# Flow control of input
 
 
-def test_a_stream_may_fill_its_window_and_not_one_octet_more():
+def test_a_stream_may_fill_its_window_but_not_exceed_it():
     client = peer(stream_window_bytes=10)
     open_stream(client)
     client.feed(data(1, bytes(10)))
     assert resets(client, data(1, b"x")) == (1, FLOW_CONTROL_ERROR, "flow_control")
 
 
-def test_all_streams_may_fill_the_connections_window_and_not_one_octet_more():
+def test_all_streams_may_fill_the_connections_window_but_not_exceed_it():
     client = peer(connection_window_bytes=70_000)
     open_stream(client)
     client.feed(*(data(1, bytes(10_000)) for _ in range(7)))
@@ -401,7 +401,7 @@ def test_all_streams_may_fill_the_connections_window_and_not_one_octet_more():
     assert ends(client, data(1, b"x")) == (FLOW_CONTROL_ERROR, "flow_control")
 
 
-def test_what_is_acknowledged_can_be_sent_again():
+def test_acknowledged_octets_reopen_the_windows():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     open_stream(client)
     client.feed(data(1, bytes(10)))
@@ -417,7 +417,7 @@ def test_what_is_acknowledged_can_be_sent_again():
     assert client.resets == []
 
 
-def test_more_than_came_cannot_be_acknowledged():
+def test_acknowledgements_are_limited_to_received_octets():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     open_stream(client)
     client.feed(data(1, bytes(5)))
@@ -428,7 +428,7 @@ def test_more_than_came_cannot_be_acknowledged():
     assert client.collect() == []
 
 
-def test_a_finished_request_gives_credit_to_the_connection_alone():
+def test_a_finished_request_reopens_only_the_window_of_the_connection():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     open_stream(client)
     client.feed(last_data(1, bytes(10)))
@@ -436,7 +436,7 @@ def test_a_finished_request_gives_credit_to_the_connection_alone():
     assert client.collect() == [Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))]
 
 
-def test_as_much_credit_is_told_as_came_with_requests_between_other_frames():
+def test_requests_between_other_frames_are_acknowledged_exactly():
     client = peer(connection_window_bytes=20)
     client.forget()
     for stream_id in range(1, 41, 2):
@@ -445,7 +445,7 @@ def test_as_much_credit_is_told_as_came_with_requests_between_other_frames():
     assert sum(int.from_bytes(payload, "big") for payload in told) == 20
 
 
-def test_data_that_nobody_sees_is_credited_at_once():
+def test_ignored_data_is_acknowledged_at_once():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     client.feed(client.get(1))
     client.forget()
@@ -455,14 +455,14 @@ def test_data_that_nobody_sees_is_credited_at_once():
     assert credits_ == [Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))] * 2
 
 
-def test_a_reset_gives_back_what_was_not_acknowledged():
+def test_a_reset_acknowledges_outstanding_octets():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     open_stream(client)
     client.feed(data(1, bytes(10)), rst_stream(1))
     assert client.sent == [Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))]
 
 
-def test_padding_without_data_is_credited_at_once():
+def test_padding_without_data_is_acknowledged_at_once():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     open_stream(client)
     assert client.feed(data(1, b"\x09" + bytes(9), PADDED)) == []
@@ -476,7 +476,7 @@ def test_padding_without_data_is_credited_at_once():
 
 
 def stalled():
-    """A stream that waits for a window of its own."""
+    """Return a connection with a stream that waits for its window."""
     client = peer()
     client.feed(settings(s4=0), client.get(1))
     client.connection.send_headers(1, RESPONSE)
@@ -486,14 +486,14 @@ def stalled():
     return client
 
 
-def test_a_window_that_opens_is_told_when_nothing_waits_any_more():
+def test_an_opened_window_is_reported_once_no_octets_are_pending():
     client = stalled()
     assert client.feed(window_update(1, 2)) == []
     assert client.feed(window_update(1, 1)) == [WindowOpened(1)]
     assert [sent.payload for sent in client.sent] == [b"ab", b"c"]
 
 
-def test_what_waits_goes_to_the_last_octet_of_the_window():
+def test_pending_octets_use_the_whole_window():
     client = peer()
     client.feed(settings(s4=0), client.get(1))
     client.connection.send_data(1, bytes(20_000))
@@ -502,12 +502,12 @@ def test_what_waits_goes_to_the_last_octet_of_the_window():
     assert sum(len(sent.payload) for sent in client.sent) == 16_385
 
 
-def test_settings_can_open_windows_too():
+def test_settings_can_open_windows():
     client = stalled()
     assert client.feed(settings(s4=3)) == [WindowOpened(1)]
 
 
-def test_the_connections_window_opens_for_all():
+def test_the_window_of_the_connection_opens_for_all_streams():
     client = peer()
     client.feed(settings(s4=1 << 20), client.get(1), window_update(0, 1))
     client.connection.send_data(1, bytes(65_537))
@@ -553,10 +553,10 @@ def test_a_window_update_for_an_answered_stream_is_ignored():
     assert (client.sent[1:], client.connection.ended) == ([], None)
 
 
-# RST_STREAM, PRIORITY, PING, GOAWAY, the rest
+# RST_STREAM, PRIORITY, PING, GOAWAY, unknown types
 
 
-def test_a_reset_is_told():
+def test_a_reset_is_reported():
     client = peer()
     open_stream(client)
     assert client.feed(rst_stream(1, CANCEL)) == [StreamReset(1, CANCEL, Cause.PEER_RESET)]
@@ -565,13 +565,13 @@ def test_a_reset_is_told():
     assert resets(client, data(1, b"x")) == (1, STREAM_CLOSED, "stream_closed")
 
 
-def test_an_unknown_code_is_told_as_it_is():
+def test_an_unknown_error_code_is_reported_unchanged():
     client = peer()
     open_stream(client)
     assert client.feed(rst_stream(1, 0xFF)) == [StreamReset(1, 0xFF, Cause.PEER_RESET)]
 
 
-def test_a_reset_of_a_request_that_has_just_begun_is_told_after_it():
+def test_a_reset_in_the_same_read_is_reported_after_its_request():
     client = peer()
     first, second = client.feed(client.head(1), rst_stream(1))
     assert isinstance(first, RequestReceived)
@@ -613,13 +613,13 @@ def test_a_ping_is_answered_with_its_own_octets():
     assert client.sent == [Frame(PING, ACK, 0, b"12345678")]
 
 
-def test_the_answer_to_a_ping_of_ours_is_not_answered():
+def test_a_ping_acknowledgement_is_not_answered():
     client = peer()
     assert client.feed(frame(PING, ACK, 0, b"12345678")) == []
     assert client.sent == []
 
 
-def test_requests_go_on_after_a_goaway():
+def test_requests_continue_after_a_goaway_of_the_peer():
     client = peer()
     debug = (3).to_bytes(4, "big") + (0xFF).to_bytes(4, "big") + b"debug"
     assert client.feed(frame(GOAWAY, 0, 0, debug)) == []
@@ -633,10 +633,10 @@ def test_frames_of_unknown_types_are_ignored(stream_id):
     assert (client.sent, client.connection.ended) == ([], None)
 
 
-# Limits, each at its bound and one past it
+# Limits, each at its bound and one above
 
 
-def test_streams_over_the_maximum_are_refused_and_served_when_there_is_room():
+def test_streams_over_the_maximum_are_refused_until_others_end():
     client = peer(max_streams=2)
     client.feed(client.head(1), client.head(3))
     client.forget()
@@ -647,13 +647,13 @@ def test_streams_over_the_maximum_are_refused_and_served_when_there_is_room():
     assert client.resets == [(1, NO_ERROR)]
 
 
-def test_streams_that_come_with_the_others_are_over_the_maximum_too():
+def test_streams_over_the_maximum_in_the_same_read_are_refused():
     client = peer(max_streams=2)
     heads = client.head(1) + client.head(3) + client.head(5)
     assert resets(client, heads) == (5, REFUSED_STREAM, "too_many_streams")
 
 
-def test_requests_are_refused_while_too_much_waits_for_the_windows():
+def test_requests_are_refused_while_too_many_octets_wait_for_windows():
     client = peer(max_buffered_bytes=3)
     client.feed(settings(s4=0), client.get(1))
     client.connection.send_data(1, b"abc")
@@ -664,7 +664,7 @@ def test_requests_are_refused_while_too_much_waits_for_the_windows():
     assert resets(client, client.get(5)) == (5, REFUSED_STREAM, "too_many_streams")
 
 
-def test_a_block_may_have_so_many_parts_and_not_one_more():
+def test_a_block_is_bounded_in_frames():
     for parts, ended in ((16, False), (17, True)):
         client = peer()
         block = client.block(GET)
@@ -677,7 +677,7 @@ def test_a_block_may_have_so_many_parts_and_not_one_more():
         assert (client.end_cause == "header_block") is ended
 
 
-def test_a_block_may_have_so_many_octets_and_not_one_more():
+def test_a_block_is_bounded_in_octets():
     for extra, cause in ((0, None), (1, "header_block")):
         client = peer(max_header_block_bytes=100, max_header_list_bytes=1_000)
         block = client.block(GET)
@@ -689,7 +689,7 @@ def test_a_block_may_have_so_many_octets_and_not_one_more():
 
 def test_a_header_bomb_ends_the_connection():
     client = peer()
-    # One entry of 4,000 octets in the table, then an index to it for every octet.
+    # One entry of 4,000 octets in the table, then references of one octet to it.
     client.feed(client.get(1, [*GET, ("x", "v" * 4_000)]))
     block = client.block(GET) + b"\xbe" * 16_000
     assert ends(client, frame(HEADERS, END_HEADERS | END_STREAM, 3, block)) == (
@@ -698,12 +698,12 @@ def test_a_header_bomb_ends_the_connection():
     )
 
 
-SOUND = b"\x82\x86\x84"  # GET / over http, out of the static table
+SOUND = b"\x82\x86\x84"  # GET / over http, from the static table
 MALFORMED = SOUND[:1]
 
 
 def numbered(number, block):
-    """HEADERS of the request after the first with this number."""
+    """HEADERS of the request with this number after the first."""
     return frame(HEADERS, END_HEADERS, 2 * number + 3, block)
 
 
@@ -720,7 +720,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("cause", FLOODS)
-def test_a_flood_ends_the_connection_at_its_bound_and_the_answers_stay_in_proportion(cause):
+def test_a_flood_ends_the_connection_at_its_bound_with_few_answers(cause):
     client = peer()
     open_stream(client)
     flood, burst = FLOODS[cause], ALLOWANCES[cause].burst
@@ -731,7 +731,7 @@ def test_a_flood_ends_the_connection_at_its_bound_and_the_answers_stay_in_propor
     assert len(client.sent) <= burst + 2
 
 
-def test_data_that_carries_something_makes_up_for_as_much_that_carries_nothing():
+def test_each_data_frame_with_content_allows_an_empty_one():
     client = peer()
     open_stream(client)
     burst = ALLOWANCES[Cause.EMPTY_DATA_FLOOD].burst
@@ -740,7 +740,7 @@ def test_data_that_carries_something_makes_up_for_as_much_that_carries_nothing()
     assert ends(client, data(1)) == (ENHANCE_YOUR_CALM, "empty_data_flood")
 
 
-def test_answered_checks_make_up_for_two_pings_each():
+def test_each_answered_check_allows_two_pings():
     client = peer()
     client.feed(*(client.post(number) for number in range(1, 100, 2)))
     for number in range(1, 100, 2):
@@ -758,7 +758,7 @@ def test_a_flood_of_requests_over_the_maximum_ends_the_connection():
 
 
 @pytest.mark.parametrize("what", ["RST_STREAM", "DATA", "HEADERS"])
-def test_a_flood_of_frames_for_dead_streams_ends_the_connection(what):
+def test_a_flood_of_frames_for_closed_streams_ends_the_connection(what):
     client = peer()
     open_stream(client)
     client.connection.send_headers(1, RESPONSE, ended=True)
@@ -770,7 +770,7 @@ def test_a_flood_of_frames_for_dead_streams_ends_the_connection(what):
     assert ends(client, octets) == (ENHANCE_YOUR_CALM, "stale_frame_flood")
 
 
-def test_honest_work_pays_for_resets():
+def test_answered_requests_allow_resets():
     client = peer()
     for number in range(5_000):
         stream_id = 4 * number + 1
@@ -783,7 +783,7 @@ def test_honest_work_pays_for_resets():
 # GOAWAY of ours
 
 
-def test_an_orderly_end_takes_two_steps():
+def test_a_graceful_shutdown_takes_two_steps():
     client = peer()
     client.feed(client.get(1))
     client.connection.go_away()
@@ -791,7 +791,7 @@ def test_an_orderly_end_takes_two_steps():
     assert client.goaways == [(2**31 - 1, NO_ERROR)]
     ping = client.sent[-1]
     assert ping.type == PING
-    client.feed(client.get(3))  # was on its way
+    client.feed(client.get(3))  # was in flight
     assert not client.connection.drained
     client.feed(frame(PING, ACK, 0, ping.payload))
     assert client.goaways == [(2**31 - 1, NO_ERROR), (3, NO_ERROR)]
@@ -799,7 +799,7 @@ def test_an_orderly_end_takes_two_steps():
     assert client.connection.open_streams == 2
 
 
-def test_after_the_second_step_requests_are_ignored_but_the_table_follows():
+def test_after_the_second_step_requests_are_ignored_but_update_the_table():
     client = peer()
     client.feed(client.get(1))
     client.connection.go_away()
@@ -815,7 +815,7 @@ def test_after_the_second_step_requests_are_ignored_but_the_table_follows():
     assert client.connection.open_streams == 0
 
 
-def test_the_answer_to_a_ping_that_nobody_sent_drains_nothing():
+def test_an_unsolicited_ping_acknowledgement_does_not_drain():
     client = peer()
     client.feed(frame(PING, ACK, 0, b"draining"))
     assert not client.connection.drained

@@ -31,7 +31,7 @@ LAST = END_HEADERS | END_STREAM
 
 
 class Half:
-    """The sending half, with streams that are complete and wait for their answers."""
+    """The sending half, with complete requests that wait for their answers."""
 
     def __init__(self, *stream_ids, limits=None, receive_bytes=1_000):
         self.streams = Streams()
@@ -63,7 +63,7 @@ def sizes(frames):
     return [(sent.stream_id, len(sent.payload)) for sent in frames if sent.type == DATA]
 
 
-def test_nothing_to_send_is_no_octets():
+def test_take_is_empty_without_frames():
     assert Half().sender.take() == b""
 
 
@@ -78,7 +78,7 @@ def test_octets_are_taken_once_and_in_order():
 # One message
 
 
-def test_a_unary_answer_is_three_frames_and_the_stream_is_over():
+def test_a_unary_answer_is_three_frames_and_closes_the_stream():
     half = Half(1)
     half.sender.send_unary(1, ANSWER, b"message")
     head, message, trailers = half.sent()
@@ -90,7 +90,7 @@ def test_a_unary_answer_is_three_frames_and_the_stream_is_over():
     assert half.streams.answered_total == 1
 
 
-def test_a_stream_that_is_gone_is_not_answered():
+def test_a_removed_stream_is_not_answered():
     half = Half(1)
     half.sender.send_unary(1, ANSWER, b"message")
     half.sender.take()
@@ -102,7 +102,7 @@ def test_a_stream_that_is_gone_is_not_answered():
 
 
 @pytest.mark.parametrize("touch", [False, True])
-def test_the_short_way_and_the_general_way_send_the_same_octets(touch):
+def test_the_fast_path_and_the_general_path_send_the_same_octets(touch):
     half = Half(1)
     if touch:
         half.streams.own(1)
@@ -112,7 +112,7 @@ def test_the_short_way_and_the_general_way_send_the_same_octets(touch):
 
 
 @pytest.mark.parametrize("sizes_sent", [[16_384] * 5, [16_384, 20_000, 40_000, 10, 0, 16_384]])
-def test_answers_keep_to_the_windows_and_to_the_frames(sizes_sent):
+def test_answers_respect_the_windows_and_the_frame_size(sizes_sent):
     half = Half(*range(1, 2 * len(sizes_sent), 2))
     for stream_id, size in zip(half.streams.live.copy(), sizes_sent, strict=True):
         half.sender.send_unary(stream_id, ANSWER, bytes(size))
@@ -127,7 +127,7 @@ def test_answers_keep_to_the_windows_and_to_the_frames(sizes_sent):
 
 
 @pytest.mark.parametrize(("values", "sent"), [({"s4": 3}, {1: 3, 3: 3}), ({"s1": 0}, {1: 7, 3: 3})])
-def test_answers_obey_what_the_peer_has_said(values, sent):
+def test_answers_respect_the_settings_of_the_peer(values, sent):
     half = Half(1, 3)
     half.peer_settings(**values)
     for stream_id, message in ((1, b"message"), (3, b"abc")):
@@ -135,7 +135,7 @@ def test_answers_obey_what_the_peer_has_said(values, sent):
     assert dict(sizes(frames_of(half.sender.take()))) == sent
 
 
-def test_a_message_may_use_the_connections_window_to_its_last_octet():
+def test_a_message_may_use_the_whole_window_of_the_connection():
     half = Half(*range(1, 20, 2))
     for stream_id in (1, 3, 5):
         half.sender.send_unary(stream_id, ANSWER, bytes(16_384))
@@ -149,7 +149,7 @@ def test_a_message_may_use_the_connections_window_to_its_last_octet():
     assert half.sender.buffered_bytes == 1
 
 
-def test_a_message_that_waits_goes_with_its_trailers_when_the_window_opens():
+def test_a_pending_message_is_sent_with_its_trailers_when_the_window_opens():
     half = Half(1, 3, 5, 7, 9)
     for stream_id in (1, 3, 5, 7):
         half.sender.send_unary(stream_id, ANSWER, bytes(16_384))
@@ -163,14 +163,14 @@ def test_a_message_that_waits_goes_with_its_trailers_when_the_window_opens():
     assert (half.sender.buffered_bytes, half.sender.drained_bytes) == (0, 1)
 
 
-def test_a_message_longer_than_a_frame_goes_in_several():
+def test_a_message_longer_than_a_frame_takes_several():
     half = Half(1)
     half.sender.send_unary(1, ANSWER, bytes(16_385))
     assert sizes(half.sent()) == [(1, 16_384), (1, 1)]
     assert half.sender.data_frames == 2
 
 
-def test_a_small_initial_window_holds_each_stream_by_itself():
+def test_a_small_initial_window_limits_each_stream_separately():
     half = Half(1, 3)
     half.peer_settings(s4=3)
     half.sender.send_unary(1, ANSWER, b"abc")
@@ -184,7 +184,7 @@ def test_a_small_initial_window_holds_each_stream_by_itself():
 # Streams of messages
 
 
-def test_an_answer_can_be_its_head_alone():
+def test_an_answer_can_be_headers_only():
     half = Half(1)
     half.sender.send_headers(1, HEAD_BLOCK, ended=True)
     (head,) = half.sent()
@@ -192,7 +192,7 @@ def test_an_answer_can_be_its_head_alone():
     assert not half.streams.live
 
 
-def test_an_answer_in_parts():
+def test_an_answer_can_be_sent_in_parts():
     half = Half(1)
     half.sender.send_headers(1, HEAD_BLOCK)
     assert half.sender.send_data(1, b"one")
@@ -213,20 +213,20 @@ def test_data_can_end_an_answer():
     assert not half.streams.live
 
 
-def test_an_answer_can_end_with_nothing_and_needs_no_window_for_it():
+def test_an_answer_can_end_with_empty_data_without_a_window():
     half = Half(1)
     half.peer_settings(s4=0)
     assert half.sender.send_data(1, b"", ended=True)
     assert half.sent() == [Frame(DATA, END_STREAM, 1, b"")]
 
 
-def test_nothing_that_ends_nothing_is_not_sent():
+def test_empty_data_without_end_is_not_sent():
     half = Half(1)
     assert half.sender.send_data(1, b"")
     assert half.sent() == []
 
 
-def test_data_waits_for_the_stream_and_says_when_it_has_gone():
+def test_data_waits_for_the_stream_window_and_its_end_is_reported():
     half = Half(1)
     half.peer_settings(s4=2)
     assert not half.sender.send_data(1, b"abcde")
@@ -239,7 +239,7 @@ def test_data_waits_for_the_stream_and_says_when_it_has_gone():
     assert half.sender.send_data(1, b"more")
 
 
-def test_data_that_waits_can_be_the_end():
+def test_pending_data_can_end_the_answer():
     half = Half(1)
     half.peer_settings(s4=2)
     assert not half.sender.send_data(1, b"abc", ended=True)
@@ -249,7 +249,7 @@ def test_data_that_waits_can_be_the_end():
     assert not half.streams.live
 
 
-def test_an_end_may_come_while_data_waits():
+def test_trailers_may_follow_while_data_is_pending():
     half = Half(1)
     half.peer_settings(s4=2)
     half.sender.send_data(1, b"abc")
@@ -259,7 +259,7 @@ def test_an_end_may_come_while_data_waits():
     assert half.sent() == [Frame(DATA, END_STREAM, 1, b"c")]
 
 
-def test_waiting_streams_take_turns_of_a_frame():
+def test_waiting_streams_send_one_frame_each_in_rotation():
     half = Half(1, 3, 5)
     half.peer_settings(s4=100_000)
     half.sender.send_data(1, bytes(65_535))
@@ -270,7 +270,7 @@ def test_waiting_streams_take_turns_of_a_frame():
     assert [stream_id for stream_id, _ in sizes(half.sent())] == [3, 5, 3, 5, 3, 5]
 
 
-def test_a_stream_without_a_window_does_not_hold_up_another():
+def test_a_stream_without_a_window_does_not_block_another():
     half = Half(1, 3)
     half.peer_settings(s4=10)
     half.sender.send_data(1, bytes(20))
@@ -280,7 +280,7 @@ def test_a_stream_without_a_window_does_not_hold_up_another():
     assert sizes(half.sent()) == [(3, 10)]
 
 
-def test_a_stream_window_that_opens_while_the_connections_is_shut_waits_for_that():
+def test_an_opened_stream_window_waits_for_the_connection_window():
     half = Half(1, 3)
     half.peer_settings(s4=65_535)
     half.sender.send_data(1, bytes(65_535))
@@ -292,7 +292,7 @@ def test_a_stream_window_that_opens_while_the_connections_is_shut_waits_for_that
     assert sum(size for _, size in sizes(half.sent())) == 65_545
 
 
-# What the peer says
+# Settings and windows of the peer
 
 
 def test_an_initial_window_can_be_lowered_below_what_was_sent():
@@ -308,7 +308,7 @@ def test_an_initial_window_can_be_lowered_below_what_was_sent():
     assert half.sent() == [Frame(DATA, 0, 1, b"d")]
 
 
-def test_a_higher_initial_window_lets_go_what_waits():
+def test_a_higher_initial_window_releases_pending_data():
     half = Half(1, 3)
     half.peer_settings(s4=0)
     half.sender.send_data(1, b"abc")
@@ -327,7 +327,7 @@ def test_an_initial_window_that_overflows_a_stream_ends_the_connection():
     assert caught.value.code is ErrorCode.FLOW_CONTROL_ERROR
 
 
-def test_windows_grow_to_the_maximum_and_not_further():
+def test_windows_grow_to_the_maximum_and_not_above():
     half = Half(1)
     half.sender.connection_window_grown(2**31 - 1 - 65_535)
     with pytest.raises(ConnectionFailureError) as caught:
@@ -339,7 +339,7 @@ def test_windows_grow_to_the_maximum_and_not_further():
     assert stream_caught.value.code is ErrorCode.FLOW_CONTROL_ERROR
 
 
-def test_a_smaller_table_is_said_before_any_block_even_one_made_in_advance():
+def test_a_smaller_table_is_signalled_before_the_next_block_even_a_prepared_one():
     half = Half(1, 3)
     half.peer_settings(s1=0)
     half.sender.send_unary(1, ANSWER, b"x")
@@ -350,7 +350,7 @@ def test_a_smaller_table_is_said_before_any_block_even_one_made_in_advance():
     assert half.sender.take() == ANSWER.octets(3, b"x")
 
 
-def test_a_table_that_was_smaller_in_between_is_said_once():
+def test_a_table_that_was_smaller_in_between_is_signalled_once():
     half = Half(1, 3)
     half.peer_settings(s1=0)
     half.peer_settings(s1=4_096)
@@ -361,7 +361,7 @@ def test_a_table_that_was_smaller_in_between_is_said_once():
     assert half.sent()[-1].payload == HEAD_BLOCK
 
 
-def test_a_long_block_goes_in_the_frames_that_the_peer_takes():
+def test_a_long_block_is_split_by_the_frame_size_of_the_peer():
     half = Half(1, 3)
     block = static_block([(b"x", bytes(range(256)) * 80)])
     half.sender.send_headers(1, block)
@@ -376,7 +376,7 @@ def test_a_long_block_goes_in_the_frames_that_the_peer_takes():
 
 
 @pytest.mark.parametrize("ending", ["headers", "data", "trailers", "unary"])
-def test_an_answer_that_ends_before_the_request_asks_for_no_more_of_it(ending):
+def test_an_answer_that_ends_before_its_request_resets_the_stream(ending):
     half = Half()
     half.open(1)
     sender = half.sender
@@ -392,7 +392,7 @@ def test_an_answer_that_ends_before_the_request_asks_for_no_more_of_it(ending):
     assert not half.streams.live
 
 
-def test_a_reset_stream_takes_what_waits_and_what_is_held_with_it():
+def test_a_reset_stream_drops_pending_and_unacknowledged_octets():
     half = Half(receive_bytes=20)
     half.open(1, held_bytes=10)
     half.peer_settings(s4=0)
@@ -406,7 +406,7 @@ def test_a_reset_stream_takes_what_waits_and_what_is_held_with_it():
     assert half.sent() == []
 
 
-def test_a_reset_stream_loses_its_turn():
+def test_a_reset_stream_leaves_the_rotation():
     half = Half(1, 3)
     half.peer_settings(s4=100_000)
     half.sender.send_data(1, bytes(65_535))
@@ -418,24 +418,24 @@ def test_a_reset_stream_loses_its_turn():
     assert half.sender.buffered_bytes == 0
 
 
-def test_an_answered_stream_gives_back_what_its_owner_held():
+def test_an_answered_stream_acknowledges_its_held_octets():
     half = Half(receive_bytes=20)
     half.open(1, held_bytes=10).state = State.REMOTE_CLOSED
     half.sender.send_trailers(1, TRAILER_BLOCK)
     assert half.sent()[-1] == Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))
 
 
-def test_forgetting_an_unknown_stream_or_an_untouched_one_sends_nothing():
+def test_forgetting_an_unknown_or_untouched_stream_sends_nothing():
     half = Half(1)
     half.sender.forget(1, discard=False)
     half.sender.forget(3, discard=False)
     assert half.sent() == []
 
 
-# Too much
+# Bounds
 
 
-def test_what_waits_is_bounded_and_one_octet_more_is_too_much():
+def test_pending_octets_above_the_bound_overflow():
     half = Half(1, 3, limits=Limits(max_unread_bytes=10))
     half.peer_settings(s4=0)
     half.sender.send_data(1, bytes(10))
@@ -446,7 +446,7 @@ def test_what_waits_is_bounded_and_one_octet_more_is_too_much():
     assert not half.streams.live
 
 
-def test_nothing_is_sent_after_that():
+def test_nothing_is_sent_after_an_overflow():
     half = Half(1, 3, limits=Limits(max_unread_bytes=10))
     half.peer_settings(s4=0)
     half.sender.send_unary(1, ANSWER, bytes(11))
@@ -462,7 +462,7 @@ PLAIN = UnaryAnswer(b"head", b"trailers")
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 1_023, 1_024, 16_384])
-def test_an_answer_is_three_frames_whatever_the_size_of_its_message(size):
+def test_an_answer_is_three_frames_for_every_size_of_message(size):
     message = bytes(range(256)) * 64
     assert frames_of(PLAIN.octets(7, message[:size])) == [
         Frame(HEADERS, END_HEADERS, 7, b"head"),
@@ -475,6 +475,6 @@ def test_the_stream_is_written_in_full():
     assert {sent.stream_id for sent in frames_of(PLAIN.octets(2**31 - 1, b"x"))} == {2**31 - 1}
 
 
-def test_a_message_over_one_frame_is_not_for_this():
+def test_a_message_above_one_frame_is_refused():
     with pytest.raises(ValueError):
         PLAIN.octets(1, bytes(16_385))

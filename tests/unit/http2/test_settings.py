@@ -12,7 +12,7 @@ def payload(*values):
     )
 
 
-def test_a_peer_that_says_nothing_has_the_defaults_of_the_rfc():
+def test_a_peer_without_settings_has_the_defaults_of_the_rfc():
     peer = PeerSettings()
     assert peer.apply(b"") == 4_096
     assert (peer.header_table_bytes, peer.initial_window_bytes, peer.max_frame_bytes) == (
@@ -22,7 +22,7 @@ def test_a_peer_that_says_nothing_has_the_defaults_of_the_rfc():
     )
 
 
-def test_values_are_taken_over_in_order_and_the_last_one_stands():
+def test_values_apply_in_order_and_the_last_one_counts():
     peer = PeerSettings()
     peer.apply(
         payload(
@@ -38,7 +38,7 @@ def test_values_are_taken_over_in_order_and_the_last_one_stands():
     ("values", "smallest"),
     [((0, 4_096), 0), ((100, 50), 50), ((8_192,), 4_096), ((), 4_096)],
 )
-def test_the_smallest_table_on_the_way_is_told(values, smallest):
+def test_the_smallest_table_size_in_between_is_returned(values, smallest):
     peer = PeerSettings()
     assert (
         peer.apply(payload(*((Setting.HEADER_TABLE_SIZE, value) for value in values))) == smallest
@@ -46,7 +46,7 @@ def test_the_smallest_table_on_the_way_is_told(values, smallest):
     assert peer.header_table_bytes == (values[-1] if values else 4_096)
 
 
-def test_what_a_server_has_no_use_for_and_what_nobody_knows_is_ignored():
+def test_unused_and_unknown_settings_are_ignored():
     PeerSettings().apply(
         payload(
             (Setting.ENABLE_PUSH, 0),
@@ -67,7 +67,7 @@ def test_what_a_server_has_no_use_for_and_what_nobody_knows_is_ignored():
         (Setting.MAX_FRAME_SIZE, 2**24 - 1),
     ],
 )
-def test_a_value_at_the_edge_of_its_range_is_good(setting, value):
+def test_a_value_at_the_edge_of_its_range_is_valid(setting, value):
     PeerSettings().apply(payload((setting, value)))
 
 
@@ -87,29 +87,29 @@ def test_a_value_out_of_its_range_ends_the_connection(setting, value, code):
 
 
 @pytest.mark.parametrize("size", [1, 5, 7])
-def test_a_payload_that_ends_within_a_value_is_no_payload(size):
+def test_a_truncated_payload_ends_the_connection(size):
     with pytest.raises(ConnectionFailureError) as caught:
         PeerSettings().apply(bytes(size))
     assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
 @pytest.mark.parametrize("size", range(len(PREFACE)))
-def test_any_beginning_of_the_preface_may_become_it(size):
+def test_any_beginning_of_the_preface_is_undecided(size):
     assert undecided(PREFACE[:size])
 
 
 @pytest.mark.parametrize("octets", [b"P", b"PO", b"POST", b"G", b"DELETE "])
-def test_a_method_of_http_1_is_waited_for(octets):
+def test_an_incomplete_http_1_method_is_undecided(octets):
     assert undecided(octets)
 
 
 @pytest.mark.parametrize("octets", [b"PRI * HTTP/1", b"PX", b"\x16", b"GET /", b"get", b"\0"])
-def test_what_can_become_neither_is_decided_at_once(octets):
+def test_other_octets_are_decided_at_once(octets):
     assert not undecided(octets)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "CONNECT"])
-def test_http_1_is_answered_in_its_own_words(method):
+def test_http_1_gets_an_http_1_error(method):
     cause, answer = mistaken_protocol(f"{method} / HTTP/1.1\r\n".encode())
     assert cause is Cause.HTTP1
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -120,7 +120,7 @@ def test_http_1_is_answered_in_its_own_words(method):
     assert b"HTTP/2" in body
 
 
-def test_tls_is_answered_by_an_alert():
+def test_tls_gets_an_alert():
     cause, answer = mistaken_protocol(b"\x16\x03\x01\x02\x00\x01")
     assert cause is Cause.TLS
     kind, major, _, length, level, description = (
@@ -135,5 +135,5 @@ def test_tls_is_answered_by_an_alert():
 
 
 @pytest.mark.parametrize("octets", [b"INVALID CONNECTION PREFACE\r\n\r\n", b"\0\0", b"GETS /"])
-def test_anything_else_has_no_words_that_we_know(octets):
+def test_any_other_protocol_gets_an_empty_answer(octets):
     assert mistaken_protocol(octets) == (Cause.PREFACE, b"")

@@ -35,7 +35,7 @@ def test_every_pair_of_state_and_input_is_in_the_table():
 
 
 @pytest.mark.parametrize(("state", "given", "cell"), CELLS)
-def test_each_cell_is_what_the_docstring_prints(state, given, cell):
+def test_each_transition_is_as_in_the_docstring(state, given, cell):
     if not cell.startswith("!"):
         assert transition(state, given) is State(cell)
         return
@@ -54,7 +54,7 @@ def test_the_cause_follows_the_code():
     assert (closed.value.cause, broken.value.cause) == (Cause.STREAM_CLOSED, Cause.PROTOCOL)
 
 
-def test_a_stream_begins_idle_and_those_below_it_are_closed_with_it():
+def test_beginning_an_idle_stream_closes_those_below_it():
     streams = Streams()
     assert streams.state_of(1) is State.IDLE
     streams.begin(5)
@@ -63,7 +63,7 @@ def test_a_stream_begins_idle_and_those_below_it_are_closed_with_it():
     assert streams.state_of(7) is State.IDLE
 
 
-def test_even_identifiers_are_ours_and_never_used():
+def test_even_identifiers_are_never_used():
     streams = Streams()
     streams.begin(5)
     assert streams.state_of(2) is State.IDLE
@@ -90,7 +90,7 @@ def test_the_memory_of_skipped_identifiers_is_bounded():
     assert len(streams._gaps) == 64
 
 
-def test_streams_in_order_take_none_of_it():
+def test_streams_in_order_use_no_memory_for_gaps():
     streams = Streams()
     for stream_id in range(1, 1_001, 2):
         streams.begin(stream_id)
@@ -105,7 +105,7 @@ def test_a_live_stream_has_its_own_state():
     assert streams.state_of(1) is State.OPEN
 
 
-def test_an_untouched_stream_becomes_an_object_of_its_own_when_it_is_to_be_changed():
+def test_an_untouched_stream_is_copied_before_a_change():
     streams = Streams()
     streams.add(1, UNTOUCHED)
     assert streams.state_of(1) is State.REMOTE_CLOSED
@@ -127,7 +127,7 @@ def test_a_reset_stream_is_closed_and_a_discarded_one_is_ignored():
     assert (streams.opened_total, streams.reset_total, streams.answered_total) == (2, 2, 0)
 
 
-def test_a_stream_that_never_lived_can_be_discarded():
+def test_a_stream_that_was_never_live_can_be_discarded():
     streams = Streams()
     streams.begin(1)
     assert streams.drop(1, discard=True) is None
@@ -135,7 +135,7 @@ def test_a_stream_that_never_lived_can_be_discarded():
     assert streams.reset_total == 0
 
 
-def test_the_memory_of_discarded_streams_is_bounded_and_the_oldest_goes_first():
+def test_the_memory_of_discarded_streams_is_bounded_and_evicts_the_oldest():
     streams = Streams()
     for stream_id in range(1, 2 * 257, 2):
         streams.begin(stream_id)
@@ -145,7 +145,7 @@ def test_the_memory_of_discarded_streams_is_bounded_and_the_oldest_goes_first():
     assert streams.state_of(513) is State.DISCARDED
 
 
-def test_what_was_neither_reset_nor_is_live_was_answered():
+def test_streams_neither_reset_nor_live_count_as_answered():
     streams = Streams()
     for stream_id in (1, 3, 5):
         streams.begin(stream_id)
@@ -167,26 +167,26 @@ def test_after_the_last_goaway_higher_streams_are_ignored():
     assert streams.state_of(7) is State.DISCARDED
 
 
-def test_a_window_grows_to_the_maximum_and_not_one_octet_further():
+def test_a_window_grows_to_the_maximum_and_not_above():
     assert grown(65_535, 1) == 65_536
     assert grown(0, 2**31 - 1) == 2**31 - 1
     assert grown(1, 2**31 - 1) is None
 
 
-def test_a_peer_may_use_its_window_to_the_last_octet_and_not_one_more():
+def test_a_peer_may_use_its_whole_window_and_not_one_octet_more():
     window = ReceiveWindow(10)
     assert window.take(10)
     assert not window.take(1)
     assert window.left == 0
 
 
-def test_what_was_refused_is_not_counted():
+def test_refused_octets_are_not_counted():
     window = ReceiveWindow(10)
     assert not window.take(11)
     assert window.left == 10
 
 
-def test_credit_is_told_when_it_is_half_of_the_window():
+def test_credit_is_granted_at_half_of_the_window():
     window = ReceiveWindow(10)
     window.take(10)
     assert window.give(4) == 0
@@ -195,14 +195,14 @@ def test_credit_is_told_when_it_is_half_of_the_window():
     assert window.left == 5
 
 
-def test_credit_is_told_once():
+def test_credit_is_granted_once():
     window = ReceiveWindow(10)
     window.take(10)
     assert window.give(6) == 6
     assert window.give(4) == 0
 
 
-def test_the_smallest_window_tells_each_octet_and_never_nothing():
+def test_the_smallest_window_grants_each_octet_and_never_zero():
     window = ReceiveWindow(1)
     assert window.give(0) == 0
     window.take(1)

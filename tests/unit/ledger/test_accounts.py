@@ -1,4 +1,4 @@
-"""What spends do to buckets that may be overdrawn."""
+"""The effect of spends on buckets that may be overdrawn."""
 
 from dataclasses import replace
 
@@ -32,18 +32,18 @@ def account(of):
 
 
 def content(state):
-    """A state without what is not to be seen: where the running sums of a log begin."""
+    """Return a state without the base of a log's running sums, which is not observable."""
     return runs_of(state) if isinstance(state, bytes) else state
 
 
 def known_to(decide, outcome):
-    """An outcome without what the algorithm does not keep: the count of the window before."""
+    """Return an outcome without the previous count, which the algorithm does not keep."""
     *others, state = outcome
     return (*others, state[:2] if decide is DECIDE[Algorithm.FIXED_WINDOW] and state else state)
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_of_the_greatest_debts_all_that_is_told_is_bounded(algorithm):
+def test_answers_on_the_largest_debts_are_within_bounds(algorithm):
     of = replace(rule_of(algorithm), limit=1, window_seconds=INT32_MAX)
     state = account(of).charged(None, of, [(MAX_TIME_US, INT32_MAX)] * 10)
     for cost in (1, 2):
@@ -53,7 +53,7 @@ def test_of_the_greatest_debts_all_that_is_told_is_bounded(algorithm):
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
 @given(checks=st.lists(st.tuples(st.integers(0, 3 * S), st.integers(1, 4)), max_size=30))
-def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, checks):
+def test_charging_allowed_checks_gives_the_state_of_the_algorithm(algorithm, checks):
     of, state, charged, now_us = rule_of(algorithm), None, None, NOW
     for step_us, cost in checks:
         now_us += step_us
@@ -70,7 +70,7 @@ def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, check
 # Token bucket
 
 
-def test_a_token_bucket_that_is_overdrawn_owes_all_of_it():
+def test_an_overdrawn_token_bucket_owes_all_of_it():
     state = account(BUCKET).charged(None, BUCKET, [(NOW + 1, 15), (NOW + 1, 5)])
     assert state == (20 * TOKEN, NOW + 1)
     assert account(BUCKET).used(state, BUCKET, NOW + 1) == 20
@@ -78,7 +78,7 @@ def test_a_token_bucket_that_is_overdrawn_owes_all_of_it():
     assert account(BUCKET).used(None, BUCKET, NOW) == 0
 
 
-def test_what_is_owed_is_refilled_before_anything_is_allowed():
+def test_a_debt_is_refilled_before_a_check_is_allowed():
     state = (20 * TOKEN, NOW)
     allowed, remaining, reset_time, retry_after, reason, after = account(BUCKET).judge(
         state, BUCKET, NOW + S, 1
@@ -92,7 +92,7 @@ def test_what_is_owed_is_refilled_before_anything_is_allowed():
     assert (later[0], later[5]) == (False, state)
 
 
-def test_a_cost_above_the_limit_is_told_of_an_overdrawn_bucket_too():
+def test_a_cost_above_the_limit_is_reported_on_an_overdrawn_bucket():
     outcome = account(BUCKET).judge((20 * TOKEN, NOW), BUCKET, NOW, 11)
     assert outcome[3:5] == (BUCKET.window_seconds, COST_EXCEEDS_LIMIT)
 
@@ -112,7 +112,7 @@ def test_a_spend_counts_in_its_own_window():
     assert account(WINDOW).charged(state, WINDOW, [(NOW + 30 * S, 5)]) == (5, NOW + 30 * S)
 
 
-def test_what_a_window_was_overdrawn_by_counts_in_the_next_ones():
+def test_the_overdraft_of_a_window_counts_in_the_next_ones():
     state = account(WINDOW).charged(None, WINDOW, [(NOW + S, 24)])
     ends = [account(WINDOW).used(state, WINDOW, NOW + windows * 10 * S) for windows in range(4)]
     assert ends == [24, 14, 4, 0]
@@ -125,7 +125,7 @@ def test_what_a_window_was_overdrawn_by_counts_in_the_next_ones():
     assert account(WINDOW).charged(state, WINDOW, [(NOW + 20 * S, 3)]) == (7, NOW + 20 * S, 14)
 
 
-def test_of_late_spends_what_overdraws_the_window_before_counts():
+def test_late_spends_count_their_overdraft_of_the_previous_window():
     state = (4, NOW + 11 * S, 7)
     charged = account(WINDOW).charged
     assert charged(state, WINDOW, [(NOW + 9 * S, 3)]) == (4, NOW + 11 * S, 10)
@@ -136,7 +136,7 @@ def test_of_late_spends_what_overdraws_the_window_before_counts():
 # Log
 
 
-def test_spends_of_a_log_are_entered_at_their_times():
+def test_spends_of_a_log_are_inserted_at_their_times():
     state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 4 * S, 1)])
     state = account(LOG).charged(state, LOG, [(NOW + 2 * S, 9), (NOW + 4 * S, 1)])
     assert runs_of(state) == [(NOW, 2), (NOW + 2 * S, 9), (NOW + 4 * S, 2)]
@@ -145,16 +145,16 @@ def test_spends_of_a_log_are_entered_at_their_times():
     assert account(LOG).used(None, LOG, NOW) == 0
 
 
-def test_entries_that_have_left_the_window_are_dropped():
+def test_expired_entries_are_dropped():
     state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 10 * S, 1)])
     assert runs_of(state) == [(NOW + 10 * S, 1)]
 
 
-# All of them
+# All algorithms
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG], ids=lambda of: of.algorithm)
-def test_the_quickest_judge_judges_alike(of):
+def test_the_fastest_decide_function_decides_alike(of):
     for tokens in (4, 10, 15):
         state = account(of).charged(None, of, [(NOW, tokens)])
         judge = account(of).judge_of(state, of)
@@ -164,12 +164,12 @@ def test_the_quickest_judge_judges_alike(of):
     assert account(of).judge_of(None, of) is DECIDE[of.algorithm]
 
 
-def test_what_is_not_overdrawn_is_judged_by_the_algorithm_itself():
+def test_a_bucket_that_is_not_overdrawn_is_judged_by_the_algorithm_itself():
     for spent in (0, 10 * TOKEN):
         assert account(BUCKET).judge_of((spent, NOW), BUCKET) is DECIDE[BUCKET.algorithm]
 
 
-def test_a_capacity_above_the_time_in_us_is_overdrawn_as_any_other():
+def test_a_vast_capacity_is_overdrawn_like_any_other():
     vast = rule_of(Algorithm.TOKEN_BUCKET, limit=2**31 - 1, window_seconds=60)
     state = account(vast).charged(None, vast, [(NOW, vast.limit), (NOW, 10)])
     judge = account(vast).judge_of(state, vast)
@@ -177,7 +177,7 @@ def test_a_capacity_above_the_time_in_us_is_overdrawn_as_any_other():
     assert judge(state, vast, NOW, 1)[2] == DECIDE[vast.algorithm](None, vast, NOW, 1)[2] + 60
 
 
-def test_what_comes_free_between_two_times():
+def test_tokens_freed_between_two_times():
     assert [account(BUCKET).freed(BUCKET, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]
     assert [account(LOG).freed(LOG, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]
     frees = [account(WINDOW).freed(WINDOW, NOW, NOW + us) for us in (-S, 10 * S - 1, 10 * S)]
@@ -185,7 +185,7 @@ def test_what_comes_free_between_two_times():
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG], ids=lambda of: of.algorithm)
-def test_later_states_stand_higher(of):
+def test_later_states_have_a_higher_standing(of):
     states = [None]
     for at_us, tokens in ((NOW, 2), (NOW, 1), (NOW + S, 1)):
         states.append(account(of).charged(states[-1], of, [(at_us, tokens)]))
@@ -193,7 +193,7 @@ def test_later_states_stand_higher(of):
     assert standings == sorted(set(standings))
 
 
-def test_no_more_is_owed_than_a_capacity_once_a_limit_was_lowered():
+def test_at_most_one_capacity_is_owed_after_a_limit_was_lowered():
     lower = rule_of(Algorithm.TOKEN_BUCKET, 3)
     assert account(lower).capped((9 * TOKEN, NOW), lower) == (3 * TOKEN, NOW)
     assert account(lower).capped((2 * TOKEN, NOW), lower) == (2 * TOKEN, NOW)

@@ -20,7 +20,7 @@ def count(ledger):
     return ledger.buckets[b"key"].state[0]
 
 
-def test_a_batch_is_outstanding_until_its_own_reply_comes():
+def test_a_batch_is_outstanding_until_its_own_reply():
     sender = Sender("a/0")
     batch = sender.freeze(updates(), NOW)
     assert batch == Batch("a/0", 1, NOW, dict(updates()))
@@ -33,7 +33,7 @@ def test_a_batch_is_outstanding_until_its_own_reply_comes():
     assert sender.freeze(updates(), NOW).number == 2
 
 
-def test_batches_of_one_sender_keep_their_distance():
+def test_batches_of_a_sender_are_at_least_an_interval_apart():
     sender = Sender("a/0")
     assert sender.wait_us(NOW) == 0
     sender.freeze(updates(), NOW)
@@ -43,7 +43,7 @@ def test_batches_of_one_sender_keep_their_distance():
     assert waits == [10_000, 10_000, 1, 0, 0]
 
 
-def test_a_repeated_batch_is_answered_again_and_not_applied_again():
+def test_a_repeated_batch_is_answered_but_not_applied_again():
     ledger, sender = Ledger(), Sender("a/0")
     batch = sender.freeze(updates(3), NOW)
     reply = ledger.apply(batch)
@@ -53,7 +53,7 @@ def test_a_repeated_batch_is_answered_again_and_not_applied_again():
     assert reply.settled[b"key"].shared == ledger.buckets[b"key"]
 
 
-def test_a_batch_that_comes_late_is_refused():
+def test_a_batch_older_than_the_latest_is_refused():
     ledger, sender = Ledger(), Sender("a/0")
     first = sender.freeze(updates(), NOW)
     ledger.apply(first)
@@ -62,14 +62,14 @@ def test_a_batch_that_comes_late_is_refused():
     assert count(ledger) == 2
 
 
-def test_what_the_store_has_lost_is_no_reason_to_refuse_what_follows():
+def test_a_batch_after_a_lost_one_is_applied():
     ledger, sender = Ledger(), Sender("a/0")
     ledger.apply(sender.freeze(updates(), NOW))
     sender.freeze(updates(), NOW)
     assert ledger.apply(sender.freeze(updates(), NOW)).number == 3
 
 
-def test_senders_are_told_apart():
+def test_senders_are_distinguished():
     ledger = Ledger()
     for name in ("a/0", "a/1", "b/0"):
         ledger.apply(Sender(name).freeze(updates(), NOW))
@@ -81,7 +81,7 @@ def meet(ledger, cost, *, rule=RULE, peek=False):
     return outcome[0], shared
 
 
-def test_a_first_check_makes_the_bucket_if_it_is_charged():
+def test_a_charged_first_check_creates_the_bucket():
     ledger = Ledger()
     assert meet(ledger, 4, peek=True)[0]
     assert not meet(ledger, 11)[0]
@@ -90,7 +90,7 @@ def test_a_first_check_makes_the_bucket_if_it_is_charged():
     assert count(ledger) == 4
 
 
-def test_a_denied_first_check_leaves_a_newer_limit_behind_and_a_peek_nothing():
+def test_a_denied_first_check_stores_a_newer_limit_and_a_peek_does_not():
     ledger, lower = Ledger(), replace(RULE, limit=5, revision=1)
     meet(ledger, 8)
     before = ledger.buckets[b"key"]

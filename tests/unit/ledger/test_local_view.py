@@ -27,7 +27,7 @@ def view(count=0, **options):
 
 
 def spend(view, times, terms=FIVE):
-    """How many of so many checks were allowed on the spot; the others are neither asked nor decided."""
+    """Return how many of ``times`` checks the view allowed; the others are neither asked nor decided."""
     return sum(
         outcome is not None and outcome[0]
         for outcome in (view.check(*terms, 1) for _ in range(times))
@@ -38,7 +38,7 @@ def spend(view, times, terms=FIVE):
     ("count", "members", "share"),
     [(0, 5, 10), (49, 5, 5), (50, 5, 2), (91, 5, 0), (0, 1, 50), (0, 100, 0), (96, 1, 1)],
 )
-def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
+def test_a_share_of_the_remaining_tokens_is_decided_locally(count, members, share):
     assert spend(view(count), 100, (NOW, members)) == share
 
 
@@ -46,32 +46,32 @@ def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
     ("count", "members", "share"),
     [(0, 5, 1), (0, 1, 9), (49, 1, 9), (80, 1, 5), (91, 1, 2), (0, 10, 0), (99, 1, 1)],
 )
-def test_a_tight_share_is_nine_per_cent_of_the_limit_at_most(count, members, share):
+def test_a_tight_share_is_at_most_nine_per_cent_of_the_limit(count, members, share):
     assert spend(TightView(RULE, shared(count)), 100, (NOW, members)) == share
 
 
-def test_a_share_of_the_limit_is_decided_on_the_spot_whatever_is_left():
+def test_a_share_of_the_limit_is_decided_locally_even_near_the_limit():
     rule = replace(RULE, limit=1_000)
     assert spend(LocalView(rule, shared(998, rule=rule)), 100) == 2
 
 
-def test_a_bucket_that_the_store_does_not_have_is_full():
+def test_a_bucket_missing_in_the_store_is_full():
     assert spend(LocalView(RULE, None), 100) == 10
 
 
-def test_what_the_view_denies_is_denied_at_once():
+def test_a_denial_by_the_view_needs_no_answer_of_the_store():
     outcome = view(100).check(*FIVE, 1)
     assert outcome is not None
     assert not outcome[0]
 
 
-def test_without_an_answer_the_view_decides_to_the_limit():
+def test_without_an_answer_the_view_decides_up_to_the_limit():
     alone = view(90)
     assert sum(alone.check_alone(NOW, 1)[0] for _ in range(20)) == 10
     assert alone.unsent.tokens == 10
 
 
-def test_asks_go_with_the_next_batch_and_count_for_the_share():
+def test_asks_are_in_the_next_batch_and_count_towards_the_share():
     asking = view()
     assert asking.ask(NOW, 3) == Ask(NOW, 3)
     assert spend(asking, 100) == 7
@@ -82,7 +82,7 @@ def test_asks_go_with_the_next_batch_and_count_for_the_share():
     assert spend(asking, 100) == 9
 
 
-def test_no_more_wait_than_there_is_left_for():
+def test_no_more_checks_wait_than_tokens_remain():
     asking = view(90)
     for _ in range(6):
         asking.ask(NOW, 1)
@@ -94,22 +94,22 @@ def test_no_more_wait_than_there_is_left_for():
     assert (outcome[0], outcome[5]) == (False, state)
 
 
-def test_where_some_were_refused_other_nodes_are_taken_to_ask_for_as_much():
+def test_after_a_refused_ask_other_nodes_are_assumed_to_ask_for_as_much():
     asking = view(90)
     asking.ask(NOW, 2)
     asking.note_grants((True, False))
-    assert asking.check(NOW, 5, 1) is not None  # 5 × 2 take what there is
+    assert asking.check(NOW, 5, 1) is not None  # 5 × 2 use all tokens
     assert asking.check(NOW, 4, 2) is None
     asking.note_grants((True, True))
     assert asking.check(NOW, 5, 8) is None
 
 
-def test_an_ask_is_not_before_what_was_spent():
+def test_an_ask_is_not_earlier_than_the_latest_spend():
     asking = view(at_us=NOW + S, count=1)
     assert asking.ask(NOW, 1) == Ask(NOW + S, 1)
 
 
-def test_an_ask_can_be_withdrawn_until_a_batch_has_taken_it():
+def test_an_ask_can_be_withdrawn_until_it_is_in_a_batch():
     asking = view()
     first, second = asking.ask(NOW, 1), asking.ask(NOW, 1)
     assert asking.withdraw(first)
@@ -118,7 +118,7 @@ def test_an_ask_can_be_withdrawn_until_a_batch_has_taken_it():
     assert not asking.withdraw(second)
 
 
-def test_a_batch_is_due_when_the_share_is_used_up_or_somebody_waits():
+def test_a_batch_is_due_when_the_share_is_used_up_or_a_check_waits():
     due = view()
     assert not due.is_due(*FIVE)
     for number in range(10):
@@ -130,18 +130,18 @@ def test_a_batch_is_due_when_the_share_is_used_up_or_somebody_waits():
     assert asking.is_due(*FIVE)
 
 
-def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
+def test_spends_in_flight_count_until_they_are_acknowledged():
     own = view()
     spend(own, 10)
     own.freeze()
     assert own.check_alone(NOW, 91)[0] is False
     own.acknowledge(shared(10))
-    assert own.in_flight.tokens == 0
+    assert own.in_flight_tokens == 0
     assert own.check_alone(NOW, 91)[0] is False
     assert own.check_alone(NOW, 90)[0] is True
 
 
-def test_of_a_batch_that_is_given_up_nothing_stays_spent_or_asked_for():
+def test_an_abandoned_batch_leaves_no_spends_or_asks():
     one = LocalView(RULE, None)
     one.check_alone(NOW, 4)
     one.ask(NOW, 2)
@@ -149,12 +149,12 @@ def test_of_a_batch_that_is_given_up_nothing_stays_spent_or_asked_for():
     one.check_alone(NOW, 1)
     one.ask(NOW, 3)
     assert one.abandon() == 4
-    assert (one.in_flight.tokens, one.unsent.tokens, one.asked_tokens) == (0, 1, 3)
+    assert (one.in_flight_tokens, one.unsent.tokens, one.asked_tokens) == (0, 1, 3)
     assert one.peek(NOW, 1)[1] == 100 - 1 - 1
     assert (one.base, one.generation) == (None, None)
 
 
-def test_of_two_states_the_later_one_is_the_base():
+def test_the_later_of_two_states_is_the_base():
     own = view(10)
     own.hear(shared(30))
     own.hear(shared(20))
@@ -163,19 +163,19 @@ def test_of_two_states_the_later_one_is_the_base():
     assert own.base == shared(5, at_us=NOW + 10 * S)
 
 
-def test_a_reset_forgets_what_was_spent_before():
+def test_a_reset_drops_earlier_spends():
     own = view(40)
     spend(own, 4)
     own.freeze()
     own.check_alone(NOW, 2)
     own.hear(shared(generation=1))
-    assert (own.generation, own.unsent.tokens, own.in_flight.tokens) == (1, 0, 0)
+    assert (own.generation, own.unsent.tokens, own.in_flight_tokens) == (1, 0, 0)
     assert own.forgiven == 6
     assert own.check_alone(NOW, 100)[0]
     assert own.freeze().generation == 1
 
 
-def test_what_was_allowed_before_the_first_word_belongs_to_whatever_bucket_there_is():
+def test_spends_before_the_first_state_count_for_any_generation():
     own = LocalView(RULE, None)
     own.check_alone(NOW, 5)
     own.hear(shared(20, generation=3))
@@ -183,7 +183,7 @@ def test_what_was_allowed_before_the_first_word_belongs_to_whatever_bucket_there
     assert LocalView(RULE, None).freeze().generation is None
 
 
-def test_an_edit_that_leaves_the_limit_forgives_nothing_of_several_windows():
+def test_an_edit_that_keeps_the_limit_forgives_no_spends_of_several_windows():
     own = view()
     for window in range(3):
         assert own.check_alone(NOW + window * 10 * S, 90)[0]
@@ -191,15 +191,15 @@ def test_an_edit_that_leaves_the_limit_forgives_nothing_of_several_windows():
     assert (own.unsent.tokens, own.forgiven) == (270, 0)
 
 
-def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
+def test_spends_in_flight_that_a_reset_drops_are_forgiven():
     own = view()
     own.check_alone(NOW, 5)
     own.freeze()
     own.acknowledge(shared(generation=1))
-    assert (own.in_flight.tokens, own.forgiven) == (0, 5)
+    assert (own.in_flight_tokens, own.forgiven) == (0, 5)
 
 
-def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
+def test_after_an_outage_refilled_spends_are_not_settled():
     bucket = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10)
     own = LocalView(bucket, None)
     own.check_alone(NOW, 4)
@@ -208,19 +208,19 @@ def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
         assert own.check_alone(NOW + second * S, 1)[0]
     assert own.unsent.tokens == 30
     own.forgive_outage(NOW + 29 * S)
-    assert own.in_flight.tokens == 4
+    assert own.in_flight_tokens == 4
     assert own.unsent.tokens + own.forgiven == 30
     assert own.unsent.tokens <= 1
 
 
-def test_after_an_outage_what_the_view_still_lacks_is_settled_in_full():
+def test_after_an_outage_spends_not_refilled_are_settled_in_full():
     one = view(10)
     one.check_alone(NOW, 5)
     one.forgive_outage(NOW)
     assert (one.forgiven, one.unsent.tokens) == (0, 5)
 
 
-def test_a_late_grant_pays_for_what_the_view_charged():
+def test_a_late_grant_replaces_the_charge_of_the_view():
     own = view()
     own.check_alone(NOW, 5)
     own.pay(3)
@@ -229,7 +229,7 @@ def test_a_late_grant_pays_for_what_the_view_charged():
     assert (own.unsent.tokens, own.forgiven) == (0, -1)
 
 
-def test_of_an_outage_the_last_window_is_what_is_settled():
+def test_only_the_last_window_of_an_outage_is_settled():
     own = LocalView(RULE, None)
     for at_us, cost in ((NOW, 30), (NOW + 10 * S, 40), (NOW + 20 * S, 50)):
         assert own.check_alone(at_us, cost)[0]
@@ -238,7 +238,7 @@ def test_of_an_outage_the_last_window_is_what_is_settled():
     assert own.freeze().runs == ((NOW + 20 * S, 50),)
 
 
-def test_what_waits_in_an_outage_is_bounded():
+def test_unsettled_runs_in_an_outage_are_bounded():
     log = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=10, window_seconds=1)
     own = LocalView(log, None)
     for tenth in range(3 * LEAST_PENDING_RUNS):
@@ -249,7 +249,7 @@ def test_what_waits_in_an_outage_is_bounded():
     assert own.unsent.tokens <= 10
 
 
-def test_a_lower_limit_trims_what_is_settled():
+def test_a_lower_limit_trims_unsettled_spends():
     own = view()
     own.check_alone(NOW, 50)
     own.edit(replace(RULE, limit=20, revision=2))
@@ -257,7 +257,7 @@ def test_a_lower_limit_trims_what_is_settled():
     assert own.check(*FIVE, 1)[0] is False
 
 
-def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
+def test_a_state_with_a_newer_limit_is_adopted():
     lower = replace(RULE, limit=20, revision=2)
     own = view()
     own.check_alone(NOW, 50)
@@ -267,7 +267,7 @@ def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
     assert own.check(*FIVE, 1)[0] is False
 
 
-def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
+def test_a_view_knows_better_until_the_store_has_its_limit():
     own, lower = view(30), replace(RULE, limit=20, revision=2)
     assert not own.knows_better
     own.edit(lower)
@@ -279,7 +279,7 @@ def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
     assert not own.knows_better
 
 
-def test_a_limit_of_another_plan_is_in_force_at_the_same_revision():
+def test_a_limit_of_another_plan_applies_at_the_same_revision():
     own, lower = view(30), replace(RULE, limit=20)
     own.edit(lower)
     assert own.knows_better
@@ -288,7 +288,7 @@ def test_a_limit_of_another_plan_is_in_force_at_the_same_revision():
     assert settled == shared(20, rule=lower)
 
 
-def test_a_view_of_an_older_rule_or_of_no_state_knows_nothing_better():
+def test_a_view_with_an_older_rule_or_no_state_does_not_know_better():
     other_rule_edited = replace(RULE, revision=2)
     assert not LocalView(other_rule_edited, shared(30)).knows_better
     assert not LocalView(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).knows_better
@@ -296,7 +296,7 @@ def test_a_view_of_an_older_rule_or_of_no_state_knows_nothing_better():
 
 
 @pytest.mark.parametrize("revision", [1, 2])
-def test_an_edit_of_another_rule_changes_nothing_but_the_revision(revision):
+def test_an_edit_of_another_rule_changes_only_the_revision(revision):
     own = view(110)
     own.check_alone(NOW + 10 * S, 50)
     state, rule = own._state, replace(RULE, revision=revision)
@@ -305,7 +305,7 @@ def test_an_edit_of_another_rule_changes_nothing_but_the_revision(revision):
     assert (own._state, own.unsent.tokens, own.forgiven) == (state, 50, 0)
 
 
-def test_a_rule_book_that_is_older_than_what_a_state_has_told_changes_nothing():
+def test_a_rule_book_older_than_the_adopted_state_has_no_effect():
     told = replace(RULE, limit=20, revision=4)
     own = LocalView(RULE, shared(5, rule=told))
     assert (own.rule.limit, own.rule.revision) == (20, 4)
@@ -315,7 +315,7 @@ def test_a_rule_book_that_is_older_than_what_a_state_has_told_changes_nothing():
     assert own.rule.limit == 50
 
 
-def test_a_higher_limit_that_a_state_tells_of_trims_nothing():
+def test_a_higher_limit_of_a_state_trims_nothing():
     own = view()
     own.check_alone(NOW, 100)
     own.hear(shared(rule=replace(RULE, limit=120, revision=2)))
@@ -323,21 +323,21 @@ def test_a_higher_limit_that_a_state_tells_of_trims_nothing():
     assert own.check_alone(NOW, 20)[0]
 
 
-def test_a_base_of_an_older_rule_owes_no_more_than_the_new_limit():
+def test_a_base_of_an_older_rule_owes_at_most_the_new_limit():
     own = view(90)
     own.edit(replace(RULE, limit=20, revision=2))
     assert own.check(*FIVE, 1)[0] is False
     assert own._state == (20, NOW)
 
 
-def test_a_peek_is_judged_and_charges_nothing():
+def test_a_peek_charges_nothing():
     own = view(95)
     assert own.peek(NOW, 5)[:2] == (True, 0)
     assert own.peek(NOW, 6)[:2] == (False, 5)
     assert own.is_clean
 
 
-def test_a_view_is_clean_while_there_is_nothing_to_settle():
+def test_a_view_without_unsettled_changes_is_clean():
     own = view()
     assert own.is_clean
     spend(own, 1)
@@ -355,7 +355,7 @@ def test_a_view_is_clean_while_there_is_nothing_to_settle():
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_what_is_left_of_the_base_is_worked_out_anew_when_it_has_grown(algorithm):
+def test_the_share_is_recomputed_when_the_base_has_refilled(algorithm):
     rule = replace(RULE, algorithm=algorithm)
     base = LocalView(rule, None)
     base.check_alone(NOW, 100)
@@ -377,7 +377,7 @@ def denied(own, *checks):
 
 
 @pytest.mark.parametrize(("left", "false"), [(0, 0), (1, 0), (2, 1), (5, 2), (7, 3), (100, 3)])
-def test_a_denial_was_wrong_if_what_comes_next_from_the_store_has_room_for_it(left, false):
+def test_a_denial_is_a_false_positive_if_the_next_state_has_room_for_it(left, false):
     newer = replace(RULE, revision=2)
     own = denied(view(100), (NOW, 3), (NOW, 2), (NOW, 4))
     own.hear(shared(100 - left, rule=newer))
@@ -386,21 +386,21 @@ def test_a_denial_was_wrong_if_what_comes_next_from_the_store_has_room_for_it(le
     assert own.false_positives == false
 
 
-def test_a_denial_was_right_if_the_node_itself_has_spent_what_the_store_still_has():
+def test_a_denial_due_to_unsettled_spends_is_no_false_positive():
     own = view()
     own.check_alone(NOW, 100)
     denied(own, (NOW, 1)).hear(shared(at_us=NOW))
     assert own.false_positives == 0
 
 
-def test_a_cost_above_the_limit_is_denied_rightly():
+def test_the_denial_of_a_cost_above_the_limit_is_no_false_positive():
     own = denied(view(), (NOW, 101))
     own.hear(shared(generation=1))
     assert own.false_positives == 0
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(algorithm):
+def test_only_tokens_available_at_the_denial_make_it_a_false_positive(algorithm):
     rule = replace(RULE, algorithm=algorithm)
 
     def state(*runs):
@@ -417,7 +417,7 @@ def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(a
 BURST = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10, burst=1_000)
 
 
-def test_shares_are_of_the_burst():
+def test_shares_are_parts_of_the_burst():
     assert spend(LocalView(BURST, None), 1_000) == 100
     assert spend(LocalView(BURST, shared(rule=BURST)), 1_000) == 100
     alone = LocalView(replace(BURST, limit=1_000, burst=5), None)
@@ -425,14 +425,14 @@ def test_shares_are_of_the_burst():
 
 
 @pytest.mark.parametrize("limit", [10, 20])
-def test_a_lower_burst_trims_what_is_settled(limit):
+def test_a_lower_burst_trims_unsettled_spends(limit):
     own = LocalView(BURST, shared(rule=BURST))
     own.check_alone(NOW, 500)
     own.edit(replace(BURST, limit=limit, burst=200, revision=2))
     assert (own.unsent.tokens, own.forgiven, own.knows_better) == (200, 300, True)
 
 
-def test_a_state_tells_of_an_edited_burst():
+def test_a_state_with_a_newer_burst_is_adopted():
     lower = replace(BURST, burst=200, revision=2)
     told = SharedState(0, 2, 10, None, 200)
     own = LocalView(BURST, shared(rule=BURST))
@@ -447,10 +447,10 @@ def test_a_state_tells_of_an_edited_burst():
     assert without.rule.capacity == 10
 
 
-# Checks that wait for other buckets, too
+# Checks on several buckets
 
 
-def test_what_is_reserved_counts_towards_the_share_and_is_not_spent():
+def test_reserved_tokens_count_towards_the_share_and_are_not_spent():
     one = view()
     assert [one.reserve(*FIVE, 1)[0] for _ in range(10)] == [True] * 10
     assert one.reserve(*FIVE, 1) is None
@@ -461,7 +461,7 @@ def test_what_is_reserved_counts_towards_the_share_and_is_not_spent():
     assert spend(one, 100) == 10
 
 
-def test_what_is_reserved_is_spent_when_it_is_released():
+def test_reserved_tokens_are_spent_after_their_release():
     one = view()
     one.reserve(*FIVE, 3)
     one.release(3)
@@ -469,7 +469,7 @@ def test_what_is_reserved_is_spent_when_it_is_released():
     assert one.unsent.tokens == 3
 
 
-def test_a_reservation_is_denied_as_a_check_is():
+def test_a_reservation_is_denied_like_a_check():
     full = view(100)
     assert not full.reserve(*FIVE, 1)[0]
     crowded = view(98)
@@ -477,7 +477,7 @@ def test_a_reservation_is_denied_as_a_check_is():
     assert not crowded.reserve(*FIVE, 1)[0]
 
 
-def test_a_reservation_outlives_the_batch_that_asks_for_others():
+def test_a_reservation_is_kept_when_a_batch_of_asks_is_acknowledged():
     one = view()
     one.ask(NOW, 5)
     one.reserve(*FIVE, 3)
@@ -488,7 +488,7 @@ def test_a_reservation_outlives_the_batch_that_asks_for_others():
     assert one.is_clean
 
 
-def test_a_refund_rides_in_the_next_batch():
+def test_a_refund_is_in_the_next_batch():
     one, refund = view(5), Refund(0, 1, NOW, 5, 5, 0)
     one.give_back(refund)
     assert not one.is_clean

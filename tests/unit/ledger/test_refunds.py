@@ -1,4 +1,4 @@
-"""A charge of the store is given back: as much as possible, and never so that a bucket allows more than without it."""
+"""A refund gives back as much as possible, but a bucket never allows more than without the charge."""
 
 from dataclasses import replace
 from random import Random
@@ -32,7 +32,7 @@ def used(shared, of, now_us=NOW):
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
-def test_a_charge_that_is_given_back_at_once_is_as_if_it_had_not_been_made(of):
+def test_an_immediate_refund_restores_the_bucket(of):
     before = charged(of, (NOW - S, 3))
     after = charged(of, (NOW - S, 3), (NOW, 4))
     back = refunded(after, of, [refund_of(after, of, 4)])
@@ -42,7 +42,7 @@ def test_a_charge_that_is_given_back_at_once_is_as_if_it_had_not_been_made(of):
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
-def test_a_bucket_after_a_refund_is_a_later_one_and_one_charged_again_still_later(of):
+def test_standing_grows_with_a_refund_and_with_a_later_charge(of):
     first = charged(of, (NOW, 4))
     back = refunded(first, of, [refund_of(first, of, 4)])
     again = back._replace(state=ACCOUNTS[of.algorithm].charged(back.state, of, [(NOW, 4)]))
@@ -58,19 +58,19 @@ def test_a_charge_of_another_generation_or_revision_is_not_given_back(of, change
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
-def test_what_is_not_there_is_not_given_back(of):
+def test_lost_charges_are_not_given_back(of):
     refund = refund_of(charged(of, (NOW, 4)), of, 4)
     lost = SharedState(0, 0, of.limit)
     older = charged(of, (NOW - 1, 4))
     for stored in (lost, older):
         assert refunded(stored, of, [refund]) == stored
-    # The store counts fewer refunds than when the charge was made: it has lost the charge.
+    # The store counts fewer refunds than at the charge, so it has lost the charge.
     after = charged(of, (NOW, 4))
     assert refunded(after, of, [refund._replace(refunded=1)]) == after
 
 
-def test_a_bucket_gives_back_what_cannot_have_been_refilled_since():
-    """One token refills in a second: of four that an else full bucket lacked, two are there again after two seconds."""
+def test_a_token_bucket_gives_back_the_part_not_refilled_since():
+    """One token refills in a second: of four missing from an otherwise full bucket, two are back after two seconds."""
     refund = refund_of(charged(BUCKET, (NOW, 4)), BUCKET, 4)
     after = charged(BUCKET, (NOW, 4), (NOW + 2 * S, 3))
     assert used(after, BUCKET, NOW + 2 * S) == 5
@@ -80,7 +80,7 @@ def test_a_bucket_gives_back_what_cannot_have_been_refilled_since():
     assert refunded(much_later, BUCKET, [refund]) == much_later
 
 
-def test_a_bucket_that_lacked_more_gives_all_of_it_back():
+def test_a_token_bucket_that_lacked_more_gives_back_the_whole_charge():
     after = charged(BUCKET, (NOW, 5), (NOW, 4))
     refund = refund_of(after, BUCKET, 4)
     assert refund.spent == 9
@@ -89,7 +89,7 @@ def test_a_bucket_that_lacked_more_gives_all_of_it_back():
     assert (used(later, BUCKET, NOW + 4 * S), used(back, BUCKET, NOW + 4 * S)) == (6, 2)
 
 
-def test_a_bucket_gives_part_of_a_token_back_and_counts_it_as_one():
+def test_a_refunded_fraction_of_a_token_counts_as_one():
     refund = refund_of(charged(BUCKET, (NOW, 1)), BUCKET, 1)
     after = charged(BUCKET, (NOW, 1), (NOW + S // 4, 1))
     back = refunded(after, BUCKET, [refund])
@@ -97,13 +97,13 @@ def test_a_bucket_gives_part_of_a_token_back_and_counts_it_as_one():
     assert back.refunded == 1
 
 
-def test_a_bucket_gives_back_no_more_than_it_lacks():
+def test_a_token_bucket_gives_back_no_more_than_it_lacks():
     refund = Refund(0, 0, NOW, 5, 9, 0)
     assert refunded(charged(BUCKET, (NOW, 3)), BUCKET, [refund]).state == (0, NOW)
 
 
-def test_what_was_given_back_of_other_charges_was_not_lacking():
-    """Two charges of a bucket that was full: without both it is full all the time, so the refill was for them alone."""
+def test_refunds_of_other_charges_reduce_a_refund():
+    """Without both charges the bucket is full all the time, so all refill is due to them."""
     first = charged(BUCKET, (NOW, 5))
     second = charged(BUCKET, (NOW, 5), (NOW, 5))
     refunds = [refund_of(first, BUCKET, 5), refund_of(second, BUCKET, 5)]
@@ -124,13 +124,13 @@ def test_a_window_gives_nothing_back_to_a_later_one():
     assert refunded(later, WINDOW, [refund]) == later
 
 
-def test_a_window_keeps_what_the_one_before_was_overdrawn_by():
+def test_a_refund_keeps_the_overdraft_of_the_previous_window():
     start = NOW - NOW % WINDOW.window_us
     after = charged(WINDOW, (start - 1, 12), (start, 4))
     assert refunded(after, WINDOW, [refund_of(after, WINDOW, 4)]).state == (2, start, 12)
 
 
-def test_a_window_gives_back_no_more_than_it_holds():
+def test_a_window_gives_back_no_more_than_its_count():
     refund = Refund(0, 0, NOW, 5, 5, 0)
     assert refunded(charged(WINDOW, (NOW, 3)), WINDOW, [refund]).state == (0, NOW)
 
@@ -148,13 +148,13 @@ def test_a_window_gives_back_no_more_than_it_holds():
         ([(1, 2), (2, 3), (3, 4)], 0, 1, [(1, 2), (2, 3), (3, 4)]),
     ],
 )
-def test_a_log_gives_the_latest_tokens_up_to_a_charge_back(runs, at, tokens, expected):
+def test_a_log_gives_back_the_latest_tokens_up_to_the_charge(runs, at, tokens, expected):
     after = charged(LOG, *((NOW + at_us, spent) for at_us, spent in runs))
     back = refunded(after, LOG, [Refund(0, 0, NOW + at, tokens, 0, 0)])
     assert [(at_us - NOW, spent) for at_us, spent in runs_of(back.state)] == expected
 
 
-def test_entries_without_tokens_do_not_add_up():
+def test_entries_without_tokens_do_not_accumulate():
     shared = charged(LOG, (NOW, 1))
     for step in range(1, 50):
         update = Update(LOG, 0, ((NOW + step, 1),))
@@ -163,13 +163,13 @@ def test_entries_without_tokens_do_not_add_up():
     assert runs_of(shared.state) == [(NOW, 1), (NOW + 49, 0)]
 
 
-def test_a_charge_before_others_of_its_batch_is_not_taken_for_one_after_them():
+def test_a_refund_excludes_later_charges_of_the_same_batch():
     after = charged(BUCKET, (NOW, 2), (NOW, 3))
     refund = refund_of(after, BUCKET, 2, at_us=NOW - S, later=3)
     assert (refund.at_us, refund.tokens, refund.spent) == (NOW - S, 2, 2)
 
 
-def test_a_refund_comes_before_what_is_asked():
+def test_refunds_are_applied_before_asks():
     shared = charged(WINDOW, (NOW, 10))
     update = Update(WINDOW, 0, (), [(NOW, 4)], [refund_of(shared, WINDOW, 4)])
     settled = settle(shared, update)
@@ -177,7 +177,7 @@ def test_a_refund_comes_before_what_is_asked():
     assert settled.shared == SharedState(0, 0, 10, (10, NOW), refunded=4)
 
 
-def test_an_edit_in_the_same_batch_comes_before_a_refund_and_makes_it_void():
+def test_an_edit_in_the_same_batch_voids_a_refund():
     shared = charged(WINDOW, (NOW, 10))
     edited = replace(WINDOW, limit=5, revision=1)
     update = Update(edited, 0, (), (), [refund_of(shared, WINDOW, 4)])
@@ -188,7 +188,7 @@ def test_an_edit_in_the_same_batch_comes_before_a_refund_and_makes_it_void():
 
 
 class Twice:
-    """A bucket with charges that are given back later, and beside it one that they were never made to."""
+    """A bucket with charges that are given back later, beside one without these charges."""
 
     def __init__(self, of, chance):
         self.of, self.chance = of, chance
@@ -204,7 +204,7 @@ class Twice:
             return
         if self.chance.random() < 0.5:
             refund = refund_of(self.shared, self.of, tokens)
-        else:  # as of a reply that was repeated
+        else:  # a repeated reply
             refund = Refund(0, 0, self.now_us, tokens, tokens, self.shared.refunded)
         self.open.append(refund)
 
@@ -218,7 +218,7 @@ class Twice:
             self.charge(chance.randint(1, 4), is_kept=chance.random() < 0.5)
 
     def lacks_enough(self):
-        """At no time from now on less is missing than without the charges."""
+        """Return whether at any later time at least as much is missing as without the charges."""
         times = [self.now_us + after * S // 2 for after in range(25)]
         return all(
             used(self.shared, self.of, at_us) >= used(self.without, self.of, at_us)
@@ -240,7 +240,7 @@ def test_no_bucket_ever_allows_more_than_without_the_charges(of):
 
 @pytest.mark.parametrize("limit", [10, 5])
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
-def test_a_denied_check_leaves_what_the_store_has_by_the_limit_there(of, limit):
+def test_after_a_denial_the_remaining_tokens_follow_the_limit_in_the_store(of, limit):
     part = Part(of)
     part.shared = charged(of, (NOW, 4))._replace(limit=limit)
     part.refund = refund_of(part.shared, of, 1)

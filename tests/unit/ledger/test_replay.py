@@ -1,4 +1,4 @@
-"""What a level would be if holds had been charged other amounts, against a list of everything that has happened."""
+"""The level after settles with other amounts, against a list of all changes."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from ratelimitd.ledger.replay import BLOCK, NEVER, Replay, both, changed
 
 
 class Everything:
-    """The level by all that has happened: each change in its turn, each hold with what it is charged now."""
+    """Computes the level from all changes in order, each hold with its current charge."""
 
     def __init__(self, before):
         self.before, self.events = before, []
@@ -33,7 +33,7 @@ class Everything:
 
 
 def change_of(random):
-    """A charge, a refill or an edit."""
+    """Return a charge, a refill or an edit."""
     return random.choice(
         (
             (random.randrange(50), 0, NEVER),
@@ -45,7 +45,7 @@ def change_of(random):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_another_amount_is_charged_as_of_its_time(seed, monkeypatch):
+def test_another_amount_is_charged_as_of_the_time_of_the_hold(seed, monkeypatch):
     random = Random(seed)
     monkeypatch.setattr(module, "BLOCK", random.choice([1, 2, 4, 8, BLOCK]))
     before = random.randrange(100)
@@ -75,7 +75,7 @@ def test_another_amount_is_charged_as_of_its_time(seed, monkeypatch):
             replay, everything = Replay(before), Everything(before)
 
 
-def test_holds_that_are_settled_leave_nothing_behind():
+def test_settled_holds_leave_no_state():
     replay = Replay(0)
     replay.add(b"first", (1, 0, NEVER))
     for step in range(20 * BLOCK):
@@ -88,7 +88,7 @@ def test_holds_that_are_settled_leave_nothing_behind():
     assert (numbers, change[0]) == ([b"first"], 1 + 20 * BLOCK)
 
 
-def test_when_the_last_hold_is_settled_the_level_stays():
+def test_the_level_is_kept_when_the_last_hold_is_settled():
     replay = Replay(5)
     for number in (b"a", b"b"):
         replay.add(number, (2, 0, NEVER))
@@ -99,13 +99,13 @@ def test_when_the_last_hold_is_settled_the_level_stays():
     assert replay.parts() == (7, [], [])
 
 
-def test_two_changes_are_as_one():
+def test_two_changes_compose_into_one():
     for level in range(0, 60, 7):
         first, second = (10, 3, 40), (-25, 2, 30)
         assert changed(level, both(first, second)) == changed(changed(level, first), second)
 
 
-def test_what_was_refilled_since_is_not_given_back():
+def test_refill_since_the_hold_is_not_given_back():
     replay = Replay(0)
     replay.add(b"a", (10, 0, NEVER))
     replay.then((-7, 0, NEVER))
@@ -114,7 +114,7 @@ def test_what_was_refilled_since_is_not_given_back():
     assert replay.level() == 0
 
 
-def test_what_a_full_bucket_would_not_have_been_refilled_is_not_missing():
+def test_a_settle_recomputes_refill_lost_by_a_full_bucket():
     replay = Replay(0)
     replay.add(b"a", (10, 0, NEVER))
     replay.then((-7, 0, NEVER))
@@ -123,7 +123,7 @@ def test_what_a_full_bucket_would_not_have_been_refilled_is_not_missing():
     assert replay.level() == 5
 
 
-def test_what_an_edit_has_cut_off_is_not_given_back():
+def test_a_debt_capped_by_an_edit_is_not_given_back():
     for amount, left in ((20, 8), (10, 6)):
         replay = Replay(0)
         replay.add(b"a", (amount, 0, NEVER))

@@ -1,4 +1,4 @@
-"""What an update does to a bucket in the store."""
+"""The effect of an update on a bucket in the store."""
 
 from dataclasses import replace
 from random import Random
@@ -36,11 +36,11 @@ def after(before, *runs, generation=0, rule=RULE, asks=()):
 
 
 def spent(rule, tokens, before=None, at_us=NOW):
-    """A bucket after a spend."""
+    """Return a bucket after a spend."""
     return after(before, *[(at_us, tokens)] if tokens else [], rule=rule).shared
 
 
-def test_the_first_update_makes_the_bucket():
+def test_the_first_update_creates_the_bucket():
     assert after(None, (NOW, 3)).shared == stored(3)
     assert after(None, generation=2).shared == stored(generation=2)
 
@@ -63,29 +63,29 @@ def test_spends_before_a_reset_are_dropped_and_asks_are_decided():
     assert settled.grants == (True,)
 
 
-def test_spends_after_a_reset_that_the_store_has_lost_begin_anew():
+def test_spends_of_a_newer_generation_start_a_fresh_bucket():
     assert after(stored(9), (NOW, 2), generation=1).shared == stored(2, generation=1)
 
 
-def test_a_newer_rule_is_applied_once_and_owes_no_more_than_a_capacity():
+def test_a_newer_rule_is_applied_once_and_owes_at_most_one_capacity():
     assert after(stored(9), rule=LOWER).shared == stored(4, rule=LOWER)
     assert after(stored(9), (NOW, 2), rule=LOWER).shared == stored(6, rule=LOWER)
 
 
-def test_an_edit_of_another_rule_forgives_nothing_and_cuts_nothing():
+def test_an_edit_of_another_rule_forgives_and_cuts_nothing():
     newer = replace(RULE, revision=9)
     assert after(stored(15), rule=newer).shared == stored(15, rule=newer)
     assert after(stored(8, rule=newer), (NOW, 7)).shared == stored(15, rule=newer)
 
 
-def test_spends_under_an_older_rule_fill_the_new_limit_at_most():
+def test_spends_under_an_older_rule_fill_at_most_the_new_limit():
     assert after(stored(1, rule=LOWER), (NOW, 2)).shared == stored(3, rule=LOWER)
     assert after(stored(1, rule=LOWER), (NOW, 9)).shared == stored(4, rule=LOWER)
     assert after(stored(6, rule=LOWER), (NOW, 9)).shared == stored(6, rule=LOWER)
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_so_they_do_with_every_algorithm(algorithm):
+def test_spends_under_an_older_rule_fill_at_most_the_limit_of_any_algorithm(algorithm):
     lower = replace(LOWER, algorithm=algorithm)
     account = ACCOUNTS[algorithm]
     before = SharedState(0, lower.revision, lower.limit, account.charged(None, lower, [(NOW, 1)]))
@@ -94,7 +94,7 @@ def test_so_they_do_with_every_algorithm(algorithm):
     assert account.used(shared.state, lower, NOW + 1) == 4
 
 
-def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_one_there_is():
+def test_spends_without_a_generation_are_charged_to_the_stored_bucket():
     assert after(stored(3, generation=2), (NOW, 4), generation=None).shared == stored(
         7, generation=2
     )
@@ -114,14 +114,14 @@ def test_a_first_check_is_charged_if_it_is_allowed():
     assert (outcome[:2], shared) == ((True, 7), stored())
 
 
-def test_a_first_check_goes_by_the_newer_of_two_rules():
+def test_a_first_check_is_judged_by_the_newer_of_two_rules():
     outcome, shared = met(stored(7), 1, rule=LOWER)
     assert (outcome[0], shared) == (False, stored(4, rule=LOWER))
     outcome, shared = met(stored(2, rule=LOWER), 2)
     assert (outcome[:2], shared) == ((True, 0), stored(4, rule=LOWER))
 
 
-def test_a_denied_first_check_tells_the_bucket_of_a_newer_limit_and_a_peek_does_not():
+def test_a_denied_first_check_updates_the_limit_of_the_bucket_and_a_peek_does_not():
     assert met(stored(7), 5, rule=LOWER)[1] == stored(4, rule=LOWER)
     assert met(stored(7), 5, rule=LOWER, peek=True)[1] == stored(7)
     other_rule_edited = replace(RULE, revision=LOWER.revision)
@@ -133,7 +133,7 @@ def test_a_reset_is_a_full_bucket_of_the_next_generation():
     assert reset(stored(9, generation=4), LOWER) == stored(generation=5, rule=LOWER)
 
 
-def test_a_reset_has_a_generation_that_a_loss_does_not_repeat():
+def test_the_generation_of_a_reset_is_not_repeated_after_a_loss():
     least = generation_at((YEAR_2025_S + 77) * 1_000_000)
     assert least == 77
     assert reset(None, RULE, least).generation == 77
@@ -143,7 +143,7 @@ def test_a_reset_has_a_generation_that_a_loss_does_not_repeat():
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
+def test_a_bucket_is_overdrawn_by_charges_beyond_its_limit(algorithm):
     rule = replace(RULE, algorithm=algorithm)
     assert [overdrawn(spent(rule, n), rule) for n in (0, 10, 13)] == [0, 0, 3]
 
@@ -152,7 +152,7 @@ LOWER_BY_HALF = replace(RULE, limit=RULE.limit // 2, revision=RULE.revision + 1)
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(algorithm):
+def test_only_the_overdraft_of_a_log_is_explained_by_a_lowered_limit(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
     before = spent(rule, 8)
     after = spent(lower, 2, before)
@@ -163,7 +163,7 @@ def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_what_has_long_come_free_explains_nothing(algorithm):
+def test_expired_spends_do_not_explain_an_overdraft(algorithm):
     rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
     before, later_us = spent(rule, 8), NOW + 10 * RULE.window_us
     after = spent(lower, 2, spent(lower, 5, before, later_us), later_us)
@@ -196,7 +196,7 @@ def test_a_bucket_has_plenty_while_half_of_either_limit_is_left(algorithm):
     assert not has_plenty(states[1]._replace(limit=9), rule)
 
 
-def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():
+def test_states_are_ordered_by_generation_rule_time_and_spends():
     states = [
         stored(),
         stored(1),

@@ -1,4 +1,4 @@
-"""What is allowed and not settled."""
+"""Unsettled spends."""
 
 import random
 
@@ -22,7 +22,7 @@ def spends(algorithm, *runs):
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_nothing_is_spent_at_first(algorithm):
+def test_there_are_no_spends_at_first(algorithm):
     nothing = spends(algorithm)
     assert (nothing.tokens, len(nothing), nothing.runs()) == (0, 0, ())
 
@@ -35,7 +35,7 @@ def test_nothing_is_spent_at_first(algorithm):
         (Algorithm.SLIDING_WINDOW, ((NOW, 1), (NOW + S, 3), (NOW + 10 * S, 5))),
     ],
 )
-def test_spends_that_the_algorithm_does_not_tell_apart_are_one(algorithm, runs):
+def test_spends_that_the_algorithm_does_not_distinguish_are_one_run(algorithm, runs):
     several = spends(algorithm, (NOW, 1), (NOW + S, 2), (NOW + S, 1), (NOW + 10 * S, 5))
     assert several.runs() == runs
     assert several.tokens == 9
@@ -43,12 +43,12 @@ def test_spends_that_the_algorithm_does_not_tell_apart_are_one(algorithm, runs):
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)
-def test_a_spend_that_comes_late_is_taken_for_one_of_the_latest_time(algorithm):
+def test_a_late_spend_counts_at_the_latest_time(algorithm):
     assert spends(algorithm, (NOW + S, 1), (NOW, 2)).runs() == ((NOW + S, 3),)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_token_bucket_is_charged_in_two_runs_what_it_is_charged_one_by_one(seed):
+def test_two_runs_charge_a_token_bucket_like_single_spends(seed):
     chance, bucket = random.Random(seed), rule_of(Algorithm.TOKEN_BUCKET)
     account, now_us = ACCOUNTS[Algorithm.TOKEN_BUCKET], NOW
     made = [
@@ -58,7 +58,7 @@ def test_a_token_bucket_is_charged_in_two_runs_what_it_is_charged_one_by_one(see
     state = chance.choice((None, (0, NOW - S), (chance.randint(0, 30 * S * 10), NOW - S)))
     one_by_one = account.charged(state, bucket, made)
     at_once = account.charged(state, bucket, spends(Algorithm.TOKEN_BUCKET, *made).runs())
-    # To the microsecond of refill by which the earlier run is too early or too late.
+    # Equal up to the refill of a microsecond, by which the earlier run may be off.
     assert at_once[1] == one_by_one[1]
     assert 0 <= at_once[0] - one_by_one[0] <= bucket.limit
 
@@ -67,19 +67,19 @@ def test_one_run_is_enough_while_nothing_was_refilled():
     assert spends(Algorithm.TOKEN_BUCKET, (NOW, 1), (NOW, 2)).runs() == ((NOW, 3),)
 
 
-def test_a_token_that_was_just_refilled_is_charged_at_the_time_it_was_spent():
+def test_a_just_refilled_token_is_charged_at_the_time_of_its_spend():
     both = ((NOW, 1), (NOW + S, 1))
     assert spends(Algorithm.TOKEN_BUCKET, *both).runs() == both
 
 
-def test_of_a_token_bucket_the_latest_that_is_taken_back_leaves_the_earlier_where_it_was():
+def test_removing_the_latest_spends_of_a_token_bucket_keeps_the_earlier_run():
     several = spends(Algorithm.TOKEN_BUCKET, (NOW, 4), (NOW + 10 * S, 5))
     assert several.runs() == ((NOW + 6 * S, 4), (NOW + 10 * S, 5))
     several.remove_latest(2)
     assert several.runs() == ((NOW + 6 * S, 4), (NOW + 10 * S, 3))
 
 
-def test_of_a_token_bucket_the_oldest_that_is_taken_back_is_not_refilled():
+def test_removing_the_oldest_spends_of_a_token_bucket_removes_their_refill():
     several = spends(Algorithm.TOKEN_BUCKET, (NOW, 4), (NOW + 10 * S, 5))
     several.remove_oldest(2)
     assert several.runs() == ((NOW + 8 * S, 2), (NOW + 10 * S, 5))
@@ -93,7 +93,7 @@ SEVERAL = ((NOW, 2), (NOW + S, 3))
     [(0, 0, SEVERAL), (-1, 0, SEVERAL), (1, 1, ((NOW, 2), (NOW + S, 2))), (3, 3, ((NOW, 2),)), (4, 4, ((NOW, 1),)),
      (5, 5, ()), (9, 5, ())],
 )  # fmt: skip
-def test_the_latest_can_be_taken_back(tokens, removed, left):
+def test_the_latest_spends_can_be_removed(tokens, removed, left):
     several = spends(Algorithm.SLIDING_WINDOW, *SEVERAL)
     assert several.remove_latest(tokens) == removed
     assert (several.tokens, several.runs()) == (5 - removed, left)
@@ -104,7 +104,7 @@ def test_the_latest_can_be_taken_back(tokens, removed, left):
     [(0, 0, SEVERAL), (-1, 0, SEVERAL), (1, 1, ((NOW, 1), (NOW + S, 3))), (2, 2, ((NOW + S, 3),)),
      (4, 4, ((NOW + S, 1),)), (5, 5, ()), (9, 5, ())],
 )  # fmt: skip
-def test_the_oldest_can_be_taken_back(tokens, removed, left):
+def test_the_oldest_spends_can_be_removed(tokens, removed, left):
     several = spends(Algorithm.SLIDING_WINDOW, *SEVERAL)
     assert several.remove_oldest(tokens) == removed
     assert (several.tokens, several.runs()) == (5 - removed, left)
@@ -112,7 +112,7 @@ def test_the_oldest_can_be_taken_back(tokens, removed, left):
 
 @pytest.mark.parametrize("remove", [Spends.remove_latest, Spends.remove_oldest])
 @pytest.mark.parametrize("tokens", [2, 3, 5])
-def test_after_something_was_taken_back_it_goes_on_as_before(remove, tokens):
+def test_spends_can_be_added_after_a_removal(remove, tokens):
     several = spends(Algorithm.SLIDING_WINDOW, *SEVERAL)
     remove(several, tokens)
     before = several.runs()
@@ -122,7 +122,7 @@ def test_after_something_was_taken_back_it_goes_on_as_before(remove, tokens):
     assert several.runs() == (*before, (NOW + 2 * S, 8))
 
 
-def test_what_comes_after_something_was_taken_back_joins_the_run_it_would_have_joined():
+def test_a_spend_after_a_removal_joins_the_same_run():
     window = spends(Algorithm.FIXED_WINDOW, (NOW + S, 4))
     window.remove_latest(2)
     window.add(NOW + 2 * S, 1)
@@ -133,7 +133,7 @@ def test_what_comes_after_something_was_taken_back_joins_the_run_it_would_have_j
     assert len(window) == 1
 
 
-def test_too_many_runs_become_half_as_many_at_the_later_times():
+def test_too_many_runs_merge_in_pairs_at_the_later_times():
     many = spends(Algorithm.SLIDING_WINDOW, *((NOW + number, 1) for number in range(MAX_RUNS + 1)))
     assert len(many) == MAX_RUNS // 2 + 1
     assert many.tokens == MAX_RUNS + 1

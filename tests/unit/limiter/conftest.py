@@ -1,4 +1,4 @@
-"""What tests of the limiter share."""
+"""Fixtures for tests of the limiter."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Limiters, and all that they work with."""
+"""Limiters with their collaborators."""
 
 import asyncio
 from dataclasses import replace
@@ -52,7 +52,7 @@ def limiter_of(clock=None, stats=None, timestamps="bounded", **options):
 
 
 class FaultyJournal:
-    """Keeps what it is told to reset; fails when told to, after running ``meanwhile``."""
+    """Keeps the keys to reset; runs ``meanwhile`` first, and raises if ``fails`` is set."""
 
     def __init__(self):
         self.resets, self.fails, self.meanwhile = [], False, lambda: None
@@ -66,7 +66,7 @@ class FaultyJournal:
 
 
 class Node:
-    """A limiter and all that it works with: its own buckets, or ``shared`` ones."""
+    """A limiter with its collaborators, on its own buckets or on ``shared`` ones."""
 
     def __init__(self, *rules, timestamps="bounded", max_entries=100, book=True, **options):
         self.clock, self.stats, self.journal = ManualClock(), CheckStats(), FaultyJournal()
@@ -106,7 +106,7 @@ class Node:
 
 
 class FakeSharedBuckets:
-    """Has nothing to answer at once: each check waits until the test, or ``answers``, has an answer."""
+    """Decides nothing locally unless ``at_once`` is set: each check waits for the next one of ``answers``."""
 
     def __init__(self):
         self.asked, self.resets, self.answers = [], [], []
@@ -160,7 +160,7 @@ class Sharing(Node):
         super().__init__(*rules or (ORDERS,), shared=self.shared, **options)
 
     async def wait(self, *answers, **fields):
-        """The answer to a check for which the shared state has one of ``answers``."""
+        """Return the answer to a check on which the shared state gives ``answers``."""
         self.shared.answers += answers
         (answer,) = await self.limiter.wait([check_of(**fields)])
         return answer

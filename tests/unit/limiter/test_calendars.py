@@ -1,4 +1,4 @@
-"""Limits whose windows are those of a calendar."""
+"""Limits with calendar windows."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -40,7 +40,7 @@ class TestCalendarLimits:
         node.clock.step(now_s * SECOND - node.clock.now_us())
         return node
 
-    def test_what_is_left_and_when_it_is_whole_again_is_told_of_the_month(self, node):
+    def test_remaining_and_reset_time_are_those_of_the_month(self, node):
         answer = node.check(cost=4)
         assert answer == Decision(
             True, 6, self.APRIL, 0, Reason.WITHIN_LIMIT, self.MONTHLY, self.MONTHLY
@@ -51,12 +51,12 @@ class TestCalendarLimits:
         self.at(node, self.APRIL)
         assert node.check()[1:4] == (9, self.MAY, 0)
 
-    def test_a_cost_above_the_limit_is_told_the_length_of_the_window(self, node):
+    def test_a_cost_above_the_limit_gets_the_window_length_as_retry_delay(self, node):
         answer = node.check(cost=11)
         assert answer.reason is Reason.COST_EXCEEDS_LIMIT
         assert (answer.reset_time, answer.retry_after) == (self.APRIL, self.APRIL - self.MARCH)
 
-    def test_a_check_that_comes_late_is_judged_in_its_own_window(self, node):
+    def test_a_late_check_is_judged_in_its_own_window(self, node):
         self.at(node, self.APRIL - 1)
         node.check(cost=10)
         self.at(node, self.APRIL + 1)
@@ -75,7 +75,7 @@ class TestCalendarLimits:
         node.table.sweep(node.clock.now_us(), node.table.shard_count)
         assert len(node.table) == 0
 
-    def test_a_new_limit_keeps_what_was_spent_and_another_calendar_does_not(self, node):
+    def test_a_new_limit_keeps_the_spends_and_a_new_calendar_does_not(self, node):
         node.check(cost=4)
         node.put(replace(self.MONTHLY, limit=20))
         assert node.remaining() == 16
@@ -90,12 +90,12 @@ class TestCalendarLimits:
         node.put(self.MONTHLY)
         assert node.remaining() == 6
 
-    async def test_a_reset_frees_the_window_of_its_time(self, node):
+    async def test_a_reset_affects_the_current_window(self, node):
         node.check(cost=4)
         await node.reset()
         assert node.remaining() == 10
 
-    def test_it_is_one_of_several_limits(self, node):
+    def test_a_calendar_limit_is_judged_with_other_limits(self, node):
         node.put(replace(ORDERS, more=(replace(self.MONTHLY, name="month", limit=12),)))
         assert node.check(cost=10).allowed
         self.at(node, self.MARCH + 60)
@@ -107,21 +107,21 @@ class TestCalendarLimits:
         self.at(node, self.APRIL)
         assert node.check(cost=10).allowed
 
-    def test_a_batch_and_a_foreseen_check_are_judged_by_it(self, node):
+    def test_a_batch_and_a_dry_run_are_judged_by_a_calendar_limit(self, node):
         batch = node.limiter.check_batch([check_of(cost=6), check_of(cost=6)])
         assert [one.allowed for one in batch] == [True, False]
         now_us = node.clock.now_us()
         assert node.dry_run.all_pass([check_of(cost=4)], now_us) is True
         assert node.dry_run.all_pass([check_of(cost=5)], now_us) is False
 
-    def test_in_bulk_it_is_the_window_of_the_time(self, node):
+    def test_bulk_checks_use_the_window_of_their_time(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         for now_s, end_s in ((self.MARCH, self.APRIL), (self.APRIL, self.MAY)):
             first, outcome, outcomes = node.limiter.judge((b"ada",), scope, now_s * SECOND, 10)
             assert (first, outcome[:3], list(outcomes)) == (0, (True, 0, end_s), [outcome])
         assert not node.limiter.judge((b"ada",), scope, self.MARCH * SECOND, 1)[1][0]
 
-    def test_a_bucket_that_was_restored_goes_on_in_its_window(self, node):
+    def test_a_restored_bucket_continues_in_its_window(self, node):
         node.check(cost=4)
         restored = RestoredBuckets(KEYS)
         for shard in range(node.table.shard_count):
@@ -132,7 +132,7 @@ class TestCalendarLimits:
         assert other.remaining() == 6
         assert self.at(other, self.APRIL).remaining() == 10
 
-    async def test_it_is_explained(self, node):
+    async def test_a_calendar_limit_is_explained(self, node):
         node.check(cost=4)
         decision, [looked_at], *_ = await node.dry_run.explain(check_of(cost=7))
         assert decision == node.check(cost=7, peek=True)
@@ -148,7 +148,7 @@ class TestCalendarLimits:
         assert (march.window_seconds, april.window_seconds) == (self.APRIL, self.MAY)
         assert march.revision == april.revision == 7
 
-    async def test_shared_it_is_judged_by_one_limit_while_the_window_lasts(self):
+    async def test_a_shared_limit_is_the_same_object_throughout_its_window(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
         for _ in range(2):
             await node.wait(GRANTED)
@@ -156,7 +156,7 @@ class TestCalendarLimits:
         assert one is other
 
     @pytest.mark.parametrize("peek", [False, True])
-    async def test_shared_a_cost_above_the_limit_is_told_the_length_of_the_window(self, peek):
+    async def test_a_cost_above_a_shared_limit_gets_the_window_length_as_retry_delay(self, peek):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
         too_much = (False, 10, self.APRIL, self.APRIL, Reason.COST_EXCEEDS_LIMIT, None)
         answer = await node.wait(too_much, cost=11, peek=peek)
@@ -166,7 +166,7 @@ class TestCalendarLimits:
         decision, [looked_at], *_ = await node.dry_run.explain(check_of(cost=11))
         assert decision.retry_after == looked_at.limits[0].retry_after == answer.retry_after
 
-    async def test_shared_a_reset_frees_the_window_of_its_time(self):
+    async def test_a_reset_of_shared_buckets_affects_the_current_window(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
         await node.limiter.reset(b"ada", USER, "/orders")
         [(keys, [limit])] = node.shared.resets
@@ -174,7 +174,7 @@ class TestCalendarLimits:
         scope = node.limiter.scopes.find("/orders", USER).at(node.clock.now_us())
         assert scope.several[0].key_suffix in keys[0]
 
-    async def test_shared_a_check_is_foreseen(self):
+    async def test_a_dry_run_works_on_shared_buckets(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
         node.shared.at_once = REFUSED
         assert node.dry_run.all_pass([check_of()], node.clock.now_us()) is False

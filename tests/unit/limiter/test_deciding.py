@@ -1,4 +1,4 @@
-"""What a limiter decides on its own buckets, and what it counts."""
+"""Decisions of a limiter on its own buckets, and its counters."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.unit.limiter.nodes import (
 
 
 class TestDeciding:
-    def test_an_answer_is_the_algorithms_with_the_rule_that_decided(self, node):
+    def test_an_answer_is_that_of_the_algorithm_with_the_deciding_rule(self, node):
         assert node.check(cost=4) == Decision(
             allowed=True,
             remaining=6,
@@ -41,7 +41,7 @@ class TestDeciding:
         assert node.check(cost=7)[:5] == (False, 6, NOW_S + 60, 60, Reason.LIMIT_EXCEEDED)
         assert node.check(cost=11).reason is Reason.COST_EXCEEDS_LIMIT
 
-    def test_the_endpoints_own_rule_comes_before_the_global_one(self, node):
+    def test_a_rule_for_the_endpoint_precedes_the_global_rule(self, node):
         assert node.check().rule is ORDERS
         assert node.check(endpoint="/carts").rule is EVERYWHERE
 
@@ -49,13 +49,13 @@ class TestDeciding:
         for name, endpoint in ((b"ada", "/carts"), (b"ada", "/pages"), (b"bob", "/carts")):
             assert [node.check(name, endpoint).allowed for _ in range(4)] == [True] * 3 + [False]
 
-    def test_identifier_types_do_not_share(self):
+    def test_identifier_types_do_not_share_buckets(self):
         node = Node(EVERYWHERE, replace(EVERYWHERE, id="ip", identifier_type=IP))
         for kind in (USER, IP):
             checks = [node.limiter.check(Check(b"::1", kind, "/e")) for _ in range(4)]
             assert [answer.allowed for answer in checks] == [True] * 3 + [False]
 
-    def test_without_a_rule_everything_is_allowed_and_nothing_is_kept(self):
+    def test_a_check_without_a_rule_is_allowed_and_leaves_no_bucket(self):
         node = Node(replace(ORDERS, enabled=False))
         assert node.check(cost=2**31 - 1) == NO_RULE
         assert len(node.table) == 0
@@ -63,7 +63,7 @@ class TestDeciding:
         assert node.stats.by_rule == {}
         assert node.unmatched == ["/orders"]
 
-    def test_a_peek_is_the_same_answer_and_spends_nothing(self, node):
+    def test_a_peek_gets_the_same_answer_and_charges_nothing(self, node):
         for cost in (3, 11, 8):
             peeked = node.check(cost=cost, peek=True)
             assert node.check(cost=cost, peek=True) == peeked
@@ -71,7 +71,7 @@ class TestDeciding:
 
 
 class TestRules:
-    def test_a_new_book_acts_from_the_next_check_on(self, node):
+    def test_a_new_book_applies_from_the_next_check_on(self, node):
         assert node.check(cost=8).remaining == 2
         node.put(replace(ORDERS, limit=20))
         assert node.check().remaining == 11
@@ -80,7 +80,7 @@ class TestRules:
         node.put()
         assert node.check() == NO_RULE
 
-    def test_a_disabled_rule_is_as_if_absent_and_finds_its_buckets_when_enabled(self, node):
+    def test_a_disabled_rule_is_ignored_and_keeps_its_buckets(self, node):
         node.check(cost=10)
         node.put(replace(ORDERS, enabled=False), EVERYWHERE)
         assert node.check().rule is EVERYWHERE
@@ -90,23 +90,21 @@ class TestRules:
     @pytest.mark.parametrize(
         "change", [{"algorithm": Algorithm.TOKEN_BUCKET}, {"window_seconds": 61}], ids=str
     )
-    def test_another_algorithm_or_window_starts_afresh_and_the_old_one_is_not_met(
-        self, node, change
-    ):
+    def test_another_algorithm_or_window_starts_with_a_fresh_bucket(self, node, change):
         node.check(cost=10)
         node.put(replace(ORDERS, **change))
         assert node.check().remaining == 9
         node.put(ORDERS)
         assert not node.check().allowed
 
-    def test_the_book_can_be_asked_for(self):
+    def test_the_book_in_force_is_readable(self):
         node = Node(book=False)
         assert node.limiter.book is None
         book = RuleBook.of([ORDERS], 7)
         node.limiter.replace_book(book)
         assert node.limiter.book is book
 
-    def test_endpoints_that_are_remembered_are_bounded(self, node, monkeypatch):
+    def test_cached_endpoints_are_bounded(self, node, monkeypatch):
         assert MAX_SCOPES == 4_096
         monkeypatch.setattr(scopes_module, "MAX_SCOPES", 3)
         for number in range(20):
@@ -117,7 +115,7 @@ class TestRules:
 
 
 class TestTime:
-    def test_a_bounded_timestamp_within_the_tolerance_holds(self, node):
+    def test_a_timestamp_within_the_tolerance_is_used(self, node):
         ahead_us = node.clock.now_us() + 5 * SECOND
         node.check(timestamp=ahead_us)
         (key,) = node.table.keys(0)
@@ -125,7 +123,7 @@ class TestTime:
         assert node.stats.clock_rejected_total == 0
 
     @pytest.mark.parametrize("timestamp", [1, -1, 2**63 - 1, NOW_S + 7])
-    def test_a_timestamp_out_of_tolerance_gives_way_to_the_nodes_clock_and_is_counted(
+    def test_a_timestamp_out_of_tolerance_is_replaced_by_the_nodes_clock_and_counted(
         self, node, timestamp
     ):
         node.check(timestamp=timestamp)
@@ -133,7 +131,7 @@ class TestTime:
         assert unpack(node.table.value(key)) == (1, node.clock.now_us())
         assert node.stats.clock_rejected_total == 1
 
-    def test_without_a_rule_there_is_no_window_to_be_out_of(self):
+    def test_a_timestamp_without_a_rule_is_never_out_of_tolerance(self):
         node = Node()
         assert node.check(timestamp=1) == NO_RULE
         assert node.stats.clock_rejected_total == 0
@@ -144,7 +142,7 @@ class TestTime:
             assert node.check(timestamp=timestamp).reset_time == NOW_S + 60
         assert node.stats.clock_rejected_total == 0
 
-    def test_the_caller_policy_believes_timestamps(self):
+    def test_the_caller_policy_trusts_timestamps(self):
         node = Node(ORDERS, timestamps="caller")
         assert node.check(timestamp=59).reset_time == 60
         assert node.check(timestamp=3_600).reset_time == 3_660
@@ -152,7 +150,7 @@ class TestTime:
 
     @pytest.mark.parametrize("rules", [[ORDERS], []], ids=["a rule", "no rule"])
     @pytest.mark.parametrize("timestamp", [-1, MAX_TIME_US + 1, 2**63 - 1])
-    def test_the_caller_policy_refuses_what_is_out_of_range_and_charges_nothing(
+    def test_the_caller_policy_refuses_a_timestamp_out_of_range_without_a_charge(
         self, rules, timestamp
     ):
         node = Node(*rules, timestamps="caller")
@@ -167,13 +165,13 @@ class TestTime:
 
 
 class TestFailingOpen:
-    def test_without_a_book_checks_are_allowed_and_never_called_unruled(self):
+    def test_without_a_book_checks_fail_open(self):
         node = Node(book=False)
         assert node.check() == FAIL_OPEN
         assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
         assert node.errors == []
 
-    def test_an_unexpected_error_allows_and_is_told(self, node, monkeypatch):
+    def test_an_unexpected_error_fails_open_and_is_reported(self, node, monkeypatch):
         def broken(*_args):
             raise ZeroDivisionError
 
@@ -183,7 +181,7 @@ class TestFailingOpen:
         assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
         assert (node.stats.blocked_total, node.stats.by_rule) == (0, {"orders": [0, 0]})
 
-    def test_one_failing_check_does_not_touch_its_neighbours(self, node, monkeypatch):
+    def test_a_failing_check_does_not_affect_the_others_of_its_batch(self, node, monkeypatch):
         original = node.table.apply
 
         def broken_for_bob(key, *args):
@@ -200,7 +198,7 @@ class TestFailingOpen:
             Reason.WITHIN_LIMIT,
         ]
 
-    def test_what_is_no_error_passes_through(self, node, monkeypatch):
+    def test_an_interrupt_is_not_caught(self, node, monkeypatch):
         def stopped(*_args):
             raise KeyboardInterrupt
 
@@ -208,8 +206,8 @@ class TestFailingOpen:
         with pytest.raises(KeyboardInterrupt):
             node.check()
 
-    def test_errors_need_not_be_listened_to(self):
-        limiter = limiter_of(object(), buckets=BucketTable(1))  # the clock has no time to tell
+    def test_the_error_callback_is_optional(self):
+        limiter = limiter_of(object(), buckets=BucketTable(1))  # object() is not a clock
         assert limiter.check(Check(b"ada", USER, "/e")) == FAIL_OPEN
 
 
@@ -221,7 +219,7 @@ class TestCounters:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (11, 2)
         assert node.stats.by_rule == {"orders": [10, 2], "everywhere": [1, 0]}
 
-    def test_who_was_denied_and_where_is_told(self, node):
+    def test_a_denied_identifier_and_its_endpoint_are_reported(self, node):
         for endpoint in ("/orders", "/carts"):
             node.check(endpoint=endpoint)
             assert not node.check(endpoint=endpoint, cost=10).allowed
@@ -236,7 +234,7 @@ class TestCounters:
             (b"bob", USER, "/orders", "orders"),
         ]
 
-    def test_a_rule_keeps_its_counters_over_a_new_book(self, node):
+    def test_a_rule_keeps_its_counters_when_the_book_is_replaced(self, node):
         node.check()
         node.put(replace(ORDERS, limit=99))
         node.check()
@@ -266,7 +264,7 @@ class TestCounters:
 
 
 class TestBulk:
-    """What those use who ask for the scope themselves."""
+    """The interface for callers that look up the scope themselves."""
 
     def test_checks_of_a_scope_are_answered_charged_and_counted_like_others(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
@@ -290,7 +288,7 @@ class TestBulk:
         assert node.check().remaining == 4
         assert node.stats.by_rule == {"orders": [3, 0]}
 
-    def test_a_scope_is_made_once_for_all_who_ask(self, node):
+    def test_a_scope_is_made_once(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.scopes.find("/orders", USER) is scope
         assert (
@@ -308,7 +306,7 @@ class TestBulk:
         assert node.limiter.scopes.find("/orders", IP) is None
         assert Node(book=False).limiter.scopes.find("/orders", USER) is None
 
-    def test_the_book_tells_when_scopes_are_out_of_date(self, node):
+    def test_a_new_book_invalidates_scopes(self, node):
         before = node.limiter.book
         node.put(replace(ORDERS, limit=5))
         assert node.limiter.book is not before
@@ -331,7 +329,7 @@ class TestBulk:
 
 
 class TestBatch:
-    def test_no_checks_have_no_answers(self, node):
+    def test_an_empty_batch_has_no_answers(self, node):
         assert node.limiter.check_batch([]) == []
 
     def test_answers_come_in_the_order_of_the_checks(self, node):
@@ -345,7 +343,7 @@ class TestBatch:
         answers = node.limiter.check_batch(checks)
         assert [answer.allowed for answer in answers] == [True, False, True, False]
 
-    def test_a_refused_timestamp_has_its_error_and_its_neighbours_do_not_notice(self):
+    def test_a_refused_timestamp_does_not_affect_the_others_of_its_batch(self):
         node = Node(ORDERS, timestamps="caller")
         checks = [Check(b"ada", USER, "/orders", 1, stamp) for stamp in (60, -1, 60)]
         first, refused, last = node.limiter.check_batch(checks)
@@ -359,7 +357,7 @@ class TestWaiting:
         burst=1,
     )  # fmt: skip
 
-    def test_who_would_wait_is_allowed_ahead_and_counted_as_allowed(self):
+    def test_a_check_that_waits_is_allowed_ahead_and_counted_as_allowed(self):
         node = Node(self.SMOOTH)
         answers = [node.check(max_wait_ms=250) for _ in range(4)]
         assert [(one.allowed, one.wait_ms) for one in answers] == [
@@ -370,7 +368,7 @@ class TestWaiting:
         assert node.stats.by_rule == {"smooth": [3, 1]}
         assert not node.check().allowed
 
-    async def test_a_peek_and_an_explanation_say_the_same_and_charge_nothing(self):
+    async def test_a_peek_and_an_explanation_report_the_same_wait_and_charge_nothing(self):
         node = Node(self.SMOOTH)
         node.check()
         peeked = node.check(max_wait_ms=250, peek=True)
@@ -391,14 +389,14 @@ class TestWaiting:
         assert [status.remaining for status in answer.limits] == [0, 0]
         assert not node.check(max_wait_ms=1_000).allowed
 
-    async def test_a_reset_frees_what_waits(self):
+    async def test_a_reset_clears_the_charges_of_waiting_checks(self):
         node = Node(self.SMOOTH)
         for _ in range(5):
             node.check(max_wait_ms=1_000)
         await node.reset()
         assert node.check().allowed
 
-    def test_an_edit_keeps_what_waits(self):
+    def test_an_edit_keeps_the_charges_of_waiting_checks(self):
         node = Node(self.SMOOTH)
         for _ in range(3):
             node.check(max_wait_ms=1_000)
@@ -406,5 +404,5 @@ class TestWaiting:
         node.clock.advance(us=100_000)
         assert node.check(cost=2, max_wait_ms=1_000).wait_ms == 200
 
-    def test_a_wait_for_no_rule_is_none(self):
+    def test_a_check_without_a_rule_does_not_wait(self):
         assert Node().check(max_wait_ms=250).wait_ms == 0

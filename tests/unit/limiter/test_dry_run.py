@@ -1,4 +1,4 @@
-"""What is foreseen and explained: it charges and counts nothing."""
+"""Dry runs and explanations charge and count nothing."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ from tests.unit.limiter.nodes import (
 )
 
 
-class TestForeseeing:
-    def test_checks_pass_together_when_each_does_and_nothing_is_spent_or_counted(self, node):
+class TestAllPass:
+    def test_checks_pass_if_each_does_without_charging_or_counting(self, node):
         node.check(cost=9)
         before = node.stats.allowed_total, node.stats.bucket_missed_total
         one, bob = check_of(), check_of(b"bob", cost=10)
@@ -32,7 +32,7 @@ class TestForeseeing:
         assert node.denied == []
         assert (node.remaining(), node.remaining(b"bob")) == (1, 10)
 
-    def test_checks_that_share_a_bucket_pass_only_if_it_has_the_tokens_of_all(self):
+    def test_checks_on_one_bucket_pass_only_if_it_has_the_tokens_of_all(self):
         node = Node(replace(ORDERS, endpoint="**", limit=10))
         now_us = node.limiter.now_us()
         one, other = check_of(cost=5), check_of(endpoint="/none", cost=5)
@@ -42,7 +42,7 @@ class TestForeseeing:
         most = check_of(cost=INT32_MAX)
         assert not node.dry_run.all_pass([most, most._replace(endpoint="/none")], now_us)
 
-    def test_without_a_rule_or_an_answer_a_check_passes(self, monkeypatch):
+    def test_a_check_passes_without_a_rule_or_after_an_error(self, monkeypatch):
         assert Node(book=False).dry_run.all_pass([check_of()], 0)
         assert Node().dry_run.all_pass([check_of()], 0)
         node = Node(ORDERS)
@@ -54,11 +54,11 @@ class TestForeseeing:
 
 
 class TestExplaining:
-    """What a check would be answered, and every rule that was looked at."""
+    """The answer that a check would get, and every rule considered."""
 
     TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=15)
 
-    async def test_each_rule_says_whether_it_judges(self):
+    async def test_each_rule_reports_whether_it_applies(self):
         overall = replace(ORDERS, id="overall", endpoint="**", enabled=False)
         elsewhere = replace(ORDERS, id="elsewhere", endpoint="/else")
         node = Node(ORDERS, EVERYWHERE, self.TENANT, overall, elsewhere)
@@ -72,7 +72,7 @@ class TestExplaining:
         ]
         assert looked_at[0].limits[0][:5] == decision[:5]
 
-    async def test_several_limits_say_each_what_they_would(self):
+    async def test_each_of_several_limits_reports_its_status(self):
         node = Node(ORDERS, self.TENANT)
         node.check(cost=9, also=(("tenant", b"t"),))
         before = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
@@ -83,18 +83,18 @@ class TestExplaining:
         after = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
         assert (after, node.denied) == (before, [])
 
-    async def test_a_limit_that_only_observes_lets_the_check_pass(self):
+    async def test_an_observing_limit_lets_the_check_pass(self):
         node = Node(replace(ORDERS, enforcement=Enforcement.OBSERVE))
         node.check(cost=10)
         decision, (one,), *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders"))
         assert (decision.allowed, one.limits[0].allowed) == (True, False)
 
-    async def test_without_a_rule_it_says_so(self, node):
+    async def test_a_check_without_a_rule_is_explained(self, node):
         node.put(self.TENANT)
         decision, (one,), *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders"))
         assert (decision, one.match) == (NO_RULE, Match.NOT_NAMED)
 
-    async def test_without_a_book_there_is_nothing_to_tell(self):
+    async def test_without_a_book_an_explanation_is_refused(self):
         with pytest.raises(StoreUnavailableError, match="no rules are loaded"):
             await Sharing(book=False).dry_run.explain(check_of())
 
@@ -104,11 +104,11 @@ class TestExplaining:
         decision, *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders", timestamp=later))
         assert decision.retry_after == 59
 
-    async def test_a_timestamp_that_is_not_used_does_not_count(self, node):
+    async def test_a_timestamp_out_of_tolerance_is_not_counted(self, node):
         decision, *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders", timestamp=5))
         assert (decision.allowed, node.stats.clock_rejected_total) == (True, 0)
 
-    async def test_shared_buckets_are_asked_and_judge_by_all_rules(self):
+    async def test_shared_buckets_are_asked_for_all_rules(self):
         overall = replace(ORDERS, id="overall", endpoint="**")
         node = Sharing(ORDERS, overall)
         check = check_of(cost=3)
@@ -123,24 +123,24 @@ class TestExplaining:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 0)
         assert [peek for *_, peek in node.shared.asked] == [True, True]
 
-    async def test_shared_buckets_that_do_not_answer_are_an_error(self):
+    async def test_an_unreachable_shared_state_is_an_error(self):
         node = Sharing(ORDERS)
         node.shared.answers.append(AWAY)
         with pytest.raises(StoreUnavailableError):
             await node.dry_run.explain(check_of())
 
 
-class TestRulesThatAreUsed:
-    """Which rules have judged a check, and which a check without one may have meant."""
+class TestUsedAndNearestRules:
+    """Rules that have applied to a check, and rules similar to the endpoint of a check without one."""
 
-    async def test_a_rule_is_used_when_a_check_is_judged_by_it_also_if_another_decides(self):
+    async def test_a_rule_counts_as_used_when_it_applies_even_if_another_decides(self):
         everywhere = replace(EVERYWHERE, endpoint="**", limit=1_000)
         node = Node(ORDERS, everywhere, replace(ORDERS, id="carts", endpoint="/carts"))
         assert node.stats.used_rules == set()
         node.limiter.check(Check(b"ada", USER, "/orders"))
         assert node.stats.used_rules == {"orders", "everywhere"}
 
-    async def test_to_explain_a_check_uses_no_rule_and_takes_no_counter(self):
+    async def test_an_explanation_uses_no_rule_and_creates_no_counter(self):
         node = Node(ORDERS)
         decision, *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders"))
         assert decision.rule is ORDERS
@@ -148,18 +148,18 @@ class TestRulesThatAreUsed:
         node.limiter.check(Check(b"ada", USER, "/orders"))
         assert node.stats.used_rules == {"orders"}
 
-    async def test_a_check_without_a_rule_is_told_of_the_nearest(self):
+    async def test_the_nearest_rule_is_reported_for_a_check_without_a_rule(self):
         many = [replace(ORDERS, id=f"{n}", endpoint=f"/carts/{n}") for n in range(300)]
         node = Node(ORDERS, *many)
         explained = await node.dry_run.explain(Check(b"ada", USER, "/Orders/"))
         assert explained.nearest == ((ORDERS, "differs in case, differs in slashes"),)
         assert explained.decision.reason is Reason.NO_RULE
 
-    async def test_a_check_with_a_rule_is_told_of_no_other(self):
+    async def test_no_nearest_rule_is_reported_for_a_check_with_its_own_rule(self):
         node = Node(ORDERS, replace(ORDERS, id="other", endpoint="/Orders"))
         assert (await node.dry_run.explain(Check(b"ada", USER, "/orders"))).nearest == ()
 
-    async def test_a_check_that_a_rule_for_all_others_judges_is_told_of_another_spelling(self):
+    async def test_only_another_spelling_is_reported_for_a_check_under_the_global_rule(self):
         every = replace(ORDERS, id="every", endpoint="*")
         node = Node(ORDERS, every, replace(ORDERS, id="below", endpoint="/orders/{id}"))
         explained = await node.dry_run.explain(Check(b"ada", USER, "/Orders"))
@@ -167,7 +167,9 @@ class TestRulesThatAreUsed:
         assert explained.nearest == ((ORDERS, "differs in case"),)
         explained = await node.dry_run.explain(Check(b"ada", USER, "/orders/42"))
         assert (explained.decision.rule, explained.nearest) == (every, ())
+        explained = await node.dry_run.explain(Check(b"ada", USER, "/order"))
+        assert explained.nearest == ((ORDERS, "is spelled nearly the same"),)
 
-    async def test_of_a_long_book_a_bounded_number_of_rules_is_looked_at(self, monkeypatch):
+    async def test_the_search_for_nearest_rules_is_bounded(self, monkeypatch):
         monkeypatch.setattr(dry_run_module, "MAX_LOOKED_AT", 0)
         assert (await Node(ORDERS).dry_run.explain(Check(b"ada", USER, "/Orders"))).nearest == ()

@@ -1,4 +1,4 @@
-"""The use case of holds: what is answered, what is counted, what is in flight, and what fails open."""
+"""The use case of holds: answers, counters, holds in flight, and failing open."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ RULES = (RULE, SEVERAL, SLOTS)
 
 
 class Scene:
-    """A holder on a node's own buckets, or on what a test gives."""
+    """A holder on a node's own buckets, or on the given ``holds``."""
 
     def __init__(self, holds=None, *, rules=RULES, **bounds):
         self.clock, self.stats = ManualClock(), CheckStats()
@@ -84,7 +84,7 @@ class Scene:
 
 
 class Failing:
-    """Keeps nothing, and fails as told."""
+    """Keeps no holds; raises the given error."""
 
     def __init__(self, error):
         self.error = error
@@ -93,7 +93,7 @@ class Failing:
         raise self.error
 
 
-async def test_a_hold_is_answered_as_a_check_and_in_flight_until_it_is_settled():
+async def test_a_hold_is_answered_like_a_check_and_in_flight_until_it_is_settled():
     scene = Scene()
     held = await scene.hold()
     assert (held.decision.allowed, held.decision.remaining) == (True, 6)
@@ -108,7 +108,7 @@ async def test_a_hold_is_answered_as_a_check_and_in_flight_until_it_is_settled()
     assert scene.stats.hold_tokens == {"held": 4, "refunded": 3, "debt": 0}
 
 
-async def test_what_is_repeated_counts_once():
+async def test_repeated_calls_count_once():
     scene = Scene()
     for _ in range(3):
         await scene.hold(number=b"n" * 16)
@@ -127,7 +127,7 @@ async def test_what_is_repeated_counts_once():
         await scene.hold(cost=5, number=b"n" * 16)
 
 
-async def test_of_several_limits_those_are_held_that_pass():
+async def test_a_hold_charges_only_the_limits_that_pass():
     scene = Scene()
     held = await scene.hold("/b", 3)
     assert held.decision.allowed
@@ -144,7 +144,7 @@ async def test_a_cost_above_an_enforced_limit_is_refused(endpoint, cost, most):
         await Scene().hold(endpoint, cost)
 
 
-async def test_what_no_limit_judges_holds_nothing():
+async def test_a_hold_that_no_limit_judges_holds_nothing():
     scene = Scene()
     held = await scene.hold("/none")
     assert (held.decision.reason, held.limits, held.expire_us) == (Reason.NO_RULE, (), 0)
@@ -165,13 +165,13 @@ async def test_without_rules_a_hold_fails_open():
     ],
     ids=["away", "open", "defect"],
 )
-async def test_a_store_that_fails_lets_the_request_through(error, reason):
+async def test_a_hold_fails_open_when_the_store_fails(error, reason):
     scene = Scene(Failing(error))
     held = await scene.hold()
     assert (held.decision.allowed, held.decision.reason, held.limits) == (True, reason, ())
 
 
-async def test_what_is_full_is_refused_and_counted():
+async def test_a_hold_beyond_the_maximum_is_refused_and_counted():
     scene = Scene(max_holds=1)
     await scene.hold(cost=1)
     with pytest.raises(HoldsFullError, match="1 holds in flight"):
@@ -179,7 +179,7 @@ async def test_what_is_full_is_refused_and_counted():
     assert scene.stats.holds["refused"] == 1
 
 
-async def test_slots_are_held_and_not_leased():
+async def test_slots_can_be_held_but_not_leased():
     scene = Scene()
     held = await scene.hold("/c", 500)
     assert held.expire_us == (NOW_S + 30) * US_PER_S
@@ -188,7 +188,7 @@ async def test_slots_are_held_and_not_leased():
     assert (await scene.hold("/a", lease=True)).decision.allowed
 
 
-async def test_a_hold_ends_when_its_time_comes_unless_it_is_extended():
+async def test_a_hold_ends_at_its_time_unless_it_is_extended():
     scene = Scene()
     await scene.hold(cost=1, ttl_s=10)
     scene.clock.advance(seconds=5)
@@ -206,7 +206,7 @@ async def test_a_hold_ends_when_its_time_comes_unless_it_is_extended():
         await scene.extend(5)
 
 
-async def test_holds_from_before_the_start_are_open_and_on_no_list():
+async def test_holds_from_before_the_restart_are_counted_without_their_limits():
     scene, before = Scene(), Scene()
     await before.hold(cost=2)
     await before.settle(0)
@@ -226,7 +226,7 @@ async def test_holds_from_before_the_start_are_open_and_on_no_list():
     assert (scene.stats.holds_open, scene.stats.holds["settled"]) == (0, 1)
 
 
-async def test_what_is_not_known_is_said_so():
+async def test_an_unknown_hold_is_reported_as_unknown():
     scene = Scene()
     await scene.hold()
     scene.number = b"?" * 16
@@ -235,7 +235,7 @@ async def test_what_is_not_known_is_said_so():
     assert scene.stats.holds["settled"] == 0
 
 
-async def test_rules_that_are_gone_are_left_out():
+async def test_statuses_of_deleted_rules_are_left_out():
     scene = Scene()
     await scene.hold("/b", 2)
     scene.limiter.replace_book(RuleBook.of((RULE,), 2))
@@ -252,7 +252,7 @@ async def test_rules_that_are_gone_are_left_out():
 
 
 class Silent:
-    """Says nothing of buckets."""
+    """Makes holds without an outcome for any bucket."""
 
     async def hold(self, hold):
         names = [KEYS.stored(key) for key, _, _ in hold.charges]
@@ -260,7 +260,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("endpoint", ["/a", "/b"])
-async def test_a_hold_fails_open_where_the_store_says_nothing_of_a_bucket(endpoint):
+async def test_a_hold_fails_open_without_an_answer_for_a_bucket(endpoint):
     held = await Scene(Silent()).hold(endpoint, 1)
     assert (held.decision.reason, held.limits) == (Reason.FAIL_OPEN_ERROR, [])
 
@@ -273,7 +273,7 @@ DAILY = Rule(
 
 
 @pytest.mark.parametrize("rule", [DAILY, replace(DAILY, more=())], ids=["two limits", "one"])
-async def test_a_hold_repeated_in_another_window_of_a_calendar_is_answered_as_at_first(rule):
+async def test_a_hold_repeated_in_the_next_calendar_window_gets_its_first_answer(rule):
     scene = Scene(rules=(rule,))
     scene.clock.advance(seconds=86_400 - NOW_S % 86_400 - 2)
     first = await scene.hold("/d", number=b"n" * 16)
@@ -286,7 +286,7 @@ async def test_a_hold_repeated_in_another_window_of_a_calendar_is_answered_as_at
     assert (scene.stats.holds["made"], scene.stats.hold_tokens["refunded"]) == (1, 3)
 
 
-async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
+async def test_a_repeated_hold_is_answered_by_its_remaining_limits():
     scene = Scene(rules=(DAILY,))
     first = await scene.hold("/d", number=b"n" * 16)
     fewer = replace(DAILY, more=())
@@ -299,10 +299,10 @@ async def test_a_repeated_hold_is_answered_by_the_limits_that_it_has():
     scene.limiter.replace_book(RuleBook.of((DAILY,), 3))
     assert (await scene.hold("/d")).decision.limits[
         1
-    ].remaining == 15  # the hold had been settled there, too
+    ].remaining == 15  # the hold was settled there, too
 
 
-async def test_in_another_window_a_calendar_limit_is_known_also_after_an_edit_of_the_others():
+async def test_a_calendar_limit_is_found_in_the_next_window_after_an_edit_of_the_others():
     scene = Scene(rules=(DAILY,))
     scene.clock.advance(seconds=86_400 - NOW_S % 86_400 - 2)
     first = await scene.hold("/d", number=b"n" * 16)
@@ -313,7 +313,7 @@ async def test_in_another_window_a_calendar_limit_is_known_also_after_an_edit_of
 
 
 @pytest.mark.parametrize("other", [replace(SLOTS, endpoint="/d"), replace(DAILY, more=())])
-async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused(other):
+async def test_a_repeated_hold_without_a_remaining_limit_is_refused(other):
     scene = Scene(rules=(replace(RULE, endpoint="/d"),))
     await scene.hold("/d", number=b"n" * 16)
     scene.limiter.replace_book(RuleBook.of((other,), 2))
@@ -322,7 +322,7 @@ async def test_a_repeated_hold_of_which_no_limit_judges_any_more_is_refused(othe
     assert scene.stats.fail_open_error_total == 0
 
 
-async def test_a_repeated_hold_is_not_denied_by_a_limit_that_observed_when_it_was_made():
+async def test_a_repeated_hold_is_not_denied_by_a_limit_that_only_observed_at_first():
     scene = Scene()
     first = await scene.hold("/b", 3, number=b"n" * 16)
     *others, two = SEVERAL.more
@@ -333,7 +333,7 @@ async def test_a_repeated_hold_is_not_denied_by_a_limit_that_observed_when_it_wa
     assert {one.limit.name for one in again.decision.limits} == {"default", "five"}
 
 
-async def test_settled_holds_leave_nothing_behind():
+async def test_settled_holds_leave_no_state():
     scene = Scene()
     for _ in range(3 * MIN_ENDS):
         await scene.hold(cost=1, ttl_s=3_600)
@@ -347,7 +347,7 @@ async def test_settled_holds_leave_nothing_behind():
     assert scene.stats.holds["expired"] == 0
 
 
-async def test_holds_that_end_at_once_are_forgotten_step_by_step():
+async def test_holds_that_end_together_are_dropped_in_steps():
     scene = Scene(rules=(replace(RULE, limit=10 * STEP),))
     for _ in range(STEP + 2):
         await scene.hold(cost=1, ttl_s=5)

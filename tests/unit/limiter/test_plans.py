@@ -1,4 +1,4 @@
-"""Which limits judge the checks of identities that are assigned to plans."""
+"""The limits of identities that are assigned to plans."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def node():
 
 
 class TestPlan:
-    def test_its_limits_take_the_place_of_the_rules_own(self, node):
+    def test_limits_of_a_plan_replace_the_rules_own(self, node):
         assert node.check(cost=5)[:2] == (True, 5)
         node.assign("pro")
         answer = node.check()
@@ -66,21 +66,21 @@ class TestPlan:
         assert (denied.reason, denied.plan) == (Reason.LIMIT_EXCEEDED, "gold")
         assert [scope.plan for _, scope in node.denied] == ["gold"]
 
-    def test_what_was_spent_is_kept_where_name_window_and_algorithm_agree(self, node):
+    def test_spends_are_kept_where_name_window_and_algorithm_match(self, node):
         node.check(cost=9)
         node.assign("gold")
         assert node.check().remaining == 40
         node.assignments.remove(USER, b"ada")
         assert not node.check().allowed
 
-    def test_an_assignment_ends_at_its_second(self, node):
+    def test_an_assignment_ends_at_its_expire_time(self, node):
         node.assign("gold", expire_time=NOW_S + 5)
         node.clock.step(5_000_000 - 1)
         assert node.check().plan == "gold"
         node.clock.step(1)
         assert node.check().plan == ""
 
-    def test_a_plan_that_the_rule_does_not_name_means_its_own_limits(self, node):
+    def test_a_plan_unknown_to_the_rule_leaves_its_own_limits(self, node):
         node.assign("silver")
         answer = node.check(cost=11)
         assert (answer.allowed, answer.limit, answer.plan) == (False, ORDERS, "")
@@ -88,7 +88,7 @@ class TestPlan:
         node.put(replace(ORDERS, plans=()))
         assert node.check(cost=11).plan == ""
 
-    def test_a_new_book_brings_its_plans(self, node):
+    def test_a_new_book_applies_its_plans(self, node):
         node.assign("gold")
         assert node.check(cost=20).allowed
         node.put(replace(ORDERS, plans=(Plan("gold", (limit_of(25),)),)))
@@ -101,7 +101,7 @@ class TestPlan:
         assert [node.check().allowed for _ in range(3)] == [True] * 3
         assert node.stats.would_deny == {"orders,default": [2]}
 
-    def test_of_a_combination_the_first_that_is_assigned_to_a_plan_of_the_rule_judges(self):
+    def test_the_first_identity_of_a_combination_with_a_plan_of_the_rule_decides(self):
         node = Node(BOTH)
         node.assign("pro")
         assert node.check(also=ACME).plan == "pro"
@@ -112,7 +112,7 @@ class TestPlan:
         node.assign("unlimited", b"acme", "tenant")
         assert node.check(also=ACME).reason is Reason.UNLIMITED
 
-    def test_a_rule_for_everybody_has_no_plan(self):
+    def test_plans_do_not_affect_a_rule_for_all_callers(self):
         node = Node(EVERYBODY)
         node.assign("pro")
         assert node.check(cost=200).plan == ""
@@ -147,14 +147,14 @@ class TestPlan:
         kept = [node.limiter.scopes.find(endpoint, USER) for endpoint in endpoints]
         assert 0 < sum(len(one.by_plans) for one in kept) <= 6
 
-    def test_assignments_may_be_there_before_the_rules(self):
+    def test_assignments_may_be_loaded_before_the_rules(self):
         node = Node(book=False)
         node.assign("blocked")
         assert node.check().reason is Reason.FAIL_OPEN_ERROR
         node.put(ORDERS)
         assert node.check().reason is Reason.BLOCKED
 
-    def test_nothing_is_looked_up_for_types_without_assignments(self, node):
+    def test_types_without_assignments_are_not_looked_up(self, node):
         node.assign("pro", b"::1", IP)
         scope = node.limiter.scopes.find("/orders", USER)
         assert scope.rule is ORDERS
@@ -163,14 +163,14 @@ class TestPlan:
         node.assignments.remove(USER, b"ada")
         assert node.limiter.scopes.find("/orders", USER).rule is ORDERS
 
-    async def test_a_reset_is_of_the_buckets_of_all_plans(self, node):
+    async def test_a_reset_affects_the_buckets_of_all_plans(self, node):
         node.assign("pro")
         node.check(cost=100)
         node.assignments.remove(USER, b"ada")
         await node.limiter.reset(b"ada", USER, "/orders")
         assert len(node.table) == 0
 
-    def test_a_batch_is_answered_as_its_checks(self, node):
+    def test_a_batch_is_answered_like_its_checks(self, node):
         node.assign("gold")
         node.assign("blocked", b"eve")
         names = [b"bob", b"ada", b"eve", b"ada"]
@@ -178,7 +178,7 @@ class TestPlan:
         assert [one.plan for one in answers] == ["", "gold", "blocked", "gold"]
         assert [one.remaining for one in answers] == [9, 49, 0, 48]
 
-    def test_an_error_of_the_look_up_is_answered_like_any_other(self, node, monkeypatch):
+    def test_an_error_of_the_look_up_fails_open(self, node, monkeypatch):
         node.assign("gold")
 
         def fail(*_):
@@ -190,7 +190,7 @@ class TestPlan:
 
 
 class TestUnlimited:
-    def test_it_is_charged_nothing(self, node):
+    def test_an_unlimited_identity_is_not_charged(self, node):
         node.assign("unlimited")
         answer = node.check(cost=1_000)
         assert answer[:5] == (True, INT32_MAX, 0, 0, Reason.UNLIMITED)
@@ -199,12 +199,12 @@ class TestUnlimited:
         assert (node.stats.allowed_total, node.stats.unlimited_total) == (1, 1)
         assert node.stats.bucket_looked_total == 0
 
-    def test_it_is_told_where_no_rule_applies(self, node):
+    def test_unlimited_is_reported_where_no_rule_applies(self, node):
         node.assign("unlimited")
         answer = node.check(endpoint="/carts")
         assert (answer.reason, answer.rule) == (Reason.UNLIMITED, None)
 
-    def test_other_identities_are_judged(self):
+    def test_other_identities_of_the_check_are_judged(self):
         node = Node(ORDERS, TENANT, EVERYBODY)
         node.assign("unlimited")
         answer = node.check(cost=400, also=ACME)
@@ -218,13 +218,13 @@ class TestUnlimited:
         assert answer.limits[-1][6:] == (None, "unlimited")
         assert node.check(also=ACME).rule is EVERYBODY
 
-    def test_one_rule_that_judges_and_one_that_is_passed_over_are_both_told(self):
+    def test_a_judging_rule_and_a_passed_over_rule_are_both_reported(self):
         node = Node(ORDERS, TENANT)
         node.assign("unlimited", b"acme", "tenant")
         answer = node.check(also=ACME)
         assert [one.reason for one in answer.limits] == [Reason.WITHIN_LIMIT, Reason.UNLIMITED]
 
-    def test_several_rules_that_are_passed_over_are_all_told(self):
+    def test_all_passed_over_rules_are_reported(self):
         node = Node(ORDERS, replace(ORDERS, id="overall", endpoint="**"))
         node.assign("unlimited")
         answer = node.check()
@@ -232,7 +232,7 @@ class TestUnlimited:
 
 
 class TestBlocked:
-    def test_it_is_denied_until_its_end(self, node):
+    def test_a_blocked_identity_is_denied_until_its_expire_time(self, node):
         node.assign("blocked", expire_time=NOW_S + 61)
         node.clock.step(500_000)
         answer = node.check(peek=True)
@@ -243,13 +243,13 @@ class TestBlocked:
         node.clock.step(1)
         assert node.check().allowed
 
-    def test_for_good_it_has_no_end(self, node):
+    def test_a_block_for_good_has_no_reset_time(self, node):
         node.assign("blocked")
         assert node.check()[:4] == (False, 0, 0, INT32_MAX)
         node.assign("blocked", expire_time=NOW_S + 2**32)
         assert node.check()[2:4] == (NOW_S + 2**32, INT32_MAX)
 
-    def test_it_is_counted_and_told_as_denied(self, node):
+    def test_a_blocked_check_is_counted_and_reported_as_denied(self, node):
         node.assign("blocked", b"acme", "tenant")
         node.check(also=ACME)
         assert (node.stats.blocked_total, node.stats.plan_blocked_total) == (1, 1)
@@ -257,21 +257,21 @@ class TestBlocked:
         [(identifier, denied)] = node.denied
         assert (identifier, *denied) == (b"acme", "/orders", "tenant")
 
-    def test_it_holds_where_no_rule_applies_and_before_unlimited(self, node):
+    def test_a_block_applies_without_a_rule_and_precedes_unlimited(self, node):
         node.assign("unlimited")
         node.assign("blocked", b"acme", "tenant")
         assert node.check(endpoint="/carts", also=ACME).reason is Reason.BLOCKED
         assert node.check(also=ACME).reason is Reason.BLOCKED
         assert len(node.table) == 0
 
-    def test_a_wrong_timestamp_is_refused_all_the_same(self):
+    def test_an_invalid_timestamp_of_a_blocked_identity_is_refused(self):
         node = Node(ORDERS, timestamps="caller")
         node.assign("blocked")
         with pytest.raises(CheckInvalidError):
             node.check(timestamp=-1)
         assert node.stats.blocked_total == 0
 
-    def test_it_is_foreseen(self, node):
+    def test_a_dry_run_denies_a_blocked_identity(self, node):
         node.assign("blocked")
         node.assign("unlimited", b"bob")
         now_us = node.limiter.now_us()
@@ -280,7 +280,7 @@ class TestBlocked:
 
 
 class TestSharedState:
-    async def test_the_shared_state_is_asked_by_the_limit_of_the_plan(self):
+    async def test_the_shared_state_decides_by_the_limit_of_the_plan(self):
         node = Sharing(ORDERS)
         node.assign("gold")
         assert node.check() is None
@@ -305,7 +305,7 @@ class TestSharedState:
 
 
 class TestExplaining:
-    async def test_the_plan_and_its_end_are_told(self):
+    async def test_the_plan_and_its_expire_time_are_explained(self):
         node = Node(ORDERS, TENANT)
         node.assign("pro", expire_time=NOW_S + 9)
         node.assign("silver", b"acme", "tenant")
@@ -316,7 +316,7 @@ class TestExplaining:
         assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
 
     @pytest.mark.parametrize("plan", ["unlimited", "blocked"])
-    async def test_what_is_passed_over_is_told(self, node, plan):
+    async def test_passed_over_rules_are_explained(self, node, plan):
         node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
         node.assign(plan)
         check = check_of()

@@ -21,7 +21,7 @@ class TestReset:
         assert node.remaining() == 10
         assert (node.remaining(b"bob"), node.remaining(endpoint="/carts")) == (8, 1)
 
-    async def test_a_bucket_that_does_not_exist_is_as_good_as_reset(self, node):
+    async def test_a_missing_bucket_counts_as_reset(self, node):
         await node.reset(b"nobody")
         assert len(node.table) == 0
         assert len(node.journal.resets) == 1
@@ -38,7 +38,7 @@ class TestReset:
         node.put(ORDERS)
         assert node.remaining() == 10
 
-    async def test_the_journal_hears_of_the_very_keys(self, node):
+    async def test_the_journal_receives_the_keys_of_the_buckets(self, node):
         node.check()
         keys = node.table.keys(0)
         await node.reset()
@@ -46,7 +46,7 @@ class TestReset:
         assert len(keys) == 1
         assert keys[0] in written
 
-    async def test_with_no_rule_there_is_nothing_to_reset_or_to_write(self):
+    async def test_without_a_rule_nothing_is_reset_or_written(self):
         node = Node()
         await node.reset()
         assert node.journal.resets == []
@@ -63,7 +63,7 @@ class TestReset:
         with pytest.raises(StoreUnavailableError, match="no rules"):
             await Node(book=False).reset()
 
-    async def test_a_reset_that_cannot_be_written_leaves_the_bucket_as_it_was(self, node):
+    async def test_a_reset_that_cannot_be_written_restores_the_bucket(self, node):
         node.check(cost=7)
         node.journal.fails = True
         with pytest.raises(StoreUnavailableError):
@@ -73,7 +73,7 @@ class TestReset:
             await node.reset(b"nobody")
         assert len(node.table) == 1
 
-    async def test_a_reset_that_fails_does_not_undo_a_later_one_that_is_answered(self, node):
+    async def test_a_failed_reset_does_not_undo_a_later_one(self, node):
         gate, fails = asyncio.Event(), iter([True, False])
 
         async def reset(keys):
@@ -92,7 +92,7 @@ class TestReset:
         assert (type(refused), answered) == (StoreUnavailableError, None)
         assert node.remaining() == 10
 
-    async def test_a_reset_whose_caller_gives_up_is_written_all_the_same(self, node):
+    async def test_a_reset_is_written_even_if_its_caller_is_cancelled(self, node):
         may_write, written = asyncio.Event(), asyncio.Event()
 
         async def reset(_keys):
@@ -110,7 +110,7 @@ class TestReset:
         may_write.set()
         await written.wait()
 
-    async def test_a_reset_that_waited_for_another_acts_under_the_rules_of_its_turn(self, node):
+    async def test_a_queued_reset_uses_the_rules_in_force_when_it_starts(self, node):
         begun, first_may_end, written = asyncio.Event(), asyncio.Event(), []
 
         async def reset(keys):
@@ -127,14 +127,14 @@ class TestReset:
         first, second = written
         assert first != second
 
-    async def test_nobody_profits_from_a_reset_that_failed_by_checking_meanwhile(self, node):
+    async def test_checks_during_a_failed_reset_gain_no_tokens(self, node):
         node.check(cost=7)
         node.journal.fails, node.journal.meanwhile = True, node.check
         with pytest.raises(StoreUnavailableError):
             await node.reset()
         assert node.remaining() == 3
 
-    async def test_resets_that_fail_never_get_the_table_beyond_its_bound(self):
+    async def test_failed_resets_keep_the_bound_of_the_table(self):
         node = Node(ORDERS, max_entries=2)
         node.journal.fails = True
 

@@ -1,4 +1,4 @@
-"""Several limits on a check: of one rule, of several identities."""
+"""Several limits on a check, of one rule or of several identities."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ class TestSeveralLimits:
     def node(self):
         return Node(SEVERAL)
 
-    def test_all_are_charged_and_the_tightest_answers(self, node):
+    def test_all_limits_are_charged_and_the_tightest_answers(self, node):
         answer = node.check(cost=4)
         assert (answer.allowed, answer.remaining, answer.limit) == (True, 6, SEVERAL)
         assert [(one.limit.name, one.remaining) for one in answer.limits] == [
@@ -26,7 +26,7 @@ class TestSeveralLimits:
         assert [one.limit.name for one in answer.limits] == ["day", "default"]
         assert {one.rule for one in answer.limits} == {SEVERAL}
 
-    def test_a_denial_charges_none(self, node):
+    def test_a_denied_check_charges_no_limit(self, node):
         node.check(cost=9)
         node.clock.advance(seconds=60)
         answer = node.check(cost=4)
@@ -34,7 +34,7 @@ class TestSeveralLimits:
         assert [(one.allowed, one.remaining) for one in answer.limits] == [(False, 3), (True, 10)]
         assert node.check(cost=3).allowed
 
-    def test_a_peek_charges_none(self, node):
+    def test_a_peek_charges_no_limit(self, node):
         first = node.check(cost=4, peek=True)
         assert node.check(cost=4, peek=True) == first
         assert node.check(cost=4) == first
@@ -48,7 +48,7 @@ class TestSeveralLimits:
         assert (identifier, scope.rule, scope.limit) == (b"ada", SEVERAL, DAY)
         assert node.stats.bucket_looked_total == 2
 
-    def test_an_edit_of_a_number_keeps_what_was_spent_and_a_new_name_begins_anew(self, node):
+    def test_a_new_number_keeps_the_spends_and_a_new_name_starts_afresh(self, node):
         node.check(cost=4)
         node.put(replace(SEVERAL, limit=5, more=(replace(DAY, name="daily"),)))
         answer = node.check(cost=1)
@@ -56,7 +56,7 @@ class TestSeveralLimits:
             ("default", 0), ("daily", 11),
         ]  # fmt: skip
 
-    async def test_a_reset_is_of_all_of_them(self, node):
+    async def test_a_reset_affects_all_limits(self, node):
         node.check(cost=10)
         await node.reset()
         assert len(node.table) == 0
@@ -64,13 +64,13 @@ class TestSeveralLimits:
         assert len(keys) == 2
         assert node.check(cost=10).allowed
 
-    def test_a_check_in_bulk_is_judged_by_several_only_where_there_are(self, node):
+    def test_a_scope_has_several_limits_only_if_the_rule_has(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         assert [one.told for one in scope.several] == [SEVERAL, DAY]
         node.put(ORDERS)
         assert node.limiter.scopes.find("/orders", USER).several == ()
 
-    def test_foreseeing_looks_at_all_and_charges_none(self, node):
+    def test_a_dry_run_judges_all_limits_and_charges_none(self, node):
         check = Check(b"ada", USER, "/orders", 4)
         node.check(cost=9)
         node.clock.advance(seconds=60)
@@ -80,14 +80,14 @@ class TestSeveralLimits:
         assert node.stats.bucket_missed_total == missed
         assert node.check(cost=3).allowed
 
-    def test_a_callers_time_is_near_enough_for_the_shortest_window(self):
+    def test_the_tolerance_of_timestamps_follows_the_shortest_window(self):
         node = Node(replace(SEVERAL, more=(replace(DAY, window_seconds=10),)))
         node.check(timestamp=NOW_S * 1_000 - 1_001)
         assert node.stats.clock_rejected_total == 1
         node.check(timestamp=NOW_S * 1_000 - 1_000)
         assert node.stats.clock_rejected_total == 1
 
-    def test_in_a_batch_a_denied_check_leaves_all_to_the_next(self, node):
+    def test_a_denied_check_of_a_batch_leaves_all_tokens_to_the_next(self, node):
         checks = [Check(b"ada", USER, "/orders", cost) for cost in (9, 4, 1)]
         answers = node.limiter.check_batch(checks)
         assert [answer.allowed for answer in answers] == [True, False, True]
@@ -95,14 +95,14 @@ class TestSeveralLimits:
             ("default", 0), ("day", 2),
         ]  # fmt: skip
 
-    def test_one_that_observes_counts_what_it_would_deny_and_denies_nothing(self):
+    def test_an_observing_limit_counts_the_checks_it_would_deny_and_denies_none(self):
         observed = replace(DAY, limit=3, enforcement=Enforcement.OBSERVE)
         node = Node(replace(ORDERS, more=(observed,)))
         answers = [node.check(cost=2) for _ in range(6)]
         assert [answer.allowed for answer in answers] == [True] * 5 + [False]
         assert [answer.limits[1].allowed for answer in answers] == [True, *[False] * 5]
         assert {answer.limit.name for answer in answers} == {"default"}
-        # The last was denied by the limit itself.
+        # The enforced limit denied the last one.
         assert node.stats.would_deny == {"orders,day": [4]}
         assert node.stats.by_rule == {"orders": [5, 1]}
         missed = node.stats.bucket_missed_total
@@ -110,7 +110,7 @@ class TestSeveralLimits:
         assert node.stats.bucket_missed_total == missed
         assert node.stats.would_deny == {"orders,day": [4]}
 
-    def test_a_rule_that_only_observes_allows_with_what_it_counted(self):
+    def test_an_observing_rule_allows_and_reports_its_status(self):
         node = Node(replace(ORDERS, limit=3, enforcement=Enforcement.OBSERVE))
         answers = [node.check(cost=2) for _ in range(2)]
         assert [answer[:5] for answer in answers] == [
@@ -121,7 +121,7 @@ class TestSeveralLimits:
         assert node.stats.would_deny == {"orders,default": [1]}
         assert node.dry_run.all_pass([Check(b"ada", USER, "/orders", 9)], node.limiter.now_us())
 
-    def test_promoting_keeps_what_was_counted(self):
+    def test_enforcing_an_observing_limit_keeps_its_spends(self):
         node = Node(replace(ORDERS, more=(replace(DAY, enforcement=Enforcement.OBSERVE),)))
         node.check(cost=9)
         node.put(replace(ORDERS, name="day", limit=12, window_seconds=86_400))
@@ -130,7 +130,7 @@ class TestSeveralLimits:
 
 
 class TestSeveralIdentities:
-    """A check counts for the identities it names, and for everybody."""
+    """A check counts for each of its identities, and for all callers."""
 
     TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=15)
     BOTH = replace(ORDERS, id="both", identifier_type="tenant+user", limit=2)
@@ -141,13 +141,13 @@ class TestSeveralIdentities:
     def judged(self, answer):
         return [one.rule.id for one in answer.limits]
 
-    def test_every_rule_that_the_identities_make_judges_it(self):
+    def test_rules_of_all_identities_and_combinations_judge_a_check(self):
         node = Node(ORDERS, self.TENANT, self.BOTH, self.EVERYBODY, self.OVERALL)
         answer = node.check(also=(*self.ACME, ("ip", b"::1")))
         assert self.judged(answer) == ["both", "orders", "overall", "tenant", "everybody"]
         assert self.judged(node.check()) == ["orders", "overall", "everybody"]
 
-    def test_what_one_denies_is_charged_to_none(self):
+    def test_a_check_that_one_rule_denies_charges_no_identity(self):
         node = Node(ORDERS, self.TENANT, self.EVERYBODY)
         assert node.check(b"ada", cost=9, also=self.ACME).allowed
         denied = node.check(b"bob", cost=7, also=self.ACME)
@@ -164,22 +164,22 @@ class TestSeveralIdentities:
         turned = Check(b"acme", "tenant", "/orders", also=((USER, b"ada"),))
         assert not node.limiter.check(turned).allowed
 
-    def test_the_rule_over_all_endpoints_has_one_bucket(self):
+    def test_a_rule_for_all_endpoints_has_one_bucket(self):
         node = Node(self.OVERALL)
         assert [node.check(endpoint=f"/{number}").remaining for number in range(3)] == [11, 10, 9]
 
-    def test_everybody_shares_one_bucket_on_each_endpoint(self):
+    def test_a_rule_for_all_callers_has_one_bucket_on_each_endpoint(self):
         node = Node(replace(self.EVERYBODY, endpoint="*"))
         assert [node.check(name).remaining for name in (b"ada", b"bob")] == [17, 16]
         assert node.check(endpoint="/else").remaining == 17
 
-    def test_a_disabled_rule_judges_nothing(self):
+    def test_a_disabled_rule_does_not_apply(self):
         node = Node(
             ORDERS, replace(self.EVERYBODY, enabled=False), replace(self.OVERALL, enabled=False)
         )
         assert node.check().limits == ()
 
-    async def test_a_reset_is_of_one_bucket(self):
+    async def test_a_reset_affects_one_bucket(self):
         node = Node(ORDERS, self.BOTH, self.EVERYBODY, self.OVERALL)
         node.check(also=self.ACME)
         for kind, identifier, endpoint, rule in (
@@ -193,7 +193,7 @@ class TestSeveralIdentities:
             "both": 0, "orders": 7, "everybody": 16, "overall": 10,
         }  # fmt: skip
 
-    def test_who_is_denied_is_told_by_the_identifier_of_the_bucket(self):
+    def test_a_denial_is_reported_with_the_identifier_of_the_bucket(self):
         node = Node(
             replace(ORDERS, limit=3), replace(self.BOTH, limit=1), replace(self.EVERYBODY, limit=4)
         )
@@ -206,13 +206,13 @@ class TestSeveralIdentities:
             (joined([b"acme", b"ada"]), "both"), (b"ada", "orders"), (b"", "everybody"),
         ]  # fmt: skip
 
-    def test_a_batch_is_answered_in_its_order_where_identifiers_share_a_bucket(self):
+    def test_a_batch_is_answered_in_order_where_identifiers_share_a_bucket(self):
         eve, ada = (Check(name, USER, "/orders", 10, also=self.ACME) for name in (b"eve", b"ada"))
         for node in (Node(self.TENANT), Node(replace(self.EVERYBODY, limit=10))):
             answers = node.limiter.check_batch([eve, ada])
             assert [answer.allowed for answer in answers] == [True, False]
 
-    def test_a_check_of_many_identities_can_be_foreseen(self):
+    def test_a_dry_run_judges_all_identities(self):
         node = Node(ORDERS, self.TENANT)
         node.check(b"ada", cost=9, also=self.ACME)
         check = Check(b"bob", USER, "/orders", 7, also=self.ACME)

@@ -36,7 +36,7 @@ from tests.unit.limiter.nodes import (
 )
 
 
-def test_a_limiter_decides_on_its_own_buckets_or_on_shared_ones():
+def test_a_limiter_has_either_its_own_buckets_or_shared_ones():
     for both in ({}, {"buckets": BucketTable(1), "shared": FakeSharedBuckets()}):
         with pytest.raises(ValueError, match="its own buckets or on shared ones"):
             limiter_of(**both)
@@ -48,20 +48,20 @@ class TestSharedBuckets:
         return Sharing(ORDERS)
 
     @pytest.mark.parametrize("peek", [False, True])
-    def test_what_the_node_knows_is_answered_at_once(self, node, peek):
+    def test_a_check_that_the_node_can_decide_is_answered_without_waiting(self, node, peek):
         node.shared.at_once = GRANTED
         answer = node.limiter.check(check_of(peek=peek))
         assert answer[:5] == GRANTED[:5]
         assert answer.limit == replace(ORDERS, revision=7)
         assert (node.stats.allowed_total, node.stats.by_rule) == (1, {"orders": [1, 0]})
 
-    def test_nobody_waits(self, node):
+    def test_no_check_waits_to_be_allowed(self, node):
         node.shared.at_once = REFUSED
         answer = node.limiter.check(check_of(max_wait_ms=60_000))
         assert (answer[:5], answer.wait_ms) == (REFUSED[:5], 0)
 
     @pytest.mark.parametrize("peek", [False, True])
-    async def test_what_it_does_not_waits_and_is_counted_when_it_is_answered(self, node, peek):
+    async def test_an_undecided_check_waits_and_is_counted_when_it_is_answered(self, node, peek):
         assert node.limiter.check(check_of(cost=3, peek=peek)) is None
         assert node.stats.allowed_total == 0
         answer = await node.wait(GRANTED, cost=3, peek=peek)
@@ -74,7 +74,7 @@ class TestSharedBuckets:
         assert node.stats.by_rule == {"orders": [1, 1]}
         assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
-    async def test_what_waits_is_noted_once_when_it_is_answered(self):
+    async def test_an_undecided_check_is_recorded_once_when_it_is_answered(self):
         noted = []
 
         class Recorder:
@@ -94,15 +94,15 @@ class TestSharedBuckets:
             (b"ada", check_of(), now_us, True),
         ]
 
-    def test_in_bulk_nothing_is_counted_before_it_is_answered(self, node):
+    def test_an_undecided_bulk_check_is_not_counted(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.charge(b"ada", scope, 0, 1) is None
         assert (node.stats.allowed_total, node.stats.by_rule) == (0, {"orders": [0, 0]})
 
-    def test_a_batch_has_none_for_each_that_waits(self, node):
+    def test_a_batch_returns_none_for_each_undecided_check(self, node):
         assert node.limiter.check_batch([check_of(), check_of(b"bob")]) == [None, None]
 
-    async def test_all_of_a_batch_are_asked_for_before_any_is_waited_for(self, node):
+    async def test_all_checks_of_a_batch_are_sent_before_the_first_answer(self, node):
         checks = [check_of(b"%d" % number) for number in range(3)]
         waiting = asyncio.create_task(node.limiter.wait(checks))
         await asyncio.sleep(0)
@@ -110,7 +110,7 @@ class TestSharedBuckets:
         waiting.cancel()
         await asyncio.wait([waiting])
 
-    async def test_an_error_that_nobody_expected_is_answered_fail_open_and_told(self, node):
+    async def test_an_unexpected_error_of_an_answer_fails_open_and_is_reported(self, node):
         error = ValueError("defect")
         waiting = asyncio.create_task(node.limiter.wait([check_of(), check_of(b"bob")]))
         node.shared.answers = [error, GRANTED]
@@ -121,7 +121,7 @@ class TestSharedBuckets:
         ]
         assert node.errors == [error]
 
-    async def test_a_long_batch_is_asked_for_in_several_turns(self, node):
+    async def test_a_long_batch_is_sent_over_several_event_loop_iterations(self, node):
         node.shared.answers = [GRANTED] * (ASKED_PER_TURN + 1)
         waiting = asyncio.create_task(node.limiter.wait([check_of()] * (ASKED_PER_TURN + 1)))
         await asyncio.sleep(0)
@@ -146,20 +146,20 @@ class TestSharedBuckets:
         ],
         ids=["away", "overloaded", "corrupt"],
     )
-    async def test_without_an_answer_a_check_is_allowed(self, node, error, is_told):
+    async def test_a_check_without_an_answer_fails_open(self, node, error, is_told):
         assert await node.wait(error) == FAIL_OPEN
         assert node.errors == ([error] if is_told else [])
         assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
         assert node.stats.by_rule == {"orders": [0, 0]}
 
-    async def test_an_unexpected_error_allows_and_is_told(self, node, monkeypatch):
+    async def test_an_unexpected_error_of_the_call_fails_open_and_is_reported(
+        self, node, monkeypatch
+    ):
         monkeypatch.setattr(node.shared, "wait", None)
         assert await node.wait() == FAIL_OPEN
         assert [type(error) for error in node.errors] == [TypeError]
 
-    async def test_while_the_breaker_is_open_checks_are_allowed_as_the_specification_says(
-        self, node
-    ):
+    async def test_an_open_breaker_allows_checks_as_specified(self, node):
         node.clock.advance(us=1)
         node.shared.at_once = BreakerOpenError(5 * SECOND)
         at_once = node.limiter.check(check_of())
@@ -171,7 +171,7 @@ class TestSharedBuckets:
     @pytest.mark.parametrize(
         ("retry_after_us", "retry_after_s"), [(0, 1), (5 * SECOND, 5), (5 * SECOND + 1, 6)]
     )
-    async def test_or_denied_until_the_next_probe_if_that_is_wanted(
+    async def test_an_open_breaker_denies_until_the_next_probe_if_configured(
         self, retry_after_us, retry_after_s
     ):
         node = Sharing(breaker_denies=True)
@@ -182,7 +182,7 @@ class TestSharedBuckets:
         assert (stats.blocked_total, stats.breaker_denied_total) == (1, 1)
         assert (stats.allowed_total, stats.bucket_looked_total) == (0, 0)
 
-    async def test_rules_that_change_in_between_hold(self, node):
+    async def test_a_waiting_check_is_judged_by_rules_that_changed_meanwhile(self, node):
         assert node.limiter.check(check_of()) is None
         node.put(replace(ORDERS, limit=3))
         answer = await node.wait(GRANTED)
@@ -191,12 +191,12 @@ class TestSharedBuckets:
         assert await node.wait() == NO_RULE
         assert len(node.shared.asked) == 1
 
-    async def test_without_a_book_nobody_is_asked(self):
+    async def test_without_a_book_the_shared_state_is_not_called(self):
         node = Sharing(book=False)
         assert await node.wait() == FAIL_OPEN
         assert node.shared.asked == []
 
-    async def test_the_caller_policy_refuses_timestamps_and_the_others_do_not_notice(self):
+    async def test_a_refused_timestamp_does_not_affect_other_waiting_checks(self):
         node = Sharing(timestamps="caller")
         node.shared.answers = [GRANTED]
         refused, answer = await node.limiter.wait([check_of(timestamp=-1), check_of(timestamp=60)])
@@ -204,12 +204,12 @@ class TestSharedBuckets:
         assert answer[:5] == GRANTED[:5]
         assert [now_us for _, _, now_us, *_ in node.shared.asked] == [60 * SECOND]
 
-    async def test_a_timestamp_within_the_tolerance_is_that_of_the_check(self, node):
+    async def test_a_timestamp_within_the_tolerance_is_used(self, node):
         await node.wait(GRANTED, timestamp=node.clock.now_us() + 5 * SECOND)
         ((_, _, now_us, *_),) = node.shared.asked
         assert now_us == node.clock.now_us() + 5 * SECOND
 
-    async def test_a_reset_is_of_all_rules_that_may_decide_each_as_of_the_book(self, node):
+    async def test_a_reset_affects_all_candidate_rules_with_the_revision_of_the_book(self, node):
         node.put(replace(ORDERS, enabled=False), EVERYWHERE, revision=9)
         rules = await node.limiter.reset(b"ada", USER, "/orders")
         ((keys, ruling),) = node.shared.resets
@@ -217,7 +217,7 @@ class TestSharedBuckets:
         assert keys == [b"ada" + KEYS.scope(rule, "/orders") for rule in rules]
         assert len(rules) == 2
 
-    async def test_a_reset_that_is_not_known_to_be_done_is_refused(self, node):
+    async def test_a_reset_with_an_unknown_result_is_an_error(self, node):
         node.shared.reset_error = AWAY
         with pytest.raises(StoreUnavailableError, match="no answer"):
             await node.limiter.reset(b"ada", USER, "/orders")
@@ -234,7 +234,9 @@ class TestSharedBuckets:
             ([REFUSED, ValueError("defect")], False),
         ],
     )
-    async def test_the_shared_state_foresees_what_the_node_cannot(self, node, answers, passes):
+    async def test_a_dry_run_asks_the_shared_state_about_undecided_checks(
+        self, node, answers, passes
+    ):
         node.shared.answers = answers
         foreseen = node.dry_run.all_pass(
             [check_of(), check_of(b"bob", cost=2)], node.limiter.now_us()
@@ -246,7 +248,7 @@ class TestSharedBuckets:
         ]
         assert (node.stats.allowed_total, node.errors) == (0, [])
 
-    async def test_an_open_breaker_that_denies_lets_no_checks_pass(self):
+    async def test_a_dry_run_fails_while_an_open_breaker_denies(self):
         node = Sharing(breaker_denies=True)
         node.shared.answers = [BreakerOpenError(1)]
         assert not await node.dry_run.all_pass([check_of()], node.limiter.now_us())
@@ -261,7 +263,7 @@ class TestSeveralSharedLimits:
     def node(self):
         return Sharing(SEVERAL)
 
-    def test_what_the_node_knows_is_answered_at_once(self, node):
+    def test_a_check_that_the_node_can_decide_is_answered_without_waiting(self, node):
         node.shared.at_once = GRANTED
         answer = node.limiter.check(check_of())
         assert (answer.allowed, [one.limit.name for one in answer.limits]) == (
@@ -269,7 +271,7 @@ class TestSeveralSharedLimits:
         )  # fmt: skip
 
     @pytest.mark.parametrize("peek", [False, True])
-    async def test_what_it_does_not_is_asked_of_all_buckets(self, node, peek):
+    async def test_an_undecided_check_is_asked_on_all_buckets(self, node, peek):
         assert node.limiter.check(check_of(peek=peek)) is None
         answer = await node.wait(GRANTED, REFUSED, peek=peek)
         assert (answer[:5], answer.limit.name) == (REFUSED[:5], "day")
@@ -279,12 +281,12 @@ class TestSeveralSharedLimits:
         assert [asked[-1] for asked in node.shared.asked] == [peek, peek]
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 1)
 
-    async def test_in_bulk_such_a_check_has_to_wait(self, node):
+    async def test_a_bulk_check_that_the_node_cannot_decide_waits(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.judge((b"ada",), scope, 0, 1) is None
         assert node.stats.allowed_total == 0
 
-    async def test_a_limit_that_cannot_be_reached_makes_an_allowed_check_fail_open(self, node):
+    async def test_an_allowed_check_fails_open_if_one_limit_is_unreachable(self, node):
         answer = await node.wait(GRANTED, AWAY)
         assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_ERROR)
         answer = await node.wait(AWAY, BreakerOpenError(1))
@@ -293,12 +295,12 @@ class TestSeveralSharedLimits:
         assert (answer.allowed, answer.reason, answer.limits) == (False, Reason.LIMIT_EXCEEDED, ())
         assert node.stats.fail_open_error_total == node.stats.fail_open_breaker_total == 1
 
-    async def test_an_open_breaker_that_denies_denies(self):
+    async def test_an_open_breaker_on_one_limit_denies_if_configured(self):
         node = Sharing(SEVERAL, breaker_denies=True)
         answer = await node.wait(GRANTED, BreakerOpenError(2_000_000))
         assert (answer.allowed, answer.retry_after) == (False, 2)
 
-    async def test_one_that_only_observes_does_not_matter_when_it_cannot_be_reached(self):
+    async def test_an_unreachable_observing_limit_does_not_affect_the_answer(self):
         node = Sharing(replace(ORDERS, more=(self.SEEN,)))
         answer = await node.wait(GRANTED, AWAY)
         assert (answer[:5], answer.limits) == (GRANTED[:5], ())
@@ -308,20 +310,20 @@ class TestSeveralSharedLimits:
         assert (answer[:5], len(answer.limits)) == (GRANTED[:5], 2)
         assert node.stats.would_deny == {"orders,seen": [1]}
 
-    async def test_it_does_not_matter_to_what_is_foreseen_either(self):
+    async def test_an_observing_limit_does_not_affect_a_dry_run(self):
         node = Sharing(replace(ORDERS, more=(self.SEEN,)))
         node.shared.answers = [GRANTED, REFUSED]
         assert await node.dry_run.all_pass([check_of()], 0)
         node.shared.at_once = GRANTED
         assert node.dry_run.all_pass([check_of()], 0)
 
-    async def test_a_reset_is_of_all_its_buckets(self, node):
+    async def test_a_reset_affects_all_buckets(self, node):
         await node.limiter.reset(b"ada", USER, "/orders")
         ((keys, limits),) = node.shared.resets
         assert len(set(keys)) == 2
         assert [(limit.name, limit.revision) for limit in limits] == [("default", 7), ("day", 7)]
 
-    async def test_a_defect_is_told_and_fails_open(self, node):
+    async def test_a_defect_is_reported_and_fails_open(self, node):
         answer = await node.wait(GRANTED, ValueError("defect"))
         assert answer.reason is Reason.FAIL_OPEN_ERROR
         assert [str(error) for error in node.errors] == ["defect"]

@@ -22,7 +22,7 @@ def token_file(tmp_path):
     return tmp_path / FILE_NAME
 
 
-def test_a_token_is_made_once_for_its_owner_alone(tmp_path, token_file):
+def test_a_token_is_generated_once_and_private(tmp_path, token_file):
     made = own_admin_token(tmp_path)
     assert len(made) >= 43  # 32 random bytes
     assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
@@ -38,13 +38,13 @@ def test_two_nodes_have_two_tokens(tmp_path):
     assert own_admin_token(directories[0]) != own_admin_token(directories[1])
 
 
-def test_a_token_that_somebody_put_there_is_used(tmp_path, token_file):
+def test_an_existing_token_is_used(tmp_path, token_file):
     token_file.write_text(" chosen-by-hand\r\n")
-    token_file.chmod(0o640)  # a group may have been made for it
+    token_file.chmod(0o640)  # a group may have access
     assert own_admin_token(tmp_path) == "chosen-by-hand"
 
 
-def test_what_a_killed_start_left_is_replaced(tmp_path, token_file):
+def test_the_leftover_of_a_killed_start_is_replaced(tmp_path, token_file):
     aside = tmp_path / f"{FILE_NAME}.tmp"
     aside.write_text("half")
     aside.chmod(0o666)
@@ -105,7 +105,7 @@ def test_a_file_of_another_user_is_refused(tmp_path, token_file, monkeypatch):
     assert read_admin_token(token_file, own=False)
 
 
-def test_a_file_that_cannot_be_read_or_made_is_refused(tmp_path, token_file):
+def test_an_unreadable_or_unwritable_file_is_refused(tmp_path, token_file):
     token_file.symlink_to(token_file)
     assert "cannot be read" in unusable(tmp_path)
     with pytest.raises(StartupError, match="cannot be written"):
@@ -118,7 +118,7 @@ def token_for(environ):
 
 @pytest.fixture
 def running(tmp_path):
-    """A state directory in use, with a token."""
+    """Yield a state directory in use, with a token."""
     state_dir = StateDir.lock(tmp_path)
     own_admin_token(tmp_path)
     yield state_dir
@@ -145,9 +145,7 @@ def running(tmp_path):
         ("nonsense", "127.0.0.1:9090", False),
     ],
 )
-def test_the_token_goes_only_where_the_node_of_its_directory_answers(
-    running, listens, target, found
-):
+def test_the_token_is_sent_only_to_the_node_of_its_directory(running, listens, target, found):
     running.publish(listens, made_token=True)
     expected = own_admin_token(running.path) if found else None
     found_token = find_admin_token(target, {VARIABLE: str(running.path)})
@@ -165,15 +163,13 @@ def test_the_token_goes_only_where_the_node_of_its_directory_answers(
         ("localhost:9090", "localhost:9090"),
     ],
 )
-def test_localhost_is_the_loopback_address_of_the_node_since_another_program_may_have_the_other(
-    running, listens, asked
-):
+def test_localhost_becomes_the_loopback_address_of_the_node(running, listens, asked):
     running.publish(listens, made_token=True)
     found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)})
     assert found == (asked, own_admin_token(running.path), "")
 
 
-def test_with_tls_localhost_stays_the_name_of_the_certificate(running):
+def test_with_tls_localhost_is_kept_for_the_certificate(running):
     running.publish("127.0.0.1:9090", made_token=True)
     found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)}, tls=True)
     assert found[:2] == ("localhost:9090", None)
@@ -182,25 +178,27 @@ def test_with_tls_localhost_stays_the_name_of_the_certificate(running):
     )
 
 
-def test_a_directory_that_cannot_be_read_is_named(running, monkeypatch):
+def test_an_unreadable_directory_is_reported(running, monkeypatch):
     running.publish("127.0.0.1:9090", made_token=True)
 
     def refused(*_arguments, **_options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(StateDir, "address_in", refused)  # tests may run as root, who may read all
+    monkeypatch.setattr(
+        StateDir, "address_in", refused
+    )  # tests may run as root, which can read everything
     found = find_admin_token("127.0.0.1:9090", {VARIABLE: str(running.path)})
     assert found.why_none == f"{running.path}: Permission denied"
 
 
-def test_a_token_that_is_missing_is_named(running):
+def test_a_missing_token_is_reported_with_its_path(running):
     running.publish("0.0.0.0:9090", made_token=True)
     (running.path / FILE_NAME).unlink()
     found = find_admin_token("localhost:9090", {VARIABLE: str(running.path)})
     assert found == ("localhost:9090", None, f"{running.path / FILE_NAME} is missing")
 
 
-def test_no_link_to_a_token_is_followed_in_the_directory_of_a_node(running, tmp_path):
+def test_a_link_to_a_token_in_a_nodes_directory_is_not_followed(running, tmp_path):
     running.publish("127.0.0.1:9090", made_token=True)
     elsewhere = tmp_path / "elsewhere"
     (running.path / FILE_NAME).rename(elsewhere)
@@ -209,9 +207,7 @@ def test_no_link_to_a_token_is_followed_in_the_directory_of_a_node(running, tmp_
     assert f"{running.path / FILE_NAME} cannot be read: Too many levels" in found.why_none
 
 
-def test_a_lock_that_another_user_put_into_the_working_directory_says_nothing(
-    tmp_path, monkeypatch
-):
+def test_another_users_lock_in_the_working_directory_is_ignored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.closing(StateDir.lock("ratelimitd-state")) as state_dir:
         state_dir.publish("127.0.0.1:9090", made_token=True)
@@ -221,11 +217,11 @@ def test_a_lock_that_another_user_put_into_the_working_directory_says_nothing(
         assert find_admin_token("127.0.0.1:9090", {}).why_none == (
             "ratelimitd-state: belongs to another user"
         )
-        # Root may use the token of a node that has a user of its own, where it is named.
+        # Root may use the token of a node that runs as another user, if the directory is named.
         assert token_for({VARIABLE: str(state_dir.path.absolute())})
 
 
-def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, monkeypatch):
+def test_without_the_variable_the_default_directories_are_searched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert token_for({}) is None
     state_dir = StateDir.lock("ratelimitd-state")
@@ -236,7 +232,7 @@ def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, mo
     state_dir.close()
 
 
-def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
+def test_the_token_of_an_ended_node_is_not_sent(tmp_path):
     environ = {VARIABLE: str(tmp_path)}
     state_dir = StateDir.lock(tmp_path)
     own_admin_token(tmp_path)
@@ -245,10 +241,10 @@ def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
     assert token_for(environ) is None
     (tmp_path / "lock").write_text(
         "127.0.0.1:9090\n"
-    )  # it was killed: another program may have its port
+    )  # the node was killed: another program may have its port
     assert token_for(environ) is None
     again = StateDir.lock(tmp_path)
-    assert token_for(environ) is None  # it has not said where it listens
+    assert token_for(environ) is None  # it has not published its address
     again.publish("127.0.0.1:9090", made_token=True)
     assert token_for(environ)
     (tmp_path / FILE_NAME).write_text("")

@@ -1,4 +1,4 @@
-"""A whole node in this process: what holds only once everything is put together."""
+"""A whole node in this process: behaviour of all parts together."""
 
 import asyncio
 import logging
@@ -37,10 +37,10 @@ SEED = """
 rules:
   - {endpoint: /a, identifier_type: user, limit: 3, window_seconds: 86400, algorithm: token_bucket}
 """
-"""So long a window, and no edge in it: what is spent stays spent while a test runs, whenever that is."""
+"""A long window without edges: spent tokens stay spent during a test."""
 
 TOKEN_S = 86_400 // 3
-"""How long a token takes to come back."""
+"""Time to refill one token."""
 
 
 class Client:
@@ -58,7 +58,7 @@ class Client:
         await self.channel.close()
 
     async def allowed(self, number, identifier="u", **fields):
-        """How many of ``number`` checks are allowed."""
+        """Return how many of ``number`` checks are allowed."""
         request = pb.RateLimitRequest(
             identifier=identifier, identifier_type="user", endpoint="/a", **fields
         )
@@ -67,7 +67,7 @@ class Client:
 
 @pytest.fixture
 def kept(tmp_path):
-    """Settings of a node whose files outlive it; its empty book is seeded."""
+    """Settings of a node whose files persist; its empty book is seeded."""
     rules_file = tmp_path / "rules.yaml"
     rules_file.write_text(SEED)
     return {
@@ -89,7 +89,7 @@ async def test_rules_from_the_file_decide_the_first_check(kept):
         assert await client.allowed(5) == 3
 
 
-async def test_a_rule_is_in_force_when_its_creation_is_answered(kept):
+async def test_a_rule_is_in_force_once_its_creation_is_answered(kept):
     kept.pop("rules_file")
     async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
         assert await client.allowed(3) == 3
@@ -104,7 +104,7 @@ async def test_a_rule_is_in_force_when_its_creation_is_answered(kept):
         assert await client.allowed(3) == 1
 
 
-async def test_a_book_without_rules_is_warned_of_and_decides_nothing(kept, caplog):
+async def test_an_empty_book_is_logged_and_decides_nothing(kept, caplog):
     kept.pop("rules_file")
     async with running_node(**kept) as node, Client(node) as client:
         assert await client.allowed(5) == 5
@@ -112,7 +112,7 @@ async def test_a_book_without_rules_is_warned_of_and_decides_nothing(kept, caplo
     assert "no rules: every check is allowed" in warnings
 
 
-async def test_rules_that_were_all_deleted_do_not_come_back_at_a_restart(kept):
+async def test_a_restart_does_not_restore_deleted_rules(kept):
     async with running_node(**kept) as node, Client(node) as client:
         for rule in (await client.rules.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits:
             await client.rules.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rule.id))
@@ -120,7 +120,7 @@ async def test_rules_that_were_all_deleted_do_not_come_back_at_a_restart(kept):
         assert await client.allowed(5) == 5
 
 
-async def test_a_restart_gives_nobody_a_fresh_limit_and_takes_no_reset_back(kept):
+async def test_a_restart_keeps_spends_and_resets(kept):
     clock = ManualClock()
     async with running_node(**kept, clock=clock) as node, Client(node) as client:
         assert await client.allowed(5, "spent") == 3
@@ -133,7 +133,7 @@ async def test_a_restart_gives_nobody_a_fresh_limit_and_takes_no_reset_back(kept
         assert await client.allowed(5, "reset") == 3
 
 
-async def test_with_another_key_secret_buckets_are_not_found_again_and_that_is_told(kept, caplog):
+async def test_another_key_secret_loses_the_buckets_and_is_logged(kept, caplog):
     clock = ManualClock()
     async with running_node(**kept, clock=clock) as node, Client(node) as client:
         assert await client.allowed(5) == 3
@@ -146,7 +146,7 @@ async def test_with_another_key_secret_buckets_are_not_found_again_and_that_is_t
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_what_is_scraped_is_what_get_metrics_reports(kept, transport):
+async def test_scraped_metrics_match_get_metrics(kept, transport):
     async with (
         running_node(**kept, transport=transport, clock=ManualClock()) as node,
         Client(node) as client,
@@ -172,8 +172,8 @@ async def test_what_is_scraped_is_what_get_metrics_reports(kept, transport):
     assert scraped["rate_limiter_rules_store_up"] == 1
     reported["rate_limiter_fail_open_total"] = reported.pop("rate_limiter.fail_open")
     assert reported.keys() <= scraped.keys()
-    # Between the two, memory, the snapshot, the loop's lag and its tasks have moved on by themselves. And the call that
-    # reports the streams is one of them.
+    # Between the two, memory, the snapshot, the loop's lag and its tasks have changed. The call that reports the
+    # streams is one of them.
     still = [name for name in reported if not re.search("memory|snapshot|lag|tasks|streams", name)]
     assert {name: scraped[name] for name in still} == {name: reported[name] for name in still}
 
@@ -186,7 +186,7 @@ async def test_health_names_the_node_and_its_rules(kept):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_draining_node_says_so_and_takes_no_new_calls(kept, transport):
+async def test_a_draining_node_reports_it_and_accepts_no_calls(kept, transport):
     async with running_node(**kept, transport=transport) as node, Client(node) as client:
         assert node.readiness.ready
         watch = client.health.Watch(health_pb2.HealthCheckRequest())
@@ -206,7 +206,7 @@ async def test_a_node_is_not_ready_before_it_has_rules(kept):
     await node.drain()
 
 
-async def test_a_node_takes_its_port_when_all_else_is_open_and_it_may(kept):
+async def test_a_node_listens_last_and_when_it_is_allowed(kept):
     asked, may = asyncio.Event(), asyncio.Event()
 
     async def may_listen():
@@ -224,7 +224,7 @@ async def test_a_node_takes_its_port_when_all_else_is_open_and_it_may(kept):
     await node.drain()
 
 
-async def test_the_http_side_can_be_off(kept):
+async def test_http_can_be_off(kept):
     async with running_node(**kept, http_listen="") as node:
         assert node.http_address == ""
 
@@ -240,14 +240,14 @@ async def test_reflection_can_be_off(kept):
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_tokens_guard_what_the_settings_say(kept):
+async def test_tokens_guard_calls_as_configured(kept):
     async with running_node(**kept, check_token="abc") as node, Client(node) as client:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.allowed(1)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_with_a_certificate_the_node_speaks_tls(kept, tmp_path):
+async def test_with_a_certificate_the_node_serves_tls(kept, tmp_path):
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
@@ -263,7 +263,7 @@ async def test_with_a_certificate_the_node_speaks_tls(kept, tmp_path):
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_row_that_is_no_rule_is_told_and_its_neighbours_are_served(kept, caplog, tmp_path):
+async def test_an_invalid_rule_row_is_logged_and_the_others_are_served(kept, caplog, tmp_path):
     kept["rules_file"].write_text(SEED + SEED.replace("/a", "/b").replace("\nrules:\n", ""))
     async with running_node(**kept):
         pass
@@ -277,7 +277,7 @@ async def test_a_row_that_is_no_rule_is_told_and_its_neighbours_are_served(kept,
     assert "is not served" in caplog.text
 
 
-async def test_callers_may_be_trusted_with_the_time(kept):
+async def test_timestamps_of_callers_may_be_used(kept):
     async with running_node(**kept, timestamps="caller") as node, Client(node) as client:
         assert await client.allowed(5, timestamp=1_000_000_000) == 3
         assert await client.allowed(5, timestamp=1_000_086_400) == 3
@@ -299,13 +299,13 @@ async def test_an_unexpected_error_in_a_check_is_logged_without_its_text(kept, c
 
 
 async def everything_is_closed(kept, threads_before):
-    """A node that could not start has left nothing open."""
+    """Assert that a node that failed to start has left nothing open."""
     StateDir.lock(kept["state_dir"]).close()
     others = asyncio.all_tasks() - {asyncio.current_task()}
     assert not {task.get_name() for task in others if not task.done()}
     for thread in set(threading.enumerate()) - threads_before:
         if not thread.name.startswith("asyncio_") and "(_poll_wrapper)" not in thread.name:
-            thread.join(5)  # a thread that was told to end may take a moment
+            thread.join(5)  # an ending thread may take a moment
             assert not thread.is_alive(), thread.name
 
 
@@ -331,7 +331,7 @@ def threads_before():
     ("setting", "named"),
     [("listen", "LISTEN"), ("http_listen", "HTTP_LISTEN"), ("spoe_listen", "SPOE_LISTEN")],
 )
-async def test_a_taken_port_is_one_line_and_leaves_nothing_open(
+async def test_a_port_in_use_is_a_one_line_error_that_leaves_nothing_open(
     kept, threads_before, setting, named
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -345,7 +345,7 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing_open(
         pass
 
 
-async def test_a_state_directory_in_use_is_one_line(kept):
+async def test_a_state_directory_in_use_is_a_one_line_error(kept):
     async with running_node(**kept):
         with pytest.raises(StartupError, match="in use by another node"):
             await node_of(kept).start()
@@ -360,7 +360,7 @@ async def test_a_wrong_seed_leaves_nothing_open(kept, threads_before):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Nobody waits seconds for a lock."""
+    """Shorten the waits for locks."""
     monkeypatch.setattr(startup, "BUSY_TIMEOUT_S", 0.01)
 
 
@@ -403,20 +403,20 @@ TROUBLES = pytest.mark.parametrize(
 
 @pytest.fixture
 def elsewhere(kept, tmp_path):
-    """``kept`` with the database in a directory of its own."""
+    """``kept`` with the database in its own directory."""
     (tmp_path / "database").mkdir()
     return {**kept, "database_url": f"sqlite:///{tmp_path / 'database/rules.db'}"}
 
 
 async def until_connected(client):
-    """Wait for the feed, which tries again after a quarter of a second and more."""
+    """Wait for the feed, which retries after at least a quarter of a second."""
     wanted = pb.MetricsRequest(names=["rate_limiter_rules_store_up"])
     while (await client.node.GetMetrics(wanted)).metrics[0].value != 1:  # noqa: ASYNC110 -- real retries
         await asyncio.sleep(0.05)
 
 
 @TROUBLES
-async def test_a_node_starts_from_the_last_good_book_while_its_database_cannot_be_used(
+async def test_a_node_starts_from_the_last_good_book_while_its_database_is_unusable(
     elsewhere, tmp_path, trouble, *, impatient, caplog
 ):
     clock = ManualClock()
@@ -425,12 +425,12 @@ async def test_a_node_starts_from_the_last_good_book_while_its_database_cannot_b
     with trouble(tmp_path / "database/rules.db"):
         async with running_node(**elsewhere, clock=clock) as node, Client(node) as client:
             assert node.readiness.ready
-            assert await client.allowed(2) == 1  # the buckets of before were found by the kept key
+            assert await client.allowed(2) == 1  # the kept key finds the earlier buckets
     assert "serving the last good rule book" in caplog.text
 
 
 @TROUBLES
-async def test_a_node_without_any_book_lets_checks_through_is_not_ready_and_goes_on_trying(
+async def test_a_node_without_a_book_allows_checks_is_not_ready_and_keeps_trying(
     elsewhere, tmp_path, trouble, impatient
 ):
     async with running_node(**elsewhere):
@@ -453,7 +453,7 @@ async def test_a_node_without_any_book_lets_checks_through_is_not_ready_and_goes
     await node.drain()
 
 
-async def test_a_first_start_without_the_databases_directory_seeds_it_when_it_comes(
+async def test_a_first_start_without_the_databases_directory_seeds_it_once_it_exists(
     kept, tmp_path, caplog
 ):
     kept["database_url"] = f"sqlite:///{tmp_path / 'volume/rules.db'}"
@@ -464,11 +464,11 @@ async def test_a_first_start_without_the_databases_directory_seeds_it_when_it_co
         assert await client.allowed(5) == 3
     caplog.clear()
     async with running_node(**kept) as node, Client(node) as client:
-        assert await client.allowed(5) == 0  # the key of before became the database's
+        assert await client.allowed(5) == 0  # the earlier key became the database's
     assert "foreign" not in caplog.text
 
 
-async def test_a_lost_database_is_not_made_anew_under_a_node_that_serves_the_last_good_book(
+async def test_a_lost_database_is_not_recreated_while_the_last_good_book_is_served(
     elsewhere, tmp_path
 ):
     async with running_node(**elsewhere):
@@ -479,7 +479,7 @@ async def test_a_lost_database_is_not_made_anew_under_a_node_that_serves_the_las
             rule = pb.RateLimit(endpoint="/b", identifier_type="user", limit=1, window_seconds=1)
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
-            await asyncio.sleep(0.6)  # two attempts and more
+            await asyncio.sleep(0.6)  # at least two attempts
             assert await client.allowed(5) == 3
         assert list((tmp_path / "database").iterdir()) == []
         (tmp_path / "database").rmdir()
@@ -492,7 +492,7 @@ async def test_a_lost_database_is_not_made_anew_under_a_node_that_serves_the_las
         ("DROP TABLE ratelimitd_schema", "holds tables that are not ratelimitd's"),
     ],
 )
-async def test_a_database_of_somebody_else_ends_the_start_with_one_line_also_with_a_last_good_book(
+async def test_a_foreign_database_is_a_one_line_error_even_with_a_last_good_book(
     kept, threads_before, tmp_path, *, statement, line
 ):
     async with running_node(**kept):
@@ -504,7 +504,7 @@ async def test_a_database_of_somebody_else_ends_the_start_with_one_line_also_wit
     await everything_is_closed(kept, threads_before)
 
 
-async def test_a_drain_writes_the_buckets_before_the_rule_book(kept, monkeypatch):
+async def test_a_drain_writes_the_buckets_before_it_closes_the_rule_book(kept, monkeypatch):
     closed = []
 
     def noting(owner, name):
@@ -533,7 +533,7 @@ async def test_the_label_of_a_deleted_rule_is_released(kept):
         assert list(node.stats.by_rule) == []
 
 
-async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_before):
+async def test_a_cancelled_start_leaves_nothing_open(kept, threads_before):
     reached = asyncio.Event()
 
     async def hang():
@@ -549,7 +549,7 @@ async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_befo
     await everything_is_closed(kept, threads_before)
 
 
-async def test_what_is_wrong_with_the_files_of_before_is_logged(kept, caplog):
+async def test_malformed_state_files_are_logged(kept, caplog):
     kept["state_dir"].mkdir()
     (kept["state_dir"] / "rules.last-good").write_bytes(b"not ours")
     (kept["state_dir"] / "buckets-00000001.log").write_bytes(b"not ours")
@@ -566,12 +566,12 @@ def valkey(tmp_path_factory):
 
 
 class TestInACluster:
-    """With the buckets that nodes share in a real Valkey."""
+    """Nodes that share buckets in a real Valkey."""
 
     @pytest.fixture(autouse=True)
     def in_cluster(self, kept, valkey):
         valkey.ask("FLUSHALL")
-        # A busy machine must not decide.
+        # Long timeouts, so that a busy machine does not affect the tests.
         kept |= {"redis_url": valkey.url, "redis_timeout_ms": 1_000}
 
     async def test_nodes_with_one_rules_database_share_their_limits(self, kept, tmp_path):
@@ -583,13 +583,13 @@ class TestInACluster:
                 assert await client_of_two.allowed(5) == 1
                 assert (await client_of_two.node.GetHealthStatus(Empty())).shared_state_connected
 
-    async def test_a_restart_finds_what_was_spent_for_a_drain_settles_it(self, kept, caplog):
+    async def test_a_drain_settles_spends_for_the_next_start(self, kept, caplog):
         for allowed in (2, 1):
             async with running_node(**kept) as node, Client(node) as client:
                 assert await client.allowed(2) == allowed
         assert "not all spends" not in caplog.text
 
-    async def test_nothing_of_buckets_is_on_the_nodes_disk(self, kept):
+    async def test_a_node_stores_no_buckets_on_disk(self, kept):
         async with running_node(**kept) as node, Client(node) as client:
             await client.allowed(3)
             names = {
@@ -600,7 +600,7 @@ class TestInACluster:
         assert "rate_limiter_snapshot_age_seconds" not in names
         assert not [*kept["state_dir"].glob("buckets-*")]
 
-    async def test_a_reset_is_of_the_shared_bucket(self, kept):
+    async def test_a_reset_applies_to_the_shared_bucket(self, kept):
         async with running_node(**kept) as node, Client(node) as client:
             assert await client.allowed(5) == 3
             await client.node.ResetRateLimit(
@@ -608,7 +608,7 @@ class TestInACluster:
             )
             assert await client.allowed(5) == 3
 
-    async def test_the_nodes_clock_is_the_stores_from_the_start(self, kept, monkeypatch):
+    async def test_the_node_uses_the_stores_clock_from_the_start(self, kept, monkeypatch):
         machine_ns = time.time_ns
         monkeypatch.setattr(time, "time_ns", lambda: machine_ns() - 3_600 * 10**9)
         async with running_node(**kept) as node, Client(node) as client:
@@ -616,9 +616,7 @@ class TestInACluster:
             answer = await client.checks.CheckRateLimit(request)
         assert abs(answer.reset_time - TOKEN_S - machine_ns() / 10**9) < 120
 
-    async def test_another_secret_ends_the_start_with_one_line(
-        self, kept, threads_before, tmp_path
-    ):
+    async def test_another_secret_is_a_one_line_start_error(self, kept, threads_before, tmp_path):
         async with running_node(**kept):
             stranger = {**kept, "state_dir": tmp_path / "other", "key_secret": "x" * 32}
             with pytest.raises(StartupError, match="KEY_SECRET") as caught:
@@ -638,9 +636,7 @@ class TestInACluster:
                 await until(lambda: _cluster(node).shared_state.connected)
                 assert await client.allowed(20) == 3
 
-    async def test_a_key_that_comes_late_with_the_rules_database_is_that_of_all(
-        self, kept, tmp_path, monkeypatch
-    ):
+    async def test_a_late_key_from_the_rules_database_is_shared(self, kept, tmp_path, monkeypatch):
         database = tmp_path / "volume/rules.db"
         database.parent.mkdir()
         kept["database_url"] = f"sqlite:///{database}"
@@ -667,7 +663,7 @@ async def until(condition):
         await asyncio.sleep(0.02)
 
 
-async def test_a_node_makes_its_admin_token_and_a_login_link(kept, caplog):
+async def test_a_node_generates_its_admin_token_and_a_login_link(kept, caplog):
     token_file = kept["state_dir"] / "admin-token"
     async with running_node(**kept, loopback_admin="off") as node:
         token = token_file.read_text().strip()
@@ -692,13 +688,13 @@ async def test_a_node_makes_its_admin_token_and_a_login_link(kept, caplog):
 @pytest.mark.parametrize(
     "given", [{"admin_token": "set"}, {"loopback_admin": "on"}, {"http_listen": ""}]
 )
-async def test_without_a_token_of_its_own_or_pages_there_is_no_link(kept, given):
+async def test_without_a_generated_token_or_pages_there_is_no_link(kept, given):
     async with running_node(**kept, **{"loopback_admin": "off"} | given) as node:
         assert node.login_link == ""
         assert (kept["state_dir"] / "admin-token").exists() is ("http_listen" in given)
 
 
-async def test_an_admin_token_that_cannot_be_used_ends_the_start(kept):
+async def test_an_unusable_admin_token_ends_the_start(kept):
     kept["state_dir"].mkdir()
     (kept["state_dir"] / "admin-token").mkdir()
     node = node_of(kept, loopback_admin="off")
@@ -706,7 +702,7 @@ async def test_an_admin_token_that_cannot_be_used_ends_the_start(kept):
         await node.start()
 
 
-async def test_loopback_as_a_credential_is_warned_of_at_each_start(kept, caplog):
+async def test_loopback_as_a_credential_logs_a_warning_at_each_start(kept, caplog):
     for _ in range(2):
         async with running_node(**kept, loopback_admin="on"):
             pass

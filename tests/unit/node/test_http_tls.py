@@ -1,4 +1,4 @@
-"""A whole node whose HTTP side speaks TLS with the files of its gRPC port."""
+"""A whole node that serves HTTP over TLS, with the files of its gRPC port."""
 
 import ssl
 
@@ -76,14 +76,14 @@ async def test_without_the_setting_http_stays_plaintext(tls):
         assert (await http.get(f"http://{node.http_address}/healthz")).status_code == 200
 
 
-async def test_files_that_cannot_be_used_end_the_start(tls):
+async def test_unusable_files_end_the_start(tls):
     tls["tls_key"].write_text("no key")
     with pytest.raises(StartupError, match=r"TLS_KEY: .* holds no unencrypted PEM private key"):
         async with running_node(**tls):
             pass
 
 
-async def test_doctor_knows_a_node_by_its_answer_over_tls(tls):
+async def test_doctor_recognises_a_node_by_its_answer_over_tls(tls):
     async with running_node(**tls) as node:
         given = {**tls, "http_listen": node.http_address}
         flags = {name.upper(): str(value) for name, value in given.items()}

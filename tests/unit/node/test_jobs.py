@@ -1,4 +1,4 @@
-"""What a node does beside its calls: upkeep once a tick, and when garbage is collected."""
+"""Background jobs of a node: upkeep in each tick, and garbage collection."""
 
 import gc
 
@@ -19,11 +19,11 @@ RULE = Rule(
 )
 
 ROUND = 2_500
-"""Ticks in which every shard of the assignments is swept."""
+"""Ticks to sweep all shards of the assignments."""
 
 
 class WrongClock(ManualClock):
-    """A clock that finds itself ``error_us`` behind the wall."""
+    """A clock that measures itself ``error_us`` behind the wall clock."""
 
     error_us = 0
 
@@ -57,7 +57,7 @@ def node():
     return Fixture()
 
 
-def test_expired_buckets_leave(node):
+def test_expired_buckets_are_removed(node):
     for number in range(50):
         key = b"%d" % number
         node.table.apply(key, RULE, DECIDE[RULE.algorithm], node.clock.now_us(), 1)
@@ -68,7 +68,7 @@ def test_expired_buckets_leave(node):
     assert (len(node.table), node.table.expired_total) == (0, 50)
 
 
-def test_expired_assignments_leave(node):
+def test_expired_assignments_are_removed(node):
     end_s = node.clock.now_us() // US_PER_S + 60
     node.assignments.put("user", b"a", "pro", end_s)
     node.assignments.put("user", b"b", "pro", 0)
@@ -81,7 +81,7 @@ def test_expired_assignments_leave(node):
     assert len(node.assignments) == 1
 
 
-def test_the_table_learns_of_the_seconds_that_passed_also_of_those_that_were_missed(node):
+def test_the_tick_of_the_table_counts_seconds_including_missed_ones(node):
     node.upkeep.tick()
     assert node.table.tick == 1
     node.clock.advance(seconds=0.9)
@@ -128,7 +128,7 @@ def test_a_clock_that_is_wrong_by_more_than_a_second_is_an_alarm(node, caplog, e
     assert bool(caplog.records) is bool(told)
 
 
-def test_the_alarm_is_logged_when_it_begins_and_when_it_ends(node, caplog):
+def test_the_start_and_the_end_of_the_alarm_are_logged(node, caplog):
     for error_us in (0, 1_020_000, 1_010_000, 1_000_000, 990_000):
         node.clock.error_us = error_us
         node.upkeep.sample()
@@ -144,7 +144,7 @@ def _as_it_was():
     gc.set_threshold(*thresholds)
 
 
-def test_no_collection_takes_place_while_a_book_is_loaded_and_none_walks_it_afterwards():
+def test_a_book_is_not_collected_during_its_load_nor_traversed_afterwards():
     frozen = gc.get_freeze_count()
     with whole_load():
         assert not gc.isenabled()
@@ -154,7 +154,7 @@ def test_no_collection_takes_place_while_a_book_is_loaded_and_none_walks_it_afte
     assert not any(each is book for each in gc.get_objects())
 
 
-def test_a_load_that_fails_freezes_nothing_and_collections_go_on():
+def test_a_failed_load_freezes_nothing_and_collections_continue():
     frozen = gc.get_freeze_count()
     with pytest.raises(OSError), whole_load():
         raise OSError
@@ -162,7 +162,7 @@ def test_a_load_that_fails_freezes_nothing_and_collections_go_on():
     assert gc.get_freeze_count() <= frozen
 
 
-def test_tidying_collects_what_is_garbage_before_it_freezes():
+def test_tidy_collects_garbage_before_it_freezes():
     class Node:
         ended = False
 

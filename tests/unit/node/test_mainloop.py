@@ -1,4 +1,4 @@
-"""What is around the event loop of a process, in this process: signals and event loop are real."""
+"""The frame of a process around its event loop, run in this process with real signals and event loops."""
 
 import asyncio
 import logging
@@ -17,12 +17,12 @@ async def ended():
     return 3
 
 
-def test_the_status_is_that_of_what_was_run():
+def test_the_status_is_the_result_of_the_coroutine():
     assert process.run_process(ended) == 3
 
 
 @pytest.mark.parametrize("kind", [SettingsError, StartupError])
-def test_a_foreseen_failure_is_its_own_line_and_status_1(kind, capsys):
+def test_an_expected_failure_is_its_own_line_with_status_1(kind, capsys):
     async def serve():
         message = "LISTEN: taken"
         raise kind(message)
@@ -44,7 +44,7 @@ def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(cap
     assert "secret" not in error
 
 
-def test_a_failure_may_be_told_to_somebody_else(capsys):
+def test_a_failure_goes_to_the_given_handler(capsys):
     async def serve():
         message = "no"
         raise StartupError(message)
@@ -67,7 +67,7 @@ def test_the_ready_line_has_the_addresses_and_the_name(capsys):
     ]
 
 
-def test_a_closed_stdout_is_no_reason_not_to_serve(monkeypatch):
+def test_a_closed_stdout_does_not_prevent_serving(monkeypatch):
     class Closed:
         def write(self, _text):
             raise BrokenPipeError
@@ -76,7 +76,7 @@ def test_a_closed_stdout_is_no_reason_not_to_serve(monkeypatch):
     process.announce("127.0.0.1:1", "", "n1")
 
 
-def test_an_exception_that_nobody_waits_for_is_logged_without_its_text(caplog):
+def test_an_unawaited_exception_is_logged_without_its_text(caplog):
     async def serve():
         loop = asyncio.get_running_loop()
         loop.call_soon({}.__getitem__, "user:alice")
@@ -91,7 +91,7 @@ def test_an_exception_that_nobody_waits_for_is_logged_without_its_text(caplog):
     assert all("alice" not in record.getMessage() for record in caplog.records)
 
 
-def test_the_event_loop_is_uvloop_where_there_is_one(monkeypatch):
+def test_the_event_loop_is_uvloop_if_available(monkeypatch):
     loop = process.new_event_loop()
     loop.close()
     assert type(loop).__module__ == "uvloop"
@@ -101,8 +101,8 @@ def test_the_event_loop_is_uvloop_where_there_is_one(monkeypatch):
     assert type(loop).__module__.startswith("asyncio")
 
 
-@pytest.mark.parametrize("number", process.SIGNALS)
-async def test_the_first_signal_asks_for_an_end_and_each_further_one_insists(number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_first_signal_requests_the_end_and_each_further_one_insists(number):
     insisted = asyncio.Queue()
     stop = StopSignals(insisted.put_nowait)
     os.kill(os.getpid(), number)
@@ -113,7 +113,34 @@ async def test_the_first_signal_asks_for_an_end_and_each_further_one_insists(num
         assert await insisted.get() == 128 + number
 
 
-async def test_an_end_may_be_asked_for_without_a_signal_and_a_signal_after_it_insists():
+async def test_a_closed_terminal_requests_the_end_and_never_insists():
+    insisted = asyncio.Queue()
+    stop = StopSignals(insisted.put_nowait)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGHUP)
+        await stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await insisted.get() == 128 + signal.SIGTERM
+
+
+async def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopSignals(lambda _: None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_failure_is_one_line_without_control_characters(capsys):
+    assert process.failed("a\nratelimitd ready\x1b[31m") == 1
+    assert capsys.readouterr().err == "Error: a ratelimitd ready\ufffd[31m\n"
+
+
+async def test_the_end_may_be_requested_without_a_signal_and_a_later_signal_insists():
     insisted = asyncio.Queue()
     stop = StopSignals(insisted.put_nowait)
     stop.ask()
@@ -122,14 +149,14 @@ async def test_an_end_may_be_asked_for_without_a_signal_and_a_signal_after_it_in
     assert await insisted.get() == 128 + signal.SIGTERM
 
 
-async def test_a_start_that_comes_before_any_signal_goes_on():
+async def test_a_start_that_ends_before_any_signal_is_kept():
     stop = StopSignals(lambda _: None)
     starting = asyncio.create_task(asyncio.sleep(0))
     assert not await stop.comes_before(starting)
     assert not starting.cancelled()
 
 
-async def test_a_signal_before_the_start_is_done_breaks_it_off():
+async def test_a_signal_during_the_start_cancels_it():
     stop = StopSignals(lambda _: None)
     starting = asyncio.create_task(asyncio.Event().wait())
     stop.ask()
@@ -137,7 +164,7 @@ async def test_a_signal_before_the_start_is_done_breaks_it_off():
     assert starting.cancelled()
 
 
-def test_a_child_whose_parent_ended_before_it_began_ends_itself(monkeypatch):
+def test_a_child_whose_parent_has_ended_exits(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(os, "umask", lambda _mask: None)

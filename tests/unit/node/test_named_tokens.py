@@ -1,4 +1,4 @@
-"""A whole node with a TOKENS_FILE: gRPC, JSON and the page, and what a changed file does to them."""
+"""A whole node with a TOKENS_FILE: gRPC, JSON and the page, and changes of the file."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ async def node_with(path, *entries, clock=None, **settings):
 
 
 async def changed(node, path, *entries):
-    """Replace the file, and let the node look at it as it does each second."""
+    """Replace the file, and let the node reload it, as it does each second."""
     write(path, *entries)
     await node._tokens.reload()
 
@@ -56,7 +56,7 @@ def bearer(name):
 
 
 async def json_status(node, name=""):
-    """The status of a check with the token of ``name``, as JSON."""
+    """Return the status of a JSON check with the token of ``name``."""
     check = {"identifier": "u", "identifierType": "user", "endpoint": "/a"}
     headers = dict(bearer(name)) if name else {}
     async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
@@ -64,7 +64,7 @@ async def json_status(node, name=""):
 
 
 async def listed(node, name):
-    """The status of a call with the token of ``name``."""
+    """Return the status of a gRPC call with the token of ``name``."""
     async with grpc.aio.insecure_channel(node.grpc_address) as channel:
         method = stubs.RateLimiterConfigStub(channel).ListRateLimits
         try:
@@ -75,7 +75,7 @@ async def listed(node, name):
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
-async def test_a_changed_file_holds_for_the_next_call_on_both_transports(path, transport):
+async def test_a_changed_file_applies_to_the_next_call_on_both_transports(path, transport):
     async with node_with(path, entry("alice", "read"), transport=transport) as node:
         assert await listed(node, "alice") is grpc.StatusCode.OK
         assert await listed(node, "bob") is grpc.StatusCode.UNAUTHENTICATED
@@ -88,13 +88,13 @@ async def test_a_changed_file_holds_for_the_next_call_on_both_transports(path, t
         assert node.stats.token_guesses["wrong"] == 2
 
 
-async def test_a_node_does_not_start_with_a_file_that_is_wrong(path):
+async def test_a_node_does_not_start_with_an_invalid_file(path):
     with pytest.raises(StartupError, match=r"tokens\[0\]\.role"):
         async with node_with(path, entry("alice", "king")):
             pass
 
 
-async def test_checks_need_a_credential_if_the_file_has_one_of_the_role(path):
+async def test_checks_need_a_credential_if_the_file_has_a_check_entry(path):
     async with node_with(path, entry("alice", "read")) as node:
         assert await json_status(node) == 200
     async with node_with(path, entry("alice", "read"), entry("shop", "check")) as node:
@@ -104,7 +104,7 @@ async def test_checks_need_a_credential_if_the_file_has_one_of_the_role(path):
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
-async def test_the_first_check_entry_closes_checks_at_once_and_the_last_one_leaves_them_closed(
+async def test_checks_need_a_credential_from_the_first_check_entry_even_after_the_last_is_gone(
     path, caplog, transport
 ):
     check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
@@ -158,7 +158,7 @@ async def test_a_live_stream_ends_with_the_token_of_its_session(path, clock, cha
     [({"admin_token": "t"}, "ADMIN_TOKEN"), ({"check_token": "t"}, "CHECK_TOKEN"),
      ({"admin_token": ""}, "STATE_DIR/admin-token")],
 )  # fmt: skip
-async def test_a_token_that_is_set_elsewhere_has_no_entry(tmp_path, path, settings, name):
+async def test_the_token_of_another_setting_is_refused_as_an_entry(tmp_path, path, settings, name):
     state_dir = tmp_path / "state"
     state_dir.mkdir(mode=0o700)
     (state_dir / "admin-token").write_text("t")
@@ -171,7 +171,7 @@ async def test_a_token_that_is_set_elsewhere_has_no_entry(tmp_path, path, settin
             pass
 
 
-async def test_json_is_edited_by_name_and_read_by_readers(path):
+async def test_json_edits_are_recorded_by_name_and_readers_can_read(path):
     rule = {"endpoint": "/a", "identifierType": "user", "limit": 9, "windowSeconds": 60}
     create = {"rateLimit": {**rule, "algorithm": "token_bucket"}}
     async with (
@@ -193,7 +193,7 @@ async def test_json_is_edited_by_name_and_read_by_readers(path):
             assert "alice" in (await visitor.get("/audit")).text
 
 
-async def test_an_edit_of_the_page_has_the_name_of_who_logged_in(path):
+async def test_an_edit_on_the_page_is_recorded_with_the_users_name(path):
     async with (
         node_with(path, entry("alice")) as node,
         PageVisitor(node.http_address) as visitor,
@@ -285,7 +285,7 @@ async def test_a_hold_belongs_to_the_name_and_outlives_the_token(path):
         assert (await holds.Settle(settle, metadata=bearer("rotated"))).known
 
 
-async def test_tokens_and_their_digests_are_nowhere(path, caplog):
+async def test_tokens_and_their_digests_are_never_shown(path, caplog):
     caplog.set_level(logging.DEBUG)
     names = ("alice", "bob", "stranger")
     async with (

@@ -1,4 +1,4 @@
-"""A node that records what it is asked over the wire, and what a replay makes of it."""
+"""A node that records its checks, and the replay of the trace."""
 
 import grpc
 import pytest
@@ -18,7 +18,7 @@ SAME = Rule("x", "/orders", "user", limit=2, window_seconds=60, algorithm=Algori
 
 
 @pytest.mark.parametrize("transport", ["native", "grpcio"])
-async def test_a_node_records_its_checks_and_a_replay_decides_them_alike(transport, tmp_path):
+async def test_a_replay_decides_the_recorded_checks_like_the_node(transport, tmp_path):
     clock = ManualClock()
     async with (
         running_node(
@@ -49,7 +49,7 @@ async def test_a_node_records_its_checks_and_a_replay_decides_them_alike(transpo
         assert b"alice" not in path.read_bytes()
 
 
-async def test_a_directory_that_cannot_be_recorded_to_ends_the_start(tmp_path):
+async def test_an_unusable_record_directory_ends_the_start(tmp_path):
     (tmp_path / "trace").write_text("")
     with pytest.raises(StartupError, match="RECORD_DIR"):
         async with running_node(record_dir=tmp_path / "trace"):

@@ -1,4 +1,4 @@
-"""How a store comes into service: its seed and its opening; what that is for, with a node around it: test_app.py."""
+"""Seeding and opening of a rule store; test_app.py tests them in a whole node."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def url(tmp_path):
 
 @pytest.fixture
 async def unopened(url):
-    """A store whose file is not there yet."""
+    """A store whose file does not exist yet."""
     store = SqlRuleStore(open_database(url), clock=SystemClock())
     yield store
     await store.close()
@@ -61,14 +61,12 @@ async def endpoints(store):
     return [rule.endpoint for rule in await store.page("", "", None, 10)]
 
 
-async def test_a_new_book_is_filled(store, rules_file):
+async def test_a_new_book_is_seeded(store, rules_file):
     assert await seed_new_book(store, rules_file) == 2
     assert await endpoints(store) == ["/a", "/b"]
 
 
-async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
-    store, rules_file, tmp_path
-):
+async def test_an_existing_book_is_not_changed_and_the_file_not_read(store, rules_file, tmp_path):
     await seed_new_book(store, rules_file)
     for rule in await store.page("/a", "", None, 1):
         await store.delete(rule.id, "", "test")
@@ -77,16 +75,14 @@ async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
     assert await endpoints(store) == ["/b"]
 
 
-async def test_a_file_without_rules_beside_a_new_book_is_not_said_to_be_left_alone(
-    store, rules_file, caplog
-):
+async def test_an_empty_file_with_a_new_book_is_not_reported_as_ignored(store, rules_file, caplog):
     caplog.set_level("INFO", startup.__name__)
     rules_file.write_text("rules: []\n")
     assert await seed_new_book(store, rules_file) == 0
     assert "RULES_FILE" not in caplog.text
 
 
-async def test_a_book_with_rows_past_the_service_is_said_to_be_left_alone(
+async def test_a_file_is_reported_as_ignored_if_rows_exist_at_revision_0(
     store, rules_file, tmp_path, caplog
 ):
     caplog.set_level("INFO", startup.__name__)
@@ -97,7 +93,7 @@ async def test_a_book_with_rows_past_the_service_is_said_to_be_left_alone(
     assert "RULES_FILE fills a new rule book only" in caplog.text
 
 
-async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file):
+async def test_an_emptied_book_stays_empty(store, rules_file):
     await seed_new_book(store, rules_file)
     for rule in await store.page("", "", None, 10):
         await store.delete(rule.id, "", "test")
@@ -105,7 +101,7 @@ async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file)
     assert await endpoints(store) == []
 
 
-async def test_of_two_nodes_that_seed_one_database_at_once_one_does(store, rules_file):
+async def test_one_of_two_concurrent_nodes_seeds_the_database(store, rules_file):
     written = await asyncio.gather(*(seed_new_book(store, rules_file) for _ in range(2)))
     assert sorted(written) == [0, 2]
     assert await endpoints(store) == ["/a", "/b"]
@@ -118,9 +114,7 @@ async def test_the_audit_trail_names_the_setting(store, rules_file, tmp_path):
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
-async def test_a_start_that_is_broken_off_leaves_a_book_that_the_next_one_fills(
-    store, rules_file, turns
-):
+async def test_a_start_after_a_cancelled_one_seeds_the_book(store, rules_file, turns):
     seeding = asyncio.create_task(seed_new_book(store, rules_file))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -131,7 +125,7 @@ async def test_a_start_that_is_broken_off_leaves_a_book_that_the_next_one_fills(
     assert await endpoints(store) == ["/a", "/b"]
 
 
-async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_written(
+async def test_an_invalid_rule_is_reported_by_file_index_and_field_and_nothing_is_written(
     store, rules_file
 ):
     rules_file.write_text(RULES.replace("limit: 2", "limit: 0"))
@@ -140,14 +134,16 @@ async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_writ
     assert await endpoints(store) == []
 
 
-async def test_of_many_wrong_rules_the_first_are_named_and_the_others_counted(store, rules_file):
+async def test_the_first_of_many_invalid_rules_are_reported_and_the_others_counted(
+    store, rules_file
+):
     rules_file.write_text("rules:\n" + f"- {{{'x' * 900}: 1}}\n" * 9_000)
     with pytest.raises(StartupError, match=r"; \d+ more$") as caught:
         await seed_new_book(store, rules_file)
     assert len(str(caught.value)) < 200 * MAX_VIOLATIONS
 
 
-async def test_a_file_that_cannot_be_read_is_named_with_the_reason(store, tmp_path):
+async def test_an_unreadable_file_is_reported_with_the_reason(store, tmp_path):
     with pytest.raises(StartupError, match=r"RULES_FILE .*absent\.yaml cannot be read: No such"):
         await seed_new_book(store, tmp_path / "absent.yaml")
 
@@ -160,7 +156,7 @@ async def test_a_pipe_is_refused_without_waiting_for_a_writer(store, tmp_path):
 
 
 def opening_of(store, url, **changes):
-    """That of a store that may be created and has neither rules nor a key to begin with."""
+    """Return the opening of a store that may be created, without rules file and key."""
     given = {"may_create": lambda: True, "rules_file": None, "bucket_key": None}
     return StoreOpening(store, url, **{**given, **changes})
 
@@ -177,9 +173,7 @@ async def test_a_new_database_gets_its_schema_its_rules_and_the_nodes_key(
     await opening.open()
 
 
-async def test_a_book_that_is_not_new_leaves_the_file_alone_and_the_log_says_so(
-    unopened, url, rules_file, caplog
-):
+async def test_an_existing_book_ignores_the_file_and_logs_it(unopened, url, rules_file, caplog):
     caplog.set_level("INFO", startup.__name__)
     for _ in "ab":
         await opening_of(unopened, url, rules_file=rules_file).open()
@@ -191,12 +185,12 @@ async def test_a_book_that_is_not_new_leaves_the_file_alone_and_the_log_says_so(
     assert "ratelimitd rules apply" in left
 
 
-async def test_without_rules_file_and_key_there_is_only_the_schema(unopened, url):
+async def test_without_rules_file_and_key_only_the_schema_is_created(unopened, url):
     await opening_of(unopened, url).open()
     assert await unopened.revision() == 0
 
 
-async def test_an_attempt_that_failed_is_made_again(unopened, url, monkeypatch, tmp_path):
+async def test_a_failed_attempt_is_repeated(unopened, url, monkeypatch, tmp_path):
     monkeypatch.setattr(startup, "BUSY_TIMEOUT_S", 0.01)
     opening = opening_of(unopened, url)
     with closing(sqlite3.connect(tmp_path / "rules.db", isolation_level=None)) as other:
@@ -208,7 +202,7 @@ async def test_an_attempt_that_failed_is_made_again(unopened, url, monkeypatch, 
     assert await unopened.revision() == 0
 
 
-async def test_a_mistake_ends_the_first_attempt_and_is_waited_for_by_later_ones(
+async def test_a_wrong_configuration_fails_the_first_attempt_and_is_retried_by_later_ones(
     unopened, url, rules_file
 ):
     rules_file.write_text("rules: [{}]")
@@ -222,22 +216,24 @@ async def test_a_mistake_ends_the_first_attempt_and_is_waited_for_by_later_ones(
     assert await unopened.revision() == 2
 
 
-async def test_a_missing_database_is_made_only_while_it_may(unopened, url, tmp_path):
+async def test_a_missing_database_is_created_only_while_allowed(unopened, url, tmp_path):
     opening = opening_of(unopened, url, may_create=lambda: False)
-    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+    with pytest.raises(
+        StoreUnavailableError, match=r"rules.db is missing: restore it; .* rules.last-good"
+    ):
         await opening.open()
     assert not (tmp_path / "rules.db").exists()
 
 
-async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_the_last_good_book(
+async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_book(
     url, unopened, rules_file, *, tmp_path, caplog
 ):
-    settings = Settings.load({}, {"DATABASE_URL": url, "RULES_FILE": str(rules_file)})
+    with_file = {"RULES_FILE": str(rules_file)}
 
-    async def started():
+    async def started(given=with_file):
         feed = feed_of(
             unopened,
-            settings,
+            Settings.load({}, {"DATABASE_URL": url, **given}),
             None,
             tmp_path,
             on_book=lambda _book: None,
@@ -263,9 +259,16 @@ async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_th
     await feed.notify()
     assert not (tmp_path / "rules.db").exists()
     assert "serving the last good rule book" in caplog.text
+    assert len((await started({})).book) == 2
+    assert not (tmp_path / "rules.db").exists()
+    (tmp_path / "rules.last-good").unlink()
+    assert len((await started({})).book) == 0
+    (tmp_path / "rules.db").unlink()
+    rules_file.write_text(RULES)
+    assert len((await started()).book) == 2
 
 
-async def test_a_server_without_the_schema_is_waited_for_and_named_with_the_command(postgres):
+async def test_a_server_without_the_schema_is_retried_and_reported_with_the_command(postgres):
     url = postgres.new_database("template0")
     async with store_at(url) as store:
         opening = opening_of(store, url)
@@ -277,7 +280,7 @@ async def test_a_server_without_the_schema_is_waited_for_and_named_with_the_comm
         assert await store.revision() == 0
 
 
-async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
+async def test_a_server_that_is_down_is_retried_and_then_gets_rules_and_key(
     postgres, postgresql_url, rules_file, tmp_path
 ):
     key = BucketKey(tmp_path)
@@ -292,7 +295,7 @@ async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
         assert await store.secret(KEY_NAME) == key.use()
 
 
-async def test_a_wrong_password_is_waited_for_since_somebody_may_mend_it(postgres):
+async def test_a_wrong_password_is_retried(postgres):
     url = postgres.url("migrated", user="guarded:wrong")
     async with store_at(url) as store:
         opening = opening_of(store, url)
@@ -300,7 +303,7 @@ async def test_a_wrong_password_is_waited_for_since_somebody_may_mend_it(postgre
             await opening.open()
 
 
-async def test_nodes_that_share_buckets_must_have_one_key_and_others_need_not(unopened, url):
+async def test_only_nodes_that_share_buckets_must_have_the_same_key(unopened, url):
     for _ in range(2):
         await opening_of(unopened, url, shared_key=b"sixteen bytes or").open()
     for other in (b"sixteen others..", b""):

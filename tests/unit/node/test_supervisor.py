@@ -16,7 +16,7 @@ from ratelimitd.settings.table import Settings
 
 
 class StandIn:
-    """Behaves like a node; each test says how. ``happened`` is what was asked of it, in order."""
+    """Stands in for a node, as each test defines; ``happened`` records its calls in order."""
 
     grpc_address = "127.0.0.1:1"
     http_address = "127.0.0.1:2"
@@ -41,7 +41,7 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch):
-    """What belongs to the whole process is left to the test run: logging, the collector, and its end."""
+    """Replace what affects the whole test run: logging, the garbage collector, and the exit."""
     statuses = []
     monkeypatch.setattr(logs, "configure", lambda **_: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
@@ -65,7 +65,7 @@ def run(overseer=None, **settings):
 
 
 class Overseer:
-    """Somebody else whom the process answers to; ``heard`` is what it was told."""
+    """Another overseer of the process; ``heard`` records its calls."""
 
     reuse_port = True
 
@@ -105,14 +105,14 @@ def test_a_signal_drains_the_node_and_the_status_is_0(node, monkeypatch, number)
     assert node.happened == ["start", "drain"]
 
 
-def test_one_line_on_stdout_says_that_the_node_is_ready(node, capsys):
+def test_readiness_is_one_line_on_stdout(node, capsys):
     run()
     captured = capsys.readouterr()
     assert captured.out == "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1\n"
     assert captured.err == ""
 
 
-def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
+def test_a_node_that_cannot_start_is_a_one_line_error_with_status_1(node, capsys):
     async def start(_self):
         message = "LISTEN: taken"
         raise StartupError(message)
@@ -123,7 +123,7 @@ def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
     assert (captured.out, captured.err) == ("", "Error: LISTEN: taken\n")
 
 
-def test_a_signal_during_the_start_breaks_it_off_and_closes_what_was_open(node, capsys):
+def test_a_signal_during_the_start_cancels_it_and_closes_open_parts(node, capsys):
     async def start(self):
         os.kill(os.getpid(), signal.SIGINT)
         try:
@@ -162,22 +162,20 @@ def test_a_drain_that_hangs_ends_the_process_with_status_1(node, ended, capsys, 
     assert capsys.readouterr().err.startswith("Error: the node did not drain in time")
 
 
-def test_what_was_loaded_is_taken_out_of_the_collectors_sight_before_the_start_and_after(
-    node, monkeypatch
-):
+def test_loaded_objects_are_frozen_before_and_after_the_start(node, monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: node.happened.append("freeze"))
     run()
     assert node.happened == ["freeze", "start", "freeze", "drain"]
 
 
-def test_the_log_is_set_up_by_the_settings(node, monkeypatch):
+def test_logging_is_configured_by_the_settings(node, monkeypatch):
     seen = {}
     monkeypatch.setattr(logs, "configure", lambda **given: seen.update(given))
     run(log_level="debug", log_format="json", node_id="n7")
     assert (seen["level"], seen["log_format"], seen["context"].node_id) == ("debug", "json", "n7")
 
 
-def test_an_overseer_hears_what_a_terminal_would_show(node, capsys):
+def test_an_overseer_gets_the_events_that_a_terminal_shows(node, capsys):
     overseer = Overseer()
     assert run(overseer) == 0
     assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "drained", "leaves"]
@@ -185,7 +183,7 @@ def test_an_overseer_hears_what_a_terminal_would_show(node, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_overseer_may_ask_for_the_end(node):
+def test_an_overseer_may_request_the_end(node):
     overseer = Overseer()
 
     async def start(self):
@@ -197,7 +195,7 @@ def test_an_overseer_may_ask_for_the_end(node):
     assert node.happened == ["start", "drain"]
 
 
-def test_an_overseer_decides_what_a_failed_start_is(node, capsys):
+def test_an_overseer_decides_the_status_of_a_failed_start(node, capsys):
     async def start(_self):
         message = "LISTEN: taken"
         raise StartupError(message)
@@ -209,7 +207,7 @@ def test_an_overseer_decides_what_a_failed_start_is(node, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_overseer_decides_what_a_second_signal_does(node):
+def test_an_overseer_decides_the_effect_of_a_second_signal(node):
     async def drain(_self):
         overseer.insisted = asyncio.Event()
         os.kill(os.getpid(), signal.SIGINT)

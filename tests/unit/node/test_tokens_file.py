@@ -1,4 +1,4 @@
-"""TOKENS_FILE: what it may say, what it may not, and what is in force when it changes."""
+"""TOKENS_FILE: valid and invalid contents, and reloads."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def held(file, token):
     return found and (found.name, found.role)
 
 
-def test_yaml_and_json_name_a_role_and_a_digest(path):
+def test_yaml_and_json_entries_have_a_role_and_a_digest(path):
     text = f"""
 tokens:
 - {{name: alice@example.com, role: admin, sha256: {DIGEST}}}
@@ -87,7 +87,7 @@ SECRET = "s3cret"
         ([SECRET], "tokens[0] must be a mapping"),
     ],
 )  # fmt: skip
-def test_a_wrong_entry_is_named_with_its_field_and_no_value(path, entries, problem):
+def test_an_invalid_entry_is_reported_with_its_field_and_without_a_value(path, entries, problem):
     write(path, *entries)
     with pytest.raises(StartupError) as refused:
         read_tokens(path)
@@ -110,13 +110,13 @@ def test_a_wrong_entry_is_named_with_its_field_and_no_value(path, entries, probl
         (b"#" * 1_100_000, "larger than 1048576 bytes"),
     ],
 )
-def test_what_is_no_such_file_is_refused(path, data, problem):
+def test_malformed_content_is_refused(path, data, problem):
     path.write_bytes(data)
     with pytest.raises(StartupError, match=problem):
         read_tokens(path)
 
 
-def test_a_file_that_cannot_be_read_is_refused(path):
+def test_an_unreadable_file_is_refused(path):
     with pytest.raises(StartupError, match="cannot be read: No such file"):
         TokensFile(path, lambda: NOW_S)
     path.mkdir()
@@ -166,13 +166,13 @@ async def test_a_changed_file_is_in_force_without_a_restart(path, caplog):
         (lambda path: path.unlink(), "cannot be read: No such file or directory"),
     ],
 )
-async def test_a_file_that_became_wrong_keeps_the_last_good_tokens(path, caplog, change, problem):
+async def test_an_invalid_change_keeps_the_last_good_tokens(path, caplog, change, problem):
     file = TokensFile(write(path, entry("a")), lambda: NOW_S)
     change(path)
     await file.reload()
     await file.reload()
     assert held(file, token_of("a")) == ("a", Role.ADMIN)
-    (record,) = caplog.records  # once, not at each look
+    (record,) = caplog.records  # once, not at each reload
     assert record.levelname == "ERROR"
     assert problem in record.getMessage()
     assert record.getMessage().endswith("; the 1 tokens read before stay in force")
@@ -182,7 +182,7 @@ async def test_a_file_that_became_wrong_keeps_the_last_good_tokens(path, caplog,
     assert (held(file, token_of("a")), held(file, token_of("b"))) == (None, ("b", Role.ADMIN))
 
 
-async def test_who_may_read_the_file_is_looked_at_again(path, caplog, monkeypatch):
+async def test_a_change_of_permissions_reloads_the_file(path, caplog, monkeypatch):
     file = TokensFile(write(path, entry("a")), lambda: NOW_S)
     path.chmod(0)
 
@@ -190,7 +190,7 @@ async def test_who_may_read_the_file_is_looked_at_again(path, caplog, monkeypatc
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", denied)  # root may read it all the same
+        patch.setattr(os, "open", denied)  # root can read it nevertheless
         await file.reload()
     assert held(file, token_of("a")) == ("a", Role.ADMIN)
     assert (
@@ -202,7 +202,7 @@ async def test_who_may_read_the_file_is_looked_at_again(path, caplog, monkeypatc
     assert "1 tokens are in force" in caplog.text
 
 
-async def test_a_copy_that_keeps_size_and_time_is_noticed(path):
+async def test_a_change_that_keeps_size_and_time_is_detected(path):
     file = TokensFile(write(path, entry("a")), lambda: NOW_S)
     status = path.stat()
     with path.open("r+") as opened:
@@ -215,7 +215,7 @@ async def test_a_copy_that_keeps_size_and_time_is_noticed(path):
     assert held(file, "new") == ("a", Role.ADMIN)
 
 
-def test_a_pipe_is_not_waited_for(path):
+def test_a_pipe_does_not_block(path):
     os.mkfifo(path)
     with pytest.raises(StartupError, match="must be a mapping"):
         TokensFile(path, lambda: NOW_S)
@@ -233,7 +233,7 @@ def test_a_pipe_is_not_waited_for(path):
 @example(data=b"tokens: " + b"[" * 10_000)
 @example(data=b"tokens: [&a {}, *a]")
 @example(data=b"tokens: [!!python/object:os.system {}]")
-def test_any_bytes_are_tokens_or_an_error_in_one_line(data):
+def test_any_bytes_are_tokens_or_a_one_line_error(data):
     judge(data)
 
 
@@ -247,7 +247,7 @@ ENTRIES = st.dictionaries(st.sampled_from(["name", "role", "sha256", "expires"])
 
 
 @given(entries=st.lists(ENTRIES, max_size=4))
-def test_values_of_any_type_are_tokens_or_an_error_in_one_line(entries):
+def test_values_of_any_type_are_tokens_or_a_one_line_error(entries):
     judge(json.dumps({"tokens": entries}).encode())
 
 
@@ -255,7 +255,7 @@ WHOLE = json.dumps({"tokens": [entry("a"), entry("b", "read", expires="2026-12-3
 
 
 @given(length=st.integers(0, len(WHOLE) - 1))
-def test_a_part_of_a_file_is_refused(length):
+def test_a_truncated_file_is_refused(length):
     with pytest.raises(YamlError):
         parse_tokens(WHOLE[:length])
 
@@ -269,14 +269,14 @@ def judge(data):
         assert {len(token.digest) for token in tokens} <= {0, 32}
 
 
-def test_a_key_that_stands_twice_is_not_quoted(path):
+def test_a_duplicate_key_is_not_quoted(path):
     path.write_text(f"{SECRET}: 1\n{SECRET}: 2")
     with pytest.raises(StartupError, match="line 2: a key appears twice") as refused:
         read_tokens(path)
     assert SECRET not in str(refused.value)
 
 
-def test_an_entry_without_a_digest_is_a_user_whom_a_proxy_names_and_no_token(path):
+def test_an_entry_without_a_digest_is_a_proxy_user_and_no_token(path):
     users = [{"name": name, "role": role} for name, role in (("ann", "read"), ("bob", "admin"))]
     file = TokensFile(write(path, *users, entry("ci")), lambda: NOW_S)
     for name in ("ann", "bob"):
@@ -289,7 +289,7 @@ def test_an_entry_without_a_digest_is_a_user_whom_a_proxy_names_and_no_token(pat
     assert file.tokens.user_of("nobody") is None
 
 
-def test_nothing_that_is_secret_is_shown(path):
+def test_no_secret_is_shown(path):
     file = TokensFile(write(path, entry("a")), lambda: NOW_S)
     token = file.tokens.by_name("a")
     shown = repr(token) + repr(file) + repr(file.tokens)

@@ -1,4 +1,4 @@
-"""The transports by name, and that a node pays only for the one it speaks."""
+"""The transports by name; a node imports only the one it uses."""
 
 import os
 import subprocess
@@ -23,14 +23,14 @@ def ready(_terminal, _node):
 supervisor.Terminal.ready = ready
 main(sys.argv[1:])
 """
-"""The command as it is installed; in the place of its ready line it says whether Google's library was imported."""
+"""The installed command; instead of its ready line it prints whether grpcio was imported."""
 
 
 def test_each_name_has_its_server():
     assert [server_of(name) for name in TRANSPORTS] == [NativeServer, GrpcioServer]
 
 
-def test_the_causes_are_plain_text():
+def test_the_causes_are_strings():
     assert {type(cause) for cause in CAUSES} == {str}
     assert {"cancelled", "unread_answers"} <= CAUSES
     assert not {"peer_reset", "owner"} & CAUSES

@@ -1,4 +1,4 @@
-"""A whole node behind a proxy that names its users: who counts, from where, and what stays closed."""
+"""A whole node behind a proxy that names users: which users, from which addresses, for which requests."""
 
 import grpc.aio
 import httpx
@@ -34,11 +34,11 @@ def node_with(path, *entries, proxies="127.0.0.1", **settings):
 
 
 def visitor_at(node, *names):
-    """Somebody whose requests come with these names in the header, a line for each."""
+    """Return a visitor whose requests have these names in the header, one line each."""
     return PageVisitor(node.http_address, headers=[(HEADER, name) for name in names])
 
 
-async def test_the_trail_names_the_user_whom_the_proxy_names(path):
+async def test_the_audit_trail_has_the_user_named_by_the_proxy(path):
     async with node_with(path, ANN, VIEWER) as node, visitor_at(node, ANN["name"]) as visitor:
         assert (await visitor.post("/rules/new", RULE)).status_code == 303
         trail = await visitor.get("/audit")
@@ -61,7 +61,7 @@ async def test_a_reader_changes_nothing_and_sees_no_names(path):
      ["ann@example.com,viewer"], ["viewer", "ann@example.com"], ["ann@example.com", "ann@example.com"],
      ["x" * 5_000], ["", "ann@example.com"], ["expired"]],
 )  # fmt: skip
-async def test_a_name_that_is_no_user_has_no_role(path, names):
+async def test_an_unknown_name_has_no_role(path, names):
     expired = user("expired", expires="2020-01-01")
     async with node_with(path, ANN, VIEWER, entry("ci"), expired) as node:
         names = [name.replace(" ", "\xa0") for name in names]
@@ -78,7 +78,7 @@ async def test_a_token_does_not_help_a_user_without_a_role(path):
         assert (await visitor.get("/rules")).status_code == 403
 
 
-async def test_the_header_goes_before_a_session(path):
+async def test_the_header_takes_precedence_over_a_session(path):
     async with node_with(path, VIEWER, entry("alice")) as node:
         async with PageVisitor(node.http_address) as alice:
             await alice.log_in(token_of("alice"))
@@ -89,7 +89,7 @@ async def test_the_header_goes_before_a_session(path):
 
 
 @pytest.mark.parametrize("names", [[], [""]])
-async def test_without_a_name_somebody_logs_in_as_ever(path, names):
+async def test_without_a_name_users_log_in_as_usual(path, names):
     async with node_with(path, entry("alice")) as node, visitor_at(node, *names) as visitor:
         assert (await visitor.get("/rules")).status_code == 303
         await visitor.log_in(token_of("alice"))
@@ -98,7 +98,7 @@ async def test_without_a_name_somebody_logs_in_as_ever(path, names):
 
 
 @pytest.mark.parametrize("proxies", ["192.0.2.1", "unix", "10.0.0.0/8,unix"])
-async def test_from_elsewhere_the_header_is_ignored_and_counted(path, proxies):
+async def test_the_header_from_untrusted_addresses_is_ignored_and_counted(path, proxies):
     async with node_with(path, ANN, proxies=proxies) as node:
         async with visitor_at(node, ANN["name"]) as visitor:
             answer = await visitor.get("/rules")
@@ -145,7 +145,7 @@ async def test_forms_of_other_sites_and_other_users_change_nothing(path):
         assert (await visitor.post("/rules/new", RULE, token=own)).status_code == 303
 
 
-async def test_forms_hold_on_each_node_with_the_same_admin_token(path, tmp_path):
+async def test_forms_are_valid_on_each_node_with_the_same_admin_token(path, tmp_path):
     async with (
         node_with(path, ANN) as node,
         node_with(path, ANN) as other,
@@ -156,7 +156,7 @@ async def test_forms_hold_on_each_node_with_the_same_admin_token(path, tmp_path)
         assert (await elsewhere.post("/rules/new", RULE, token=token)).status_code == 303
 
 
-async def test_a_user_whose_entry_is_removed_is_out_at_once(path):
+async def test_a_user_whose_entry_is_removed_loses_access_at_once(path):
     async with node_with(path, ANN) as node, visitor_at(node, ANN["name"]) as visitor:
         async with visitor.streaming("/events") as events:
             assert await anext(events) == "retry: 2000"

@@ -41,7 +41,7 @@ def node():
     return Node()
 
 
-def test_the_most_denied_come_first(node):
+def test_most_denied_come_first(node):
     node.deny(b"ada.lovelace", "/a", times=3)
     node.deny(b"grace.hopper", "/b", times=5)
     node.denials.fold()
@@ -54,12 +54,12 @@ def test_nothing_is_denied_at_first(node):
     assert (node.denials.top_endpoints(), node.denials.top_identifiers()) == ([], [])
 
 
-def test_at_a_steady_rate_it_is_the_denials_of_a_minute(node):
+def test_steady_rate_yields_the_denials_of_a_minute(node):
     node.steady(seconds=600, per_second=3)
     assert node.denials.top_endpoints() == [DeniedEndpoint("/a", pytest.approx(180, rel=0.02))]
 
 
-def test_what_has_ended_halves_every_minute_and_is_gone_in_the_end(node):
+def test_past_denials_halve_every_minute_and_disappear(node):
     node.steady(seconds=600, per_second=3)
     node.denials.fade(HALF_LIFE_S)
     assert node.denials.top_endpoints()[0].per_minute == pytest.approx(90, rel=0.02)
@@ -67,7 +67,7 @@ def test_what_has_ended_halves_every_minute_and_is_gone_in_the_end(node):
     assert not node.denials.top_endpoints()
 
 
-def test_more_than_can_be_looked_at_are_counted_by_the_last_of_them(node):
+def test_denials_beyond_the_queue_are_represented_by_the_last_ones(node):
     node.deny(b"early.bird.1", times=3 * MAX_PENDING)
     node.deny(b"late.comer.2", "/b", times=MAX_PENDING)
     node.denials.fold()
@@ -75,7 +75,7 @@ def test_more_than_can_be_looked_at_are_counted_by_the_last_of_them(node):
     assert (late.endpoint, late.per_minute) == ("/b", pytest.approx(4 * MAX_PENDING * 0.693, 0.01))
 
 
-def test_endpoints_without_a_rule_are_told_by_how_often_they_are_asked_for(node):
+def test_endpoints_without_a_rule_are_ranked_by_checks(node):
     for endpoint, times in (("/a", 2), ("/b", 3 * MAX_PENDING)):
         for _ in range(times):
             node.stats.no_rule_total += 1
@@ -89,7 +89,7 @@ def test_endpoints_without_a_rule_are_told_by_how_often_they_are_asked_for(node)
     assert node.denials.top_endpoints() == []
 
 
-def test_denials_of_an_open_breaker_are_nobodys(node):
+def test_denials_of_an_open_breaker_are_not_attributed(node):
     node.stats.blocked_total += 100
     node.stats.breaker_denied_total += 100
     node.deny()
@@ -97,14 +97,14 @@ def test_denials_of_an_open_breaker_are_nobodys(node):
     assert node.denials.top_endpoints()[0].per_minute == pytest.approx(0.693, 0.01)
 
 
-def test_only_so_many_are_told(node):
+def test_reported_items_are_bounded(node):
     for number in range(TOP + 5):
         node.deny(b"user.%02d.name" % number, f"/{number}")
     node.denials.fold()
     assert len(node.denials.top_endpoints()) == len(node.denials.top_identifiers()) == TOP
 
 
-def test_names_are_told_on_purpose_only_and_those_of_api_keys_never(node):
+def test_names_are_reported_on_request_only_and_never_for_api_keys(node):
     node.deny(b"ada.lovelace")
     node.deny(b"sk_live_0123456789", identifier_type="api_key")
     node.denials.fold()
@@ -124,7 +124,7 @@ def test_one_name_of_two_types_is_two_identifiers(node):
     assert {one.identifier_type for one in node.denials.top_identifiers()} == {"ip", "user"}
 
 
-def test_a_combination_is_told_by_its_names_unless_one_is_an_api_key(node):
+def test_combination_is_reported_by_name_unless_it_has_an_api_key(node):
     node.deny(joined([b"192.0.2.7", b"ada"]), identifier_type="ip+user")
     node.deny(joined([b"sk_live_0123456789", b"ada"]), identifier_type="api_key+user")
     node.deny(b"", identifier_type="all")
@@ -133,7 +133,7 @@ def test_a_combination_is_told_by_its_names_unless_one_is_an_api_key(node):
     assert told == {"ip+user": "192.0.2.7+ada", "api_key+user": "", "all": "all"}
 
 
-def test_while_there_are_few_items_the_counts_are_exact():
+def test_counts_of_few_items_are_exact():
     items = FrequentItems(4)
     for item in "abracadabra":
         items.add(item)
@@ -142,7 +142,7 @@ def test_while_there_are_few_items_the_counts_are_exact():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_many_items_the_frequent_ones_stay_and_no_count_is_far_off(seed):
+def test_frequent_items_among_many_stay_with_a_bounded_error(seed):
     rng, size = random.Random(seed), 20
     items, exact = FrequentItems(size), Counter()
     for _ in range(5_000):

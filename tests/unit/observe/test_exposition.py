@@ -25,7 +25,7 @@ def text_of(accept, *points):
     return b"".join(Page(accept, points).pieces()).decode()
 
 
-def test_the_text_format_has_exact_names_and_nothing_beside_them():
+def test_text_format_has_exact_names_only():
     assert text_of("", PLAIN_COUNTER, GAUGE, HISTOGRAM).splitlines() == [
         "# HELP a_total Number.",
         "# TYPE a_total counter",
@@ -43,14 +43,14 @@ def test_the_text_format_has_exact_names_and_nothing_beside_them():
     ]
 
 
-def test_a_family_without_readings_is_still_announced():
+def test_family_without_readings_is_announced():
     assert "# TYPE empty_total counter" in text_of("", counter("empty_total", 0))
 
 
 @pytest.mark.parametrize(
     "number", [PIECE_POINTS - 1, PIECE_POINTS, PIECE_POINTS + 1, 3 * PIECE_POINTS]
 )
-def test_a_long_family_comes_in_pieces_and_reads_as_one(number):
+def test_long_family_is_written_in_pieces_and_reads_as_one(number):
     pieces = list(Page("", [counter("many_total", number), GAUGE]).pieces())
     assert max(piece.count(b"many_total{") for piece in pieces) <= PIECE_POINTS
     families = list(parser.text_string_to_metric_families(b"".join(pieces).decode()))
@@ -69,13 +69,13 @@ def test_openmetrics_is_valid_and_ends_once():
     assert "_created" not in text
 
 
-def test_the_reader_chooses_the_format():
+def test_client_chooses_the_format():
     assert Page("", ()).content_type.startswith("text/plain; version=0.0.4")
     assert Page(OPENMETRICS, ()).content_type.startswith("application/openmetrics-text")
-    assert openmetrics.__name__  # the library has both
+    assert openmetrics.__name__  # the library supports both
 
 
-def test_nothing_is_read_before_its_turn():
+def test_readings_are_taken_when_requested():
     def points():
         yield PLAIN_COUNTER
         raise AssertionError

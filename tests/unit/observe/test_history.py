@@ -31,7 +31,7 @@ def node():
     return Node()
 
 
-def test_a_sample_has_what_was_counted_since_the_last_one_by_the_second(node):
+def test_sample_holds_rates_since_the_last_one(node):
     node.stats.allowed_total, node.stats.blocked_total = 1_000, 500
     node.sample()
     node.stats.allowed_total, node.stats.blocked_total = 1_040, 510
@@ -55,22 +55,22 @@ def test_a_sample_has_what_was_counted_since_the_last_one_by_the_second(node):
     assert sample.percentile_ms(0.5) == pytest.approx(1.5)
 
 
-def test_misses_that_are_under_way_make_no_negative_rate(node):
+def test_misses_in_progress_make_no_negative_rate(node):
     node.stats.allowed_total, node.stats.bucket_missed_total = 1, 3
     assert node.sample().known_per_s == 0.0
 
 
-def test_without_traffic_there_is_neither_a_ratio_nor_a_latency(node):
+def test_no_traffic_has_neither_ratio_nor_latency(node):
     sample = node.sample()
     assert (sample.allowed_per_s, sample.hit_ratio, sample.percentile_ms(0.99)) == (0.0, None, None)
 
 
-def test_two_samples_of_one_moment_do_no_harm(node):
+def test_two_samples_at_one_moment_are_valid(node):
     node.sample()
     assert node.sample(seconds=0).allowed_per_s == 0.0
 
 
-def test_the_sum_of_nodes_adds_all_but_their_lags():
+def test_sum_of_nodes_adds_everything_except_lags():
     counts = CheckStats().latency_counts
     one = Sample(5, 1.0, 2.0, 3.0, 4.0, 5.0, (1, *counts[1:]), 10, 100, 0.1)
     other = Sample(9, 1.5, 2.0, 3.0, 4.0, 5.0, (2, *counts[1:]), 20, 200, 0.05)
@@ -79,7 +79,7 @@ def test_the_sum_of_nodes_adds_all_but_their_lags():
     assert summed([one]) == one
 
 
-def test_the_history_is_bounded_and_loses_the_oldest():
+def test_history_is_bounded_and_drops_the_oldest():
     history = History()
     assert [history.samples(span) for span in SPANS.values()] == [()] * len(SPANS)
     ago_s = [*range(90_000, 4_000, -240), *range(4_000, 1_000, -10), *range(1_000, -1, -2)]
@@ -93,14 +93,14 @@ def test_the_history_is_bounded_and_loses_the_oldest():
         assert samples[0].at_ms > newest_ms - span.kept_s * 1_000
 
 
-def test_what_is_older_than_the_span_is_not_told():
-    """A machine that slept, or a cluster that was looked at more rarely."""
+def test_samples_older_than_the_span_are_omitted():
+    """After a suspended machine, or in a cluster that was read at longer intervals."""
     history = History([Sample(0), Sample(100_000), Sample(950_000)])
     assert [one.at_ms for one in history.samples(SPANS["15m"])] == [100_000, 950_000]
     assert [one.at_ms for one in history.samples(SPANS["5m"])] == [950_000]
 
 
-def test_a_coarser_sample_is_the_mean_of_its_stretch_and_is_there_before_it_is_whole():
+def test_coarser_sample_is_a_mean_and_is_available_before_it_is_complete():
     counts = CheckStats().latency_counts
     one = Sample(10_000, 2.0, 4.0, 6.0, 8.0, 10.0, (1, *counts[1:]), 10, 100, 0.2)
     other = Sample(12_000, 4.0, 4.0, 6.0, 8.0, 10.0, (2, *counts[1:]), 21, 200, 0.1)
@@ -119,21 +119,21 @@ def counts_of(*latencies_s):
     return stats.latency_counts
 
 
-def test_without_checks_there_is_no_percentile():
+def test_no_checks_have_no_percentile():
     assert percentile_s(counts_of(), 0.5) is None
 
 
 @pytest.mark.parametrize(("share", "expected_s"), [(0.5, 0.0015), (0.25, 0.00125), (1.0, 0.002)])
-def test_within_a_bucket_checks_count_as_evenly_spread(share, expected_s):
+def test_percentile_interpolates_within_a_bucket(share, expected_s):
     assert percentile_s(counts_of(*[0.0015] * 4), share) == pytest.approx(expected_s)
 
 
-def test_a_percentile_is_in_the_bucket_that_holds_the_check_of_this_rank():
+def test_percentile_is_in_the_bucket_of_its_rank():
     counts = counts_of(*[0.00001] * 98, 0.004, 0.2)
     assert percentile_s(counts, 0.5) < LATENCY_BOUNDS_S[0]
     assert 0.002 < percentile_s(counts, 0.99) <= 0.005
     assert 0.1 < percentile_s(counts, 0.999) <= 0.25
 
 
-def test_above_the_last_bound_the_bound_is_all_that_is_known():
+def test_percentile_above_the_last_bound_is_that_bound():
     assert percentile_s(counts_of(7.0), 0.5) == LATENCY_BOUNDS_S[-1]

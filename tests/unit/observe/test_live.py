@@ -52,7 +52,7 @@ def status_of(node_id: str = "n1", *, at_ms=0, allowed_per_s=1.0, **fields) -> N
 
 
 class Board:
-    """What other nodes told; ``error``: the store is away."""
+    """The statuses of other nodes; ``error``: the store is unavailable."""
 
     def __init__(self):
         self.found, self.published, self.reads, self.error, self.noted = {}, [], 0, None, 0
@@ -113,7 +113,7 @@ def ids_of(overview):
     return [node.status.node_id for node in overview.nodes]
 
 
-async def test_a_node_that_is_alone_shows_itself():
+async def test_single_node_shows_itself():
     scene = Scene(alone=True)
     await scene.steps(3)
     await scene.live.refresh()
@@ -129,7 +129,7 @@ async def test_a_node_that_is_alone_shows_itself():
     ]
 
 
-async def test_all_nodes_are_shown_with_their_sum_this_one_first(scene):
+async def test_all_nodes_are_shown_with_their_sum_and_this_one_first(scene):
     scene.other("n3", allowed_per_s=5.0)
     scene.other("n0", allowed_per_s=3.0)
     await scene.live.refresh()
@@ -140,7 +140,7 @@ async def test_all_nodes_are_shown_with_their_sum_this_one_first(scene):
     assert len(overview.alive) == 3
 
 
-async def test_each_step_tells_the_others_how_the_node_is(scene):
+async def test_each_step_publishes_the_status(scene):
     await scene.steps(2)
     assert [decode(octets).sample.at_ms for octets in scene.board.published] == [
         scene.now_ms - 2_000,
@@ -150,7 +150,7 @@ async def test_each_step_tells_the_others_how_the_node_is(scene):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-async def test_a_verdict_that_has_changed_is_told_before_the_next_step(alone):
+async def test_changed_health_is_published_before_the_next_step(alone):
     scene = Scene(alone=alone)
     await scene.steps()
     for healthy in (False, False, True):
@@ -160,7 +160,7 @@ async def test_a_verdict_that_has_changed_is_told_before_the_next_step(alone):
     assert told == ([] if alone else [True, False, True])
 
 
-async def test_a_node_that_is_silent_is_shown_as_gone_and_not_counted(scene):
+async def test_silent_node_is_shown_as_gone_and_not_counted(scene):
     scene.other("n2", age_s=SILENT_S + 1, allowed_per_s=5.0)
     await scene.live.refresh()
     overview = scene.live.overview()
@@ -169,14 +169,14 @@ async def test_a_node_that_is_silent_is_shown_as_gone_and_not_counted(scene):
     assert overview.total.allowed_per_s == 1.0
 
 
-async def test_a_status_from_the_future_does_not_count(scene):
+async def test_status_from_the_future_does_not_count(scene):
     scene.other("n2", age_s=-60, allowed_per_s=5.0)
     await scene.live.refresh()
     [_, other] = scene.live.overview().nodes
     assert (other.gone, other.age_s) == (True, 0.0)
 
 
-async def test_who_has_come_back_under_its_name_is_not_gone(scene):
+async def test_restarted_node_of_the_same_name_is_not_gone(scene):
     scene.other("n2", age_s=0)
     scene.other("n2", age_s=SILENT_S + 1)
     scene.other("n1", age_s=SILENT_S + 1)
@@ -184,19 +184,19 @@ async def test_who_has_come_back_under_its_name_is_not_gone(scene):
     assert ids_of(scene.live.overview()) == ["n1", "n2"]
 
 
-async def test_two_nodes_of_one_name_are_both_shown(scene):
+async def test_two_nodes_with_one_name_are_both_shown(scene):
     scene.other("n1", age_s=1)
     await scene.live.refresh()
     assert ids_of(scene.live.overview()) == ["n1", "n1"]
 
 
-async def test_with_nobody_looking_the_others_are_read_now_and_then(scene):
+async def test_statuses_are_read_less_often_without_viewers(scene):
     await scene.steps(2 * STEPS_UNSEEN)
     assert scene.board.reads == 2
     assert len(scene.live.history(SPANS["15m"])) == 2
 
 
-async def test_while_somebody_looks_they_are_read_in_each_step(scene):
+async def test_statuses_are_read_in_each_step_with_a_viewer(scene):
     heard = []
 
     async def look():
@@ -210,7 +210,7 @@ async def test_while_somebody_looks_they_are_read_in_each_step(scene):
     assert (scene.board.reads, len(heard)) == (3, 3)
 
 
-async def test_who_looks_is_told_of_the_end(scene):
+async def test_listeners_are_notified_of_the_end(scene):
     heard = []
 
     async def look():
@@ -222,7 +222,7 @@ async def test_who_looks_is_told_of_the_end(scene):
     assert heard == [False, True]
 
 
-async def test_a_page_that_is_opened_reads_them_unless_that_was_done_just_now(scene):
+async def test_opened_page_reads_statuses_unless_recent(scene):
     await scene.live.refresh()
     await scene.live.refresh()
     assert scene.board.reads == 1
@@ -231,7 +231,7 @@ async def test_a_page_that_is_opened_reads_them_unless_that_was_done_just_now(sc
     assert scene.board.reads == 2
 
 
-async def test_while_the_store_is_away_nobody_knows_whether_the_others_are_gone(scene):
+async def test_no_node_counts_as_gone_while_the_store_is_unavailable(scene):
     scene.other("n2", allowed_per_s=5.0)
     await scene.live.refresh()
     scene.board.error = StoreUnavailableError("no answer")
@@ -247,7 +247,7 @@ async def test_while_the_store_is_away_nobody_knows_whether_the_others_are_gone(
     assert scene.live.overview().unheard_s is None
 
 
-async def test_statuses_that_are_none_are_left_out_and_reported_once(scene, caplog):
+async def test_invalid_statuses_are_left_out_and_reported_once(scene, caplog):
     scene.other("n2")
     scene.board.found["n3/x"] = b"what?"
     for _ in range(2):
@@ -258,14 +258,14 @@ async def test_statuses_that_are_none_are_left_out_and_reported_once(scene, capl
     assert report.startswith("statuses of 1 other node")
 
 
-async def test_many_statuses_are_read_in_several_turns(scene):
+async def test_many_statuses_are_read_in_several_iterations(scene):
     for number in range(3 * DECODED_PER_TURN):
         scene.other(f"m{number:03}")
     await scene.live.refresh()
     assert len(scene.live.overview().nodes) == 3 * DECODED_PER_TURN + 1
 
 
-async def test_denials_of_all_nodes_are_added_up_by_endpoint_and_by_identifier(scene):
+async def test_denials_of_all_nodes_are_added_by_endpoint_and_identifier(scene):
     scene.deny(b"grace", "/" * 100)
     scene.deny(b"ada.lovelace", "/a")
     ada = DeniedIdentifier(b"ada.lovelace".hex(), "user", "ada…", 10.0)
@@ -297,7 +297,7 @@ async def test_denials_fade_with_every_step(scene):
     assert after.per_minute == pytest.approx(before.per_minute / 2)
 
 
-async def test_names_come_from_every_node_that_has_the_same_secret(scene):
+async def test_names_come_from_every_node_with_the_same_secret(scene):
     def denied(name, seal, kind="user"):
         identifiers = [DeniedIdentifier(name.encode().hex(), kind, name[:3], 5.0, name)]
         return {"identifiers": identifiers, "names": sealed_names(identifiers, seal)}
@@ -312,7 +312,7 @@ async def test_names_come_from_every_node_that_has_the_same_secret(scene):
     assert {one.name for one in scene.live.overview().identifiers} == {""}
 
 
-async def test_endpoints_without_a_rule_are_those_of_all_nodes_that_are_heard(scene):
+async def test_endpoints_without_a_rule_are_merged_over_live_nodes(scene):
     long = "/" + "x" * 200
     for endpoint in ("/ordes", "/ordes", long):
         scene.stats.no_rule_total += 1
@@ -326,7 +326,7 @@ async def test_endpoints_without_a_rule_are_those_of_all_nodes_that_are_heard(sc
     assert [round(one.per_minute, 1) for one in found] == [9.7, 3.0, 2.4]
 
 
-async def test_no_more_endpoints_without_a_rule_are_told_than_a_hundred(scene):
+async def test_at_most_a_hundred_endpoints_without_a_rule_are_reported(scene):
     for number in range(TOP_UNMATCHED + 10):
         scene.stats.no_rule_total += 1
         scene.denials.note_without_rule(f"/{number}")
@@ -377,7 +377,7 @@ class Parts:
         return self.live.overview().nodes[0].status
 
 
-async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
+async def test_embedded_node_reports_its_checks_and_no_cluster():
     parts = Parts()
     parts.stats.allowed_total, parts.stats.bucket_missed_total = 200, 50
     parts.runtime.loop_lag_s, parts.runtime.clock_error_us = 0.25, -1_500_000
@@ -393,7 +393,7 @@ async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
     assert status.rules == [BusyRule("1", 2.0, 0.5)]
 
 
-async def test_who_was_denied_is_told_masked():
+async def test_denied_identifiers_are_reported_masked():
     parts = Parts()
     scope = SimpleNamespace(endpoint="/a", identifier_type="user")
     parts.denials.note((b"ada.lovelace", scope))
@@ -408,7 +408,7 @@ def cluster():
     return SimpleNamespace(board=Board(), sync_lag_s=0.5, worst_excess=0.01, promised_excess=0.51)
 
 
-async def test_a_node_of_a_cluster_tells_the_others_of_its_part_in_it(cluster):
+async def test_clustered_node_publishes_its_cluster_state(cluster):
     parts = Parts(cluster)
     parts.shared_state = SharedStateStatus(connected=False, breaker_state="open", retry_s=12.0)
     await parts.step()
@@ -418,7 +418,7 @@ async def test_a_node_of_a_cluster_tells_the_others_of_its_part_in_it(cluster):
     assert (told.shared_state_connected, told.breaker_state, told.retry_s) == (False, "open", 12.0)
 
 
-async def test_the_names_of_denied_identifiers_are_told_sealed(cluster):
+async def test_names_of_denied_identifiers_are_published_sealed(cluster):
     parts = Parts(cluster)
     for name, kind in ((b"ada.lovelace", "user"), (b"sk_live_1", "api_key")):
         parts.denials.note((name, SimpleNamespace(endpoint="/a", identifier_type=kind)))

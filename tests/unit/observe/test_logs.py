@@ -17,7 +17,7 @@ def _logging_as_it_was(monkeypatch):
     root = logging.getLogger()
     handlers, level, raising = root.handlers[:], root.level, logging.raiseExceptions
     levels = {name: logging.getLogger(name).level for name in logs.QUIET}
-    # uvicorn stops its access log from propagating when a server is made, which tests before may have done.
+    # uvicorn stops its access log from propagating when a server is created, as earlier tests may have done.
     monkeypatch.setattr(logging.getLogger("uvicorn.access"), "propagate", True)
     yield
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raising
@@ -46,7 +46,7 @@ def lines(stream):
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_line_is_json_with_the_node_and_the_revision_of_its_rules(context):
+def test_line_is_json_with_node_and_rules_revision(context):
     stream = configured(context)
     context.rules_revision = 5
     logging.getLogger("ratelimitd.x").info("rules replaced: %d", 3, extra={"skipped": 1})
@@ -61,7 +61,7 @@ def test_a_line_is_json_with_the_node_and_the_revision_of_its_rules(context):
     }
 
 
-def test_an_exception_is_told_by_type_and_place_but_not_by_its_text(context):
+def test_exception_is_logged_by_type_and_place_without_its_text(context):
     stream = configured(context)
     try:
         {}["user:alice"]
@@ -73,14 +73,14 @@ def test_an_exception_is_told_by_type_and_place_but_not_by_its_text(context):
     assert "alice" not in stream.getvalue()
 
 
-def test_exc_info_without_an_exception_says_nothing(context):
+def test_exc_info_without_an_exception_logs_nothing(context):
     stream = configured(context)
     logging.getLogger("x").error("oops", exc_info=(None, None, None))
     (line,) = lines(stream)
     assert "at" not in line
 
 
-def test_levels_below_the_setting_are_left_out(context):
+def test_levels_below_the_setting_are_omitted(context):
     stream = configured(context, level="error")
     logging.getLogger("x").warning("no")
     logging.getLogger("x").error("yes")
@@ -88,14 +88,14 @@ def test_levels_below_the_setting_are_left_out(context):
 
 
 @pytest.mark.parametrize(("name", "least"), logs.QUIET.items())
-def test_libraries_say_no_more_than_their_worst(context, name, least):
+def test_libraries_log_only_from_their_level(context, name, least):
     stream = configured(context, level="debug")
     logging.getLogger(name).log(least - 10, "statement with a secret")
     logging.getLogger(name).log(least, "broken")
     assert [line["event"] for line in lines(stream)] == ["broken"]
 
 
-def test_the_level_holds_for_libraries_too(context):
+def test_level_applies_to_libraries(context):
     stream = configured(context, level="error")
     logging.getLogger("sqlalchemy").warning("no")
     assert stream.getvalue() == ""
@@ -119,7 +119,7 @@ def test_warnings_are_logged(context):
         ("console", io.StringIO, False),
     ],
 )
-def test_the_format_follows_the_setting_and_the_terminal(context, log_format, stream, is_json):
+def test_format_follows_the_setting_and_the_terminal(context, log_format, stream, is_json):
     written = configured(context, log_format=log_format, stream=stream())
     logging.getLogger("x").info("hello")
     assert written.getvalue().startswith("{") is is_json
@@ -132,7 +132,7 @@ def test_colours_are_for_terminals_only(context):
     assert "\x1b" not in plain.getvalue()
 
 
-def test_a_closed_stderr_ends_nothing(context, capsys):
+def test_closed_stderr_raises_nothing(context, capsys):
     stream = configured(context)
     stream.close()
     logging.getLogger("x").info("hello")
@@ -143,7 +143,7 @@ def record(text="event %d", level=logging.INFO, name="x"):
     return logging.LogRecord(name, level, "f.py", 1, text, (1,), None)
 
 
-def test_what_repeats_within_a_second_is_written_once_and_then_counted(context):
+def test_repeats_within_a_second_are_written_once_and_counted(context):
     now_s = [0.0]
     once = OncePerPause(lambda: now_s[0])
     assert [once.filter(record()) for _ in range(4)] == [True, False, False, False]
@@ -157,7 +157,7 @@ def test_what_repeats_within_a_second_is_written_once_and_then_counted(context):
     assert lines(stream)[0]["left_out"] == 3
 
 
-def test_threads_are_judged_one_after_another():
+def test_threads_are_filtered_one_after_another():
     together, met = threading.Barrier(2), []
 
     def time_s():
@@ -184,7 +184,7 @@ def test_other_events_are_written_meanwhile():
     assert all(map(once.filter, records))
 
 
-def test_lines_for_an_operator_that_differ_only_in_their_values_are_all_written(context):
+def test_lines_that_differ_in_values_are_all_written(context):
     stream = configured(context)
     told = ["rules cannot be read: locked", "serving the last good rule book, revision 3"]
     for line in told:
@@ -192,7 +192,7 @@ def test_lines_for_an_operator_that_differ_only_in_their_values_are_all_written(
     assert [line["event"] for line in lines(stream)] == told
 
 
-def test_what_was_left_out_of_an_event_that_ended_is_told_by_the_next_line_of_another(context):
+def test_omitted_records_of_an_ended_event_are_reported_by_the_next_line(context):
     now_s = [0.0]
     once = OncePerPause(lambda: now_s[0])
     assert [once.filter(record("gone")) for _ in range(4)] == [True, False, False, False]
@@ -212,7 +212,7 @@ def test_what_was_left_out_of_an_event_that_ended_is_told_by_the_next_line_of_an
 
 
 def written_at(once, now_s, moments):
-    """The moments at which an event that is met at all of them is written, with how many were left out before."""
+    """Return at which of the ``moments`` an event is written, with the number omitted before."""
     written = []
     for now_s[0] in moments:
         each = record()
@@ -221,7 +221,7 @@ def written_at(once, now_s, moments):
     return written
 
 
-def test_what_goes_on_is_written_less_and_less_often_and_at_least_once_a_minute():
+def test_lasting_event_is_written_less_often_but_at_least_once_a_minute():
     now_s = [0.0]
     once = OncePerPause(lambda: now_s[0])
     moments = [half / 2 for half in range(2 * 200)]
@@ -230,22 +230,22 @@ def test_what_goes_on_is_written_less_and_less_often_and_at_least_once_a_minute(
     ]  # fmt: skip
 
 
-def test_what_comes_back_after_a_while_begins_anew():
+def test_event_that_returns_after_a_while_starts_again():
     now_s = [0.0]
     once = OncePerPause(lambda: now_s[0])
     written_at(once, now_s, [0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
-    # The pause after the line at 1.0 was of 2 s, and then nothing came for another one.
+    # The pause after the line at 1.0 was 2 s, and no record followed for another one.
     assert written_at(once, now_s, [4.0, 4.5, 5.0]) == [(4.0, 3), (5.0, 1)]
 
 
-def test_a_text_whose_values_do_not_fit_harms_nobody(context):
+def test_text_with_mismatched_values_raises_nothing(context):
     stream = configured(context)
     logging.getLogger("x").info("%d rules", "many")
     logging.getLogger("x").info("next")
     assert [line["event"] for line in lines(stream)][-1] == "next"
 
 
-def test_events_remembered_are_bounded():
+def test_remembered_events_are_bounded():
     once = OncePerPause(lambda: 0.0)
     for number in range(logs.REMEMBERED_EVENTS + 10):
         once.filter(record(f"event {number}"))
@@ -266,11 +266,11 @@ def test_events_remembered_are_bounded():
         ("::1", "ip", "::…"),
     ],
 )
-def test_only_the_beginning_is_shown(identifier, identifier_type, expected):
+def test_only_the_start_of_an_identifier_is_shown(identifier, identifier_type, expected):
     assert masked(identifier.encode(), IdentifierType(identifier_type)) == expected
 
 
-def test_what_is_no_text_is_masked_all_the_same():
+def test_invalid_text_is_masked():
     assert masked(b"\xff" * 8, IdentifierType.USER) == "\ufffd\ufffd…"
 
 
@@ -286,7 +286,7 @@ def told(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_of_many_edits_in_a_row_the_last_state_is_logged_and_once(caplog):
+def test_last_state_of_many_edits_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     log = RulesLog()
     log.take(1, 6)
@@ -298,7 +298,7 @@ def test_of_many_edits_in_a_row_the_last_state_is_logged_and_once(caplog):
     assert told(caplog) == ["rules in force: 6", "rules in force: 7"]
 
 
-def test_a_book_without_rules_is_warned_of(caplog):
+def test_book_without_rules_is_warned_of(caplog):
     log = RulesLog()
     log.take(3, 0)
     log.write()
@@ -306,7 +306,7 @@ def test_a_book_without_rules_is_warned_of(caplog):
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_before_there_is_a_book_there_is_nothing_to_say(caplog):
+def test_nothing_is_logged_before_the_first_book(caplog):
     caplog.set_level(logging.INFO)
     RulesLog().write()
     assert told(caplog) == []

@@ -55,7 +55,7 @@ class Buckets:
 
 
 class Transport:
-    """One that tells everything, unless the test takes something away."""
+    """A transport that reports everything, unless a test removes something."""
 
     unary, streams, connections, http2_streams = 20, 21, 22, 23
 
@@ -123,12 +123,12 @@ def value(metrics, name, **labels):
 
 
 @pytest.mark.parametrize(("name", "kind"), SPECIFIED.items())
-def test_the_specified_metrics_exist_by_their_exact_names_without_labels(metrics, name, kind):
+def test_specified_metrics_have_their_exact_names_without_labels(metrics, name, kind):
     (sample,) = metrics.samples([name])
     assert (sample.name, sample.kind, dict(sample.labels)) == (name, kind, {})
 
 
-def test_every_counter_ends_in_total_and_nothing_else_does():
+def test_counters_and_only_they_end_in_total():
     for definition in DEFINITIONS:
         assert (definition.kind == "counter") == definition.name.endswith("_total")
 
@@ -138,7 +138,7 @@ def test_no_name_is_defined_twice():
     assert len(names) == len(set(names))
 
 
-def test_the_counters_of_the_check_path_are_reported(metrics, stats):
+def test_counters_of_the_check_path_are_reported(metrics, stats):
     stats.allowed_total, stats.blocked_total, stats.false_positives_total = 1, 2, 3
     stats.shared_state_errors_total, stats.invalid_total, stats.clock_rejected_total = 4, 5, 6
     stats.fail_open_breaker_total, stats.fail_open_error_total = 7, 8
@@ -169,13 +169,13 @@ def test_buckets_rules_and_snapshot_are_reported(metrics, stats):
     assert value(metrics, "rate_limiter_unexpected_errors_total") == 18
 
 
-def test_before_there_is_a_book_there_are_no_rules(metrics, feed):
+def test_no_rules_are_reported_before_the_first_book(metrics, feed):
     feed.book, feed.connected = None, False
     for name in ("rules", "rules_revision", "rules_store_up"):
         assert value(metrics, f"rate_limiter_{name}") == 0
 
 
-def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
+def test_cluster_state_of_a_node_is_reported(metrics, stats):
     stats.breaker_denied_total = 30
     assert value(metrics, "rate_limiter_cluster_nodes") == 3
     assert value(metrics, "rate_limiter_sync_lag_seconds") == 0.5
@@ -195,12 +195,12 @@ def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
 
 
 @pytest.mark.parametrize("cluster", [None])
-def test_a_node_by_itself_has_nothing_to_tell_of_a_cluster(metrics):
+def test_embedded_node_reports_no_cluster_metrics(metrics):
     assert list(metrics.samples(["rate_limiter_cluster_nodes"])) == []
 
 
 @pytest.mark.parametrize("snapshot", [None])
-def test_where_buckets_are_shared_there_is_nothing_to_tell_of_a_snapshot(metrics):
+def test_node_with_shared_buckets_reports_no_snapshot_metrics(metrics):
     assert list(metrics.samples(["rate_limiter_snapshot_age_seconds"])) == []
 
 
@@ -214,7 +214,7 @@ def test_health_is_reported(metrics, stats):
     assert value(metrics, "rate_limiter_breaker_state", state="half_open") == 0
 
 
-def test_the_process_is_reported(metrics, runtime):
+def test_process_is_reported(metrics, runtime):
     runtime.loop_lag_s, runtime.clock_error_us = 0.25, -1_500_000
     assert value(metrics, "rate_limiter_loop_lag_seconds") == 0.25
     assert value(metrics, "rate_limiter_clock_error_seconds") == -1.5
@@ -225,7 +225,7 @@ def test_the_process_is_reported(metrics, runtime):
     assert 1_700_000_000 < value(metrics, "process_start_time_seconds") <= time.time()
 
 
-async def test_tasks_are_counted_as_they_come(metrics):
+async def test_tasks_are_counted(metrics):
     before, idle = value(metrics, "rate_limiter_tasks"), asyncio.Event()
     task = asyncio.create_task(idle.wait())
     assert value(metrics, "rate_limiter_tasks") == before + 1
@@ -240,7 +240,7 @@ def test_resident_memory_is_the_second_figure_of_statm_in_pages(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"1\n"])
-def test_without_proc_the_peak_is_reported(tmp_path, content):
+def test_peak_memory_is_reported_without_proc(tmp_path, content):
     statm = tmp_path / "statm"
     if content is not None:
         statm.write_bytes(content)
@@ -248,25 +248,25 @@ def test_without_proc_the_peak_is_reported(tmp_path, content):
     assert resident_bytes(statm) >= peak
 
 
-def test_what_the_transport_is_busy_with_is_reported(metrics):
+def test_work_of_the_transport_is_reported(metrics):
     assert value(metrics, "rate_limiter_calls_in_progress", kind="unary") == 20
     assert value(metrics, "rate_limiter_calls_in_progress", kind="stream") == 21
     assert value(metrics, "rate_limiter_connections") == 22
     assert value(metrics, "rate_limiter_http2_streams") == 23
 
 
-def test_what_a_transport_cannot_tell_is_no_number_and_not_zero(metrics, transport):
+def test_values_that_a_transport_lacks_are_absent_rather_than_zero(metrics, transport):
     transport.connections = None
     assert list(metrics.samples(["rate_limiter_connections"])) == []
     assert value(metrics, "rate_limiter_http2_streams") == 23
 
 
 @pytest.mark.parametrize("transport", [None])
-def test_before_a_transport_listens_there_is_nothing_to_tell_of_it(metrics, transport):
+def test_nothing_is_reported_before_a_transport_listens(metrics, transport):
     assert list(metrics.samples(["rate_limiter_calls_in_progress"])) == []
 
 
-def test_the_histogram_is_cumulative_and_has_edges_at_the_promise_and_the_alert(metrics, stats):
+def test_histogram_is_cumulative_with_bounds_at_the_promise_and_the_alert(metrics, stats):
     stats.observe_latency(0.0015)
     stats.observe_latency(0.002)
     stats.observe_latency(10.0)
@@ -279,7 +279,7 @@ def test_the_histogram_is_cumulative_and_has_edges_at_the_promise_and_the_alert(
     assert histogram.sum == pytest.approx(10.0035)
 
 
-def test_rules_are_told_apart_by_id_up_to_a_bound(metrics, stats):
+def test_rules_are_distinguished_by_id_up_to_a_bound(metrics, stats):
     for number in range(MAX_RULE_LABELS + 5):
         counters = stats.rule_counters(f"rule-{number}")
         counters[0] += 1
@@ -290,7 +290,7 @@ def test_rules_are_told_apart_by_id_up_to_a_bound(metrics, stats):
     assert value(metrics, "rate_limiter_rule_blocked_total", rule_id="other") == 10
 
 
-def test_what_limits_would_deny_is_told_by_rule_and_limit_up_to_a_bound(metrics, stats):
+def test_would_be_denials_are_reported_by_rule_and_limit_up_to_a_bound(metrics, stats):
     for number in range(MAX_RULE_LABELS + 5):
         stats.observed_counter("rule", f"limit-{number}")[0] += 1
     name = "rate_limiter_rule_would_deny_total"
@@ -308,7 +308,7 @@ def test_transport_errors_are_reported_by_cause(metrics, stats):
     assert value(metrics, "rate_limiter_transport_errors_total", cause="oversize") == 1
 
 
-def test_refused_requests_for_pages_are_reported_by_cause(metrics, stats):
+def test_refused_page_requests_are_reported_by_cause(metrics, stats):
     stats.web_refusal("cross_site")
     assert value(metrics, "rate_limiter_web_refused_total", cause="cross_site") == 1
 
@@ -318,7 +318,7 @@ def test_ignored_forwarding_headers_are_reported(metrics, stats):
     assert value(metrics, "rate_limiter_auth_forwarding_ignored_total") == 1
 
 
-async def test_without_names_every_metric_is_reported(metrics, stats):
+async def test_every_metric_is_reported_without_names(metrics, stats):
     stats.rule_counters("r")
     stats.observed_counter("r", "day")
     stats.web_refusal("cross_site")
@@ -327,17 +327,17 @@ async def test_without_names_every_metric_is_reported(metrics, stats):
     assert names == {definition.reported_name or definition.name for definition in DEFINITIONS}
 
 
-def test_metrics_asked_for_twice_are_reported_once_in_the_order_asked(metrics):
+def test_metrics_requested_twice_are_reported_once_in_the_order_requested(metrics):
     names = ["rate_limiter_active_buckets", "rate_limiter.fail_open", "rate_limiter_active_buckets"]
     assert [sample.name for sample in metrics.samples(names)] == names[:2]
 
 
-def test_every_unknown_name_is_refused_by_its_place_and_not_repeated(metrics):
+def test_unknown_names_are_refused_by_place_and_not_repeated(metrics):
     with pytest.raises(InvalidInputError) as caught:
         metrics.samples(["secret-user", "rate_limiter_rules", "rate_limiter_fail_open_total"])
     assert [violation.field for violation in caught.value.violations] == ["names[0]", "names[2]"]
     assert "secret-user" not in str(caught.value)
 
 
-async def test_the_exposition_has_every_definition_in_order(metrics):
+async def test_exposition_has_every_definition_in_order(metrics):
     assert [definition for definition, _ in metrics.points()] == list(DEFINITIONS)

@@ -59,7 +59,7 @@ def changed(**fields):
     return json.dumps(json.loads(encode(STATUS)) | fields).encode()
 
 
-def test_what_was_encoded_is_decoded():
+def test_encoded_status_is_decoded():
     assert decode(encode(STATUS)) == replace(STATUS, **NONE)
     assert decode(encode(BUSY)).endpoints == BUSY.endpoints
     assert decode(encode(BUSY)).holds == BUSY.holds
@@ -68,37 +68,37 @@ def test_what_was_encoded_is_decoded():
     assert decode(encode(BUSY)).names == BUSY.names
 
 
-def test_a_node_of_the_release_before_tells_neither_holds_nor_rules_nor_endpoints_without_one():
+def test_status_of_the_previous_release_lacks_holds_rules_unmatched_endpoints_and_names():
     fields = json.loads(encode(BUSY))
     del fields["holds"], fields["unmatched"], fields["rules"], fields["names"]
     expected = replace(decode(encode(BUSY)), holds=[], unmatched=[], rules=[], names="")
     assert decode(json.dumps(fields).encode()) == expected
 
 
-def test_a_status_is_small():
+def test_status_is_small():
     assert len(encode(STATUS)) < 1_024
     assert len(encode(BUSY)) < 3_072
 
 
-def test_no_name_of_an_identifier_leaves_the_node():
+def test_identifier_names_are_never_published_unsealed():
     octets = encode(BUSY)
     assert b"lovelace" not in octets
     assert decode(octets).identifiers[0] == BUSY.identifiers[0]._replace(name="")
 
 
-def test_long_endpoints_are_cut():
+def test_long_endpoints_are_truncated():
     status = replace(STATUS, endpoints=[DeniedEndpoint("/" * 500, 1.0)])
     assert decode(encode(status)).endpoints == [DeniedEndpoint("/" * MAX_ENDPOINT, 1.0)]
 
 
-def test_endpoints_that_take_too_many_bytes_cost_the_lists_and_not_the_status():
+def test_endpoints_with_too_many_bytes_drop_the_lists_and_keep_the_status():
     wide = [DeniedEndpoint("\x01" * MAX_ENDPOINT, 1.0)] * TOP * 2
     octets = encode(replace(BUSY, endpoints=wide))
     assert len(octets) < MAX_BYTES
     assert decode(octets) == replace(STATUS, **NONE)
 
 
-def test_where_there_is_no_room_for_all_rules_are_left_out_first_and_then_names():
+def test_long_status_drops_rules_first_and_then_names():
     told = []
     for length in range(0, MAX_ENDPOINT, 2):
         wide = [DeniedEndpoint("é" * length, 1.0)] * TOP
@@ -108,7 +108,7 @@ def test_where_there_is_no_room_for_all_rules_are_left_out_first_and_then_names(
     assert [*dict.fromkeys(told)] == [(True, True), (False, True), (False, False)]
 
 
-def test_names_are_sealed_as_far_as_there_is_room():
+def test_names_are_sealed_as_far_as_they_fit():
     keys = BucketKeys(b"k" * 16)
     long = [one._replace(name="n" * 150) for one in BUSY.identifiers]
     sealed = sealed_names(long, keys)
@@ -118,7 +118,7 @@ def test_names_are_sealed_as_far_as_there_is_room():
     assert sealed_names([long[0]._replace(name="n" * 1_000)], keys) == ""
 
 
-def test_of_what_another_secret_sealed_or_holds_no_names_there_are_none():
+def test_names_sealed_with_another_secret_or_malformed_are_empty():
     keys, other = BucketKeys(b"k" * 16), BucketKeys(b"x" * 16)
     assert names_within(sealed_names(BUSY.identifiers, other), keys) == {}
     for octets in (b"[]", b"{", b"\xff", b'{"00":7}', b'{"00":"' + b"n" * 300 + b'"}'):
@@ -127,7 +127,7 @@ def test_of_what_another_secret_sealed_or_holds_no_names_there_are_none():
         assert names_within(text, keys) == {}
 
 
-def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():
+def test_invisible_and_bidirectional_characters_are_replaced():
     assert decode(changed(node_id="a\u202eb\ud800\n<b>")).node_id == "a\ufffdb\ufffd\ufffd<b>"
 
 
@@ -168,7 +168,7 @@ def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():
         {"names": "n" * (MAX_SEALED + 1)},
     ],
 )
-def test_a_status_out_of_bounds_is_none(fields):
+def test_status_out_of_bounds_is_refused(fields):
     with pytest.raises(StoreCorruptError):
         decode(changed(**fields))
 
@@ -177,13 +177,13 @@ def test_a_status_out_of_bounds_is_none(fields):
     "octets",
     [b"", b"\xff", b"[]", b"{}", b"null", b"[" * MAX_BYTES, b"9" * MAX_BYTES, b" " * 5_000],
 )
-def test_what_is_no_status_at_all_is_none(octets):
+def test_bytes_that_are_not_a_status_are_refused(octets):
     with pytest.raises(StoreCorruptError):
         decode(octets)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_status_or_an_error_that_is_known(octets):
+def test_any_bytes_are_a_status_or_a_known_error(octets):
     with pytest.raises(StoreCorruptError):
         decode(octets)
 
@@ -196,7 +196,7 @@ def test_any_bytes_are_a_status_or_an_error_that_is_known(octets):
         max_leaves=12,
     ),
 )
-def test_any_value_of_any_field_is_believed_or_refused(name, value):
+def test_any_value_of_any_field_is_accepted_or_refused(name, value):
     try:
         decode(changed(**{name: value}))
     except StoreCorruptError:

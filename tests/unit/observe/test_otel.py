@@ -1,4 +1,4 @@
-"""Spans at a real receiver; and what becomes of them while it is away."""
+"""Spans at a real receiver, and while it is unavailable."""
 
 import logging
 import socket
@@ -27,7 +27,7 @@ async def tracer(receiver):
     await tracer.close()
 
 
-async def test_a_span_is_sent_with_what_was_noted_and_whose_it_is(receiver, tracer):
+async def test_span_is_sent_with_its_attributes_and_node(receiver, tracer):
     span = tracer.begin("ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
     span.note("rpc.grpc.status_code", 0)
     span.note("allowed", value=True)
@@ -40,7 +40,7 @@ async def test_a_span_is_sent_with_what_was_noted_and_whose_it_is(receiver, trac
     assert (resource["service.name"], resource["service.instance.id"]) == ("ratelimitd", "n1")
 
 
-async def test_a_span_below_a_caller_is_of_its_trace(receiver, tracer):
+async def test_span_with_a_parent_joins_its_trace(receiver, tracer):
     tracer.begin("a/b", SAMPLED).end("NOT_FOUND")
     [sent] = receiver.wait_for(1)
     assert (sent.trace_id.hex(), sent.parent_span_id.hex()) == (TRACE, PARENT)
@@ -48,18 +48,18 @@ async def test_a_span_below_a_caller_is_of_its_trace(receiver, tracer):
     assert (sent.status.message, sent.status.code) == ("NOT_FOUND", sent.status.STATUS_CODE_ERROR)
 
 
-async def test_what_is_not_a_call_is_asked_of_somebody_else(receiver, tracer):
+async def test_span_that_is_not_a_call_has_the_client_kind(receiver, tracer):
     tracer.begin("ratelimitd.sync").end()
     [sent] = receiver.wait_for(1)
     assert sent.kind == sent.SPAN_KIND_CLIENT
 
 
 @pytest.mark.parametrize("parent", [f"00-{TRACE}-{PARENT}-00", "nonsense", ""])
-async def test_a_caller_who_does_not_record_its_trace_is_followed(tracer, parent):
+async def test_span_follows_a_caller_that_does_not_record(tracer, parent):
     assert tracer.begin("a/b", parent) is None
 
 
-async def test_without_a_caller_chance_decides():
+async def test_span_without_a_caller_is_sampled_at_random():
     chances = iter([0.0, 0.24, 0.25, 0.9])
     tracer = OtelTracer(
         "http://127.0.0.1:1", node_id="n1", ratio=0.25, random=lambda: next(chances)
@@ -69,7 +69,7 @@ async def test_without_a_caller_chance_decides():
     await tracer.close()
 
 
-async def test_callers_do_not_decide_how_many_spans_a_node_makes(monkeypatch):
+async def test_callers_do_not_control_the_number_of_spans(monkeypatch):
     monkeypatch.setattr(otel, "MAX_SPANS_PER_S", 2)
     now = [0.0]
     tracer = OtelTracer("http://127.0.0.1:1", node_id="n1", ratio=1.0, time_s=lambda: now[0])
@@ -80,14 +80,14 @@ async def test_callers_do_not_decide_how_many_spans_a_node_makes(monkeypatch):
     await tracer.close()
 
 
-async def test_the_last_spans_are_sent_when_a_node_stops(receiver):
+async def test_last_spans_are_sent_at_the_stop(receiver):
     tracer = OtelTracer(receiver.url, node_id="n1", ratio=1.0, period_ms=3_600_000)
     tracer.begin("a").end()
     await tracer.close()
     assert len(receiver.spans) == 1
 
 
-async def test_a_collector_that_is_away_is_told_once_and_costs_a_bounded_queue(
+async def test_unavailable_collector_is_logged_once_and_the_queue_is_bounded(
     monkeypatch, caplog, unused_tcp_port
 ):
     monkeypatch.setattr(otel, "MAX_QUEUED", 16)
@@ -105,7 +105,7 @@ async def test_a_collector_that_is_away_is_told_once_and_costs_a_bounded_queue(
     ]
 
 
-async def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch):
+async def test_hanging_collector_does_not_delay_the_stop(monkeypatch):
     monkeypatch.setattr(otel, "SEND_S", 30.0)
     monkeypatch.setattr(otel, "CLOSE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -113,13 +113,13 @@ async def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch):
         tracer = OtelTracer(url, node_id="n1", ratio=1.0, period_ms=3_600_000)
         tracer.begin("a").end()
         await tracer.close()
-        # Its thread goes on by itself, and ends when the connection does.
+        # The thread continues on its own, and ends with the connection.
         [last] = [thread for thread in threading.enumerate() if thread.name == "last spans"]
     last.join(30)
     assert not last.is_alive()
 
 
-async def test_a_collector_that_comes_back_is_told(receiver, tracer, caplog):
+async def test_recovery_of_the_collector_is_logged(receiver, tracer, caplog):
     caplog.set_level(logging.INFO, "ratelimitd")
     receiver.status = 400
     tracer.begin("first").end()
@@ -142,5 +142,5 @@ async def test_a_collector_that_comes_back_is_told(receiver, tracer, caplog):
         ("https://c/tenant/x", "https://c/tenant/x"),
     ],
 )
-def test_the_path_is_that_of_otlp_unless_another_is_given(url, endpoint):
+def test_path_defaults_to_that_of_otlp(url, endpoint):
     assert endpoint_of(url) == endpoint

@@ -24,7 +24,7 @@ class Node:
         pair[1] += blocked
 
     async def step(self, **decided):
-        """Ten seconds in which each rule allows so many checks."""
+        """Ten seconds in which each rule allows the given number of checks."""
         self.clock.advance(seconds=STEP_S)
         for rule_id, allowed in decided.items():
             self.decide(rule_id, allowed)
@@ -43,7 +43,7 @@ def node():
     return Node()
 
 
-async def test_a_rule_has_its_counts_and_when_it_last_decided(node):
+async def test_rule_has_its_counts_and_the_time_of_its_last_decision(node):
     assert node.traffic.of("a") == Traffic()
     node.decide("a", 3, 1)
     await node.step()
@@ -54,13 +54,13 @@ async def test_a_rule_has_its_counts_and_when_it_last_decided(node):
     assert node.traffic.of("a") == Traffic(5, 1, node.now_ms, judged=True)
 
 
-async def test_a_rule_that_judges_beside_others_was_used(node):
+async def test_rule_that_applies_beside_others_counts_as_used(node):
     node.decide("a")
     await node.step()
     assert node.traffic.of("a") == Traffic(judged=True)
 
 
-async def test_a_rule_that_is_not_counted_apart_says_so(node, monkeypatch):
+async def test_rule_without_separate_counters_reports_that(node, monkeypatch):
     monkeypatch.setattr(counters, "MAX_RULE_LABELS", 1)
     monkeypatch.setattr(counters, "MAX_FURTHER_RULES", 1)
     await node.step(a=1, b=2, c=4)
@@ -68,7 +68,7 @@ async def test_a_rule_that_is_not_counted_apart_says_so(node, monkeypatch):
     assert node.traffic.of("c") == Traffic(judged=True, counted=False)
 
 
-async def test_rates_are_kept_from_when_a_rule_got_its_past(node):
+async def test_rates_begin_with_the_history_of_a_rule(node):
     assert node.rates("a") == []
     await node.step(a=10)
     assert node.rates("a") == []
@@ -81,7 +81,7 @@ async def test_rates_are_kept_from_when_a_rule_got_its_past(node):
     ]
 
 
-async def test_each_span_has_its_steps_and_no_more_than_its_length(node):
+async def test_each_span_has_its_step_and_length(node):
     for number in range(600):
         await node.step(a=10 * number)
     for span in ("5m", "15m", "1h"):
@@ -89,7 +89,7 @@ async def test_each_span_has_its_steps_and_no_more_than_its_length(node):
         assert node.rates("a", span) == [float(one) for one in range(600 - most, 600)]
     day = node.rates("a", "24h")
     assert len(day) == 600 // 24
-    assert day[0] == sum(range(2, 24)) / 22  # its first check gave it its past
+    assert day[0] == sum(range(2, 24)) / 22  # its first check started its history
     assert day[1] == sum(range(24, 48)) / 24
     ends_ms = [one.at_ms for one in node.traffic.rates("a", SPANS["24h"])]
     assert ends_ms[-1] == node.now_ms
@@ -98,13 +98,13 @@ async def test_each_span_has_its_steps_and_no_more_than_its_length(node):
     assert node.rates("a", "24h")[-1] == 600.0
 
 
-async def test_a_day_is_kept_and_no_more(node):
+async def test_history_covers_at_most_a_day(node):
     for _ in range(24 * SPANS["24h"].most + 30):
         await node.step(a=10)
     assert node.rates("a", "24h") == [1.0] * SPANS["24h"].most
 
 
-async def test_counters_that_begin_anew_make_no_negative_rate(node):
+async def test_restarted_counters_make_no_negative_rate(node):
     for _ in range(2):
         await node.step(a=50)
     node.stats.forget_rules(lambda rule_id: False)
@@ -112,7 +112,7 @@ async def test_counters_that_begin_anew_make_no_negative_rate(node):
     assert node.rates("a") == [5.0, 2.0]
 
 
-async def test_a_rule_that_is_gone_is_forgotten(node):
+async def test_removed_rule_is_dropped(node):
     for _ in range(2):
         await node.step(a=50)
     node.stats.forget_rules(lambda rule_id: False)
@@ -121,14 +121,12 @@ async def test_a_rule_that_is_gone_is_forgotten(node):
     assert node.traffic.of("a") == Traffic()
 
 
-async def test_the_busiest_rules_have_a_past_and_a_rule_gives_it_up_for_one_twice_as_busy(
-    node, monkeypatch
-):
+async def test_busiest_rules_have_a_history_and_lose_it_to_one_twice_as_busy(node, monkeypatch):
     monkeypatch.setattr(rule_traffic, "KEPT_RULES", 2)
     await node.step(a=100, b=50, c=10)
     await node.step(a=100, b=50, c=10)
     assert [bool(node.rates(one)) for one in "abc"] == [True, True, False]
-    await node.step(c=120)  # 140 are not twice as many as the 100 of b
+    await node.step(c=120)  # 140 is less than twice the 100 of b
     await node.step(c=20)
     assert [bool(node.rates(one)) for one in "abc"] == [True, True, False]
     await node.step(c=100)
@@ -137,7 +135,7 @@ async def test_the_busiest_rules_have_a_past_and_a_rule_gives_it_up_for_one_twic
     assert [bool(node.rates(one)) for one in "abc"] == [True, False, True]
 
 
-async def test_the_busiest_rules_are_told_with_their_rates_of_the_last_minute(node):
+async def test_busiest_rules_are_reported_with_their_rates_of_the_last_minute(node):
     assert node.traffic.busiest == ()
     rules = {f"rule {number}": 10 * (number + 1) for number in range(TOP + 2)}
     await node.step(**rules)
@@ -151,7 +149,7 @@ async def test_the_busiest_rules_are_told_with_their_rates_of_the_last_minute(no
     assert busiest[0] == BusyRule("rule 11", 12.0, pytest.approx(0.1))
 
 
-async def test_many_rules_give_others_their_turn(node):
+async def test_sampling_many_rules_yields_to_other_tasks(node):
     for number in range(3_000):
         node.decide(str(number), 1)
     turns = 0
@@ -173,7 +171,7 @@ async def test_many_rules_give_others_their_turn(node):
     assert len(kept) == rule_traffic.KEPT_RULES
 
 
-async def test_a_page_that_is_made_during_a_sample_shows_the_one_before(node):
+async def test_page_rendered_during_a_sample_shows_the_previous_one(node):
     for number in range(400):
         await node.step(**{"a": 10 * number, "0": 1})
     before = node.traffic.rates("a", SPANS["1h"])

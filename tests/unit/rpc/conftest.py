@@ -1,4 +1,4 @@
-"""What the tests of calls and of the event loop have in common."""
+"""Fixtures of the tests of calls and of the event loop."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def caller():
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def running(request):
-    """Runs a scenario in each event loop in turn."""
+    """Run a scenario in each event loop in turn."""
 
     def run(scenario):
         with asyncio.Runner(loop_factory=request.param) as runner:

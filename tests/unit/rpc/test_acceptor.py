@@ -1,4 +1,4 @@
-"""Connections from the kernel's hand to their protocol, over real sockets, in both event loops."""
+"""Connections from accept to their protocol, over real sockets, in both event loops."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class Made(asyncio.Protocol):
 
 
 class Bench:
-    """An acceptor, a clock that the test moves, and blocking peers."""
+    """An acceptor, a manual clock, and blocking peers."""
 
     def __init__(self, tls=None, max_connections=3, **options):
         self.now_s = 100.0
@@ -81,7 +81,7 @@ class Bench:
 
 
 async def read_all(peer):
-    """What a peer reads until its connection is closed or, because something that it sent was not read, reset."""
+    """Return the octets that a peer reads until its connection is closed, or reset because of unread input."""
     octets = b""
     with contextlib.suppress(ConnectionResetError):
         async with asyncio.timeout(20):
@@ -99,7 +99,7 @@ def server_context(ca, *, mutual=False):
     return context
 
 
-def test_a_connection_has_its_place_until_it_is_lost(running):
+def test_a_connection_counts_until_it_is_lost(running):
     async def scenario():
         async with Bench() as bench:
             peer = bench.peer(b"hello")
@@ -115,7 +115,7 @@ def test_a_connection_has_its_place_until_it_is_lost(running):
     running(scenario)
 
 
-def test_silent_peers_of_a_tls_port_have_places_and_lose_them_in_time(running, ca):
+def test_silent_peers_of_a_tls_port_count_as_connections_until_their_timeout(running, ca):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             silent = [bench.peer(), bench.peer(b"\x16"), bench.peer(b"\x16\x03\x01\x02\x00")]
@@ -137,7 +137,7 @@ def test_silent_peers_of_a_tls_port_have_places_and_lose_them_in_time(running, c
     running(scenario)
 
 
-def test_one_more_ends_the_oldest_handshake_where_that_is_wanted(running, ca):
+def test_with_ends_handshakes_a_further_connection_ends_the_oldest_handshake(running, ca):
     async def scenario():
         options = {"max_connections": 2, "ends_handshakes": True}
         async with Bench(server_context(ca), **options) as bench:
@@ -196,7 +196,7 @@ def test_a_handshake_that_fails_is_counted(running, ca, octets):
         ([b"SSH-2.0-OpenSSH"], b""),
     ],
 )
-def test_plaintext_on_a_tls_port_is_told_so_then_closed(running, ca, said, begins):
+def test_plaintext_on_a_tls_port_is_answered_then_closed(running, ca, said, begins):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             peer = bench.peer()
@@ -212,7 +212,7 @@ def test_plaintext_on_a_tls_port_is_told_so_then_closed(running, ca, said, begin
     running(scenario)
 
 
-def test_a_stranger_who_goes_on_talking_is_not_listened_to_for_ever(running, ca):
+def test_a_plaintext_peer_that_keeps_sending_is_read_for_a_bounded_time(running, ca):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             peer = bench.peer(b"GET / HTTP/1.1\r\n\r\n" + bytes(200_000))
@@ -223,7 +223,7 @@ def test_a_stranger_who_goes_on_talking_is_not_listened_to_for_ever(running, ca)
 
 
 @pytest.mark.parametrize("octets", [b"", b"GE"])
-def test_a_peer_that_leaves_before_it_is_clear_what_it_wants_leaves_nothing(running, ca, octets):
+def test_a_peer_that_leaves_before_its_protocol_is_known_leaves_nothing_behind(running, ca, octets):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             gone, reset = bench.peer(octets), bench.peer(octets)
@@ -238,7 +238,7 @@ def test_a_peer_that_leaves_before_it_is_clear_what_it_wants_leaves_nothing(runn
 
 
 class Failing(socket.socket):
-    """A listening socket whose next connections cannot be accepted."""
+    """A listening socket that fails to accept its next connections."""
 
     def fail(self, *numbers):
         self.numbers = list(numbers)
@@ -250,7 +250,7 @@ class Failing(socket.socket):
 
 
 @pytest.mark.parametrize("number", sorted(accepting.NO_ROOM))
-def test_a_system_without_room_is_asked_again_later(running, monkeypatch, number):
+def test_accepting_is_retried_after_exhausted_resources(running, monkeypatch, number):
     async def scenario():
         monkeypatch.setattr(accepting, "RETRY_S", 0.001)
         async with Bench() as bench:
@@ -259,7 +259,7 @@ def test_a_system_without_room_is_asked_again_later(running, monkeypatch, number
                 full.fail(number)
                 acceptor._accept(full)
                 assert bench.counted == ["too_many_connections"]
-                acceptor._accept_again(full)  # closed meanwhile: not listened to any more
+                acceptor._accept_again(full)  # closed meanwhile, so it is ignored
             asyncio.get_running_loop().remove_reader(bench.listening)
             acceptor._accept_again(bench.listening)
             bench.peer()
@@ -271,7 +271,7 @@ def test_a_system_without_room_is_asked_again_later(running, monkeypatch, number
 @pytest.mark.parametrize(
     "number", [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPERM]
 )
-def test_a_connection_that_failed_in_line_holds_up_none_behind_it(running, number):
+def test_a_failed_connection_does_not_block_those_behind_it(running, number):
     async def scenario():
         async with Bench() as bench:
             bench.peer()
@@ -286,7 +286,7 @@ def test_a_connection_that_failed_in_line_holds_up_none_behind_it(running, numbe
 
 
 class WokenForNothing(socket.socket):
-    """A socket that was said to be readable when it was not."""
+    """A socket that was reported readable without input."""
 
     woken = 0
 
@@ -297,7 +297,7 @@ class WokenForNothing(socket.socket):
         return super().recv(*how)
 
 
-def test_a_peer_is_not_taken_for_gone_when_the_loop_was_woken_for_nothing(running, ca):
+def test_a_spurious_wake_up_does_not_count_as_a_lost_peer(running, ca):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             ours, theirs = socket.socketpair()
@@ -312,7 +312,7 @@ def test_a_peer_is_not_taken_for_gone_when_the_loop_was_woken_for_nothing(runnin
     running(scenario)
 
 
-def test_a_defect_costs_its_connection_alone_and_is_counted(running, monkeypatch):
+def test_a_defect_ends_only_its_connection_and_is_counted(running, monkeypatch):
     async def scenario():
         async with Bench() as bench:
             with monkeypatch.context() as patched:
@@ -325,7 +325,7 @@ def test_a_defect_costs_its_connection_alone_and_is_counted(running, monkeypatch
     running(scenario)
 
 
-def test_what_is_not_made_when_the_acceptor_closes_is_given_up(running, ca):
+def test_unfinished_connections_are_dropped_when_the_acceptor_closes(running, ca):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
             peer = bench.peer()
@@ -337,7 +337,7 @@ def test_what_is_not_made_when_the_acceptor_closes_is_given_up(running, ca):
     running(scenario)
 
 
-def test_a_connection_accepted_in_the_turn_in_which_it_closes_is_given_up(running):
+def test_a_connection_accepted_in_the_iteration_of_the_close_is_dropped(running):
     async def scenario():
         async with Bench() as bench:
             peer = bench.peer()
@@ -350,7 +350,7 @@ def test_a_connection_accepted_in_the_turn_in_which_it_closes_is_given_up(runnin
     running(scenario)
 
 
-def test_http2_in_plaintext_gets_a_goaway_alone_for_settings_would_make_grpc_try_again_at_once():
+def test_http2_in_plaintext_gets_a_goaway_without_settings_so_that_grpc_backs_off():
     [sent] = frames_of(answer_to(PREFACE + b"\x00\x00\x00\x04"))
     assert (sent.type, sent.code) == (GOAWAY, 12)
     assert sent.payload.endswith(b"this port speaks TLS")
@@ -363,9 +363,9 @@ def test_http1_gets_an_answer_of_http1():
 
 
 @pytest.mark.parametrize("octets", [b"", b"P", b"PRI * HTTP/2.0\r\n", b"GE", b"DELETE"])
-def test_while_it_is_not_clear_what_a_peer_speaks_nothing_is_said(octets):
+def test_no_answer_is_sent_while_the_protocol_is_unknown(octets):
     assert answer_to(octets) is None
 
 
-def test_nothing_is_said_in_an_unknown_language():
+def test_an_unknown_protocol_gets_an_empty_answer():
     assert answer_to(b"SSH-2.0-") == b""

@@ -1,4 +1,4 @@
-"""Addresses to listen on, and how many connections there is room for."""
+"""Addresses to listen on, and the room for connections."""
 
 import asyncio
 import resource
@@ -30,12 +30,12 @@ def test_an_address_has_a_host_and_a_port(listen, expected):
 
 
 @pytest.mark.parametrize("listen", ["", "9090", ":9090", "host:", "host:http"])
-def test_other_text_is_no_address(listen):
+def test_other_text_is_not_an_address(listen):
     with pytest.raises(StartupError, match="LISTEN: "):
         split(listen)
 
 
-def test_the_bound_address_has_the_port_that_was_got():
+def test_the_bound_address_has_the_assigned_port():
     assert bound_address("127.0.0.1:0", 7) == "127.0.0.1:7"
     assert bound_address("[::]:0", 7) == "[::]:7"
     assert bound_address("unix:/run/s", 1) == "unix:/run/s"
@@ -49,7 +49,7 @@ async def test_port_0_is_always_free():
     ("family", "host", "text"),
     [(socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")],
 )
-async def test_a_port_is_taken_while_somebody_listens_and_free_again_after(family, host, text):
+async def test_a_port_is_taken_while_a_socket_listens_and_free_afterwards(family, host, text):
     with socket.socket(family) as taken:
         taken.bind((host, 0))
         taken.listen()
@@ -61,12 +61,12 @@ async def test_a_port_is_taken_while_somebody_listens_and_free_again_after(famil
     await demand_free(listen)
 
 
-async def test_an_address_of_another_host_is_not_ours_to_listen_on():
+async def test_an_address_of_another_host_is_refused():
     with pytest.raises(StartupError, match=r"LISTEN: cannot listen on 192\.0\.2\.1:9090: "):
         await demand_free("192.0.2.1:9090")
 
 
-async def test_a_socket_file_is_free_unless_somebody_answers(tmp_path):
+async def test_a_socket_file_is_free_unless_it_answers(tmp_path):
     path = tmp_path / "s"
     await demand_free(f"unix:{path}")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -92,7 +92,7 @@ async def test_a_socket_is_bound_for_each_address_of_a_name_and_all_to_one_port(
         assert second.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
 
 
-async def test_a_port_is_shared_by_those_alone_that_all_ask_for_it():
+async def test_a_port_is_shared_only_if_all_sockets_request_it():
     [first] = await listening_sockets("127.0.0.1:0", reuse_port=True)
     with first:
         first.listen()
@@ -106,7 +106,7 @@ async def test_a_port_is_shared_by_those_alone_that_all_ask_for_it():
             await demand_free(listen)
 
 
-async def test_every_address_takes_ipv4_too():
+async def test_the_ipv6_wildcard_accepts_ipv4():
     [sock] = await listening_sockets("[::]:0")
     with sock:
         assert sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 0
@@ -125,7 +125,7 @@ async def test_a_socket_file_is_bound_and_one_left_behind_replaced(tmp_path):
             assert sock.getsockname() == str(path)
 
 
-async def test_any_other_file_is_left_alone(tmp_path):
+async def test_other_files_are_not_replaced(tmp_path):
     path = tmp_path / "s"
     path.write_text("kept")
     with pytest.raises(StartupError, match="LISTEN: cannot listen on unix:"):

@@ -1,4 +1,4 @@
-"""Open calls: entered, left, found by what is to become of them, counted over one connection and over all."""
+"""Open calls: added, removed, listed by state, and counted per connection and over all."""
 
 import asyncio
 import gzip
@@ -42,7 +42,7 @@ def table(shared):
     return CallTable(shared)
 
 
-def test_a_call_is_there_until_it_leaves(table, shared):
+def test_a_call_is_open_until_it_leaves(table, shared):
     entered = table.enter(1, plan(), call(), 5.0)
     assert (table.open, entered.began_s, shared.open_requests) == ({1: entered}, 5.0, 1)
     assert table.leave(1) is entered
@@ -50,7 +50,7 @@ def test_a_call_is_there_until_it_leaves(table, shared):
     assert (table.open, shared.open_requests) == ({}, 0)
 
 
-def test_a_request_that_is_not_of_grpc_is_there_until_it_leaves(table, shared):
+def test_an_http_request_is_open_until_it_leaves(table, shared):
     table.enter_plain(1, PLAIN, 5.0)
     assert (table.open, table.plain, shared.open_requests) == ({}, {1: (PLAIN, 5.0)}, 1)
     assert table.leave_plain(1) is PLAIN
@@ -58,7 +58,7 @@ def test_a_request_that_is_not_of_grpc_is_there_until_it_leaves(table, shared):
     assert (table.plain, shared.open_requests) == ({}, 0)
 
 
-def test_there_is_room_for_so_many_requests_over_all_connections(table, shared):
+def test_open_requests_are_bounded_over_all_connections(table, shared):
     other = CallTable(shared)
     table.enter(1, plan(), call(), 0.0)
     other.enter(1, plan(), call(), 0.0)
@@ -70,7 +70,7 @@ def test_there_is_room_for_so_many_requests_over_all_connections(table, shared):
     assert table.has_room
 
 
-def test_what_a_call_holds_is_counted_once_and_given_back(table, shared):
+def test_held_bytes_of_a_call_are_counted_once_and_released(table, shared):
     entered = table.enter(1, plan(), call(), 0.0)
     for data in (b"\0\0\0\0\x0a", b"12345", b"67890"):
         entered.take(data)
@@ -82,13 +82,13 @@ def test_what_a_call_holds_is_counted_once_and_given_back(table, shared):
 
 
 def held(table, stream_id, size):
-    """Whether a call may hold the unfinished message of so many bytes, its prefix among them."""
+    """Return whether a call may hold an unfinished message of ``size`` bytes, including its prefix."""
     entered = table.enter(stream_id, plan(), call(), 0.0)
     entered.take(b"\0\0\0\0\xff" + bytes(size - 5))
     return table.may_hold(entered)
 
 
-def test_what_calls_hold_is_bounded_on_one_connection_and_over_all(table, shared):
+def test_held_bytes_are_bounded_per_connection_and_over_all(table, shared):
     other = CallTable(shared)
     assert held(table, 1, 20)
     assert not held(table, 3, 5)
@@ -97,13 +97,13 @@ def test_what_calls_hold_is_bounded_on_one_connection_and_over_all(table, shared
     assert not held(other, 3, 5)
 
 
-def test_calls_are_expired_from_their_deadline_on(table):
+def test_calls_expire_at_their_deadline(table):
     for stream_id, deadline_s in ((1, None), (3, 2.0), (5, 1.0)):
         table.enter(stream_id, plan(), call(deadline_s), 0.0)
     assert [table.expired(now_s) for now_s in (0.9, 1.0, 2.0)] == [[], [5], [3, 5]]
 
 
-async def test_requests_are_unfinished_until_a_handler_has_them(table):
+async def test_requests_are_unfinished_until_their_handler_starts(table):
     with_handler = table.enter(1, plan(), call(), 1.0)
     with_handler.task = asyncio.current_task()
     table.enter(3, plan(), call(), 1.0)
@@ -117,7 +117,7 @@ def test_streams_are_the_calls_without_a_unary_handler(table):
     assert table.streams() == [3]
 
 
-def test_when_all_leave_nothing_is_counted_any_more(table, shared):
+def test_leave_all_resets_the_counts(table, shared):
     assert held(table, 1, 10)
     [entered] = table.open.values()
     table.enter_plain(3, PLAIN, 0.0)
@@ -131,7 +131,7 @@ def open_call():
     return OpenCall(Route(), call(), 100)
 
 
-def test_a_call_is_whole_when_its_one_message_is(open_call):
+def test_a_call_is_whole_with_its_only_message(open_call):
     open_call.take(framed(b"hello")[:7])
     assert open_call.waiting_bytes == 7
     with pytest.raises(RpcError, match="ended before its message"):
@@ -142,25 +142,25 @@ def test_a_call_is_whole_when_its_one_message_is(open_call):
 
 
 @pytest.mark.parametrize("octets", [b"", b"\x00", framed(b"hello") + b"\x00"])
-def test_a_request_that_ends_too_early_has_no_message(open_call, octets):
+def test_a_request_that_ends_early_has_no_message(open_call, octets):
     open_call.take(octets)
     with pytest.raises(RpcError) as caught:
         open_call.whole()
     assert caught.value.code is StatusCode.INTERNAL
 
 
-def test_a_second_message_is_one_too_many(open_call):
+def test_a_second_message_is_refused(open_call):
     with pytest.raises(RpcError, match="more than one message"):
         open_call.take(framed(b"a") + framed(b"b"))
 
 
-def test_only_an_end_within_a_message_is_a_cut(open_call):
+def test_only_an_end_within_a_message_is_an_error(open_call):
     assert open_call.cut_off() is None
     open_call.take(b"\x00\x00")
     assert open_call.cut_off().code is StatusCode.INTERNAL
 
 
-async def test_what_runs_for_a_call_is_cancelled_with_it_but_not_before_it_has_begun(open_call):
+async def test_a_handler_is_cancelled_with_its_call_but_not_before_it_has_started(open_call):
     seen = []
 
     async def handler():
@@ -177,7 +177,7 @@ async def test_what_runs_for_a_call_is_cancelled_with_it_but_not_before_it_has_b
     assert seen == ["ended"]
 
 
-async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
+async def test_messages_are_read_in_order_and_acknowledged_when_read():
     acknowledged = []
     questions = Questions(Encoding.GZIP, 100, acknowledged.append, TickGate().passed)
     questions.put(Part(False, b"a"), 6)
@@ -196,7 +196,7 @@ def questions():
     return Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
 
 
-def test_what_nobody_reads_is_bounded_in_number(questions):
+def test_unread_messages_are_bounded_in_number(questions):
     for _ in range(MAX_UNREAD_QUESTIONS):
         questions.put(Part(False, b""), 5)
     with pytest.raises(RpcError, match="unread") as caught:
@@ -204,7 +204,7 @@ def test_what_nobody_reads_is_bounded_in_number(questions):
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_who_reads_faster_than_is_asked_waits(questions):
+async def test_a_reader_waits_for_the_next_message(questions):
     reading = asyncio.ensure_future(anext(questions))
     await asyncio.sleep(0)
     assert not reading.done()
@@ -212,7 +212,7 @@ async def test_who_reads_faster_than_is_asked_waits(questions):
     assert await reading == b"late"
 
 
-async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages(questions):
+async def test_the_error_of_a_stream_is_raised_after_its_valid_messages(questions):
     questions.put(Part(False, b"good"), 9)
     questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
     assert await anext(questions) == b"good"
@@ -226,13 +226,13 @@ def test_an_rpc_error_is_its_own_status(shared):
     assert shared.stats.errors_by_transport == {}
 
 
-def test_any_other_error_is_internal_tells_nothing_and_is_counted(shared):
+def test_any_other_error_is_internal_without_details_and_counted(shared):
     error = shared.status_of(KeyError("secret"))
     assert (error.code, error.message) == (StatusCode.INTERNAL, "unexpected error")
     assert shared.stats.errors_by_transport == {TransportError.UNEXPECTED: 1}
 
 
-async def test_everything_that_was_started_is_waited_for(shared):
+async def test_all_ended_waits_for_every_started_task(shared):
     done = []
 
     async def work(number):

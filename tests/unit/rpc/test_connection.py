@@ -1,4 +1,4 @@
-"""What moves octets between a transport of asyncio and a connection; the transport here writes down what it is told."""
+"""The asyncio protocol between a transport and a connection, with a transport that records its calls."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ from tests.http2_peer import (
 
 
 class Transport:
-    """A socket that takes everything, and remembers it."""
+    """A transport that accepts and records all octets."""
 
     def __init__(self, eof=True, peername=None):
         self.octets = b""
@@ -70,7 +70,7 @@ class Transport:
 
 
 class Owner:
-    """A server, as far as its connections know it."""
+    """The part of a server that connections use."""
 
     def __init__(self, room=True, **limits):
         self.now_s = 100.0
@@ -148,14 +148,14 @@ async def test_a_read_is_answered_by_one_write(owner, transport, peer):
     assert (transport.octets, transport.told) == (b"", [])
 
 
-async def test_what_is_more_than_a_slice_waits_for_the_next_turn(owner, transport, peer):
+async def test_input_beyond_a_slice_waits_for_the_next_iteration(owner, transport, peer):
     connection = owner.connection(transport)
     calls = Limits().frames_per_slice // 2 + 1
     posts = [post(peer, 2 * number + 1) for number in range(calls)]
     connection.data_received(b"".join(posts))
     assert len(transport.frames()) < 3 * calls
     assert transport.told == ["pause_reading"]
-    connection.data_received(post(peer, 2 * calls + 1))  # was on its way when reading was paused
+    connection.data_received(post(peer, 2 * calls + 1))  # was in flight when reading was paused
     await turns()
     assert len(transport.frames()) >= 3
     assert transport.told == ["pause_reading", "resume_reading"]
@@ -171,7 +171,7 @@ async def test_large_calls_of_all_connections_share_an_iteration_behind_small_on
         connection, peer = owner.connection(transport), Peer()
         octets = b"".join(post(peer, 2 * n + 1, message=bytes(3_000)) for n in range(2))
         connection.data_received(octets + post(peer, 5))
-    # The small call of each, and one large call, which uses the budget.
+    # The small call of each connection, and one large call, which uses the budget.
     assert [len(transport.frames()) for transport in transports] == [6, 3]
     answered = []
     for _ in range(6):
@@ -180,7 +180,7 @@ async def test_large_calls_of_all_connections_share_an_iteration_behind_small_on
     assert [each for each in answered if any(each)] == [(3, 0), (0, 3), (0, 3)]
 
 
-async def test_a_large_call_that_was_cancelled_while_it_waited_is_not_started(owner, peer):
+async def test_a_large_call_cancelled_in_the_queue_is_not_started(owner, peer):
     transport = Transport()
     owner.shared.queue.submit("other:1", lambda: None)
     connection = owner.connection(transport)
@@ -191,7 +191,7 @@ async def test_a_large_call_that_was_cancelled_while_it_waited_is_not_started(ow
     assert transport.frames() == []
 
 
-async def test_an_answer_that_comes_later_is_written_when_it_comes(owner, transport, peer):
+async def test_a_later_answer_is_written_when_it_is_ready(owner, transport, peer):
     connection = owner.connection(transport)
     connection.data_received(post(peer, 1, "/wait"))
     assert transport.frames() == []
@@ -218,7 +218,7 @@ async def test_nothing_is_read_from_a_peer_that_does_not_read(owner, transport, 
     assert transport.told == ["pause_reading", "resume_reading"]
 
 
-async def test_a_peer_without_room_is_dropped(transport):
+async def test_a_connection_is_aborted_if_the_server_has_closed(transport):
     owner = Owner(room=False)
     connection = owner.connection(transport, b"")
     assert transport.told == ["abort"]
@@ -227,7 +227,7 @@ async def test_a_peer_without_room_is_dropped(transport):
     assert owner.gone == [connection]
 
 
-async def test_a_lost_connection_cancels_what_runs_for_it(owner, transport, peer):
+async def test_a_lost_connection_cancels_its_handlers(owner, transport, peer):
     connection = owner.connection(transport)
     connection.data_received(post(peer, 1, "/wait"))
     assert connection.eof_received() is False
@@ -260,7 +260,7 @@ async def test_a_lost_connection_is_freed_without_the_garbage_collector(owner, t
 
 
 @pytest.mark.parametrize(("eof", "told"), [(True, "write_eof"), (False, "close")])
-async def test_a_broken_peer_may_read_why_before_it_is_closed(owner, eof, told):
+async def test_a_broken_peer_can_read_the_reason_before_the_close(owner, eof, told):
     transport = Transport(eof=eof)
     connection = owner.connection(transport)
     connection.data_received(frame(PING, 0, 1, bytes(8)))
@@ -276,7 +276,7 @@ async def test_a_broken_peer_may_read_why_before_it_is_closed(owner, eof, told):
     assert transport.told == [told, "abort"]
 
 
-async def test_a_peer_that_has_reset_the_connection_is_gone_at_once(owner):
+async def test_a_connection_reset_by_the_peer_is_aborted_at_once(owner):
     class Reset(Transport):
         def write_eof(self):
             raise OSError(107, "Transport endpoint is not connected")
@@ -287,7 +287,7 @@ async def test_a_peer_that_has_reset_the_connection_is_gone_at_once(owner):
     assert transport.told == ["abort"]
 
 
-async def test_the_time_to_close_begins_when_the_last_answer_was_taken(owner, transport, peer):
+async def test_the_linger_time_begins_after_the_last_answer_was_sent(owner, transport, peer):
     connection = owner.connection(transport)
     connection.go_away()
     transport.unread = 100_000
@@ -303,9 +303,7 @@ async def test_the_time_to_close_begins_when_the_last_answer_was_taken(owner, tr
 
 
 @pytest.mark.parametrize("reads", [False, True])
-async def test_a_peer_that_reads_nothing_more_or_too_slowly_is_not_waited_for(
-    owner, transport, reads
-):
+async def test_a_peer_that_stops_reading_or_reads_too_slowly_is_aborted(owner, transport, reads):
     connection = owner.connection(transport)
     connection.go_away()
     transport.unread = 100_000
@@ -321,7 +319,7 @@ async def test_a_peer_that_reads_nothing_more_or_too_slowly_is_not_waited_for(
     assert transport.told == ["write_eof", "abort"]
 
 
-async def test_reading_goes_on_so_that_a_broken_peer_can_read_why(owner, transport, peer):
+async def test_reading_resumes_so_that_a_broken_peer_can_read_the_reason(owner, transport, peer):
     connection = owner.connection(transport)
     connection.pause_writing()
     connection.look(owner.now_s)
@@ -360,7 +358,7 @@ async def test_an_old_connection_drains(transport, peer):
     assert (transport.told, owner.errors) == (["write_eof"], {})
 
 
-async def test_a_connection_that_is_to_go_ends_with_its_last_call(owner, transport, peer):
+async def test_a_draining_connection_ends_with_its_last_call(owner, transport, peer):
     connection = owner.connection(transport)
     connection.data_received(post(peer, 1, "/wait"))
     connection.go_away()
@@ -375,7 +373,7 @@ async def test_a_connection_that_is_to_go_ends_with_its_last_call(owner, transpo
     await owner.shared.all_ended()
 
 
-async def test_window_updates_for_questions_read_later_are_written(owner, transport):
+async def test_window_updates_for_messages_read_later_are_written(owner, transport):
     connection = owner.connection(transport)
     connection._http2._sender.frame(window_update(0, 1))
     connection._wake()
@@ -384,7 +382,7 @@ async def test_window_updates_for_questions_read_later_are_written(owner, transp
     assert transport.frames() == [WINDOW_UPDATE]
 
 
-async def test_a_pause_of_writing_in_the_middle_of_a_turn_holds_the_rest(owner, transport, peer):
+async def test_a_pause_of_writing_within_a_slice_defers_the_rest(owner, transport, peer):
     connection = owner.connection(transport)
     count = Limits().frames_per_slice // 2 + 1
     connection.data_received(b"".join(post(peer, 2 * number + 1) for number in range(count)))
@@ -397,7 +395,7 @@ async def test_a_pause_of_writing_in_the_middle_of_a_turn_holds_the_rest(owner, 
     assert transport.octets != b""
 
 
-async def test_a_request_whose_rest_never_comes_is_looked_at(owner, transport, peer):
+async def test_an_unfinished_request_is_timed_out(owner, transport, peer):
     connection = owner.connection(transport)
     connection.data_received(post(peer, 1)[:-11])
     owner.now_s += 61
@@ -405,7 +403,7 @@ async def test_a_request_whose_rest_never_comes_is_looked_at(owner, transport, p
     assert owner.errors["slow_request"] == 1
 
 
-async def test_answers_that_nobody_reads_end_who_holds_most_of_them_when_they_are_too_many(peer):
+async def test_too_many_unread_answers_end_the_connection_that_holds_most(peer):
     owner = Owner(max_unread_bytes=1_000)
     owner.shared.connections = 2
     modest, greedy = Transport(), Transport()
@@ -435,7 +433,7 @@ async def test_octets_that_wait_for_windows_count_as_unread(owner, transport, pe
 
 
 def slow(peer, stream_id):
-    """A call in pieces, after which the clock is read; its handler takes longer than an iteration may."""
+    """A call in pieces, after which the clock is read; its handler takes longer than the time budget."""
     whole = post(peer, stream_id, "/slow")
     return (
         whole[: -len(framed(b"hi")) - 9]
@@ -445,11 +443,11 @@ def slow(peer, stream_id):
 
 
 SLICE = Limits().frames_per_slice // 2
-"""Calls that fill one."""
+"""Calls that fill a slice."""
 
 
 @pytest.mark.parametrize("before", [1, SLICE], ids=["an expensive call", "a slice full of calls"])
-async def test_a_deadline_begins_when_its_call_came_not_when_its_turn_does(
+async def test_a_deadline_begins_with_the_arrival_of_its_call_not_its_handling(
     owner, transport, peer, before
 ):
     connection = owner.connection(transport)
@@ -461,7 +459,7 @@ async def test_a_deadline_begins_when_its_call_came_not_when_its_turn_does(
     assert framed(b"2.0") in transport.octets
 
 
-async def test_a_deadline_begins_when_its_call_came_though_others_were_left_over(
+async def test_a_deadline_begins_with_the_arrival_of_its_call_behind_deferred_ones(
     owner, transport, peer
 ):
     connection = owner.connection(transport)
@@ -471,13 +469,13 @@ async def test_a_deadline_begins_when_its_call_came_though_others_were_left_over
     owner.now_s += 1
     await turns()
     octets = transport.octets
-    assert framed(b"4.0") in octets  # it came 3 + 1 + 1 s ago
+    assert framed(b"4.0") in octets  # arrived 3 + 1 + 1 s ago
     assert framed(b"8.0") in octets
 
 
 @pytest.fixture
 def defect(monkeypatch):
-    """Puts one into what acts on events."""
+    """Break the handler of events."""
     return lambda: monkeypatch.setattr(ConnectionCalls, "handle", None)
 
 
@@ -493,7 +491,7 @@ async def test_a_defect_ends_its_connection_and_is_counted(owner, transport, pee
     assert (transport.told, owner.errors) == (["write_eof"], {"unexpected": 1})
 
 
-async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport, peer, defect):
+async def test_a_defect_in_a_later_slice_ends_its_connection(owner, transport, peer, defect):
     connection = owner.connection(transport)
     connection.data_received(slow(peer, 1) + post(peer, 3))
     defect()
@@ -505,7 +503,7 @@ async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport
     )
 
 
-async def test_who_holds_most_answers_ends_as_soon_as_that_is_seen(transport):
+async def test_too_many_unread_answers_end_the_connection_on_resume_writing(transport):
     owner = Owner(max_unread_bytes=1_000)
     owner.shared.connections = 1
     connection = owner.connection(transport)

@@ -1,4 +1,4 @@
-"""Calls over a real connection of HTTP/2, octet for octet, without a socket and with a clock that the test moves."""
+"""Calls over a real HTTP/2 connection, without a socket and with a manual clock."""
 
 import asyncio
 import gzip
@@ -22,7 +22,7 @@ async def test_a_call_is_answered_at_once_and_nothing_is_kept(caller):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_deadline_begins_when_the_head_comes(caller):
+def test_a_deadline_begins_with_the_arrival_of_the_head(caller):
     caller.feed(caller.call(1, "/s/left", grpc_timeout="2S"))
     assert caller.outcome(1) == (StatusCode.OK, framed(b"2.0"))
     caller.feed(caller.call(3, "/s/left", grpc_timeout="3S"))
@@ -31,7 +31,7 @@ def test_a_deadline_begins_when_the_head_comes(caller):
     assert caller.outcome(5) == (StatusCode.OK, framed(b"None"))
 
 
-def test_a_deadline_of_what_was_left_over_begins_when_it_came(caller):
+def test_the_deadline_of_a_deferred_call_begins_with_its_arrival(caller):
     events = iter(caller.connection.receive(caller.call(1, "/s/left", grpc_timeout="5S")))
     caller.now_s += 3
     assert caller.calls.handle(events, caller.now_s, caller.now_s - 3)
@@ -39,7 +39,7 @@ def test_a_deadline_of_what_was_left_over_begins_when_it_came(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(b"2.0"))
 
 
-def test_a_request_that_was_left_over_has_the_time_for_its_rest_since_it_came(caller):
+def test_the_timeout_of_a_deferred_request_begins_with_its_arrival(caller):
     events = iter(caller.connection.receive(caller.call_head(1, grpc_timeout="5S")))
     assert caller.calls.handle(events, 103.0, 100.0)
     assert caller.calls.open[1].began_s == 100.0
@@ -61,7 +61,7 @@ async def test_a_deadline_that_passes_ends_the_call_and_its_handler(caller):
     assert caller.errors == {"deadline_exceeded": 1, "cancelled": 1}
 
 
-def test_requests_whose_rest_does_not_come_in_time_are_ended():
+def test_incomplete_requests_time_out():
     caller = Caller(request_timeout_ms=1_000)
     caller.feed(caller.call_head(1), caller.call_head(3, content_type="text/plain"))
     caller.now_s += 0.9
@@ -80,7 +80,7 @@ def test_requests_whose_rest_does_not_come_in_time_are_ended():
     )
 
 
-async def test_a_handler_that_takes_its_time_is_no_slow_request(caller):
+async def test_a_slow_handler_is_not_a_slow_request(caller):
     caller.feed(caller.call(1, "/s/wait"), caller.call_head(3, "/s/upper"))
     caller.calls.look(caller.now_s + 3_600)
     assert len(caller.calls.open) == 2
@@ -88,7 +88,7 @@ async def test_a_handler_that_takes_its_time_is_no_slow_request(caller):
     await caller.shared.all_ended()
 
 
-def test_of_a_lost_connection_no_request_of_http_is_left_over(caller):
+def test_a_lost_connection_removes_its_http_requests(caller):
     caller.feed(caller.call_head(1, content_type="text/plain"))
     caller.calls.lose_all()
     assert (caller.shared.open_requests, caller.calls._table.plain) == (0, {})
@@ -105,7 +105,7 @@ async def test_a_stopping_server_ends_streams_and_leaves_calls(caller):
     await caller.shared.all_ended()
 
 
-async def test_large_calls_wait_their_turn_behind_others(caller):
+async def test_large_calls_are_queued_behind_others(caller):
     compressed = b"\x01" + framed(gzip.compress(b"hello"))[1:]
     caller.shared.queue.submit("other:1", lambda: None)
     caller.feed(
@@ -121,7 +121,7 @@ async def test_large_calls_wait_their_turn_behind_others(caller):
 
 
 @pytest.mark.parametrize("path", ["/s/nope", "/s/refuse", "/s/m"])
-def test_calls_that_fail_or_come_in_pieces_are_expensive(caller, path):
+def test_failed_calls_and_calls_in_pieces_are_expensive(caller, path):
     heads = [caller.call_head(n, path) for n in (1, 3)]
     whole = [caller.call(n, path) for n in (5, 7)]
     parts = heads if path == "/s/m" else [*heads, *whole]
@@ -134,9 +134,9 @@ def test_calls_that_fail_or_come_in_pieces_are_expensive(caller, path):
 
 
 class Bulk:
-    """Two methods with a shortcut that answers in capitals what begins with a letter, and the calls it was asked for.
+    """Two methods with bulk handlers, which answer messages that begin with a letter in capitals; records the calls.
 
-    The methods' own handlers answer with a number, or fail where there is none.
+    The unary handlers answer messages that are numbers, and fail on others.
     """
 
     def __init__(self):
@@ -169,7 +169,7 @@ def told(caller, *stream_ids):
     return [caller.outcome(stream_id) for stream_id in stream_ids]
 
 
-def test_calls_that_come_together_are_answered_together(bulk, bulk_caller):
+def test_calls_that_arrive_together_are_answered_by_one_bulk_call(bulk, bulk_caller):
     calls = [bulk_caller.call(n, "/b/one", b"m%d" % n) for n in (1, 3, 5)]
     bulk_caller.feed(*calls)
     assert bulk.asked == [(1, [b"m1", b"m3", b"m5"])]
@@ -177,7 +177,7 @@ def test_calls_that_come_together_are_answered_together(bulk, bulk_caller):
     assert (bulk_caller.sent, bulk_caller.errors, bulk_caller.calls.open) == ([], {}, {})
 
 
-def test_what_the_shortcut_does_not_answer_the_methods_own_handler_does(bulk, bulk_caller):
+def test_the_unary_handler_answers_what_the_bulk_handler_leaves(bulk, bulk_caller):
     calls = [(1, b"a"), (3, b"33"), (5, b"b"), (7, b"?"), (9, b"")]
     bulk_caller.feed(*(bulk_caller.call(n, "/b/one", message) for n, message in calls))
     assert bulk.asked == [(1, [b"a", b"33", b"b", b"?", b""])]
@@ -189,7 +189,7 @@ def test_what_the_shortcut_does_not_answer_the_methods_own_handler_does(bulk, bu
     assert bulk_caller.sent == []
 
 
-def test_an_empty_answer_of_the_shortcut_is_an_answer():
+def test_an_empty_answer_of_the_bulk_handler_is_valid():
     caller = Caller(
         methods=Methods({"/b/one": refuse}, bulk={"/b/one": lambda messages: [b""] * len(messages)})
     )
@@ -197,7 +197,9 @@ def test_an_empty_answer_of_the_shortcut_is_an_answer():
     assert caller.outcome(1) == (StatusCode.OK, framed(b""))
 
 
-def test_each_method_has_its_own_run_and_others_do_not_end_one(bulk, bulk_caller):
+def test_methods_with_a_bulk_handler_have_separate_runs_that_other_calls_do_not_end(
+    bulk, bulk_caller
+):
     paths = ["/b/one", "/s/m", "/b/one", "/b/two", "/b/two", "/b/one"]
     ids = range(1, 13, 2)
     bulk_caller.feed(*(bulk_caller.call(n, path, b"m") for n, path in zip(ids, paths, strict=True)))
@@ -208,14 +210,14 @@ def test_each_method_has_its_own_run_and_others_do_not_end_one(bulk, bulk_caller
 
 
 @pytest.mark.parametrize("size", [1_024, 4_000])
-async def test_a_long_message_is_for_the_methods_own_handler(bulk, bulk_caller, size):
+async def test_a_long_message_goes_to_the_unary_handler(bulk, bulk_caller, size):
     bulk_caller.feed(bulk_caller.call(1, "/b/one", b"7".zfill(size)))
     await bulk_caller.settled()
     assert bulk.asked == []
     assert bulk_caller.outcome(1) == (StatusCode.OK, framed(b"7"))
 
 
-async def test_a_compressed_message_is_for_the_methods_own_handler(bulk, bulk_caller):
+async def test_a_compressed_message_goes_to_the_unary_handler(bulk, bulk_caller):
     body = b"\x01" + framed(gzip.compress(b"7"))[1:]
     bulk_caller.feed(bulk_caller.call(1, "/b/one", body=body, grpc_encoding="gzip"))
     await bulk_caller.settled()
@@ -223,7 +225,7 @@ async def test_a_compressed_message_is_for_the_methods_own_handler(bulk, bulk_ca
     assert bulk_caller.outcome(1) == (StatusCode.OK, framed(b"7"))
 
 
-def test_a_call_in_pieces_is_for_the_methods_own_handler(bulk, bulk_caller):
+def test_a_call_in_pieces_goes_to_the_unary_handler(bulk, bulk_caller):
     body = framed(b"7")
     bulk_caller.feed(bulk_caller.call_head(1, "/b/one"), data(1, body[:3]), last_data(1, body[3:]))
     assert bulk.asked == []
@@ -231,7 +233,7 @@ def test_a_call_in_pieces_is_for_the_methods_own_handler(bulk, bulk_caller):
 
 
 @pytest.mark.parametrize("timeouts", [["0S"], ["1S", "0n"], ["0n", "0S"]])
-def test_a_call_that_is_late_on_arrival_is_not_for_the_shortcut(bulk, bulk_caller, timeouts):
+def test_a_call_late_on_arrival_does_not_reach_the_bulk_handler(bulk, bulk_caller, timeouts):
     for stream_id, timeout in zip((1, 3), timeouts, strict=False):
         bulk_caller.feed(bulk_caller.call(stream_id, "/b/one", b"a", grpc_timeout=timeout))
         late = timeout.startswith("0")
@@ -241,8 +243,8 @@ def test_a_call_that_is_late_on_arrival_is_not_for_the_shortcut(bulk, bulk_calle
     assert bulk.own == []
 
 
-def test_calls_that_have_waited_long_for_their_turn_are_not_for_the_shortcut(bulk, bulk_caller):
-    """It looks at no deadline, and theirs may have passed."""
+def test_calls_that_have_waited_long_do_not_reach_the_bulk_handler(bulk, bulk_caller):
+    """The bulk handler does not check deadlines, which may have passed."""
     timeouts = {1: "1S", 3: "4S"}
     parts = [bulk_caller.call(n, "/b/one", b"3", grpc_timeout=s) for n, s in timeouts.items()]
     bulk_caller.now_s += 2
@@ -254,7 +256,7 @@ def test_calls_that_have_waited_long_for_their_turn_are_not_for_the_shortcut(bul
     assert (bulk.asked, bulk.own) == ([], [b"3"])
 
 
-def test_a_shortcut_that_breaks_its_word_and_raises_costs_no_call():
+def test_an_exception_in_the_bulk_handler_fails_no_call():
     def raising(_messages):
         raise KeyError
 
@@ -265,7 +267,7 @@ def test_a_shortcut_that_breaks_its_word_and_raises_costs_no_call():
     assert caller.errors == {"unexpected": 1}
 
 
-async def test_where_too_many_calls_wait_the_bulk_handler_still_answers(bulk):
+async def test_the_bulk_handler_answers_while_too_many_calls_wait(bulk):
     methods = replace(bulk.methods, unary={**bulk.methods.unary, "/s/wait": wait})
     caller = Caller(methods=methods, max_concurrent_rpcs=1)
     caller.feed(caller.call(1, "/s/wait"), caller.call(3, "/b/one", b"a"))
@@ -282,15 +284,15 @@ def test_a_call_that_was_reset_in_the_same_read_is_not_answered(bulk, bulk_calle
 
 
 def cut_short(caller, *parts):
-    """Feed what is more than one turn has time for; return the events that are left over."""
+    """Feed more calls than fit into the time budget; return the events left over."""
     events = iter(caller.connection.receive(b"".join(parts)))
     started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
     assert not caller.calls.handle(events, started_s)
     return events
 
 
-def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk_caller):
-    """Each of them may be dear, and there may be a slice full of them."""
+def test_calls_left_by_the_bulk_handler_do_not_delay_others(bulk_caller):
+    """Each of them may be expensive, and they may fill a slice."""
     caller = bulk_caller
     parts = [caller.call(n, "/b/one", message) for n, message in ((1, b"?"), (3, b"a"), (5, b"?"))]
     events = cut_short(caller, *parts)
@@ -299,7 +301,7 @@ def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk_caller):
     assert [sent.stream_id for sent in caller.collect()] == [5]
 
 
-def test_a_turn_that_is_over_answers_the_calls_that_came_together_until_then(bulk, bulk_caller):
+def test_calls_collected_before_the_budget_ran_out_are_answered(bulk, bulk_caller):
     caller = bulk_caller
     asked = ((1, "/b/one", b"a"), (3, "/nope", b""), (5, "/b/one", b"b"))
     events = cut_short(caller, *(caller.call(*one) for one in asked))
@@ -308,7 +310,7 @@ def test_a_turn_that_is_over_answers_the_calls_that_came_together_until_then(bul
     assert bulk.asked == [(1, [b"a"]), (1, [b"b"])]
 
 
-def test_of_a_lost_connection_no_call_is_left_over(bulk, bulk_caller):
+def test_a_lost_connection_drops_its_deferred_calls(bulk, bulk_caller):
     caller = bulk_caller
     events = cut_short(caller, *(caller.call(n, "/b/one", b"?") for n in (1, 3)))
     caller.calls.lose_all()
@@ -316,7 +318,7 @@ def test_of_a_lost_connection_no_call_is_left_over(bulk, bulk_caller):
     assert bulk.own == [b"?"]
 
 
-async def test_the_end_of_all_calls_is_told_to_each(caller):
+async def test_end_all_sends_the_status_to_each_call(caller):
     caller.feed(caller.call(1, "/s/wait"), caller.call_head(3, "/s/upper"), caller.call_head(5))
     caller.calls.end_all(RpcError(StatusCode.UNAVAILABLE, "stopping"))
     caller.collect()
@@ -324,7 +326,7 @@ async def test_the_end_of_all_calls_is_told_to_each(caller):
     await caller.shared.all_ended()
 
 
-def test_whether_the_peer_reads_is_told_to_those_who_answer(caller):
+def test_block_and_unblock_reach_the_response_writer(caller):
     caller.calls.block()
     assert caller.calls.answers.blocked
     caller.calls.unblock()

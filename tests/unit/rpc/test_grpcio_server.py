@@ -15,7 +15,7 @@ from tests.http2_peer import END_HEADERS, END_STREAM, GREETING, POST, Peer
 
 
 class Context:
-    """What of grpc's context a call asks for."""
+    """The part of grpc's context that a call reads."""
 
     def __init__(self, peer="", metadata=(), names=(), remaining_s=None):
         self._peer, self._metadata, self._names = peer, metadata, names
@@ -34,7 +34,7 @@ class Context:
         return self._remaining_s
 
 
-def test_brackets_of_ipv6_are_read_as_they_are():
+def test_percent_encoded_brackets_of_ipv6_are_decoded():
     assert GrpcioCall("/s/m", Context("ipv6:%5B::1%5D:5000")).peer == "ipv6:[::1]:5000"
 
 
@@ -44,18 +44,18 @@ def test_the_first_value_of_a_text_key_is_the_metadata():
     assert GrpcioCall("/s/m", Context(metadata=None)).metadata("a") is None
 
 
-def test_names_come_from_the_certificate_alone():
+def test_names_come_only_from_the_certificate():
     metadata = (("x509_subject_alternative_name", "forged"),)
     call = GrpcioCall("/s/m", Context(metadata=metadata, names=(b"a.example", b"\xff")))
     assert call.peer_sans == ("a.example", "\ufffd")
     assert GrpcioCall("/s/m", Context(metadata=metadata)).peer_sans == ()
 
 
-def test_the_time_left_is_the_deadlines():
+def test_the_remaining_time_is_that_of_grpc():
     assert GrpcioCall("/s/m", Context(remaining_s=1.5)).time_remaining_s() == 1.5
 
 
-def test_the_shipped_limits_welcome_a_ping_every_ten_seconds():
+def test_the_default_limits_allow_a_ping_every_ten_seconds():
     options = dict(grpcio_server._options(TransportLimits(), reuse_port=False))
     assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
     assert options["grpc.keepalive_permit_without_calls"] == 1
@@ -63,7 +63,7 @@ def test_the_shipped_limits_welcome_a_ping_every_ten_seconds():
     assert options["grpc.max_receive_message_length"] == 4 * 1024 * 1024
 
 
-async def test_a_call_that_is_late_never_reaches_its_handler():
+async def test_a_late_call_never_reaches_its_handler():
     called = []
 
     class LateContext(Context):
@@ -84,7 +84,7 @@ async def test_a_call_that_is_late_never_reaches_its_handler():
     assert stats.errors_by_transport == {"deadline_exceeded": 1}
 
 
-async def test_a_port_that_is_lost_between_the_look_and_the_bind_is_one_clear_line(monkeypatch):
+async def test_a_port_taken_between_probe_and_bind_is_one_clear_error(monkeypatch):
     async def free(_listen):
         return None
 
@@ -94,7 +94,7 @@ async def test_a_port_that_is_lost_between_the_look_and_the_bind_is_one_clear_li
         await server.start()
 
 
-async def test_a_port_is_shared_with_another_that_does_so_too():
+async def test_a_port_is_shared_with_another_server_that_shares_it():
     assert dict(grpcio_server._options(TransportLimits(), reuse_port=True))["grpc.so_reuseport"]
     first = GrpcioServer(Methods(), listen="127.0.0.1:0", stats=CheckStats(), reuse_port=True)
     address = await first.start()
@@ -111,7 +111,7 @@ async def test_a_server_that_never_started_stops_at_once():
         await server.stop(10)
 
 
-async def test_what_is_in_progress_is_told_until_it_has_ended():
+async def test_calls_in_progress_are_reported_until_they_end():
     begun, done = asyncio.Event(), asyncio.Event()
 
     async def wait(data, _call):
@@ -141,9 +141,9 @@ class AttackedStats(CheckStats):
         self.ended.set()
 
 
-async def test_a_path_that_is_no_utf8_costs_connections_but_not_the_server():
+async def test_a_path_with_invalid_utf8_costs_connections_but_not_the_server():
     stats, lost = AttackedStats(), []
-    # Both the loop's task and grpc's own shutdown of it end with the error, and nobody waits for either.
+    # The loop's task and grpc's own shutdown both end with the error, and neither is awaited.
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: lost.append(context))
     server = GrpcioServer(
         Methods(unary={"/s/m": lambda data, _call: data}), listen="127.0.0.1:0", stats=stats
@@ -165,7 +165,7 @@ async def test_a_path_that_is_no_utf8_costs_connections_but_not_the_server():
     await server.stop(0)
 
 
-async def test_a_server_that_cannot_get_its_port_yet_tries_until_it_is_stopped(monkeypatch):
+async def test_a_server_without_its_port_retries_until_it_is_stopped(monkeypatch):
     tried = asyncio.Event()
 
     async def taken(_listen):
@@ -184,7 +184,7 @@ async def test_a_server_that_cannot_get_its_port_yet_tries_until_it_is_stopped(m
         await reopening
 
 
-async def test_an_end_that_was_asked_for_is_no_loss():
+async def test_a_requested_stop_is_not_counted_as_lost():
     lost = []
     server = RevivedServer(grpc.aio.server, lambda: None, lambda: lost.append(1))
     await server.open("127.0.0.1:0")

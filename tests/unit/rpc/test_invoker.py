@@ -1,4 +1,4 @@
-"""Handlers as they are called: not for a caller who no longer waits, and not while too much is in progress."""
+"""Calls of handlers: not after the deadline, and not above the bounds on work in progress."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from tests.native_caller import Caller
 
 
 @pytest.mark.parametrize("path", ["/s/m", "/s/count", "/s/upper"])
-def test_a_call_that_is_late_on_arrival_is_not_begun(caller, path):
+def test_a_call_late_on_arrival_is_not_started(caller, path):
     caller.feed(caller.call(1, path, grpc_timeout="0S"))
     assert caller.outcome(1) == (StatusCode.DEADLINE_EXCEEDED, b"")
     assert caller.errors == {"deadline_exceeded": 1}
@@ -38,7 +38,7 @@ async def test_waiting_calls_are_bounded():
     await caller.shared.all_ended()
 
 
-def test_where_all_places_are_taken_each_connection_may_have_its_share_twice_the_bound_at_most():
+def test_above_the_bound_connections_get_their_share_up_to_twice_the_bound():
     shared = ServerState(
         Methods(), TransportLimits(max_concurrent_rpcs=6), CheckStats(), lambda: 0.0
     )
@@ -65,7 +65,7 @@ async def test_streams_are_bounded():
     assert caller.shared.streams_in_progress == 0
 
 
-async def test_a_handler_that_raises_is_the_end_of_its_call_alone(caller):
+async def test_an_exception_in_a_handler_ends_only_its_call(caller):
     caller.feed(caller.call(1, "/s/broken"), caller.call(3, "/s/refuse"), caller.call(5))
     assert caller.outcome(1) == (StatusCode.INTERNAL, b"")
     assert caller.outcome(3) == (StatusCode.ABORTED, b"")
@@ -73,7 +73,7 @@ async def test_a_handler_that_raises_is_the_end_of_its_call_alone(caller):
     assert caller.errors == {"unexpected": 1}
 
 
-async def test_a_call_in_pieces_whose_handler_waits_is_entered_once(caller):
+async def test_a_call_in_pieces_whose_handler_waits_is_added_once(caller):
     caller.feed(caller.call_head(1, "/s/wait"), data(1, framed(b"hi")))
     [open_call] = caller.calls.open.values()
     caller.feed(last_data(1))
@@ -85,7 +85,7 @@ async def test_a_call_in_pieces_whose_handler_waits_is_entered_once(caller):
 
 
 class Calls:
-    """Writes down what becomes of the one call there is."""
+    """Records the end of the only call."""
 
     def __init__(self):
         self.shared = ServerState(Methods(), TransportLimits(), CheckStats(), lambda: 0.0)
@@ -124,7 +124,7 @@ async def raising(error):
     raise error
 
 
-async def test_an_answer_that_was_waited_for_is_given(calls):
+async def test_an_awaited_answer_is_sent(calls):
     async def answer():
         await asyncio.sleep(0)
         return b"done"
@@ -148,7 +148,7 @@ async def test_a_handler_that_raises_ends_its_call_with_a_status(calls, error, c
     assert calls.shared.unary_in_progress == 0
 
 
-async def test_a_call_that_was_ended_meanwhile_is_not_answered_again(calls):
+async def test_a_call_ended_meanwhile_is_not_answered_again(calls):
     calls.open = False
     await run_unary(calls, 1, calls.call, raising(asyncio.CancelledError()))
     assert calls.told == []
@@ -191,7 +191,7 @@ async def test_a_stream_waits_for_room(calls):
     assert calls.told[1:] == [("send", 1, b"2"), ("finish", 1)]
 
 
-async def test_a_stream_that_is_cancelled_closes_its_handler(calls):
+async def test_a_cancelled_stream_closes_its_handler(calls):
     calls.room = False
     closed = asyncio.Event()
     running = asyncio.ensure_future(run_stream(calls, 1, calls.call, numbers(closed)))
@@ -203,13 +203,13 @@ async def test_a_stream_that_is_cancelled_closes_its_handler(calls):
     assert calls.shared.streams_in_progress == 0
 
 
-async def test_a_stream_that_was_ended_meanwhile_is_not_finished_again(calls):
+async def test_a_stream_ended_meanwhile_is_not_finished_again(calls):
     calls.open = False
     await run_stream(calls, 1, calls.call, numbers())
     assert ("finish", 1) not in calls.told
 
 
-async def test_an_iterator_that_cannot_be_closed_need_not_be(calls):
+async def test_an_iterator_without_aclose_is_accepted(calls):
     class Nothing:
         def __aiter__(self):
             return self

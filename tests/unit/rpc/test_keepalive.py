@@ -1,4 +1,4 @@
-"""Peers that are slow, silent, stalled or old, by a clock that the test moves."""
+"""Slow, silent, stalled and old peers, with a manual clock."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def sight(received=0, *, owes=None, progress=0, paused=False):
     return Snapshot(owes, progress, received, paused)
 
 
-def test_a_silent_peer_is_pinged_and_given_up_when_it_stays_silent(lifetime):
+def test_a_silent_peer_is_pinged_then_timed_out(lifetime):
     assert lifetime.look(sight(1), 1) == NOTHING
     assert lifetime.look(sight(1), 60) == NOTHING
     assert lifetime.look(sight(1), 61) == Action(Step.PING)
@@ -33,7 +33,7 @@ def test_a_silent_peer_is_pinged_and_given_up_when_it_stays_silent(lifetime):
     assert lifetime.look(sight(1), 81) == Action(Step.END, Cause.KEEPALIVE_TIMEOUT)
 
 
-def test_a_sign_of_life_begins_the_silence_anew(lifetime):
+def test_received_octets_restart_the_silence_timer(lifetime):
     assert lifetime.look(sight(0), 60) == Action(Step.PING)
     assert lifetime.look(sight(1), 79) == NOTHING
     assert lifetime.look(sight(1), 138) == NOTHING
@@ -43,13 +43,13 @@ def test_a_sign_of_life_begins_the_silence_anew(lifetime):
 @pytest.mark.parametrize(
     "owes", [Cause.SLOW_PREFACE, Cause.SLOW_HEADERS, Cause.STALLED_WINDOW, Cause.SETTINGS_TIMEOUT]
 )
-def test_a_peer_that_owes_the_same_for_long_is_told_what(lifetime, owes):
+def test_a_connection_that_waits_too_long_for_input_ends_with_the_cause(lifetime, owes):
     assert lifetime.look(sight(1, owes=owes), 5) == NOTHING
     assert lifetime.look(sight(2, owes=owes), 24) == NOTHING
     assert lifetime.look(sight(3, owes=owes), 25) == Action(Step.END, owes)
 
 
-def test_progress_or_another_debt_begins_the_wait_anew(lifetime):
+def test_progress_or_another_cause_restarts_the_stall_timer(lifetime):
     assert lifetime.look(sight(1, owes=Cause.STALLED_WINDOW), 5) == NOTHING
     assert lifetime.look(sight(2, owes=Cause.STALLED_WINDOW, progress=1), 24) == NOTHING
     assert lifetime.look(sight(3, owes=Cause.SLOW_HEADERS, progress=1), 43) == NOTHING
@@ -57,12 +57,12 @@ def test_progress_or_another_debt_begins_the_wait_anew(lifetime):
     assert lifetime.look(sight(5), 63) == NOTHING
 
 
-def test_a_peer_that_does_not_read_stalls_whatever_else_it_owes(lifetime):
+def test_a_peer_that_does_not_read_ends_with_stalled_window(lifetime):
     assert lifetime.look(sight(1, paused=True), 5) == NOTHING
     assert lifetime.look(sight(1, paused=True), 25) == Action(Step.END, Cause.STALLED_WINDOW)
 
 
-def test_an_old_connection_is_asked_to_go_once_and_ended_after_the_grace(lifetime):
+def test_an_old_connection_gets_one_goaway_and_ends_after_the_grace(lifetime):
     assert lifetime.look(sight(1), 999) == NOTHING
     assert lifetime.look(sight(2), 1_000) == Action(Step.GO_AWAY)
     assert lifetime.look(sight(3), 1_059) == NOTHING
@@ -70,7 +70,7 @@ def test_an_old_connection_is_asked_to_go_once_and_ended_after_the_grace(lifetim
 
 
 @pytest.mark.parametrize(("jitter", "age_s"), [(-1, 900), (1, 1_100)])
-def test_ages_are_spread_by_a_tenth(jitter, age_s):
+def test_maximum_ages_vary_by_a_tenth(jitter, age_s):
     lifetime = Keepalive(LIMITS, 0.0, jitter)
     assert lifetime.look(sight(1), age_s - 1) == NOTHING
     assert lifetime.look(sight(2), age_s) == Action(Step.GO_AWAY)

@@ -1,4 +1,4 @@
-"""Messages, statuses and deadlines as they are on the line."""
+"""Encoding of messages, statuses and deadlines."""
 
 import gzip
 import zlib
@@ -31,7 +31,7 @@ LIMIT = 5_000
 
 
 @given(messages=st.lists(st.binary(max_size=40), max_size=5), cuts=st.lists(st.integers(0, 200)))
-def test_messages_are_the_same_however_their_bytes_are_cut(messages, cuts):
+def test_messages_do_not_depend_on_the_split_of_their_bytes(messages, cuts):
     octets = b"".join(map(framed, messages))
     places = sorted({0, *(cut for cut in cuts if cut < len(octets)), len(octets)})
     reader = MessageReader(LIMIT)
@@ -49,7 +49,7 @@ def test_an_unfinished_message_is_held_and_counted():
     assert list(reader.feed(b"o")) == [Part(False, b"two")]
 
 
-def test_a_message_over_the_bound_is_refused_as_soon_as_its_prefix_tells():
+def test_a_message_over_the_bound_is_refused_by_its_prefix():
     reader = MessageReader(LIMIT)
     assert list(reader.feed(framed(bytes(LIMIT)))) == [Part(False, bytes(LIMIT))]
     with pytest.raises(RpcError) as caught:
@@ -58,7 +58,7 @@ def test_a_message_over_the_bound_is_refused_as_soon_as_its_prefix_tells():
     assert caught.value.message == "SERVER: Received message larger than max (5001 vs. 5000)"
 
 
-def test_the_kept_prefixes_are_those_of_bodies_of_one_uncompressed_message():
+def test_cached_prefixes_match_bodies_of_one_uncompressed_message():
     assert [*PREFIXES] == [*range(5, 5 + 1024)]
     for length, prefix in PREFIXES.items():
         body = framed(bytes(length - 5))
@@ -80,14 +80,14 @@ def test_a_body_of_exactly_one_message_is_that_message(size):
         (Encoding.GZIP, gzip.compress(b"hello" * 9)),
         (Encoding.DEFLATE, zlib.compress(b"hello" * 9)),
     ],
-    ids=["gzip", "deflate"],  # not the octets: they hold the time
+    ids=["gzip", "deflate"],  # not the octets, which contain the time
 )
 def test_a_compressed_message_is_inflated(encoding, compressed):
     assert message_of(Part(True, compressed), encoding, LIMIT) == b"hello" * 9
     assert message_of(Part(False, compressed), encoding, LIMIT) == compressed
 
 
-def test_a_compressed_message_without_a_header_that_says_how_is_refused():
+def test_a_compressed_message_without_grpc_encoding_is_refused():
     with pytest.raises(RpcError, match="no encoding configured") as caught:
         message_of(Part(True, b"x"), Encoding.IDENTITY, LIMIT)
     assert caught.value.code is StatusCode.INTERNAL
@@ -111,7 +111,7 @@ def test_a_broken_or_huge_compressed_message_is_refused(content, code, text):
     assert caught.value.code is code
 
 
-def test_a_compressed_message_may_be_as_large_as_any():
+def test_a_compressed_message_may_inflate_to_the_bound():
     assert inflated(gzip.compress(bytes(LIMIT)), Encoding.GZIP, LIMIT) == bytes(LIMIT)
 
 
@@ -144,14 +144,14 @@ def test_anything_else_is_none(value):
 
 
 def decoded(block):
-    """What a peer reads that has seen no block before, and none after."""
+    """Decode a block without a dynamic table."""
     decoder = hpack.Decoder()
     found = decoder.decode(block, raw=True)
     assert not decoder.header_table.dynamic_entries
     return dict(found)
 
 
-def test_a_message_is_percent_encoded_but_for_printable_ascii():
+def test_a_status_message_is_percent_encoded_except_for_printable_ascii():
     error = RpcError(StatusCode.ABORTED, "caf\u00e9 100% \n~\x7f")
     assert status_fields(error) == (
         (b"grpc-status", b"10"),
@@ -159,7 +159,7 @@ def test_a_message_is_percent_encoded_but_for_printable_ascii():
     )
 
 
-def test_a_lone_surrogate_breaks_no_answer():
+def test_a_lone_surrogate_in_a_status_message_is_replaced():
     assert status_fields(RpcError(StatusCode.ABORTED, "\ud800"))[1] == (b"grpc-message", b"?")
 
 
@@ -168,7 +168,7 @@ def test_details_are_base64_without_padding():
     assert fields == {b"grpc-status": b"5", b"grpc-status-details-bin": b"AGRldA"}
 
 
-def test_a_long_message_is_cut():
+def test_a_long_status_message_is_truncated():
     fields = dict(status_fields(RpcError(StatusCode.INTERNAL, "x" * 2_000)))
     assert len(fields[b"grpc-message"]) == messages.MAX_MESSAGE_CHARS
 

@@ -1,4 +1,4 @@
-"""Requests in pieces over a real connection of HTTP/2: taken, bounded, refused, given up."""
+"""Requests in pieces over a real HTTP/2 connection: accepted, bounded, refused, cancelled."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ from tests.native_caller import Caller
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_a_message_may_come_in_any_number_of_frames(caller, cut):
+def test_a_message_may_arrive_in_any_number_of_frames(caller, cut):
     body = framed(b"hi")
     caller.feed(caller.call_head(1), data(1, body[:cut]))
     assert caller.calls.open
@@ -41,7 +41,7 @@ def test_a_request_may_end_with_trailers(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(b"hi"))
 
 
-async def test_a_large_message_is_acknowledged_as_it_comes(caller):
+async def test_a_large_message_is_acknowledged_as_it_arrives(caller):
     limits = Limits()
     message = bytes(limits.stream_window_bytes * 3)
     octets = framed(message)
@@ -67,7 +67,7 @@ async def test_a_large_message_is_acknowledged_as_it_comes(caller):
     ids=["none", "half a prefix", "half", "two", "compressed", "too large"],
 )
 @pytest.mark.parametrize("path", ["/s/m", "/s/count"])
-async def test_a_request_without_exactly_one_good_message_is_refused(caller, path, body, status):
+async def test_a_request_without_exactly_one_valid_message_is_refused(caller, path, body, status):
     caller.feed(caller.call(1, path, body=body))
     await caller.settled()
     assert caller.outcome(1) == (status, b"")
@@ -77,7 +77,7 @@ async def test_a_request_without_exactly_one_good_message_is_refused(caller, pat
     assert caller.errors == {"bad_request": 2}
 
 
-def test_a_request_of_http_is_answered_when_it_has_ended(caller):
+def test_an_http_request_is_answered_at_its_end(caller):
     caller.feed(caller.get(1), caller.call_head(3, content_type="text/plain"), data(3, b"x" * 9))
     status, body = caller.outcome(1)
     assert (status, b"gRPC" in body) == (405, True)
@@ -90,7 +90,7 @@ def test_a_request_of_http_is_answered_when_it_has_ended(caller):
     assert caller.calls._table.plain == {}
 
 
-def test_a_head_that_is_too_large_is_told_so(caller):
+def test_an_oversized_head_gets_an_error_status(caller):
     caller.feed(caller.call_head(1, x="0" * 20_000))
     assert caller.outcome(1)[0] is StatusCode.RESOURCE_EXHAUSTED
 
@@ -104,7 +104,7 @@ async def test_a_caller_that_leaves_cancels_its_handler(caller):
     assert (caller.sent, caller.errors) == ([], {"cancelled": 1})
 
 
-def test_a_stream_that_the_peer_broke_is_counted_by_its_cause(caller):
+def test_a_stream_reset_after_an_error_of_the_peer_is_counted_by_cause(caller):
     caller.feed(caller.call_head(1, content_length="5"), last_data(1, b"x"))
     assert caller.errors == {"malformed": 1}
     assert caller.calls.open == {}
@@ -121,7 +121,7 @@ def test_unfinished_requests_are_bounded_on_a_connection_and_over_all():
         assert caller.shared.request_bytes == caller.calls._table.request_bytes == 0
 
 
-def test_requests_that_still_arrive_are_bounded_whatever_they_ask_for():
+def test_requests_still_arriving_are_bounded_for_every_method():
     caller = Caller(max_open_requests=2)
     caller.feed(caller.call_head(1), caller.call_head(3, content_type="text/plain"))
     caller.feed(caller.call_head(5), caller.call_head(7, content_type="text/plain"))
@@ -134,7 +134,7 @@ def test_requests_that_still_arrive_are_bounded_whatever_they_ask_for():
     assert caller.shared.open_requests == 0
 
 
-async def test_one_turn_of_the_loop_answers_one_question_however_many_streams_ask(caller):
+async def test_an_iteration_answers_one_message_over_all_streams(caller):
     for stream_id in (1, 3, 5):
         caller.feed(caller.call_head(stream_id, "/s/upper"), data(stream_id, framed(b"a") * 20))
     most = 0
@@ -149,7 +149,7 @@ async def test_one_turn_of_the_loop_answers_one_question_however_many_streams_as
     await caller.shared.all_ended()
 
 
-async def test_after_a_broken_question_nothing_is_kept_although_the_handler_is_stuck(caller):
+async def test_nothing_is_held_after_a_broken_message_while_the_handler_waits(caller):
     caller.feed(settings(s4=0), caller.call_head(1, "/s/upper"))
     caller.feed(data(1, framed(b"a") + b"\0\xff\xff\xff\xff"))
     await caller.settled()
@@ -161,7 +161,7 @@ async def test_after_a_broken_question_nothing_is_kept_although_the_handler_is_s
     await caller.shared.all_ended()
 
 
-async def test_an_unfinished_question_counts_against_the_bound_on_unfinished_requests():
+async def test_an_unfinished_message_of_a_stream_counts_against_the_byte_bound():
     caller = Caller(max_request_bytes=1_000)
     caller.feed(caller.call_head(1, "/s/upper"), data(1, framed(bytes(2_000))[:-1]))
     assert caller.outcome(1)[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -169,11 +169,11 @@ async def test_an_unfinished_question_counts_against_the_bound_on_unfinished_req
     await caller.shared.all_ended()
 
 
-async def test_questions_that_wait_to_be_read_count_against_that_bound_as_well():
+async def test_unread_messages_of_a_stream_count_against_the_byte_bound():
     caller = Caller(max_request_bytes=5_000)
     caller.feed(settings(s4=0), caller.call_head(1, "/s/upper"), data(1, framed(b"a")))
     await caller.settled()  # the handler waits for the window
-    for _ in range(2):  # of each most comes in a frame that is acknowledged at once
+    for _ in range(2):  # most of each message is in a frame that is acknowledged at once
         caller.feed(data(1, framed(bytes(2_000))[:-1]), data(1, b"\x00"))
     assert caller.shared.request_bytes == 4_000
     caller.feed(window_update(1, 100_000))
@@ -183,14 +183,14 @@ async def test_questions_that_wait_to_be_read_count_against_that_bound_as_well()
     await caller.settled()
     for _ in range(3):
         caller.feed(data(3, framed(bytes(2_000))[:-1]), data(3, b"\x00"))
-    caller.feed(window_update(3, 100))  # behind the answer that waited
+    caller.feed(window_update(3, 100))  # after the answer that waited
     assert caller.outcome(3) == (StatusCode.RESOURCE_EXHAUSTED, framed(b"A"))
     assert caller.shared.request_bytes == 0
     caller.calls.lose_all()
     await caller.shared.all_ended()
 
 
-async def test_questions_are_answered_as_they_come(caller):
+async def test_messages_of_a_stream_are_answered_as_they_arrive(caller):
     caller.feed(caller.call_head(1, "/s/upper"))
     for text in (b"a", b"b"):
         caller.feed(data(1, framed(text)))
@@ -200,7 +200,7 @@ async def test_questions_are_answered_as_they_come(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(b"A") + framed(b"B"))
 
 
-async def test_what_is_wrong_with_a_question_is_told_behind_the_answers(caller):
+async def test_the_error_of_a_message_follows_the_answers_before_it(caller):
     caller.feed(caller.call_head(1, "/s/upper"), last_data(1, framed(b"a") + b"\x00"))
     too_large = b"\x00\xff\xff\xff\xff"
     caller.feed(caller.call_head(3, "/s/upper"), data(3, framed(b"a") + too_large))
@@ -209,14 +209,14 @@ async def test_what_is_wrong_with_a_question_is_told_behind_the_answers(caller):
     assert caller.outcome(3) == (StatusCode.RESOURCE_EXHAUSTED, framed(b"A"))
 
 
-def test_a_window_of_a_stream_that_nobody_waits_for_is_no_news(caller):
+def test_a_window_update_of_an_answered_stream_is_ignored(caller):
     caller.feed(settings(s4=10), caller.call(1, "/s/m", bytes(20)))
     assert caller.calls.open == {}
     caller.feed(window_update(1, 100), frame(PING, 0, 0, bytes(8)))
     assert caller.outcome(1) == (StatusCode.OK, framed(bytes(20)))
 
 
-async def test_a_window_that_opens_for_a_call_which_fails_in_the_same_read_is_no_news():
+async def test_a_window_update_of_a_call_that_fails_in_the_same_read_is_ignored():
     caller = Caller(max_request_bytes=20)
     caller.feed(settings(s4=5), caller.call_head(1, "/s/upper"), data(1, framed(b"question")))
     await caller.settled()
@@ -225,7 +225,7 @@ async def test_a_window_that_opens_for_a_call_which_fails_in_the_same_read_is_no
     await caller.shared.all_ended()
 
 
-def test_data_for_a_call_that_is_over_is_ignored(caller):
+def test_data_for_an_ended_call_is_ignored(caller):
     caller.feed(caller.call_head(1, "/s/nope"))
     assert caller.outcome(1)[0] is StatusCode.UNIMPLEMENTED
     assert caller.feed(last_data(1, framed(b"late"))) == []
@@ -241,7 +241,7 @@ async def test_a_stream_of_answers_begins_when_its_request_has_ended(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(b"0") + framed(b"1"))
 
 
-async def test_a_window_that_opens_lets_the_stream_go_on(caller):
+async def test_an_opened_window_resumes_the_stream(caller):
     caller.feed(settings(s4=5), caller.call_head(1, "/s/upper"), data(1, framed(b"ab") * 2))
     await caller.settled()
     assert caller.outcome(1) == (200, framed(b"AB")[:5])

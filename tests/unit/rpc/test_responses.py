@@ -1,4 +1,4 @@
-"""Answers as they are on the line: messages, streams of them, statuses; and how fast they may go."""
+"""Encoded answers: messages, streams, statuses; and their pace."""
 
 import pytest
 
@@ -36,7 +36,7 @@ async def test_an_answer_of_a_stream_over_the_bound_ends_it():
     assert caller.outcome(1) == (StatusCode.RESOURCE_EXHAUSTED, b"")
 
 
-async def test_a_stream_of_answers_ends_well(caller):
+async def test_a_stream_of_answers_ends_with_status_ok(caller):
     caller.feed(caller.call(1, "/s/count", b"2"), caller.call(3, "/s/count", b"0"))
     await caller.settled()
     assert caller.outcome(1) == (StatusCode.OK, framed(b"0") + framed(b"1"))
@@ -73,7 +73,7 @@ async def test_a_stream_waits_while_the_peer_does_not_read(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(b"0") + framed(b"1"))
 
 
-async def test_a_call_that_waits_for_its_answer_is_open_until_it_is_answered(caller):
+async def test_a_waiting_call_is_open_until_it_is_answered(caller):
     caller.feed(caller.call(1, "/s/wait"))
     [open_call] = caller.calls.open.values()
     answers = caller.calls.answers
@@ -87,7 +87,7 @@ async def test_a_call_that_waits_for_its_answer_is_open_until_it_is_answered(cal
     await caller.shared.all_ended()
 
 
-async def test_a_call_that_fails_takes_its_handler_with_it(caller):
+async def test_a_failed_call_cancels_its_handler(caller):
     caller.feed(caller.call(1, "/s/wait"))
     caller.calls.answers.fail(1, RpcError(StatusCode.DEADLINE_EXCEEDED, "late"))
     await caller.settled()
@@ -96,7 +96,7 @@ async def test_a_call_that_fails_takes_its_handler_with_it(caller):
     await caller.shared.all_ended()
 
 
-def test_what_is_not_grpc_is_answered_in_plain_http_with_a_body_where_one_is_due(caller):
+def test_other_requests_are_answered_in_plain_http_with_a_body_except_for_head(caller):
     caller.feed(
         caller.head(1, [(":method", "HEAD"), *POST[1:]]),
         caller.call_head(3, content_type="text/plain"),
@@ -115,12 +115,12 @@ def test_what_is_not_grpc_is_answered_in_plain_http_with_a_body_where_one_is_due
     assert caller.errors == {"bad_request": 2}
 
 
-def test_nothing_to_acknowledge_is_nothing_to_send(caller):
+def test_an_acknowledgement_of_no_octets_sends_nothing(caller):
     caller.calls.answers.acknowledge(1, 0)
     assert caller.woken == 0
 
 
-def test_nobody_is_woken_for_a_connection_that_is_gone(caller):
+def test_a_lost_connection_is_not_woken(caller):
     caller.feed(caller.call_head(1), data(1, b"\0\0"))
     woken = caller.woken
     caller.calls.answers.acknowledge(1, 1)
@@ -130,7 +130,7 @@ def test_nobody_is_woken_for_a_connection_that_is_gone(caller):
     assert caller.woken == woken + 1
 
 
-def test_a_request_that_is_refused_is_counted_as_a_bad_one(caller):
+def test_a_refused_request_is_counted_as_bad_request(caller):
     caller.feed(caller.call_head(1))
     caller.calls.answers.refuse(1, RpcError(StatusCode.INTERNAL, "not a message"))
     caller.collect()

@@ -1,4 +1,4 @@
-"""What heads mean to gRPC, and that they are judged once."""
+"""Routes of heads, and their cache."""
 
 import socket
 from dataclasses import replace
@@ -40,12 +40,12 @@ def reader():
 
 
 def timeout_s(reader, head):
-    """What is left of the time of a call that came just now."""
+    """Return the remaining time of a call that has just arrived."""
     return reader.call(reader.read(head), head, 100.0).time_remaining_s()
 
 
 def head(model=None, varying=(), **fields):
-    """A head of a good call, with fields changed, added or (None) left out; ``__`` stands for a colon."""
+    """Return the head of a valid call, with fields changed, added or (None) omitted; ``__`` stands for a colon."""
     named = {
         ":method": "POST", ":path": "/s/m", "content-type": "application/grpc", "te": "trailers",
     }  # fmt: skip
@@ -54,7 +54,7 @@ def head(model=None, varying=(), **fields):
     return RequestHead(encoded, model=model, varying=varying)
 
 
-def test_each_method_is_found_with_the_one_handler_it_has(reader):
+def test_each_method_is_found_with_its_handler(reader):
     unary = reader.read(head())
     assert (unary.unary, unary.server_stream, unary.bidi_stream) == (echo, None, None)
     assert unary.call.method == "/s/m"
@@ -64,20 +64,20 @@ def test_each_method_is_found_with_the_one_handler_it_has(reader):
     assert (bidi.unary, bidi.server_stream, bidi.bidi_stream) == (None, None, stream)
 
 
-def test_a_shortcut_stands_beside_the_handler_of_its_method(reader):
+def test_a_route_has_the_bulk_handler_of_its_method(reader):
     assert reader.read(head()).bulk is list
     for path in ("/s/n", "/s/w", "/s/b", "/s/x"):
         assert reader.read(head(__path=path)).bulk is None
 
 
 @pytest.mark.parametrize("timeout", ["0S", "0n", "00000000H"])
-def test_a_call_that_is_late_on_arrival_has_no_shortcut(reader, timeout):
+def test_a_call_late_on_arrival_has_no_bulk_handler(reader, timeout):
     plan = reader.read(head(grpc_timeout=timeout))
     assert (plan.bulk, plan.unary, plan.timeout_s) == (None, echo, 0.0)
     assert timeout_s(reader, head(grpc_timeout=timeout)) == 0.0
 
 
-def test_where_deadlines_vary_only_those_that_are_late_have_no_shortcut(reader):
+def test_among_varying_deadlines_only_late_ones_have_no_bulk_handler(reader):
     model = head(grpc_timeout="1S")
     plan = reader.read(model)
     assert plan.bulk is list
@@ -98,7 +98,7 @@ def test_where_deadlines_vary_only_those_that_are_late_have_no_shortcut(reader):
     assert reader.read(bad).bulk is None
 
 
-def test_a_head_that_varies_in_its_compression_keeps_the_shortcut(reader):
+def test_a_head_with_another_compression_keeps_the_bulk_handler(reader):
     model = head(grpc_encoding="gzip")
     reader.read(model)
     other = head(model, ((b"grpc-encoding", b"identity"),), grpc_encoding="identity")
@@ -108,7 +108,7 @@ def test_a_head_that_varies_in_its_compression_keeps_the_shortcut(reader):
 RECORDED, UNRECORDED = (f"00-{'a' * 32}-{'b' * 16}-{flags}" for flags in ("01", "00"))
 
 
-def test_where_calls_are_traced_those_that_are_recorded_have_no_shortcut():
+def test_sampled_calls_of_traced_methods_have_no_bulk_handler():
     reader = Router(routes_of(replace(METHODS, bulk_unless_sampled=True)), PEER, lambda: 100.0)
     assert reader.read(head()).bulk is list
     assert reader.read(head(traceparent=UNRECORDED)).bulk is list
@@ -122,7 +122,7 @@ def test_where_calls_are_traced_those_that_are_recorded_have_no_shortcut():
         assert reader.call(reader.read(one), one, 0.0).metadata("traceparent") == traceparent
 
 
-def test_where_they_are_not_nobody_looks_whether_they_are_recorded(reader):
+def test_sampling_is_ignored_for_methods_without_traces(reader):
     assert reader.read(head(traceparent=RECORDED)).bulk is list
     varying = ((b"traceparent", RECORDED.encode()),)
     assert reader.read(head(head(), varying, traceparent=RECORDED)).bulk is list
@@ -144,11 +144,11 @@ def test_an_unknown_method_is_unimplemented(reader):
         ("deflate", Encoding.DEFLATE),
     ],
 )
-def test_known_compressions_are_taken(reader, name, encoding):
+def test_known_compressions_are_accepted(reader, name, encoding):
     assert reader.read(head(grpc_encoding=name)).encoding is encoding
 
 
-def test_an_unknown_compression_is_refused_with_those_that_are_known(reader):
+def test_an_unknown_compression_is_refused_with_a_list_of_known_ones(reader):
     refusal = reader.read(head(grpc_encoding="snappy")).refusal
     assert refusal.error.code is StatusCode.UNIMPLEMENTED
     assert refusal.fields == ((b"grpc-accept-encoding", b"identity, deflate, gzip"),)
@@ -158,7 +158,7 @@ def test_an_unknown_compression_is_refused_with_those_that_are_known(reader):
     "content_type",
     ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"],
 )
-def test_a_content_type_of_grpc_is_a_call(reader, content_type):
+def test_a_grpc_content_type_is_a_call(reader, content_type):
     assert reader.read(head(content_type=content_type)).plain is None
 
 
@@ -172,7 +172,7 @@ def test_a_content_type_of_grpc_is_a_call(reader, content_type):
         ("__method", "PUT"),
     ],
 )
-def test_a_request_that_is_not_of_grpc_is_answered_as_one_of_http(reader, name, value):
+def test_a_request_without_grpc_content_type_gets_an_http_answer(reader, name, value):
     plan = reader.read(head(**{name: value}))
     assert plan.plain is not None
     assert plan.route is None
@@ -185,12 +185,12 @@ def test_a_deadline_is_read_from_the_head(reader):
     assert refusal.error.message == "Error parsing 'grpc-timeout' metadata"
 
 
-def test_of_a_repeated_field_the_first_counts(reader):
+def test_the_first_of_repeated_fields_counts(reader):
     twice = RequestHead((*head(grpc_timeout="1S").fields, (b"grpc-timeout", b"2S")))
     assert timeout_s(reader, twice) == 1.0
 
 
-def test_a_head_is_judged_once_and_those_like_it_never(reader):
+def test_a_head_is_routed_once_and_similar_ones_share_its_route(reader):
     model = head(grpc_timeout="1S", user_agent="a")
     plan = reader.read(model)
     assert reader.read(model) is plan
@@ -204,7 +204,7 @@ def test_a_head_is_judged_once_and_those_like_it_never(reader):
     assert same.note is plan
 
 
-def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
+def test_a_head_that_varies_in_a_meaningful_field_is_routed_again(reader):
     model = head(grpc_encoding="gzip", grpc_timeout="1S")
     plan = reader.read(model)
     other = head(model, ((b"grpc-encoding", b"deflate"),), grpc_encoding="deflate")
@@ -215,7 +215,7 @@ def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
 
 
 def told(*timeouts):
-    """What becomes of calls on one connection, each with these deadlines: seconds, or how it was refused."""
+    """Return the remaining seconds, or the status of the refusal, of calls with these deadlines on one connection."""
     blocks, reader = hpack.Encoder(), Router(routes_of(METHODS), PEER, lambda: 100.0)
     heads, ends = HeadReader(16_384), []
     for several in timeouts:
@@ -231,14 +231,14 @@ def told(*timeouts):
     return ends
 
 
-def test_a_bad_deadline_is_that_of_its_own_call():
+def test_an_invalid_deadline_affects_only_its_call():
     timeouts = [[b"x"], [b"5S"], [b"6S"], [b"0S"], [b"05S"], [b"x"], [b"7S"]]
     bad = StatusCode.INTERNAL
     assert told(*timeouts) == [bad, 5.0, 6.0, 0.0, 5.0, bad, 7.0]
     assert told([b"0S"], [b"5S"], [b"0S"], [b"6S"]) == [0.0, 5.0, 0.0, 6.0]
 
 
-def test_of_deadlines_that_are_repeated_the_first_one_counts_in_every_call():
+def test_the_first_of_repeated_deadlines_counts_in_every_call():
     assert told([b"1S", b"1S"], [b"1S", b"x"], [b"1S", b"5S"], [b"2S", b"9S"], [b"0S", b"5S"]) == [
         1.0, 1.0, 1.0, 2.0, 0.0,
     ]  # fmt: skip
@@ -273,17 +273,17 @@ def test_the_first_value_of_a_text_key_is_the_metadata():
     assert [call.metadata(key) for key in ("a", "b-bin", "c", ":path")] == ["1", None, None, None]
 
 
-def test_metadata_that_is_no_utf8_is_text_nevertheless():
+def test_metadata_with_invalid_utf8_is_decoded_as_latin_1():
     call = call_with((b"a", b"\xc3\xa9"), (b"b", b"\xff"))
     assert (call.metadata("a"), call.metadata("b")) == ("\u00e9", "\u00ff")
 
 
-def test_the_peer_is_who_it_is_and_no_header_changes_that():
+def test_no_header_changes_the_peer():
     call = call_with((b"x509_subject_alternative_name", b"forged"))
     assert (call.peer, call.peer_sans) == PEER
 
 
-def test_the_time_left_is_the_deadlines_and_never_negative():
+def test_the_remaining_time_is_never_negative():
     assert call_with().time_remaining_s() is None
     assert call_with(deadline_s=3.0, now_s=1.0).time_remaining_s() == 2.0
     assert call_with(deadline_s=3.0, now_s=4.0).time_remaining_s() == 0.0
@@ -293,7 +293,7 @@ def test_the_time_left_is_the_deadlines_and_never_negative():
     ("method", "is_grpc", "status"),
     [(b"GET", False, "405"), (b"GET", True, "405"), (b"", True, "405"), (b"POST", False, "415")],
 )
-def test_a_request_that_is_not_of_grpc_gets_an_answer_with_a_body(method, is_grpc, status):
+def test_a_request_other_than_grpc_gets_an_answer_with_a_body(method, is_grpc, status):
     block, body = http_fallback(method, is_grpc=is_grpc)
     fields = dict(hpack.Decoder().decode(block))
     assert fields[":status"] == status
@@ -307,7 +307,7 @@ def test_an_answer_to_head_is_headers_alone():
     assert (block, body) == (http_fallback(b"GET", is_grpc=False).head_block, b"")
 
 
-def test_a_request_of_grpc_is_none_of_its_business():
+def test_a_grpc_request_has_no_http_fallback():
     assert http_fallback(b"POST", is_grpc=True) is None
 
 
@@ -322,18 +322,18 @@ def test_a_request_of_grpc_is_none_of_its_business():
         (None, None, "unknown:"),
     ],
 )
-def test_an_address_is_spelt_as_grpc_spells_it(family, name, address):
+def test_addresses_have_the_form_of_grpc(family, name, address):
     assert address_of(family, name) == address
 
 
-def test_names_of_every_kind_are_names():
+def test_subject_alternative_names_of_every_kind_are_returned():
     names = (("DNS", "a.example"), ("URI", "spiffe://b"), ("DirName", (("x", "y"),)))
     assert sans_of({"subjectAltName": names}) == ("a.example", "spiffe://b")
     assert sans_of({}) == ()
 
 
 class Transport:
-    """What asyncio tells about a connection."""
+    """A transport of asyncio with extra information."""
 
     def __init__(self, **info):
         self.get_extra_info = info.get
@@ -344,7 +344,7 @@ class Certified:
         return {"subjectAltName": (("DNS", "a.example"),)}
 
 
-def test_a_peer_is_the_address_of_its_socket_and_the_names_of_its_certificate():
+def test_a_peer_has_the_address_of_its_socket_and_the_names_of_its_certificate():
     with socket.socket() as sock:
         plain = peer_of(Transport(socket=sock, peername=("10.0.0.1", 1)))
         certified = peer_of(
@@ -354,5 +354,5 @@ def test_a_peer_is_the_address_of_its_socket_and_the_names_of_its_certificate():
     assert certified == ("ipv4:10.0.0.1:1", ("a.example",))
 
 
-def test_a_connection_that_is_lost_already_is_nobody_local():
+def test_a_lost_connection_has_an_unknown_peer():
     assert peer_of(Transport()).address == "unknown:"

@@ -1,4 +1,4 @@
-"""The server around the connections: listening, its one timer, and its end. Callers are in tests/rpc."""
+"""The server around the connections: listening, timer and stop. tests/rpc tests it with real clients."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ LARGE = 3_000_000
 
 
 class Serving:
-    """A started server whose clock the test moves, and raw connections to it."""
+    """A started server with a manual clock, and raw connections to it."""
 
     def __init__(self, **limits):
         async def wait(_data, _call):
@@ -85,8 +85,8 @@ async def next_headers(reader):
             return payload
 
 
-async def test_a_large_answer_is_read_whole_by_a_peer_that_goes_on_sending():
-    """The socket of a connection that ends is not closed with unread input, which would reset it."""
+async def test_a_peer_that_keeps_sending_can_read_a_large_answer():
+    """Closing the socket with unread input would reset the connection."""
     loop = asyncio.get_running_loop()
     async with Serving() as serving:
         host, _, port = serving.address.rpartition(":")
@@ -129,7 +129,7 @@ async def test_the_timer_ends_calls_whose_deadline_has_passed(monkeypatch):
         assert serving.stats.errors_by_transport == {"deadline_exceeded": 1}
 
 
-async def test_what_is_in_progress_is_told_until_it_has_ended():
+async def test_calls_in_progress_are_reported_until_they_end():
     async with Serving() as serving:
         assert serving.server.in_progress == (0, 0, 0, 0)
         await serving.connected(call("/wait"))
@@ -138,7 +138,7 @@ async def test_what_is_in_progress_is_told_until_it_has_ended():
         await until(lambda: serving.server.in_progress == (0, 0, 0, 0))
 
 
-async def test_the_timer_looks_at_connections_once_in_ten_times(monkeypatch):
+async def test_the_timer_checks_a_connection_every_ten_ticks(monkeypatch):
     monkeypatch.setattr(native_server, "TICK_S", 0.001)
     async with Serving() as serving:
         reader = await serving.connected(b"PRI ")
@@ -150,7 +150,7 @@ async def test_the_timer_looks_at_connections_once_in_ten_times(monkeypatch):
         assert serving.stats.errors_by_transport == {"slow_preface": 1}
 
 
-async def test_each_connection_is_looked_at_once_in_ten_ticks_a_tenth_of_them_at_a_time(
+async def test_each_tick_checks_a_tenth_of_the_connections(
     monkeypatch,
 ):
     async with Serving() as serving:
@@ -182,7 +182,7 @@ async def test_a_stop_closes_idle_connections_at_once():
         assert serving.stats.errors_by_transport == {}
 
 
-async def test_a_peer_that_reads_nothing_does_not_hold_up_a_stop(monkeypatch):
+async def test_a_peer_that_does_not_read_does_not_delay_a_stop(monkeypatch):
     monkeypatch.setattr(native_server, "FAREWELL_S", 0.01)
     async with Serving() as serving:
         await serving.connected(GREETING)
@@ -200,14 +200,14 @@ async def test_a_server_that_never_started_stops_at_once():
         await Serving().server.stop(10)
 
 
-async def test_a_taken_port_is_one_clear_line():
+async def test_a_taken_port_is_one_clear_error():
     async with Serving() as serving:
         second = NativeServer(Methods(), listen=serving.address, stats=CheckStats())
         with pytest.raises(StartupError, match=r"LISTEN: cannot listen on .*: Address already in"):
             await second.start()
 
 
-async def test_a_port_is_shared_with_another_that_does_so_too():
+async def test_a_port_is_shared_with_another_server_that_shares_it():
     first = NativeServer(Methods(), listen="127.0.0.1:0", stats=CheckStats(), reuse_port=True)
     address = await first.start()
     second = NativeServer(Methods(), listen=address, stats=CheckStats(), reuse_port=True)
@@ -216,7 +216,7 @@ async def test_a_port_is_shared_with_another_that_does_so_too():
         await server.stop(0)
 
 
-async def test_a_socket_file_is_listened_on(tmp_path):
+async def test_a_server_listens_on_a_socket_file(tmp_path):
     listen = f"unix:{tmp_path / 's'}"
     server = NativeServer(Methods(), listen=listen, stats=CheckStats())
     assert await server.start() == listen
@@ -226,7 +226,7 @@ async def test_a_socket_file_is_listened_on(tmp_path):
     writer.close()
 
 
-async def test_a_certificate_that_cannot_be_used_is_logged_and_counted(tmp_path, caplog):
+async def test_an_unusable_certificate_is_logged_and_counted(tmp_path, caplog):
     certificate = trustme.CA().issue_cert("127.0.0.1")
     files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem")
     certificate.private_key_pem.write_to_path(files.key)

@@ -1,4 +1,4 @@
-"""One in each turn of the loop, in the order in which they came; more when turns are long."""
+"""The tick gate admits one waiter per event-loop iteration, in order, and more after long iterations."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from ratelimitd.rpc.state import EVERY_S, LATE_S, MOST_AT_ONCE, TURN_S, TickGate
 
 
 class Line:
-    """Some who wait for a gate, each as often as it is said to, and how many went through in each turn."""
+    """Tasks that pass a gate ``times`` times each, in the order of admission."""
 
     def __init__(self, gate, people, times=1):
         self.gate = gate
@@ -21,7 +21,7 @@ class Line:
             self.through.append(number)
 
     async def turns(self, count, on_turn=lambda: None):
-        """Let the loop come round; returns how many went through in each turn."""
+        """Run ``count`` iterations of the loop; return the number of admissions in each."""
         in_turn = []
         for _ in range(count):
             before = len(self.through)
@@ -31,7 +31,7 @@ class Line:
         return in_turn
 
 
-def test_every_turn_of_the_loop_lets_one_through_in_the_order_they_came(running):
+def test_each_iteration_admits_one_waiter_in_order(running):
     async def scenario():
         line = Line(TickGate(), 5)
         assert await line.turns(8) == [0, 1, 1, 1, 1, 1, 0, 0]
@@ -41,7 +41,7 @@ def test_every_turn_of_the_loop_lets_one_through_in_the_order_they_came(running)
 
 
 @pytest.mark.parametrize("people", [1, 2, 3])
-def test_those_who_come_again_and_again_share_all_the_turns(running, people):
+def test_repeated_waiters_share_all_iterations(running, people):
     async def scenario():
         line = Line(TickGate(), people, times=4)
         assert await line.turns(1 + 4 * people) == [0] + [1] * 4 * people
@@ -50,7 +50,7 @@ def test_those_who_come_again_and_again_share_all_the_turns(running, people):
     running(scenario)
 
 
-def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
+def test_a_cancelled_waiter_costs_no_iteration(running):
     async def scenario():
         line = Line(TickGate(), 4)
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
     running(scenario)
 
 
-def test_a_line_that_all_have_left_lets_the_next_one_through(running):
+def test_the_next_waiter_is_admitted_after_all_others_were_cancelled(running):
     async def scenario():
         gate = TickGate()
         left = Line(gate, 3)
@@ -79,7 +79,7 @@ def test_a_line_that_all_have_left_lets_the_next_one_through(running):
     ("turn_s", "together"),
     [(0.0, 1), (EVERY_S, 1), (6 * EVERY_S, 6), (1_000 * EVERY_S, MOST_AT_ONCE), (-1.0, 1)],
 )
-def test_with_a_clock_as_many_go_through_together_as_a_turn_was_long(running, turn_s, together):
+def test_with_a_clock_admissions_grow_with_the_length_of_the_iteration(running, turn_s, together):
     async def scenario():
         now_s = 100.0
 
@@ -94,7 +94,7 @@ def test_with_a_clock_as_many_go_through_together_as_a_turn_was_long(running, tu
 
 
 @pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])
-def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
+def test_the_budget_is_used_up_after_its_time(passed_s, over):
     now_s = 0.0
     turn = TimeBudget(lambda: now_s)
     assert not turn.expensive
@@ -104,7 +104,7 @@ def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
     assert not turn.expensive
 
 
-def test_the_next_turn_has_all_its_time():
+def test_the_next_iteration_has_the_whole_budget():
     turn = TimeBudget(lambda: 5.0)
     assert turn.is_over()
     turn.begin(5.0, 4.0)
@@ -112,7 +112,7 @@ def test_the_next_turn_has_all_its_time():
 
 
 @pytest.mark.parametrize(("waited_s", "late"), [(0.0, False), (LATE_S, False), (0.2, True)])
-def test_what_has_waited_long_for_its_turn_is_late(waited_s, late):
+def test_input_that_has_waited_long_is_late(waited_s, late):
     turn = TimeBudget(lambda: 0.0)
     turn.begin(waited_s, 0.0)
     assert turn.is_late is late

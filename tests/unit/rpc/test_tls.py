@@ -48,7 +48,7 @@ def source(files, lines):
 
 
 def put(files, certificate):
-    """Replace both files, as a renewal does: new inodes, so that the change shows whatever the clock says."""
+    """Replace both files, as a renewal does: new inodes, so that the change is detected at any clock resolution."""
     for path, pem in (
         (files.cert, certificate.cert_chain_pems[0]),
         (files.key, certificate.private_key_pem),
@@ -79,7 +79,7 @@ def encrypted(certificate):
         ("client_ca", b"\xff", "TLS_CLIENT_CA: .* holds no PEM certificate"),
     ],
 )
-def test_a_file_that_holds_nothing_usable_is_named_by_its_setting(files, name, content, problem):
+def test_an_unusable_file_is_named_by_its_setting(files, name, content, problem):
     getattr(files, name).write_bytes(content)
     with pytest.raises(StartupError, match=problem):
         CertificateSource(files, pytest.fail).load()
@@ -92,7 +92,9 @@ def test_a_missing_file_is_named_by_its_setting(files, name):
         CertificateSource(files, pytest.fail).load()
 
 
-def test_the_key_of_another_certificate_is_told_apart_from_an_encrypted_one(files, first, second):
+def test_a_key_of_another_certificate_and_an_encrypted_key_have_different_errors(
+    files, first, second
+):
     files.key.write_bytes(second.private_key_pem.bytes())
     with pytest.raises(StartupError, match=r"TLS_KEY: .* is not the key of the certificate"):
         CertificateSource(files, pytest.fail).load()
@@ -101,7 +103,7 @@ def test_the_key_of_another_certificate_is_told_apart_from_an_encrypted_one(file
         CertificateSource(files, pytest.fail).load()
 
 
-def test_a_comment_in_any_language_is_no_harm(files, first):
+def test_a_comment_in_any_language_is_accepted(files, first):
     files.cert.write_bytes("# Zertifikat für …\n".encode() + first.cert_chain_pems[0].bytes())
     assert CertificateSource(files, pytest.fail).load()
 
@@ -116,13 +118,13 @@ def test_nothing_is_newer_until_the_files_change(source, files, second, lines):
     assert lines == []
 
 
-def test_files_that_were_only_written_anew_are_not_newer(source, files, first, lines):
+def test_files_rewritten_without_a_change_are_not_newer(source, files, first, lines):
     put(files, first)
     assert source.newer() is None
     assert lines == []
 
 
-def test_broken_files_are_reported_once_a_change_and_looked_at_again_when_mended(
+def test_broken_files_are_reported_once_per_change_and_read_again_when_repaired(
     source, files, second, lines
 ):
     files.key.unlink()
@@ -148,7 +150,7 @@ def test_files_that_change_while_they_are_read_are_read_again(source, files, sec
     assert source.newer() is not None
 
 
-def test_what_could_not_be_used_after_all_is_newer_once_more(source, files, second):
+def test_files_are_newer_again_after_forget(source, files, second):
     put(files, second)
     assert source.newer() is not None
     assert source.newer() is None

@@ -1,4 +1,4 @@
-"""Contexts for asyncio out of files that change; the handshakes themselves are tested in tests/rpc."""
+"""TLS contexts from changing files; tests/rpc tests the handshakes."""
 
 import ssl
 
@@ -29,7 +29,7 @@ def write(files, ca):
 
 
 class Handshake:
-    """One that has begun: what is chosen for it is its context."""
+    """A handshake in progress, with the context chosen for it."""
 
     context: ssl.SSLContext
 
@@ -45,12 +45,12 @@ def contexts_of(files, reported=None):
     return TlsContexts(files, CertificateSource(files, report.append))
 
 
-def test_a_client_ca_makes_client_certificates_a_must(files):
+def test_a_client_ca_requires_client_certificates(files):
     assert chosen(contexts_of(files)).verify_mode is ssl.CERT_REQUIRED
     assert chosen(contexts_of(files._replace(client_ca=None))).verify_mode is ssl.CERT_NONE
 
 
-def test_no_session_can_be_taken_up_again(files):
+def test_sessions_cannot_be_resumed(files):
     context = contexts_of(files).listening
     assert context.num_tickets == 0
     assert context.options & ssl.OP_NO_TICKET
@@ -67,7 +67,7 @@ def test_the_context_changes_with_the_files_and_only_then(files, ca):
     assert chosen(contexts) is second
 
 
-def test_broken_files_leave_the_context_as_it_is(files):
+def test_broken_files_keep_the_current_context(files):
     reported = []
     contexts = contexts_of(files, reported)
     first = chosen(contexts)
@@ -88,7 +88,7 @@ def test_files_that_change_again_while_they_are_read_are_read_again(files, ca):
     assert chosen(contexts) is not first
 
 
-def test_files_that_cannot_be_used_are_an_error_at_the_start(files):
+def test_unusable_files_are_an_error_at_start(files):
     files.key.write_text("no key")
     with pytest.raises(StartupError, match="TLS_KEY"):
         contexts_of(files)

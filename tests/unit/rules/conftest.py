@@ -1,4 +1,4 @@
-"""A store in a file of its own, and what somebody does to that file who does not ask the service."""
+"""A store in a file, and direct access to that file, bypassing the service."""
 
 import sqlite3
 from contextlib import closing
@@ -17,7 +17,7 @@ async def store(tmp_path):
 
 @pytest.fixture
 def behind(tmp_path):
-    """Runs a statement on the file; returns the rows."""
+    """Run a statement on the file; return the rows."""
 
     def run(statement, *parameters):
         with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
@@ -29,7 +29,7 @@ def behind(tmp_path):
 
 @pytest.fixture
 def insert_many(behind):
-    """Inserts rules for ``/0000``, ``/0001`` and so on, whose ids have these numbers."""
+    """Insert rules for ``/0000``, ``/0001`` and so on, with these numbers in their ids."""
     return lambda count, algorithm="fixed_window": behind(
         "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ? - 1)"
         " INSERT INTO rules SELECT printf('00000000-0000-0000-0000-%012x', i), printf('/%04d', i),"

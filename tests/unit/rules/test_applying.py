@@ -1,4 +1,4 @@
-"""A whole set of rules: what becomes of each rule, and which sets are refused."""
+"""Applying a whole set of rules: the change of each rule, and which sets are refused."""
 
 import dataclasses
 import uuid
@@ -44,7 +44,7 @@ def diff_of(drafts, rows=(), *, prune=False, new_id=str):
 
 
 def actions(drafts, rows=(), **options):
-    """What becomes of each rule, and its endpoint."""
+    """Return the change of each rule, with its endpoint."""
     return [
         (change.action, (change.before or change.after).endpoint)
         for change in diff_of(drafts, rows, **options)
@@ -57,7 +57,7 @@ def refusals(drafts, rows=(), **options):
     return [violation.field for violation in refused.value.violations]
 
 
-def test_nothing_changes_when_everything_is_as_wanted():
+def test_nothing_changes_when_all_rules_are_as_wanted():
     rows = [stored(1, "/a"), stored(2, "/b")]
     changes = diff_of([wanted("/b"), wanted("/a", 1)], rows, prune=True)
     assert [(change.action, change.before, change.after) for change in changes] == [
@@ -66,7 +66,7 @@ def test_nothing_changes_when_everything_is_as_wanted():
     ]
 
 
-def test_what_is_missing_is_created_in_the_order_of_the_set_with_its_id_or_a_new_one():
+def test_missing_rules_are_created_in_order_with_their_ids_or_new_ones():
     changes = diff_of([wanted("/b"), wanted("/a", 7)], new_id=lambda: rule_id(9))
     assert [(one.action, one.after.endpoint, one.rule_id) for one in changes] == [
         ("create", "/b", rule_id(9)),
@@ -75,44 +75,44 @@ def test_what_is_missing_is_created_in_the_order_of_the_set_with_its_id_or_a_new
     assert {one.after.revision for one in changes} == {8}
 
 
-def test_a_rule_is_found_by_its_endpoint_and_type_and_keeps_its_id():
+def test_rule_is_matched_by_endpoint_and_type_and_keeps_its_id():
     row = stored(1, "/a", limit=5, enabled=False)
     [change] = diff_of([wanted("/a", limit=6)], [row])
     assert change == (row, row._replace(limit=6, enabled=True, revision=8))
 
 
-def test_a_rule_of_another_type_is_another_rule():
+def test_rule_of_another_type_is_another_rule():
     assert actions([wanted("/a")], [stored(1, "/a", "ip")]) == [("create", "/a")]
 
 
-def test_a_rule_with_an_id_may_move():
+def test_rule_with_an_id_may_move():
     row = stored(1, "/a")
     assert diff_of([wanted("/b", 1)], [row], prune=True) == [
         (row, row._replace(endpoint="/b", revision=8))
     ]
 
 
-def test_a_rule_without_an_id_takes_the_place_of_one_that_moved_away():
+def test_rule_without_an_id_takes_the_place_of_a_moved_rule():
     assert actions([wanted("/b", 1), wanted("/a")], [stored(1, "/a")]) == [
         ("update", "/a"),
         ("create", "/a"),
     ]
 
 
-def test_rules_may_trade_places():
+def test_rules_may_swap_places():
     rows = [stored(1, "/a"), stored(2, "/b")]
     changes = diff_of([wanted("/b", 1), wanted("/a", 2)], rows)
     assert [change.after.endpoint for change in changes] == ["/b", "/a"]
 
 
-def test_rules_that_are_not_wanted_stay_unless_they_are_pruned():
+def test_unwanted_rules_stay_unless_pruned():
     rows = [stored(1, "/a"), stored(2, "/b")]
     assert actions([wanted("/a")], rows) == [("", "/a")]
     assert actions([wanted("/a")], rows, prune=True) == [("", "/a"), ("delete", "/b")]
     assert actions([], rows, prune=True) == [("delete", "/a"), ("delete", "/b")]
 
 
-def test_without_prune_a_rule_that_would_have_to_go_is_named():
+def test_without_prune_a_rule_in_a_wanted_place_is_refused():
     rows = [stored(1, "/a"), stored(2, "/b"), stored(3, "/z")]
     drafts = [wanted("/a", 9), wanted("/b", 3)]
     assert refusals(drafts, rows) == ["rate_limits[0].id", "rate_limits[1].id"]
@@ -124,7 +124,7 @@ def test_without_prune_a_rule_that_would_have_to_go_is_named():
     ]
 
 
-def test_two_rules_of_one_id_or_of_one_place_are_refused():
+def test_two_rules_with_one_id_or_place_are_refused():
     assert refusals([wanted("/a", 1), wanted("/b", 1), wanted("/a")]) == [
         "rate_limits[1].id",
         "rate_limits[2].endpoint",
@@ -134,7 +134,7 @@ def test_two_rules_of_one_id_or_of_one_place_are_refused():
     ]
 
 
-def test_every_wrong_field_is_named_and_beyond_fifteen_counted():
+def test_violations_are_named_up_to_fifteen_and_then_counted():
     drafts = [wanted("/a"), wanted("", limit=0), wanted("/b", id="no", window_seconds=-1)]
     named = ["[1].endpoint", "[1].limit", "[2].id", "[2].window_seconds"]
     assert refusals(drafts) == [f"rate_limits{place}" for place in named]
@@ -146,7 +146,7 @@ def test_every_wrong_field_is_named_and_beyond_fifteen_counted():
     assert refused.value.violations[MAX_NAMED:] == (("rate_limits", "3 more fields are wrong"),)
 
 
-def test_a_type_that_is_not_declared_is_refused_unless_the_rule_has_it():
+def test_undeclared_type_is_refused_unless_the_stored_rule_has_it():
     row = stored(1, "/a", "tenant")
     assert refusals([wanted("/b", identifier_type="tenant")], [row]) == [
         "rate_limits[0].identifier_type"
@@ -154,7 +154,7 @@ def test_a_type_that_is_not_declared_is_refused_unless_the_rule_has_it():
     assert actions([wanted("/a", identifier_type="tenant", limit=9)], [row]) == [("update", "/a")]
 
 
-def test_an_etag_that_is_sent_has_to_be_the_rules():
+def test_given_etag_must_match_the_rule():
     row = stored(1, "/a")
     assert actions([wanted("/a", etag=etag_of(row))], [row]) == [("", "/a")]
     for draft in (wanted("/a", etag="stale"), wanted("/new", etag=etag_of(row))):
@@ -162,7 +162,7 @@ def test_an_etag_that_is_sent_has_to_be_the_rules():
             diff_of([draft], [row])
 
 
-def test_a_row_that_is_no_valid_rule_is_mended_or_pruned_and_one_without_an_id_is_left_alone():
+def test_invalid_row_is_repaired_or_pruned_and_one_without_an_id_is_ignored():
     bad = stored(1, "/a", limit="many")
     assert actions([wanted("/a")], [bad]) == [("update", "/a")]
     assert actions([], [bad, bad._replace(id="none"), bad._replace(id=b"\xff")], prune=True) == [
@@ -177,9 +177,7 @@ places = st.tuples(st.permutations(range(6)), st.lists(st.booleans(), min_size=6
 
 
 @given(books, books, st.booleans(), places)
-def test_the_book_ends_with_one_rule_in_each_place_and_a_second_time_nothing_changes(
-    before, after, prune, ids_of_wanted
-):
+def test_apply_leaves_one_rule_per_place_and_is_idempotent(before, after, prune, ids_of_wanted):
     rows = [
         stored(number, endpoint, limit=before[endpoint]) for number, endpoint in enumerate(before)
     ]

@@ -1,4 +1,4 @@
-"""Tests of the assignments of a node: which plan an identity has, until when, and how they are replaced and swept."""
+"""The assignments of a node: the plan of an identity, its end, replacement and sweeping."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def _all_steps(assignments: Assignments, other: Assignments) -> None:
         pass
 
 
-def test_an_identity_has_the_plan_it_was_assigned_to() -> None:
+def test_identity_has_its_assigned_plan() -> None:
     assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "free", 2_000))
     assert assignments.plan_of("user", b"a", NOW_US) == ("pro", 0)
     assert assignments.plan_of("user", b"b", NOW_US) == ("free", 2_000)
     assert len(assignments) == 2
 
 
-def test_neither_another_type_nor_another_identifier_has_it() -> None:
+def test_other_types_and_identifiers_are_unassigned() -> None:
     assignments = _assigned(("user", b"a", "pro", 0))
     assert assignments.plan_of("api_key", b"a", NOW_US) is None
     assert assignments.plan_of("user", b"b", NOW_US) is None
 
 
-def test_an_assignment_ends_at_the_second_it_names() -> None:
+def test_assignment_ends_at_the_second_of_its_end() -> None:
     assignments = _assigned(("user", b"a", "pro", 2_000))
     assert assignments.plan_of("user", b"a", 2_000 * US_PER_S - 1) == ("pro", 2_000)
     assert assignments.plan_of("user", b"a", 2_000 * US_PER_S) is None
 
 
-def test_the_latest_end_is_kept_beside_any_number_of_plans() -> None:
+def test_latest_end_is_stored_with_any_number_of_plans() -> None:
     plans = [f"plan-{number}" for number in range(5_000)]
     assignments = _assigned(*(("user", plan.encode(), plan, MAX_EXPIRE_TIME) for plan in plans))
     for plan in plans:
         assert assignments.plan_of("user", plan.encode(), NOW_US) == (plan, MAX_EXPIRE_TIME)
 
 
-def test_a_later_assignment_takes_the_place_of_the_former() -> None:
+def test_later_assignment_replaces_the_former() -> None:
     assignments = _assigned(("user", b"a", "pro", 2_000), ("user", b"a", "free", 0))
     assert assignments.plan_of("user", b"a", NOW_US) == ("free", 0)
     assert len(assignments) == 1
 
 
-def test_a_removed_assignment_is_gone_and_removing_an_unknown_one_is_ignored() -> None:
+def test_removed_assignment_is_gone_and_removing_an_unknown_one_is_ignored() -> None:
     assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "pro", 0))
     assignments.remove("user", b"a")
     assignments.remove("user", b"a")
@@ -80,7 +80,7 @@ def test_types_are_those_with_assignments() -> None:
     assert assignments.types == {"user": 2}
 
 
-def test_a_change_of_the_types_is_told_and_no_other_is() -> None:
+def test_only_changes_of_the_types_are_notified() -> None:
     told = []
     assignments = Assignments()
     assignments.on_types_changed = lambda: told.append(dict(assignments.types))
@@ -93,7 +93,7 @@ def test_a_change_of_the_types_is_told_and_no_other_is() -> None:
     assert told == [{"user": 1}, {}]
 
 
-def test_other_content_is_in_force_at_the_first_step() -> None:
+def test_replaced_content_is_in_force_at_the_first_step() -> None:
     told = []
     assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "pro", 0))
     assignments.on_types_changed = lambda: told.append(dict(assignments.types))
@@ -105,7 +105,7 @@ def test_other_content_is_in_force_at_the_first_step() -> None:
     assert sum(1 for _ in steps) > 100, "the old content is freed in steps"
 
 
-def test_other_content_of_the_same_types_is_not_told_as_a_change_of_types() -> None:
+def test_replacement_with_the_same_types_is_not_notified() -> None:
     told = []
     assignments = _assigned(("user", b"a", "pro", 0))
     assignments.on_types_changed = lambda: told.append(1)
@@ -114,7 +114,7 @@ def test_other_content_of_the_same_types_is_not_told_as_a_change_of_types() -> N
     assert not told
 
 
-def test_what_has_expired_is_swept_in_steps() -> None:
+def test_expired_assignments_are_swept_in_steps() -> None:
     identifiers = [str(number).encode() for number in range(1_000)]
     assignments = _assigned(
         *(("user", one, "pro", 900) for one in identifiers), ("ip", b"b", "x", 0)
@@ -128,7 +128,7 @@ def test_what_has_expired_is_swept_in_steps() -> None:
     assert told == [1]
 
 
-def test_what_has_not_expired_stays() -> None:
+def test_unexpired_assignments_are_not_swept() -> None:
     assignments = _assigned(("user", b"a", "pro", 1_001), ("user", b"b", "pro", 0))
     assignments.sweep(NOW_US, 1_000_000)
     assert len(assignments) == 2
@@ -148,7 +148,7 @@ def test_holders_of_plans_are_counted() -> None:
     assert assignments.plans == {"y": 1}
 
 
-def test_all_are_yielded_and_their_change_meanwhile_does_no_harm() -> None:
+def test_iteration_yields_all_and_tolerates_changes() -> None:
     wanted = {Assigned("user", b"%d" % number, f"p{number}", number) for number in range(1_000)}
     assignments = _assigned(*wanted)
     found = assignments.items()
@@ -157,7 +157,7 @@ def test_all_are_yielded_and_their_change_meanwhile_does_no_harm() -> None:
     assert {first, *found} == wanted
 
 
-def test_etags_tell_versions_apart() -> None:
+def test_etags_distinguish_versions() -> None:
     one = Assignment("user", b"a", "pro")
     etags = {
         one.with_etag(1).etag,
@@ -190,15 +190,13 @@ def test_etags_tell_versions_apart() -> None:
         (None, b"a", "pro", 0),
     ],
 )
-def test_a_stored_row_may_be_no_assignment(row: tuple[object, ...]) -> None:
+def test_invalid_stored_row_is_no_assignment(row: tuple[object, ...]) -> None:
     assert assigned_of(row) is None
     for identifier in (b"a", "caf\u00e9".encode()):
         assert assigned_of(("user", identifier, "pro", 0)) == Assigned("user", identifier, "pro", 0)
 
 
-def test_a_plan_that_nobody_has_any_more_makes_room_for_another_and_old_readers_do_not_mind() -> (
-    None
-):
+def test_number_of_an_unused_plan_is_reused_without_affecting_iterations() -> None:
     assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "free", 7))
     found = assignments.items()
     first = next(found)
@@ -212,8 +210,8 @@ def test_a_plan_that_nobody_has_any_more_makes_room_for_another_and_old_readers_
     assert assignments.plans == {"blocked": 1, "free": 1}
 
 
-def test_identifiers_within_others_are_others() -> None:
-    """All of them are in one shard, as if all had the same hash."""
+def test_identifiers_that_contain_each_other_are_distinct() -> None:
+    """All of them are in one shard, as if they had the same hash."""
     identifiers = [
         "a",
         "aa",

@@ -22,7 +22,7 @@ def rule(rule_id, endpoint="/orders", identifier_type=USER, *, enabled=True, lim
 
 
 def matched(book, endpoint, identifier_type=USER):
-    """The id of the rule that decides."""
+    """Return the id of the deciding rule."""
     found = book.match(endpoint, identifier_type)
     return None if found is None else found.id
 
@@ -31,25 +31,25 @@ def limit_of(book, rule_id):
     return next(found.limit for found in book.rules() if found.id == rule_id)
 
 
-def test_the_endpoints_own_rule_comes_before_the_global_one():
+def test_rule_of_the_endpoint_precedes_the_global_one():
     own, everywhere = rule("a"), rule("b", "*")
     book = RuleBook.of([everywhere, own], 1)
     assert book.match("/orders", USER) is own
     assert book.match("/other", USER) is everywhere
 
 
-def test_a_disabled_rule_hands_its_endpoint_to_the_global_one():
+def test_global_rule_replaces_a_disabled_rule():
     book = RuleBook.of([rule("a", enabled=False), rule("b", "*")], 1)
     assert matched(book, "/orders") == "b"
 
 
-def test_without_an_enabled_rule_nothing_matches():
+def test_nothing_matches_without_an_enabled_rule():
     assert RuleBook.empty().match("/orders", USER) is None
     book = RuleBook.of([rule("a", enabled=False), rule("b", "*", enabled=False)], 1)
     assert book.match("/orders", USER) is None
 
 
-def test_a_rule_holds_for_its_own_identifier_type_only():
+def test_rule_applies_to_its_own_identifier_type_only():
     book = RuleBook.of([rule("a"), rule("b", "*")], 1)
     assert book.match("/orders", IP) is None
 
@@ -60,7 +60,7 @@ def test_endpoints_are_compared_byte_for_byte():
         assert book.match(near, USER) is None
 
 
-def test_candidates_are_named_in_order_of_precedence_enabled_or_not():
+def test_candidates_are_listed_by_precedence_including_disabled_ones():
     own, everywhere = rule("a", enabled=False), rule("b", "*", enabled=False)
     book = RuleBook.of([everywhere, own], 1)
     assert book.candidates("/orders", USER) == (own, everywhere)
@@ -68,7 +68,7 @@ def test_candidates_are_named_in_order_of_precedence_enabled_or_not():
     assert book.candidates("/other", IP) == ()
 
 
-def test_the_global_rule_is_its_own_only_candidate():
+def test_global_rule_is_its_own_only_candidate():
     everywhere = rule("b", "*")
     assert RuleBook.of([everywhere], 1).candidates("*", USER) == (everywhere,)
 
@@ -82,7 +82,7 @@ def test_rules_are_found_by_id_and_listed():
     assert (len(book), book.revision) == (2, 7)
 
 
-def test_a_change_leaves_the_book_it_came_from_as_it_was():
+def test_change_leaves_the_original_book_unchanged():
     before = RuleBook.of([rule("a"), rule("b", "/carts")], 1)
     after = successor(before, [rule("a", limit=99)], ["b"], 2)
     assert (limit_of(before, "a"), len(before), before.revision) == (10, 2, 1)
@@ -91,14 +91,14 @@ def test_a_change_leaves_the_book_it_came_from_as_it_was():
     assert after.match("/carts", USER) is None
 
 
-def test_a_rule_that_moves_to_another_endpoint_leaves_its_old_one():
+def test_rule_that_moves_leaves_its_old_endpoint():
     before = RuleBook.of([rule("a", "/old")], 1)
     after = successor(before, [rule("a", "/new")], [], 2)
     assert after.match("/old", USER) is None
     assert matched(after, "/new") == "a"
 
 
-def test_two_rules_may_swap_their_endpoints_in_one_change():
+def test_two_rules_may_swap_endpoints_in_one_change():
     before = RuleBook.of([rule("a", "/1"), rule("b", "/2")], 1)
     after = successor(before, [rule("a", "/2"), rule("b", "/1")], [], 2)
     assert matched(after, "/1") == "b"
@@ -106,20 +106,20 @@ def test_two_rules_may_swap_their_endpoints_in_one_change():
     assert len(after) == 2
 
 
-def test_of_two_rules_with_one_pair_the_later_stays_and_the_earlier_leaves():
+def test_later_of_two_rules_with_one_pair_replaces_the_earlier():
     book = RuleBook.of([rule("a"), rule("b")], 1)
     assert matched(book, "/orders") == "b"
     assert book.get("a") is None
     assert len(book) == 1
 
 
-def test_of_two_rules_with_one_id_the_later_stays():
+def test_later_of_two_rules_with_one_id_wins():
     book = RuleBook.of([rule("a", "/1"), rule("a", "/2")], 1)
     assert book.match("/1", USER) is None
     assert len(book) == 1
 
 
-def test_a_rule_that_is_removed_and_made_again_in_one_change_stays():
+def test_rule_removed_and_recreated_in_one_change_stays():
     before = RuleBook.of([rule("a")], 1)
     after = successor(before, [rule("a", limit=5)], ["a"], 2)
     assert limit_of(after, "a") == 5
@@ -132,7 +132,7 @@ def test_removing_an_unknown_id_changes_nothing():
     assert list(map(id, after.parts())) == list(map(id, before.parts()))
 
 
-def test_a_change_copies_only_the_shards_it_touches():
+def test_change_copies_only_the_shards_it_touches():
     before = RuleBook.of([rule(str(n), f"/{n}") for n in range(2_000)], 1)
     after = successor(before, [rule("77", "/77", limit=99)], [], 2)
     old, new = list(before.parts()), list(after.parts())
@@ -140,7 +140,7 @@ def test_a_change_copies_only_the_shards_it_touches():
     assert sum(a is not b for a, b in zip(old, new, strict=True)) == 2
 
 
-def test_an_editor_never_writes_to_the_book_it_started_from():
+def test_editor_never_writes_to_its_original_book():
     before = RuleBook.of([rule(str(n), f"/{n}") for n in range(300)], 1)
     editor = BookEditor(before)
     for n in range(300):
@@ -160,11 +160,11 @@ def test_many_changes_are_applied_in_steps():
 
 
 @pytest.mark.parametrize("endpoint", ["/", "*", "é" * 255, "/a b"])
-def test_any_endpoint_text_can_be_a_rules(endpoint):
+def test_any_text_can_be_the_endpoint_of_a_rule(endpoint):
     assert matched(RuleBook.of([rule("a", endpoint)], 1), endpoint) == "a"
 
 
-def test_the_plans_that_rules_name_are_known():
+def test_book_lists_the_plans_that_rules_name():
     pro, free = (Plan(name, (rule("a"),)) for name in ("pro", "free"))
     named = [replace(rule("a"), plans=(free, pro)), replace(rule("b", "/b"), plans=(pro,))]
     book = RuleBook.of(named, 1)

@@ -1,4 +1,4 @@
-"""The examples are those of the other's README, by their number there, in our own words."""
+"""The examples are those of the README of envoyproxy/ratelimit, by their number there, reworded."""
 
 import pytest
 import yaml
@@ -81,7 +81,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_limits_the_descriptors_that_it_did(example):
+def test_example_limits_the_same_descriptors(example):
     descriptors, rules, asked = EXAMPLES[example]
     found = imported(*descriptors)
     assert rules_of(found) == rules
@@ -132,7 +132,7 @@ def test_an_example_limits_the_descriptors_that_it_did(example):
         ("a", "a descriptor without a key: left out"),
     ],
 )
-def test_what_has_no_equivalent_is_left_out_and_told(descriptor, text):
+def test_descriptor_without_equivalent_is_left_out_with_a_note(descriptor, text):
     found = imported(descriptor)
     assert found.rules == []
     [told] = texts(found)
@@ -149,7 +149,7 @@ def test_what_has_no_equivalent_is_left_out_and_told(descriptor, text):
         ),
     ],
 )
-def test_a_limit_that_denies_nothing_observes(mode, notes):
+def test_limit_that_never_denies_observes(mode, notes):
     found = imported(entry("a", "b", **{mode: True}, **limit(5, "hour")))
     assert rules_of(found) == [("d/a=b", "api_key", 5, 3600)]
     [rule] = found.rules
@@ -171,14 +171,14 @@ def test_a_limit_that_denies_nothing_observes(mode, notes):
         ("YEAR", 31_536_000),
     ],
 )
-def test_a_unit_is_the_seconds_that_it_has_there(unit, seconds):
+def test_unit_has_the_same_number_of_seconds(unit, seconds):
     found = imported(entry("a", "b", **limit(5, unit)))
     assert rules_of(found) == [("d/a=b", "api_key", 5, seconds)]
     assert [rule.algorithm for rule in found.rules] == ["fixed_window"]
     assert found.notes == []
 
 
-def test_what_is_not_known_of_a_file_is_told():
+def test_unknown_fields_are_noted():
     found = import_config(b"domain: d\nname: x\ndescriptors:\n- {key: a, sampled: 1}\n", {})
     assert [*map(str, found.notes)] == [
         "line 2: d: name has no equivalent",
@@ -187,7 +187,7 @@ def test_what_is_not_known_of_a_file_is_told():
     ]
 
 
-def test_what_is_only_told_does_not_keep_a_limit_out():
+def test_notes_alone_do_not_leave_a_limit_out():
     found = imported(entry("user", detailed_metric=True, **limit(name="each")))  # 8
     assert rules_of(found) == [("d", "user", 10, 1)]
     assert sorted(texts(found)) == [
@@ -196,25 +196,25 @@ def test_what_is_only_told_does_not_keep_a_limit_out():
     ]
 
 
-def test_a_limit_for_each_value_and_one_for_a_certain_one_do_not_go_together():
+def test_limits_for_each_value_and_for_one_value_conflict():
     found = imported(entry("key1", **limit(10)), entry("key1", "value1", **limit(20)))  # 8
     assert rules_of(found) == [("d", "api_key", 10, 1)]
     assert found.new_identifiers == {"key1": API_KEY}
     assert texts(found)[0].startswith("left out: it is for one api_key only")
 
 
-def test_of_two_limits_for_the_same_rule_the_first_stays():
+def test_first_of_two_limits_for_the_same_rule_wins():
     found = imported(entry("a", **limit(1)), entry("b", **limit(2)))
     assert rules_of(found) == [("d", "api_key", 1, 1)]
     assert texts(found) == ["left out: an earlier limit has the same endpoint and type"]
 
 
-def test_a_limit_with_limits_below_it_holds_beside_them():
+def test_limit_with_nested_limits_applies_beside_them():
     found = imported(entry("a", "b", entry("user", **limit(2)), **limit(1, "hour")))
     assert rules_of(found) == [("d/a=b", "api_key", 1, 3600), ("d/a=b", "user", 2, 1)]
 
 
-def test_notes_say_where_in_the_order_of_the_file():
+def test_notes_have_lines_in_file_order():
     data = b"domain: d\ndescriptors:\n- key: a\n  value: 404\n- key: b\n  value: true\n"
     notes = import_config(data, {}).notes
     assert [*map(str, notes)] == [
@@ -223,7 +223,7 @@ def test_notes_say_where_in_the_order_of_the_file():
     ]
 
 
-def test_the_rules_are_a_file_that_can_be_applied():
+def test_imported_rules_are_an_applicable_file():
     descriptors = [each for descriptors, *_ in EXAMPLES.values() for each in descriptors]
     found = imported(*descriptors, entry("path", "/new", shadow_mode=True, **limit()))
     assert list(parse_rules(dump_rules(found.rules).encode())) == found.rules
@@ -241,17 +241,17 @@ def test_the_rules_are_a_file_that_can_be_applied():
     ],
     ids=["empty", "no domain", "a list", "no text", "no YAML", "too large"],
 )
-def test_what_is_no_configuration_is_refused(data, text):
+def test_invalid_configuration_is_refused(data, text):
     with pytest.raises(RuleInvalidError) as refused:
         import_config(data, {})
     assert refused.value.violations[0].description.startswith(text)
 
 
-def test_a_domain_without_descriptors_has_no_rules():
+def test_domain_without_descriptors_has_no_rules():
     assert rules_of(import_config(b"domain: d", {})) == []
 
 
-def test_a_limit_for_each_pair_of_identities_is_one_for_their_combination():
+def test_limit_for_each_pair_of_identities_becomes_one_for_their_combination():
     found = imported(
         entry("user", None, entry("remote_address", None, entry("path", "/a", **limit())))
     )

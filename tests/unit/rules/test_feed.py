@@ -27,7 +27,7 @@ CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
 
 
 class Turnstile:
-    """A sleep that ends when it is told to, so that a test decides how many polls there are."""
+    """A sleep that ends on request, so that a test controls the number of polls."""
 
     def __init__(self):
         self.asked_s = []
@@ -40,14 +40,14 @@ class Turnstile:
         await passed.wait()
 
     async def turn(self):
-        """End the pause the feed is in; return when it is in its next one."""
+        """End the current pause of the feed; return when the next one begins."""
         (await self._waiting.get()).set()
         while self._waiting.empty():  # noqa: ASYNC110 -- the feed works in threads; the loop must run for it
             await asyncio.sleep(0)
 
 
 class Node:
-    """A feed with everything it is given, and what it did."""
+    """A feed with its parameters and a record of its actions."""
 
     def __init__(self, store, directory, reports):
         self.books: list[RuleBook] = []
@@ -83,7 +83,7 @@ class Node:
 
 @pytest_asyncio.fixture
 async def start(store, tmp_path, reports):
-    """Starts nodes, one after another in one state directory, and closes them."""
+    """Start nodes, one after another in one state directory, and close them."""
     started = []
 
     async def start():
@@ -100,7 +100,7 @@ async def start(store, tmp_path, reports):
 
 @pytest.fixture
 def lose(tmp_path):
-    """Takes the database away; calling what it returns brings it back."""
+    """Remove the database; calling the result restores it."""
     path, away = tmp_path / "rules.db", tmp_path / "away.db"
 
     def lose():
@@ -110,7 +110,7 @@ def lose(tmp_path):
     return lose
 
 
-async def test_the_first_book_is_there_when_the_start_returns(start, store):
+async def test_start_loads_the_first_book(start, store):
     rule = await store.create(ORDERS, "me")
     node = await start()
     assert node.books == [node.feed.book]
@@ -120,12 +120,12 @@ async def test_the_first_book_is_there_when_the_start_returns(start, store):
     assert node.reports == []
 
 
-async def test_an_empty_store_gives_an_empty_book_and_not_none(start):
+async def test_empty_store_yields_an_empty_book(start):
     node = await start()
     assert len(node.feed.book) == 0
 
 
-async def test_a_notice_brings_a_change_into_force_before_it_returns(start, store):
+async def test_notify_applies_a_change_before_it_returns(start, store):
     rule = await store.create(ORDERS, "me")
     node = await start()
     changed = await store.update(rule.id, RuleChanges(limit=99), "", "me")
@@ -138,14 +138,14 @@ async def test_a_notice_brings_a_change_into_force_before_it_returns(start, stor
     assert len(node.books) == 3
 
 
-async def test_without_a_notice_a_poll_finds_the_change(start, store):
+async def test_poll_finds_a_change_without_notify(start, store):
     node = await start()
     rule = await store.create(ORDERS, "me")
     await node.pauses.turn()
     assert list(node.feed.book.rules()) == [rule]
 
 
-async def test_a_poll_that_finds_nothing_new_keeps_the_very_book(start, store):
+async def test_poll_without_changes_keeps_the_same_book(start, store):
     await store.create(ORDERS, "me")
     node = await start()
     await node.pauses.turn()
@@ -153,7 +153,7 @@ async def test_a_poll_that_finds_nothing_new_keeps_the_very_book(start, store):
     assert len(node.books) == 1
 
 
-async def test_two_rules_that_swapped_their_endpoints_arrive_together(start, store):
+async def test_two_rules_that_swap_endpoints_arrive_together(start, store):
     orders, carts = await store.create(ORDERS, "me"), await store.create(CARTS, "me")
     node = await start()
     await store.update(orders.id, RuleChanges(endpoint="/aside"), "", "me")
@@ -163,13 +163,13 @@ async def test_two_rules_that_swapped_their_endpoints_arrive_together(start, sto
     assert set(node.feed.book.rules()) == {orders, carts}
 
 
-async def test_a_book_of_many_turns_is_swapped_whole(start, insert_many):
+async def test_large_book_is_swapped_whole(start, insert_many):
     insert_many(RULES_PER_STEP + 1)
     node = await start()
     assert [len(book) for book in node.books] == [RULES_PER_STEP + 1]
 
 
-async def test_a_replaced_database_is_read_anew(start, store, behind):
+async def test_replaced_database_is_reloaded(start, store, behind):
     await store.create(ORDERS, "me")
     await store.create(CARTS, "me")
     node = await start()
@@ -180,7 +180,7 @@ async def test_a_replaced_database_is_read_anew(start, store, behind):
     assert node.feed.book.revision == 1
 
 
-async def test_polls_are_two_seconds_apart_give_or_take_a_fifth(start):
+async def test_polls_are_two_seconds_apart_within_a_fifth(start):
     node = await start()
     await node.pauses.turn()
     node.random = 0.0
@@ -190,7 +190,7 @@ async def test_polls_are_two_seconds_apart_give_or_take_a_fifth(start):
     assert node.pauses.asked_s == pytest.approx([POLL_S, POLL_S, POLL_S * 0.8, POLL_S * 1.2])
 
 
-async def test_retries_back_off_with_jitter_and_stop_at_the_longest_pause(start, lose):
+async def test_retries_back_off_with_jitter_up_to_the_longest_pause(start, lose):
     node = await start()
     bring_back = lose()
     for _ in range(8):
@@ -202,7 +202,9 @@ async def test_retries_back_off_with_jitter_and_stop_at_the_longest_pause(start,
     assert node.pauses.asked_s[-1] == POLL_S
 
 
-async def test_while_the_database_is_away_the_book_stays_and_one_line_says_so(start, store, lose):
+async def test_book_stays_and_one_line_is_logged_while_the_database_is_unavailable(
+    start, store, lose
+):
     rule = await store.create(ORDERS, "me")
     node = await start()
     bring_back = lose()
@@ -219,7 +221,7 @@ async def test_while_the_database_is_away_the_book_stays_and_one_line_says_so(st
     ]
 
 
-async def test_a_start_without_the_database_serves_the_last_good_book_until_it_is_back(
+async def test_start_without_the_database_serves_the_last_good_book_until_it_returns(
     start, store, lose
 ):
     rule = await store.create(ORDERS, "me")
@@ -236,9 +238,7 @@ async def test_a_start_without_the_database_serves_the_last_good_book_until_it_i
     assert node.feed.connected
 
 
-async def test_the_last_good_book_is_not_taken_for_the_stores_even_at_its_revision(
-    start, store, lose
-):
+async def test_last_good_book_never_counts_as_the_stores_even_at_its_revision(start, store, lose):
     await store.create(ORDERS, "me")
     await (await start()).close()
     bring_back = lose()
@@ -249,7 +249,7 @@ async def test_the_last_good_book_is_not_taken_for_the_stores_even_at_its_revisi
     assert node.feed.connected
 
 
-async def test_a_start_without_database_and_last_good_book_has_no_book_and_goes_on_trying(
+async def test_start_without_database_and_last_good_book_has_no_book_and_retries(
     start, store, lose
 ):
     rule = await store.create(ORDERS, "me")
@@ -261,7 +261,7 @@ async def test_a_start_without_database_and_last_good_book_has_no_book_and_goes_
     assert list(node.feed.book.rules()) == [rule]
 
 
-async def test_an_unusable_last_good_book_is_reported_and_the_node_starts(start, lose, tmp_path):
+async def test_unusable_last_good_book_is_reported_and_the_node_starts(start, lose, tmp_path):
     (tmp_path / "rules.last-good").write_text("nonsense")
     lose()
     node = await start()
@@ -269,7 +269,7 @@ async def test_an_unusable_last_good_book_is_reported_and_the_node_starts(start,
     assert node.reports[-1] == ("the last good rule book was set aside: it has another format")
 
 
-async def test_a_feed_needs_no_last_good_book(store, lose):
+async def test_feed_works_without_a_last_good_book(store, lose):
     lose()
     feed = RuleFeed(store, on_book=lambda _book: None, sleep=Turnstile())
     await feed.start()
@@ -277,11 +277,11 @@ async def test_a_feed_needs_no_last_good_book(store, lose):
     await feed.close()
 
 
-async def test_a_feed_that_never_started_can_be_closed(store):
+async def test_feed_that_never_started_can_be_closed(store):
     await RuleFeed(store, on_book=lambda _book: None).close()
 
 
-async def test_bad_rows_are_skipped_counted_and_named(start, behind, insert_many):
+async def test_invalid_rows_are_skipped_counted_and_named(start, behind, insert_many):
     insert_many(2)
     behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/0001'")
     node = await start()
@@ -291,7 +291,7 @@ async def test_bad_rows_are_skipped_counted_and_named(start, behind, insert_many
     assert line.startswith(f"rule {uuid.UUID(int=1)} is not served: algorithm: unsupported")
 
 
-async def test_a_rule_made_bad_stays_as_the_book_has_it_until_it_is_mended(start, store, behind):
+async def test_rule_made_invalid_stays_in_the_book_until_repaired(start, store, behind):
     rule = await store.create(ORDERS, "me")
     node = await start()
     behind('UPDATE rules SET "limit" = 0, revision = 2')
@@ -305,7 +305,7 @@ async def test_a_rule_made_bad_stays_as_the_book_has_it_until_it_is_mended(start
     assert (node.feed.skipped_total, node.feed.left_out) == (1, 0)
 
 
-async def test_a_bad_row_that_is_deleted_is_not_met_again(start, store, behind):
+async def test_deleted_invalid_row_is_no_longer_counted(start, store, behind):
     rule = await store.create(ORDERS, "me")
     behind("UPDATE rules SET algorithm = ''")
     node = await start()
@@ -316,7 +316,7 @@ async def test_a_bad_row_that_is_deleted_is_not_met_again(start, store, behind):
     assert node.feed.left_out == 0
 
 
-async def test_a_replaced_database_brings_its_own_bad_rows(start, store, behind):
+async def test_replaced_database_replaces_the_invalid_rows(start, store, behind):
     await store.create(ORDERS, "me")
     behind("UPDATE rules SET algorithm = ''")
     node = await start()
@@ -327,7 +327,7 @@ async def test_a_replaced_database_brings_its_own_bad_rows(start, store, behind)
     assert (len(node.feed.book), node.feed.left_out) == (0, 0)
 
 
-async def test_of_very_many_bad_rows_only_some_are_named(start, behind, insert_many):
+async def test_only_some_of_many_invalid_rows_are_named(start, behind, insert_many):
     insert_many(MAX_REPORTED_ROWS + 5, algorithm="leaky")
     behind("UPDATE rules SET id = 'none' WHERE endpoint = '/0000'")
     node = await start()
@@ -336,9 +336,7 @@ async def test_of_very_many_bad_rows_only_some_are_named(start, behind, insert_m
     assert node.reports[-1] == "5 more rules are not served"
 
 
-async def test_a_crash_counts_as_a_failure_and_the_feed_goes_on_when_it_is_run_again(
-    start, store, monkeypatch
-):
+async def test_crash_counts_as_a_failure_and_the_feed_can_run_again(start, store, monkeypatch):
     node = await start()
 
     async def crash():
@@ -355,7 +353,7 @@ async def test_a_crash_counts_as_a_failure_and_the_feed_goes_on_when_it_is_run_a
     assert list(node.feed.book.rules()) == [rule]
 
 
-async def test_what_is_raised_while_following_the_store_leaves_as_it_is(store, monkeypatch):
+async def test_exception_while_polling_propagates_unchanged(store, monkeypatch):
     async def crash():
         raise ZeroDivisionError
 
@@ -367,7 +365,7 @@ async def test_what_is_raised_while_following_the_store_leaves_as_it_is(store, m
     assert not feed.connected
 
 
-async def test_concurrent_notices_leave_the_newest_book(start, store):
+async def test_concurrent_notifies_leave_the_newest_book(start, store):
     node = await start()
     for n in range(5):
         await store.create(RuleDraft(f"/{n}", "user", 1, 1, "fixed_window"), "me")
@@ -376,7 +374,7 @@ async def test_concurrent_notices_leave_the_newest_book(start, store):
     assert [book.revision for book in node.books] == [0, 5]
 
 
-async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, tmp_path):
+async def test_close_writes_the_book_for_the_next_start(start, store, tmp_path):
     await store.create(ORDERS, "me")
     node = await start()
     await node.close()
@@ -385,7 +383,7 @@ async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, t
     await node.feed.close()
 
 
-async def test_each_load_of_a_whole_book_is_marked_and_no_edit_is(start, store, behind, lose):
+async def test_whole_load_is_entered_for_whole_books_only(start, store, behind, lose):
     rule = await store.create(ORDERS, "me")
     node = await start()
     assert node.loads == ["begins", "ends with 1 books"]
@@ -402,7 +400,7 @@ async def test_each_load_of_a_whole_book_is_marked_and_no_edit_is(start, store, 
     assert again.loads[-2:] == ["begins", "ends with 1 books"]
 
 
-async def test_the_store_is_opened_before_it_is_read_until_that_works(store, reports):
+async def test_store_is_opened_before_each_read_until_it_succeeds(store, reports):
     attempts = []
 
     async def open_store():
@@ -419,7 +417,7 @@ async def test_the_store_is_opened_before_it_is_read_until_that_works(store, rep
     assert reports == ["rules cannot be read: locked", "rules can be read again"]
 
 
-async def test_a_mistake_that_shows_when_the_store_is_opened_ends_the_start(store):
+async def test_permanent_error_of_opening_the_store_ends_the_start(store):
     async def open_store():
         raise StartupError
 
@@ -427,9 +425,7 @@ async def test_a_mistake_that_shows_when_the_store_is_opened_ends_the_start(stor
         await RuleFeed(store, on_book=lambda _book: None, open_store=open_store).start()
 
 
-async def test_a_change_by_another_process_on_the_same_file_is_there_after_one_poll(
-    start, tmp_path
-):
+async def test_change_by_another_process_is_applied_after_one_poll(start, tmp_path):
     node = await start()
     async with sqlite_store(tmp_path) as another:
         rule = await another.create(ORDERS, "me")
@@ -443,7 +439,7 @@ async def test_a_change_by_another_process_on_the_same_file_is_there_after_one_p
 
 @pytest_asyncio.fixture
 async def cluster(postgresql_url, tmp_path, reports):
-    """Starts nodes on one server, each with a store and a state directory of its own, and closes them."""
+    """Start nodes on one server, each with its own store and state directory, and close them."""
     async with AsyncExitStack() as stack:
 
         async def start(name):
@@ -458,8 +454,8 @@ async def cluster(postgresql_url, tmp_path, reports):
         yield start
 
 
-async def test_a_change_on_one_node_is_on_the_others_after_one_poll(cluster):
-    """Of the bound on an edit, one pause between two polls, nothing but that pause is real time."""
+async def test_change_on_one_node_reaches_the_others_after_one_poll(cluster):
+    """Of the bound on the delay of an edit, only the pause between two polls takes real time."""
     (one, store), (two, _), (three, _) = [await cluster(name) for name in "abc"]
     rule = await store.create(ORDERS, "me")
     await one.feed.notify()
@@ -471,7 +467,9 @@ async def test_a_change_on_one_node_is_on_the_others_after_one_poll(cluster):
         assert node.pauses.asked_s[0] <= POLL_S * (1 + POLL_JITTER)
 
 
-async def test_a_change_past_the_service_is_there_after_one_poll(cluster, postgres, postgresql_url):
+async def test_change_outside_the_service_is_applied_after_one_poll(
+    cluster, postgres, postgresql_url
+):
     node, store = await cluster("a")
     await store.create(ORDERS, "me")
     await node.feed.notify()
@@ -484,7 +482,7 @@ async def test_a_change_past_the_service_is_there_after_one_poll(cluster, postgr
     assert [rule.endpoint for rule in node.feed.book.rules()] == ["/carts"]
 
 
-async def test_a_server_that_goes_and_comes_back_costs_no_rule_and_two_lines(cluster, postgres):
+async def test_server_outage_loses_no_rule_and_logs_two_lines(cluster, postgres):
     node, store = await cluster("a")
     rule = await store.create(ORDERS, "me")
     await node.feed.notify()
@@ -505,9 +503,7 @@ async def test_a_server_that_goes_and_comes_back_costs_no_rule_and_two_lines(clu
     ]
 
 
-async def test_a_node_that_starts_while_the_server_is_down_serves_its_last_good_book(
-    cluster, postgres
-):
+async def test_node_that_starts_during_an_outage_serves_its_last_good_book(cluster, postgres):
     node, store = await cluster("a")
     rule = await store.create(ORDERS, "me")
     await node.feed.notify()
@@ -532,13 +528,13 @@ def plans(node):
     return {one.identifier: one.plan for one in node.feed.assignments.items()}
 
 
-async def test_assignments_are_complete_when_the_first_book_is_there(start, store):
+async def test_assignments_are_complete_with_the_first_book(start, store):
     await store.assignments.assign_all([pro(b"a"), pro(b"b", "free")], "me")
     node = await start()
     assert (plans(node), node.feed.book.revision) == ({b"a": "pro", b"b": "free"}, 2)
 
 
-async def test_an_assignment_and_its_removal_are_seen_at_the_next_poll(start, store):
+async def test_assignment_and_removal_are_applied_at_the_next_poll(start, store):
     node = await start()
     await store.assignments.assign_all([pro(b"a"), pro(b"b")], "me")
     await node.pauses.turn()
@@ -550,7 +546,7 @@ async def test_an_assignment_and_its_removal_are_seen_at_the_next_poll(start, st
     assert (plans(node), node.feed.book.revision) == ({b"b": "free"}, 5)
 
 
-async def test_rules_and_assignments_do_not_mix(start, store):
+async def test_rule_and_assignment_changes_are_independent(start, store):
     rule = await store.create(ORDERS, "me")
     node = await start()
     await store.assignments.assign_all([pro(b"a")], "me")
@@ -559,7 +555,7 @@ async def test_rules_and_assignments_do_not_mix(start, store):
     assert (len(node.feed.book), plans(node)) == (0, {b"a": "pro"})
 
 
-async def test_a_batch_is_in_force_whole_and_many_are_applied_in_steps(start, store):
+async def test_batch_takes_effect_whole_and_is_applied_in_steps(start, store):
     node = await start()
     batch = [pro(b"%04d" % number) for number in range(ASSIGNMENTS_PER_STEP)]
     sizes = set()
@@ -581,7 +577,7 @@ async def test_a_batch_is_in_force_whole_and_many_are_applied_in_steps(start, st
     watching.cancel()
 
 
-async def test_assignments_of_another_database_take_the_place_of_all(start, store, behind):
+async def test_assignments_of_another_database_replace_all(start, store, behind):
     await store.assignments.assign_all([pro(b"a"), pro(b"b")], "me")
     node = await start()
     behind("UPDATE rule_revision SET revision = 1")
@@ -590,7 +586,7 @@ async def test_assignments_of_another_database_take_the_place_of_all(start, stor
     assert plans(node) == {b"b": "pro"}
 
 
-async def test_an_assignment_written_past_the_service_is_left_out_if_it_is_none(
+async def test_invalid_assignment_written_outside_the_service_is_left_out(
     start, store, behind, reports
 ):
     await store.assignments.assign_all([pro(b"a"), pro(b"b"), pro(b"c")], "me")
@@ -605,9 +601,7 @@ async def test_an_assignment_written_past_the_service_is_left_out_if_it_is_none(
     assert plans(another) == {b"b": "free", b"c": "pro"}
 
 
-async def test_who_is_blocked_stays_blocked_when_the_database_is_away_at_the_start(
-    start, store, lose
-):
+async def test_blocked_identity_stays_blocked_at_a_start_without_the_database(start, store, lose):
     await store.assignments.assign_all([pro(b"a", "blocked")], "me")
     node = await start()
     await node.close()

@@ -62,7 +62,7 @@ async def stored(directory, book, assignments=None):
     return directory / BOOK_FILE
 
 
-async def test_a_book_comes_back_as_it_was(tmp_path, reports):
+async def test_book_is_restored_unchanged(tmp_path, reports):
     book = book_of(*ENDPOINTS)
     await stored(tmp_path, book)
     found = (await LastGoodBook(tmp_path).load()).book
@@ -74,25 +74,25 @@ async def test_a_book_comes_back_as_it_was(tmp_path, reports):
     assert {type(rule.algorithm) for rule in found.rules()} == {Algorithm}
 
 
-async def test_an_empty_book_comes_back_too(tmp_path):
+async def test_empty_book_is_restored(tmp_path):
     await stored(tmp_path, RuleBook.of([], 3))
     found = (await LastGoodBook(tmp_path).load()).book
     assert (len(found), found.revision) == (0, 3)
 
 
-async def test_a_book_of_many_turns_comes_back_whole(tmp_path):
+async def test_large_book_is_restored_whole(tmp_path):
     count = 3 * RULES_PER_STEP + 1
     await stored(tmp_path, book_of(*(f"/{n}" for n in range(count))))
     found = (await LastGoodBook(tmp_path).load()).book
     assert len(found) == count
 
 
-async def test_no_file_is_no_book_and_nothing_to_report(tmp_path, reports):
+async def test_missing_file_is_no_book_and_not_reported(tmp_path, reports):
     assert await LastGoodBook(tmp_path).load() is None
     assert reports == []
 
 
-async def test_a_file_cut_anywhere_is_set_aside_and_never_half_used(tmp_path, reports):
+async def test_truncated_file_is_set_aside_and_never_partly_used(tmp_path, reports):
     path = await stored(tmp_path, book_of(*ENDPOINTS))
     whole = path.read_bytes()
     for size in range(len(whole) - 1):
@@ -103,7 +103,7 @@ async def test_a_file_cut_anywhere_is_set_aside_and_never_half_used(tmp_path, re
         assert path.with_name(f"{BOOK_FILE}.bad").read_bytes() == whole[:size]
 
 
-async def test_a_changed_byte_is_found(tmp_path, reports):
+async def test_changed_byte_is_detected(tmp_path, reports):
     path = await stored(tmp_path, book_of("/orders"))
     path.write_bytes(path.read_bytes().replace(b",60,", b",61,"))
     assert await LastGoodBook(tmp_path).load() is None
@@ -122,14 +122,14 @@ async def test_a_changed_byte_is_found(tmp_path, reports):
     ],
     ids=["empty", "zeros", "yaml", "a list", "another format", "no revision"],
 )
-async def test_a_foreign_file_is_set_aside(tmp_path, reports, foreign):
+async def test_foreign_file_is_set_aside(tmp_path, reports, foreign):
     (tmp_path / BOOK_FILE).write_bytes(foreign)
     assert await LastGoodBook(tmp_path).load() is None
     assert reports == ["the last good rule book was set aside: it has another format"]
 
 
 @pytest.mark.parametrize("line", [b"[]", b"7", b"nonsense", json.dumps([None] * 8).encode()])
-async def test_a_line_that_is_no_rule_condemns_the_file(tmp_path, reports, line):
+async def test_invalid_rule_line_invalidates_the_file(tmp_path, reports, line):
     path = await stored(tmp_path, book_of("/orders"))
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], line, lines[2]]))
@@ -137,21 +137,21 @@ async def test_a_line_that_is_no_rule_condemns_the_file(tmp_path, reports, line)
     assert reports == ["the last good rule book was set aside: a line of it is no rule"]
 
 
-async def test_a_file_that_cannot_be_opened_is_reported_and_stays(tmp_path, reports):
+async def test_unreadable_file_is_reported_and_stays(tmp_path, reports):
     (tmp_path / BOOK_FILE).mkdir()
     assert await LastGoodBook(tmp_path).load() is None
     assert reports == ["the last good rule book cannot be read: Is a directory"]
     assert (tmp_path / BOOK_FILE).exists()
 
 
-async def test_a_bad_file_that_cannot_be_renamed_is_reported(tmp_path, reports):
+async def test_bad_file_that_cannot_be_renamed_is_reported(tmp_path, reports):
     (tmp_path / BOOK_FILE).write_bytes(b"x")
     (tmp_path / f"{BOOK_FILE}.bad").mkdir()
     assert await LastGoodBook(tmp_path).load() is None
     assert reports[0] == "the unusable rule book cannot be renamed: Is a directory"
 
 
-async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_path):
+async def test_only_the_newest_book_is_written_after_the_delay(tmp_path):
     pause = Pause()
     last_good = LastGoodBook(tmp_path, sleep=pause)
     for revision in (1, 2, 3):
@@ -165,7 +165,7 @@ async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_pat
     assert pause.asked_s == [WRITE_DELAY_S]
 
 
-async def test_closing_writes_at_once_what_waits_and_does_so_once(tmp_path):
+async def test_close_writes_the_pending_book_once(tmp_path):
     last_good = LastGoodBook(tmp_path, sleep=Pause())
     last_good.offer(book_of("/orders", revision=1), Assignments())
     await asyncio.sleep(0)
@@ -175,12 +175,12 @@ async def test_closing_writes_at_once_what_waits_and_does_so_once(tmp_path):
     assert (tmp_path / BOOK_FILE).stat().st_ino == before
 
 
-async def test_closing_without_a_book_writes_nothing(tmp_path):
+async def test_close_without_a_book_writes_nothing(tmp_path):
     await LastGoodBook(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_later_book_replaces_the_file_whole(tmp_path):
+async def test_later_book_replaces_the_file_atomically(tmp_path):
     await stored(tmp_path, book_of("/orders", revision=1))
     with (tmp_path / BOOK_FILE).open("rb") as reader:
         old = reader.read(10)
@@ -189,7 +189,7 @@ async def test_a_later_book_replaces_the_file_whole(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [BOOK_FILE]
 
 
-async def test_a_book_that_cannot_be_written_is_reported_and_the_next_one_tried(tmp_path, reports):
+async def test_failed_write_is_reported_and_the_next_one_is_tried(tmp_path, reports):
     directory = tmp_path / "state"
     last_good = LastGoodBook(directory, sleep=lambda _s: asyncio.sleep(0))
     last_good.offer(book_of("/orders", revision=1), Assignments())
@@ -203,11 +203,11 @@ async def test_a_book_that_cannot_be_written_is_reported_and_the_next_one_tried(
 
 @pytest.fixture
 def key(tmp_path):
-    """Makes the key of one start after another in one state directory."""
+    """Create the key for one start after another in one state directory."""
     return lambda: BucketKey(tmp_path)
 
 
-async def test_the_stores_key_is_used_and_copied_for_its_owner_alone(key, store, tmp_path, reports):
+async def test_stores_key_is_used_and_copied_privately(key, store, tmp_path, reports):
     stored = await store.secret(KEY_NAME)
     new = key()
     await new.settle(store)
@@ -217,14 +217,14 @@ async def test_the_stores_key_is_used_and_copied_for_its_owner_alone(key, store,
     assert reports == []
 
 
-async def test_without_the_store_the_copy_is_used(key, store):
+async def test_copy_is_used_without_the_store(key, store):
     first = key()
     await first.settle(store)
     used = first.use()
     assert key().use() == used
 
 
-async def test_a_key_made_without_the_store_is_kept_and_becomes_the_stores(key, store, reports):
+async def test_key_made_without_the_store_is_kept_and_stored(key, store, reports):
     made = key().use()
     later = key()
     assert later.use() == made
@@ -233,7 +233,7 @@ async def test_a_key_made_without_the_store_is_kept_and_becomes_the_stores(key, 
     assert reports == []
 
 
-async def test_another_key_in_the_store_wins_at_the_start_and_is_reported(key, store, reports):
+async def test_different_key_in_the_store_wins_at_the_start_and_is_reported(key, store, reports):
     key().use()
     stored = await store.secret(KEY_NAME)
     new = key()
@@ -243,7 +243,9 @@ async def test_another_key_in_the_store_wins_at_the_start_and_is_reported(key, s
     assert "another bucket key than the state directory" in reports[0]
 
 
-async def test_another_key_in_the_store_is_only_reported_once_the_node_serves(key, store, reports):
+async def test_different_key_in_the_store_is_only_reported_once_the_node_serves(
+    key, store, reports
+):
     stored = await store.secret(KEY_NAME)
     serving = key()
     used = serving.use()
@@ -253,7 +255,7 @@ async def test_another_key_in_the_store_is_only_reported_once_the_node_serves(ke
     assert "the next start takes the database's" in reports[0]
 
 
-async def test_a_store_that_is_away_changes_nothing(key, store, tmp_path):
+async def test_unavailable_store_changes_nothing(key, store, tmp_path):
     (tmp_path / "rules.db").rename(tmp_path / "away.db")
     new = key()
     with pytest.raises(StoreUnavailableError):
@@ -262,16 +264,14 @@ async def test_a_store_that_is_away_changes_nothing(key, store, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 31, b"x" * 33])
-def test_a_copy_that_is_no_key_is_reported_and_replaced(key, tmp_path, reports, content):
+def test_invalid_copy_is_reported_and_replaced(key, tmp_path, reports, content):
     (tmp_path / KEY_FILE).write_bytes(content)
     used = key().use()
     assert reports == ["the copy of the bucket key is not a key and is replaced"]
     assert key().use() == used != content
 
 
-def test_a_copy_that_can_be_neither_read_nor_written_is_reported_and_not_fatal(
-    key, tmp_path, reports
-):
+def test_copy_that_cannot_be_read_or_written_is_reported_and_not_fatal(key, tmp_path, reports):
     (tmp_path / KEY_FILE).mkdir()
     assert len(key().use()) == 32
     assert [line.partition(":")[0] for line in reports] == [
@@ -280,7 +280,7 @@ def test_a_copy_that_can_be_neither_read_nor_written_is_reported_and_not_fatal(
     ]
 
 
-def test_what_a_kill_left_over_is_replaced(key, tmp_path):
+def test_leftover_temporary_file_is_replaced(key, tmp_path):
     left_over = tmp_path / f"{KEY_FILE}.tmp"
     left_over.write_bytes(b"half")
     left_over.chmod(0o644)
@@ -292,7 +292,7 @@ def test_what_a_kill_left_over_is_replaced(key, tmp_path):
 GIVEN = b"a secret of sixteen bytes and more"
 
 
-async def test_nodes_with_the_same_key_go_together_whether_it_is_given_or_the_stores(store):
+async def test_nodes_with_the_same_given_or_stored_key_are_accepted(store):
     await require_same_key(store, GIVEN)
     await require_same_key(store, GIVEN)
     fingerprint = await store.secret(FINGERPRINT_NAME)
@@ -300,21 +300,21 @@ async def test_nodes_with_the_same_key_go_together_whether_it_is_given_or_the_st
     assert GIVEN not in fingerprint
 
 
-async def test_nodes_without_a_key_of_their_own_go_together(store):
+async def test_nodes_without_a_key_setting_are_accepted(store):
     await require_same_key(store, b"")
     await require_same_key(store, b"")
     await require_same_key(store, await store.secret(KEY_NAME))
 
 
 @pytest.mark.parametrize(("first", "second"), [(GIVEN, GIVEN + b"2"), (GIVEN, b""), (b"", GIVEN)])
-async def test_a_node_with_another_key_is_refused_by_the_name_of_the_setting(store, first, second):
+async def test_node_with_another_key_is_refused_by_setting_name(store, first, second):
     await require_same_key(store, first)
     with pytest.raises(StartupError, match=r"^KEY_SECRET is not that of the other nodes"):
         await require_same_key(store, second)
     await require_same_key(store, first)
 
 
-async def test_of_nodes_that_race_with_different_keys_one_goes_on(postgresql_url):
+async def test_one_of_racing_nodes_with_different_keys_starts(postgresql_url):
     async with AsyncExitStack() as stack:
         stores = [await stack.enter_async_context(store_at(postgresql_url)) for _ in range(4)]
         results = await asyncio.gather(
@@ -324,7 +324,7 @@ async def test_of_nodes_that_race_with_different_keys_one_goes_on(postgresql_url
     assert sorted(map(type, results), key=str) == [type(None), *[StartupError] * 3]
 
 
-async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_before_there_were_any(
+async def test_rule_with_several_limits_and_older_files_are_restored(
     tmp_path,
 ):
     limits = (LimitDraft("", 1, 60, "sliding_window"), LimitDraft("day", 9, 90, "fixed_window"))
@@ -350,7 +350,7 @@ def assigned(count, plan="pro"):
     return assignments
 
 
-async def test_assignments_come_back_with_the_book_whatever_their_identifiers(tmp_path):
+async def test_assignments_with_any_identifier_are_restored(tmp_path):
     assignments = assigned(3 * RULES_PER_STEP)
     for identifier in (b"nul\x00", "caf\u00e9".encode(), b'"', b"i" * 256):
         assignments.put("tenant", identifier, "blocked", 0)
@@ -360,7 +360,7 @@ async def test_assignments_come_back_with_the_book_whatever_their_identifiers(tm
     assert set(found.assignments.items()) == set(assignments.items())
 
 
-async def test_a_file_of_before_there_were_assignments_is_used_and_one_with_them_is_of_another_format(
+async def test_older_file_without_assignments_is_read_and_new_files_have_another_format(
     tmp_path,
 ):
     path = await stored(tmp_path, book_of("/orders"))
@@ -371,7 +371,7 @@ async def test_a_file_of_before_there_were_assignments_is_used_and_one_with_them
     assert json.loads(path.read_bytes().splitlines()[0])["format"] == "ratelimitd rule book 2"
 
 
-async def test_a_line_that_is_no_assignment_condemns_the_file(tmp_path, reports):
+async def test_invalid_assignment_line_invalidates_the_file(tmp_path, reports):
     path = await stored(tmp_path, book_of(), assigned(1))
     header, line, _ = path.read_bytes().splitlines(keepends=True)
     for wrong in (
@@ -388,7 +388,7 @@ async def test_a_line_that_is_no_assignment_condemns_the_file(tmp_path, reports)
         assert reports.pop().endswith("a line of it is no rule")
 
 
-async def test_the_more_assignments_the_longer_the_pause_before_they_are_written(tmp_path):
+async def test_delay_before_writing_grows_with_the_number_of_assignments(tmp_path):
     pause = Pause()
     last_good = LastGoodBook(tmp_path, sleep=pause)
     last_good.offer(book_of(), assigned(ASSIGNMENTS_PER_S // 10))

@@ -1,4 +1,4 @@
-"""Which rules a check without a rule is told of, and why each is near."""
+"""The rules suggested for a check without a rule, and the reasons."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def nearest(asked, *rules, types=("user",)):
         ("GET /Orders?x", "/orders", "differs in case, names no method, has no query"),
     ],
 )
-def test_the_same_path_in_another_spelling_is_near(asked, endpoint, why):
+def test_same_path_in_another_spelling_is_near(asked, endpoint, why):
     assert nearest(asked, endpoint) == [(endpoint, why)]
 
 
@@ -60,18 +60,18 @@ def test_the_same_path_in_another_spelling_is_near(asked, endpoint, why):
         ("/orders/42", "/ord*/42", "has a * that stands for itself alone"),
     ],
 )
-def test_a_template_of_the_path_is_near(asked, endpoint, why):
+def test_template_of_the_path_is_near(asked, endpoint, why):
     [(found, said)] = nearest(asked, endpoint)
     assert (found, said.startswith(why)) == (endpoint, True)
 
 
-def test_a_template_says_what_else_differs():
+def test_template_reports_other_differences():
     [(_, why)] = nearest("POST /orders/42", "GET /orders/{id}")
     assert why.endswith("callers must send the template, names the method GET")
 
 
 @pytest.mark.parametrize("slip", ["/ordes", "/ordesr", "/orderss", "/0rders", "/orders-v"])
-def test_a_slip_of_the_keys_is_near(slip):
+def test_typing_error_is_near(slip):
     assert nearest(slip, "/orders") == [("/orders", "is spelled nearly the same")]
 
 
@@ -84,7 +84,7 @@ def test_a_slip_of_the_keys_is_near(slip):
         ("/shop/v1/orders/42", "/shop/v1/orders/{id}/items", "begins with the same 4 parts"),
     ],
 )
-def test_a_path_that_begins_alike_is_near(asked, endpoint, why):
+def test_path_with_the_same_beginning_is_near(asked, endpoint, why):
     assert nearest(asked, endpoint) == [(endpoint, why)]
 
 
@@ -102,25 +102,44 @@ def test_a_path_that_begins_alike_is_near(asked, endpoint, why):
         ("/orders-of-today", "/orders"),
     ],
 )
-def test_what_is_another_endpoint_or_is_looked_at_anyway_is_not_near(asked, endpoint):
+def test_other_endpoints_and_those_matched_elsewhere_are_not_near(asked, endpoint):
     assert nearest(asked, endpoint) == []
 
 
-def test_only_another_spelling_is_near_where_that_is_asked_for():
+def test_only_spelling_selects_other_spellings_only():
     found = Nearest("/orders/42", ["user"], only_spelling=True)
     others = ["/Orders/42", "GET /orders/42", "/orders/{id}", "/orders/43", "/orders"]
     found.look_at([rule_of(other) for other in others])
     assert [near.rule.endpoint for near in found.found()] == ["/Orders/42"]
 
 
-def test_the_nearest_come_first_and_are_few():
+@pytest.mark.parametrize(
+    ("asked", "endpoint", "why"),
+    [
+        ("GET /orders/{id}", "GET /order/{id}", "is spelled nearly the same"),
+        ("GET /orders/{id}", "GET /orders/{order}", "names a parameter otherwise"),
+        ("GET /orders/{id}", "GET /Orders/{id}/", "differs in case, differs in slashes"),
+        ("GET /orders/{id}", "/orders/{id}", None),
+        ("GET /orders/{id}", "GET /orders/id", None),
+        ("GET /orders/{id}", "GET /orders/7", None),
+        ("GET /orders/{id}", "GET /orders/{id}/items", None),
+        ("/v1/orders", "/v2/orders", None),
+    ],
+)
+def test_another_spelling_of_a_template_is_found(asked, endpoint, why):
+    found = Nearest(asked, ["user"], only_spelling=True)
+    found.look_at([rule_of(endpoint)])
+    assert [near.why for near in found.found()] == ([why] if why else [])
+
+
+def test_nearest_come_first_and_are_few():
     far_to_near = ["/orders", "/orders/42/itms", "/orders/{id}/items", "/orders/42/Items"]
     found = nearest("/orders/42/items", *far_to_near)
     assert [endpoint for endpoint, _ in found] == [*reversed(far_to_near)][:MAX_NEAREST]
     assert len(found) == MAX_NEAREST == 3
 
 
-def test_rules_that_would_not_judge_come_later_and_say_so():
+def test_rules_that_would_not_apply_come_later_with_the_reason():
     rules = [rule_of("/Orders", "ip"), rule_of("/ORDERS", enabled=False), rule_of("/orders/")]
     assert nearest("/orders", *rules) == [
         ("/orders/", "differs in slashes"),
@@ -129,7 +148,7 @@ def test_rules_that_would_not_judge_come_later_and_say_so():
     ]
 
 
-def test_rules_of_everybody_and_of_products_are_for_checks_that_name_their_types():
+def test_rules_of_all_and_of_products_are_for_checks_that_name_their_types():
     rules = [rule_of("/Orders", "all"), rule_of("/ORDERS", "tenant+user")]
     assert [why for _, why in nearest("/orders", *rules, types=("user", "tenant"))] == [
         "differs in case",
@@ -138,6 +157,6 @@ def test_rules_of_everybody_and_of_products_are_for_checks_that_name_their_types
     assert nearest("/orders", *rules)[1] == ("/ORDERS", "differs in case, is for tenant+user")
 
 
-def test_of_a_long_path_a_bounded_number_of_parts_is_compared():
+def test_only_a_bounded_number_of_segments_is_compared():
     [(_, why)] = nearest("/a" * 120 + "/x", "/a" * 120 + "/longer")
     assert why == "begins with the same 15 parts"

@@ -1,4 +1,4 @@
-"""The schema of rules files says what their reader does, as far as a schema can."""
+"""The schema of rules files agrees with their reader, as far as a schema can."""
 
 import json
 from pathlib import Path
@@ -38,12 +38,12 @@ def book_of(without=(), **fields):
     return {"rules": [{name: value for name, value in rule.items() if name not in without}]}
 
 
-def test_it_is_a_schema():
+def test_schema_is_valid():
     jsonschema.Draft7Validator.check_schema(rules_schema())
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*rules*.yaml")), ids=str)
-def test_the_example_books_fit(file):
+def test_example_books_match_the_schema(file):
     assert [*SCHEMA.iter_errors(yaml.safe_load(file.read_text()))] == []
 
 
@@ -63,7 +63,7 @@ def test_the_example_books_fit(file):
         book_of(identifier_type="all", endpoint="**"),
     ],
 )  # fmt: skip
-def test_what_is_read_fits(book):
+def test_readable_books_match_the_schema(book):
     assert is_read(book)
     assert [*SCHEMA.iter_errors(book)] == []
 
@@ -111,7 +111,7 @@ def test_what_is_read_fits(book):
         book_of(plans={"pro": [{**LIMIT, "enforcement": "never"}]}),
     ],
 )
-def test_what_does_not_fit_is_not_read_and_the_other_way_round(book):
+def test_books_that_do_not_match_are_not_readable(book):
     assert not is_read(book)
     assert not fits(book)
 
@@ -128,7 +128,7 @@ some_of_limit = st.dictionaries(st.sampled_from([*LIMIT_TYPES, "nonsense"]), val
 
 
 @given(some_fields, some_of_limit, st.sets(st.sampled_from([*RULE])))
-def test_nothing_that_is_read_is_marked_by_an_editor(fields, of_limit, without):
+def test_schema_refuses_nothing_that_the_reader_accepts(fields, of_limit, without):
     for book in (
         book_of(without, **fields),
         book_of({*LIMIT}, limits=[{**LIMIT, **of_limit}, {**DAY, **of_limit}]),

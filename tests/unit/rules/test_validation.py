@@ -37,7 +37,7 @@ def violations(draft):
     return {violation.field: violation.description for violation in caught.value.violations}
 
 
-def test_a_valid_draft_becomes_the_rule_it_asks_for():
+def test_valid_draft_becomes_the_requested_rule():
     rule = validated(DRAFT, rule_id=ID, revision=3)
     assert rule == Rule(
         ID,
@@ -53,7 +53,7 @@ def test_a_valid_draft_becomes_the_rule_it_asks_for():
     assert rule.algorithm is Algorithm.TOKEN_BUCKET
 
 
-def test_every_violated_field_is_named_at_once_in_the_contracts_order():
+def test_all_violations_are_reported_in_the_contracts_order():
     not_a_bool: Any = None
     draft = RuleDraft("", "nobody", 0, -1, "leaky", enabled=not_a_bool, id="7")
     assert list(violations(draft)) == [
@@ -91,13 +91,13 @@ def test_every_violated_field_is_named_at_once_in_the_contracts_order():
         ("identifier_type", "u" * 256, "the identifier type must be at most 255 characters"),
     ],
 )
-def test_a_violation_says_what_is_wrong(field, value, description):
+def test_violation_describes_the_error(field, value, description):
     draft = dataclasses.replace(DRAFT, **{field: value})
     assert violations(draft) == {f"rate_limit.{field}": description}
 
 
 @pytest.mark.parametrize("algorithm", ["", "TOKEN_BUCKET", "leaky_bucket", None])
-def test_an_unsupported_algorithm_is_refused_with_the_supported_ones(algorithm):
+def test_unsupported_algorithm_is_refused_with_the_supported_ones(algorithm):
     found = violations(dataclasses.replace(DRAFT, algorithm=algorithm))
     assert found == {
         "rate_limit.algorithm": "unsupported algorithm: use one of token_bucket, sliding_window, fixed_window,"
@@ -117,14 +117,14 @@ def test_an_unsupported_algorithm_is_refused_with_the_supported_ones(algorithm):
         {"enabled": False},
     ],
 )
-def test_the_extremes_are_valid(change):
+def test_extremes_are_valid(change):
     validated(dataclasses.replace(DRAFT, **change), rule_id=ID, revision=1)
 
 
 @pytest.mark.parametrize(
     "bad_id", ["7", f"{{{ID}}}", ID.replace("-", ""), ID + "\n", f"urn:uuid:{ID}"]
 )
-def test_an_id_in_another_form_than_a_hyphenated_uuid_is_refused(bad_id):
+def test_id_must_be_a_hyphenated_uuid(bad_id):
     assert violations(dataclasses.replace(DRAFT, id=bad_id)) == {
         "rate_limit.id": "the id must be a UUID"
     }
@@ -133,18 +133,18 @@ def test_an_id_in_another_form_than_a_hyphenated_uuid_is_refused(bad_id):
     assert caught.value.violations == (("id", "the id must be a UUID"),)
 
 
-def test_an_id_has_one_spelling():
+def test_id_has_one_spelling():
     assert canonical_id(ID.upper(), "id") == ID
 
 
-def test_no_message_repeats_what_was_sent():
+def test_no_message_repeats_the_input():
     draft = RuleDraft("/s3cret\n", "s3cret", 10, 60, "s3cret", id="s3cret")
     with pytest.raises(RuleInvalidError) as caught:
         validated(draft, rule_id=ID, revision=1)
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_good_row_becomes_the_same_rule_as_its_draft():
+def test_valid_row_becomes_the_same_rule_as_its_draft():
     assert rule_from_row(ROW) == validated(DRAFT, rule_id=ID, revision=3)
 
 
@@ -165,29 +165,29 @@ def test_a_good_row_becomes_the_same_rule_as_its_draft():
         ("revision", None, "revision: the revision must be a whole number"),
     ],
 )
-def test_a_bad_row_is_a_reason_not_an_exception(field, value, reason):
+def test_invalid_row_yields_a_reason_instead_of_an_exception(field, value, reason):
     assert rule_from_row(ROW._replace(**{field: value})) == SkippedRow(ID, reason)
 
 
 @pytest.mark.parametrize("bad_id", [None, 7, b"\xff", "", "seven"])
-def test_a_row_without_a_usable_id_is_skipped(bad_id):
+def test_row_without_a_usable_id_is_skipped(bad_id):
     assert rule_from_row(ROW._replace(id=bad_id)) == SkippedRow("", "id: the id must be a UUID")
 
 
 @pytest.mark.parametrize("field", RuleRow._fields)
-def test_the_etag_follows_every_column(field):
+def test_etag_depends_on_every_column(field):
     assert etag_of(ROW) != etag_of(ROW._replace(**{field: "other"}))
 
 
-def test_the_etag_of_broken_text_exists():
+def test_invalid_text_has_an_etag():
     assert etag_of(ROW._replace(endpoint="\udcff"))
 
 
-def test_a_row_and_its_rule_hold_the_same():
+def test_row_and_rule_hold_the_same():
     assert RuleRow.of(validated(DRAFT, rule_id=ID, revision=3)) == ROW
 
 
-def test_a_row_as_a_draft_has_every_field_but_the_id():
+def test_row_as_a_draft_has_every_field_but_the_id():
     assert ROW.draft() == DRAFT
 
 
@@ -199,11 +199,11 @@ def test_changes_replace_exactly_the_named_fields():
     assert changed == RuleDraft("/orders", "user", 20, 60, "token_bucket", enabled=False, id="x")
 
 
-def test_no_changes_leave_the_draft_as_it_is():
+def test_no_changes_leave_the_draft_unchanged():
     assert RuleChanges().apply(WHOLE_DRAFT) == WHOLE_DRAFT
 
 
-def test_a_fields_zero_is_a_change():
+def test_zero_is_a_change():
     changed = RuleChanges("", "", 0, 0, "", enabled=False).apply(WHOLE_DRAFT)
     assert changed == RuleDraft("", "", 0, 0, "", enabled=False, id="x")
 
@@ -219,7 +219,7 @@ WEEK = LimitDraft("week", 1, 604_800, "token_bucket")
 class TestPlans:
     PRO = PlanDraft("pro", (dataclasses.replace(FIRST, limit=100), DAY))
 
-    def test_they_are_stored_and_read_back(self):
+    def test_plans_are_stored_and_read_back(self):
         rule = validated(dataclasses.replace(DRAFT, plans=(self.PRO,)), rule_id=ID, revision=3)
         [(name, limits)] = rule.plans
         assert (name, [limit.limit for limit in limits]) == ("pro", [100, 1_000])
@@ -231,7 +231,7 @@ class TestPlans:
         assert rule_from_row(RuleRow.of(listed)) == listed
         assert (rule.limits_of("pro"), rule.limits_of("gold")) == (limits, (rule,))
 
-    def test_a_rule_for_everybody_has_none(self):
+    def test_rule_for_everybody_has_no_plans(self):
         rule = dataclasses.replace(DRAFT, identifier_type="all", plans=(self.PRO,))
         assert violations(rule) == {
             "rate_limit.plans": "a rule for all has no plans: they are of single identities"
@@ -251,20 +251,20 @@ class TestPlans:
             (tuple(PlanDraft(f"p{n:02}", (DAY,)) for n in range(33)), "plans"),
         ],
     )  # fmt: skip
-    def test_what_is_wrong_is_named(self, plans, field):
+    def test_errors_are_reported(self, plans, field):
         found = violations(dataclasses.replace(DRAFT, plans=plans))
         assert list(found) == [f"rate_limit.{field}"]
 
     @pytest.mark.parametrize(
         "text", ["", "[]", "7", '{"a":7}', '{"a":[7]}', '{"a":[{}]}', "[" * 100_000, b"\xff", 8]
     )
-    def test_stored_plans_that_are_none_are_a_bad_row(self, text):
+    def test_invalid_stored_plans_are_an_invalid_row(self, text):
         skipped = rule_from_row(ROW._replace(plans=text))
         assert skipped == SkippedRow(ID, "plans: must be lists of limits by the name of a plan")
 
 
 class TestSeveralLimits:
-    def test_a_list_becomes_the_limits_of_the_rule(self):
+    def test_list_becomes_the_limits_of_the_rule(self):
         rule = validated(SEVERAL, rule_id=ID, revision=3)
         assert [dataclasses.astuple(limit)[:6] for limit in rule.more] == [
             (1_000, 86_400, Algorithm.FIXED_WINDOW, "day", Enforcement.ENFORCE, 3)
@@ -272,7 +272,7 @@ class TestSeveralLimits:
         assert (rule.name, rule.limit, rule.has_list) == ("default", 10, True)
         assert rule.more[0].algorithm is Algorithm.FIXED_WINDOW
 
-    def test_a_rule_with_a_list_is_stored_and_read_back(self):
+    def test_rule_with_a_list_is_stored_and_read_back(self):
         rule = validated(SEVERAL, rule_id=ID, revision=3)
         row = RuleRow.of(rule)
         assert rule_from_row(row) == rule
@@ -287,7 +287,7 @@ class TestSeveralLimits:
         assert len({named.etag, rule.etag, validated(DRAFT, rule_id=ID, revision=3).etag}) == 3
 
     @pytest.mark.parametrize("burst", [1, 10, (2**31 - 1) // 6])
-    def test_a_burst_is_stored_and_read_back(self, burst):
+    def test_burst_is_stored_and_read_back(self, burst):
         more = dataclasses.replace(WEEK, burst=3_550)
         first = dataclasses.replace(FIRST, burst=burst)
         rule = validated(dataclasses.replace(DRAFT, limits=(first,)), rule_id=ID, revision=3)
@@ -297,7 +297,7 @@ class TestSeveralLimits:
         assert [limit.capacity for limit in both.limits] == [10, 3_550]
         assert rule_from_row(RuleRow.of(both)) == both
 
-    def test_an_edit_of_the_first_limit_keeps_its_burst_and_is_judged_with_it(self):
+    def test_edit_of_the_first_limit_keeps_its_burst_and_validates_both(self):
         draft = dataclasses.replace(DRAFT, limits=(dataclasses.replace(FIRST, burst=7),))
         rule = validated(RuleChanges(limit=5).apply(draft), rule_id=ID, revision=3)
         assert (rule.limit, rule.burst) == (5, 7)
@@ -307,7 +307,7 @@ class TestSeveralLimits:
         }
 
     @pytest.mark.parametrize("place", [0, 1])
-    def test_a_limit_that_only_observes_is_stored_and_read_back(self, place):
+    def test_limit_that_only_observes_is_stored_and_read_back(self, place):
         limits = [FIRST, DAY][: place + 1]
         limits[place] = dataclasses.replace(limits[place], enforcement="observe")
         draft = dataclasses.replace(DRAFT, limits=tuple(limits))
@@ -316,7 +316,7 @@ class TestSeveralLimits:
         assert rule.limits[place].enforcement is Enforcement.OBSERVE
         assert rule_from_row(RuleRow.of(rule)) == rule
 
-    def test_one_limit_without_a_name_is_stored_as_it_was_before_there_were_lists(self):
+    def test_one_unnamed_limit_is_stored_as_before_lists(self):
         rule = validated(dataclasses.replace(DRAFT, limits=(FIRST,)), rule_id=ID, revision=3)
         assert RuleRow.of(rule) == ROW
         assert rule == rule_from_row(ROW)
@@ -352,7 +352,7 @@ class TestSeveralLimits:
             ),
         ],
     )
-    def test_what_is_wrong_in_a_list_is_named_by_its_place(self, limits, fields):
+    def test_errors_in_a_list_are_reported_by_place(self, limits, fields):
         draft = dataclasses.replace(DRAFT, limits=tuple(limits))
         assert list(violations(draft)) == [f"rate_limit.{field}" for field in fields]
 
@@ -366,7 +366,7 @@ class TestSeveralLimits:
         ],
     )  # fmt: skip
     @pytest.mark.parametrize("place", [0, 1])
-    def test_a_calendar_is_stored_and_read_back(self, place, fields, calendar, nominal):
+    def test_calendar_is_stored_and_read_back(self, place, fields, calendar, nominal):
         name = "a" if place else ""  # a calendar alone makes a list, too
         limit = LimitDraft(name, 10, None, "fixed_window", **fields).completed()
         limits = [FIRST, limit] if place else [limit]
@@ -401,13 +401,13 @@ class TestSeveralLimits:
             ({"period": None, "window_seconds": 1, "anchor_day": 1}, ["anchor_day"]),
         ],
     )
-    def test_what_is_wrong_with_a_calendar_is_named(self, fields, wrong):
+    def test_errors_in_a_calendar_are_reported(self, fields, wrong):
         month = LimitDraft("month", 1, None, "fixed_window", period="month")
         limit = dataclasses.replace(month, **fields).completed()
         draft = dataclasses.replace(DRAFT, limits=(FIRST, limit))
         assert list(violations(draft)) == [f"rate_limit.limits[1].{field}" for field in wrong]
 
-    def test_eight_limits_with_the_longest_names_are_taken(self):
+    def test_eight_limits_with_the_longest_names_are_valid(self):
         more = [dataclasses.replace(DAY, name=f"{number}" * 32) for number in range(7)]
         draft = dataclasses.replace(DRAFT, limits=(FIRST, *more))
         assert len(validated(draft, rule_id=ID, revision=1).limits) == 8
@@ -416,7 +416,7 @@ class TestSeveralLimits:
         "text",
         ["", "[]", "7", "[7]", '[{"name":"a"},{}]', '[{"name":"a","color":1}]', "[" * 100_000, b"\xff", 8],
     )  # fmt: skip
-    def test_a_stored_list_that_is_none_is_a_bad_row(self, text):
+    def test_invalid_stored_list_is_an_invalid_row(self, text):
         skipped = rule_from_row(ROW._replace(limits=text))
         assert skipped == SkippedRow(ID, "limits: must be a list of limits")
 
@@ -425,13 +425,13 @@ class TestSeveralLimits:
         assert changed.limits == (dataclasses.replace(FIRST, limit=5), DAY)
         assert changed.limit == 5
 
-    def test_a_new_list_brings_the_fields_of_its_first_limit(self):
+    def test_new_list_sets_the_fields_of_its_first_limit(self):
         changed = RuleChanges(limits=(DAY,)).apply(DRAFT)
         assert (changed.limit, changed.window_seconds, changed.algorithm) == (
             1_000, 86_400, "fixed_window",
         )  # fmt: skip
         assert RuleChanges(limits=(DAY,), limit=3).apply(DRAFT).limit == 3
 
-    def test_an_empty_list_leaves_the_first_limit(self):
+    def test_empty_list_leaves_the_first_limit(self):
         changed = RuleChanges(limits=()).apply(SEVERAL)
         assert changed == DRAFT

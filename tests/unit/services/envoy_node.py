@@ -1,4 +1,4 @@
-"""Envoy's service and the one of holds on one limiter, and two rules."""
+"""Envoy's service and the holds service on one limiter with two rules."""
 
 from itertools import count
 
@@ -26,7 +26,7 @@ OPTIONS = EnvoyOptions.of(["user_id=user", "a=b=ip"], ALL_FIELDS)
 
 
 class Node:
-    """Whose a call is, its peer says."""
+    """A node whose principal of a call is its peer."""
 
     def __init__(self, clock=None):
         self.stats, self.clock, keys = CheckStats(), clock or ManualClock(), BucketKeys(b"k" * 32)

@@ -1,4 +1,4 @@
-"""A call as a handler sees it, made by hand."""
+"""A fake call for handlers."""
 
 from dataclasses import dataclass, field
 

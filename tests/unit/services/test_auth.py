@@ -19,7 +19,7 @@ ELSEWHERE = "ipv4:10.0.0.1:50000"
 
 
 def verdict(access, role, call):
-    """``None`` when the call may pass, else the status it is refused with."""
+    """Return ``None`` if the call may pass, else the status of the refusal."""
     required = access.requirement(role)
     if required is None:
         return None
@@ -31,25 +31,25 @@ def verdict(access, role, call):
 
 
 @pytest.mark.parametrize("access", [access_of(Credentials()), LOOPBACK, TOKENS, SANS])
-def test_open_methods_ask_nothing(access):
+def test_open_methods_need_no_credentials(access):
     assert access.requirement(Role.OPEN) is None
 
 
-def test_checks_ask_nothing_until_a_check_credential_is_set():
+def test_checks_need_no_credentials_until_one_is_set():
     assert access_of(Credentials(admin_token="t")).requirement(Role.CHECK) is None
     assert access_of(Credentials(check_token="t")).requirement(Role.CHECK) is not None
     assert access_of(Credentials(check_sans=frozenset({"n"}))).requirement(Role.CHECK) is not None
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
-def test_without_admin_credentials_nobody_reads_and_changes(role):
+def test_without_admin_credentials_reads_and_changes_are_refused(role):
     for peer in ("ipv4:127.0.0.1:1", "ipv6:[::1]:1", "unix:", ELSEWHERE):
         for call in (FakeCall(peer), bearer("t", peer=peer)):
             assert verdict(access_of(Credentials()), role, call) is StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
-def test_an_admin_credential_takes_the_role_from_loopback(role):
+def test_an_admin_credential_revokes_the_role_of_loopback(role):
     for credentials in ({"admin_token": "a"}, {"admin_sans": frozenset({"n"})}):
         access = access_of(Credentials(loopback_admin=True, **credentials))
         assert verdict(access, role, FakeCall()) is StatusCode.UNAUTHENTICATED
@@ -60,7 +60,7 @@ def test_with_loopback_admin_only_loopback_reads_and_changes(role):
     access = LOOPBACK
     assert verdict(access, role, FakeCall()) is None
     assert verdict(access, role, FakeCall(ELSEWHERE)) is StatusCode.PERMISSION_DENIED
-    # Who may check may not therefore change rules from elsewhere.
+    # The check role does not allow changes of rules from elsewhere.
     assert verdict(access, role, bearer("t", peer=ELSEWHERE)) is StatusCode.PERMISSION_DENIED
 
 
@@ -74,7 +74,7 @@ def test_with_loopback_admin_only_loopback_reads_and_changes(role):
         ("", StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
     ],
 )
-def test_a_token_holds_the_roles_of_the_table_wherever_it_comes_from(token, on_check, on_admin):
+def test_a_token_holds_its_roles_from_every_peer(token, on_check, on_admin):
     for peer in ("ipv4:127.0.0.1:1", ELSEWHERE):
         call = bearer(token, peer=peer)
         assert verdict(TOKENS, Role.CHECK, call) is on_check
@@ -82,7 +82,7 @@ def test_a_token_holds_the_roles_of_the_table_wherever_it_comes_from(token, on_c
         assert verdict(TOKENS, Role.ADMIN, call) is on_admin
 
 
-def test_the_word_bearer_is_read_in_any_case_and_no_other_word_is():
+def test_the_bearer_scheme_is_case_insensitive_and_the_only_one():
     for header, expected in (
         ("bearer admin-secret", None),
         ("BEARER  admin-secret", None),
@@ -102,7 +102,7 @@ def test_the_word_bearer_is_read_in_any_case_and_no_other_word_is():
         ((), StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
     ],
 )
-def test_a_certificate_holds_the_roles_its_names_are_listed_for(sans, on_check, on_admin):
+def test_a_certificate_holds_the_roles_of_its_names(sans, on_check, on_admin):
     call = FakeCall(ELSEWHERE, peer_sans=sans)
     assert verdict(SANS, Role.CHECK, call) is on_check
     assert verdict(SANS, Role.ADMIN, call) is on_admin
@@ -158,7 +158,7 @@ NAMES_NEED = "a client certificate with a name of CHECK_SANS or ADMIN_SANS"
         ),
     ],
 )
-def test_a_refusal_says_what_this_call_needs_here_and_shows_no_credential(access, role, call, need):
+def test_a_refusal_names_the_required_credentials_without_their_values(access, role, call, need):
     with pytest.raises(RpcError) as caught:
         access.requirement(role)(call)
     assert need in caught.value.message
@@ -166,7 +166,7 @@ def test_a_refusal_says_what_this_call_needs_here_and_shows_no_credential(access
     assert "example" not in caught.value.message
 
 
-def test_a_wrong_token_beside_an_unknown_certificate_is_unauthenticated():
+def test_a_wrong_token_with_an_unknown_certificate_is_unauthenticated():
     call = bearer("wrong", peer_sans=("x.example",))
     assert verdict(SANS, Role.CHECK, call) is StatusCode.UNAUTHENTICATED
 
@@ -189,7 +189,7 @@ def test_a_wrong_token_beside_an_unknown_certificate_is_unauthenticated():
         ("vsock:2:1", False),
     ],
 )
-def test_loopback_is_read_from_the_peers_address(peer, expected):
+def test_loopback_is_detected_by_the_peers_address(peer, expected):
     assert is_loopback(FakeCall(peer)) is expected
 
 
@@ -204,14 +204,15 @@ def test_the_actor_is_the_certificates_name_or_the_role_at_the_host():
     assert TOKENS.actor(FakeCall(peer_sans=("x.example", "y.example"))) == "x.example"
     assert TOKENS.actor(FakeCall("ipv6:[2001:db8::1]:50000")) == "admin@2001:db8::1"
     assert TOKENS.actor(FakeCall("unix:")) == "admin@unix"
+    assert TOKENS.actor(FakeCall("unknown:")) == "admin@unknown"
 
 
-def test_credentials_do_not_show_themselves():
+def test_the_repr_of_credentials_hides_them():
     assert repr(Credentials(admin_token="secret")) == "Credentials(…)"
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
-def test_what_no_method_shows_is_for_those_who_hold_its_role(role):
+def test_demand_refuses_calls_without_the_role(role):
     LOOPBACK.demand(role, FakeCall())
     TOKENS.demand(role, bearer("admin-secret", peer=ELSEWHERE))
     with pytest.raises(RpcError) as raised:

@@ -1,4 +1,4 @@
-"""Answers from octets to octets, by a real limiter; what an answer says is read with the ordinary generated classes."""
+"""Bulk answers of a real limiter, parsed with the generated classes."""
 
 import itertools
 from dataclasses import replace
@@ -35,7 +35,7 @@ ADDRESSES = Rule("addresses", "*", IP, limit=3, window_seconds=60, algorithm=Alg
 
 
 class CountingLimiter(Limiter):
-    """A limiter that tells how often it was asked for a scope, and breaks when told to."""
+    """A limiter that counts its look-ups of scopes, and fails for ``broken`` keys."""
 
     found = 0
     broken = ()
@@ -57,7 +57,7 @@ class CountingLimiter(Limiter):
 
 
 class Bench:
-    """Bulk checks and all that they work with."""
+    """Bulk checks with their dependencies."""
 
     def __init__(self, *rules):
         self.clock, self.stats = ManualClock(), CheckStats()
@@ -79,13 +79,13 @@ class Bench:
         self.limiter.replace_book(RuleBook.of(rules, 1))
 
     def answers(self, *messages):
-        """What each message is answered, ``None`` for those that are left to the general way."""
+        """Return the answer to each message, ``None`` for those left to the general path."""
         octets = self.checks.answer_calls(messages)
         assert len(octets) == len(messages)
         return [answer and pb.RateLimitResponse.FromString(answer) for answer in octets]
 
     def takes(self, message):
-        """Whether a message is answered here, and not left to the general way."""
+        """Return whether a message is answered in bulk, not left to the general path."""
         [answer] = self.answers(message)
         return answer is not None
 
@@ -102,7 +102,7 @@ def check(identifier="ada", endpoint="/orders", identifier_type="user", **fields
 
 
 class TestAnswers:
-    def test_an_answer_says_what_the_contract_says_from_the_first_check_on(self, bench):
+    def test_answers_match_the_contract_from_the_first_check(self, bench):
         assert bench.answers(check(), check(tokens_requested=2), check(), check()) == [
             pb.RateLimitResponse(
                 allowed=allowed,
@@ -123,21 +123,21 @@ class TestAnswers:
             )
         ]
 
-    def test_a_denied_check_may_have_left_some(self, bench):
+    def test_a_denied_check_may_have_remaining_tokens(self, bench):
         bench.answers(check())
         [answer] = bench.answers(check(tokens_requested=4))
         assert (answer.allowed, answer.remaining_tokens) == (False, 2)
         assert answer.reason == pb.COST_EXCEEDS_LIMIT
 
     @pytest.mark.parametrize("limit", [2, 128, 129, 2**14, 2**14 + 1, 2**31 - 1])
-    def test_numbers_of_every_length_are_written(self, bench, limit):
+    def test_numbers_of_every_length_are_encoded(self, bench, limit):
         bench.put(replace(ORDERS, limit=limit, window_seconds=limit))
         [answer] = bench.answers(check())
         assert (answer.remaining_tokens, answer.limit, answer.window_seconds) == (
             limit - 1, limit, limit,
         )  # fmt: skip
 
-    def test_numbers_that_are_zero_are_not_written(self, bench):
+    def test_zeros_are_not_encoded(self, bench):
         bench.clock.step(-NOW_S * 1_000_000)
         bench.put(replace(ORDERS, algorithm=Algorithm.SLIDING_WINDOW))
         [octets] = bench.checks.answer_calls([check(tokens_requested=4)])
@@ -145,43 +145,43 @@ class TestAnswers:
         assert (answer.allowed, answer.reset_time) == (False, 0)
         assert octets == answer.SerializeToString()
 
-    def test_no_longer_than_it_promises(self, bench):
+    def test_answers_do_not_exceed_their_maximum_length(self, bench):
         bench.put(replace(ORDERS, limit=2**31 - 1, window_seconds=2**31 - 1))
         [octets] = bench.checks.answer_calls([check()])
         assert len(octets) <= MAX_ANSWER_BYTES
 
     @pytest.mark.parametrize("id_bytes", range(80, 104))
-    def test_no_longer_than_it_promises_whatever_the_id(self, bench, id_bytes):
+    def test_answers_do_not_exceed_their_maximum_length_for_any_id(self, bench, id_bytes):
         longest = {"id": "i" * id_bytes, "limit": 2**31 - 1, "window_seconds": 2**31 - 1}
         bench.put(replace(ORDERS, **longest))
         for octets in bench.checks.answer_calls([check()]):
             assert octets is None or len(octets) <= MAX_ANSWER_BYTES
 
-    def test_a_rule_whose_id_is_none_of_ours_is_for_the_general_way(self, bench):
+    def test_a_rule_with_a_foreign_id_takes_the_general_path(self, bench):
         bench.put(replace(ORDERS, id="i" * 1_000))
         assert bench.answers(check(), check()) == [None, None]
 
-    def test_no_messages_have_no_answers_and_take_no_time(self, bench):
+    def test_an_empty_call_has_no_answers_and_no_latency(self, bench):
         assert bench.answers() == []
         assert sum(bench.stats.latency_counts) == 0
 
 
 class TestCounting:
-    def test_checks_of_one_call_share_its_time_and_others_are_not_timed(self, bench):
+    def test_checks_of_one_call_share_its_latency_and_others_have_none(self, bench):
         bench.answers(check(), b"", check(peek=True), check())
         assert sum(bench.stats.latency_counts) == 2
         assert bench.stats.latency_sum_s == pytest.approx(0.003)
         bench.answers(b"", b"")
         assert sum(bench.stats.latency_counts) == 2
 
-    def test_what_is_answered_is_counted_and_what_is_left_is_not(self, bench):
+    def test_only_answered_checks_are_counted(self, bench):
         bench.answers(*[check()] * 5, b"\xff", check(timestamp=NOW_S))
         stats = bench.stats
         assert (stats.allowed_total, stats.blocked_total, stats.invalid_total) == (3, 2, 0)
         assert stats.by_rule == {ID: [3, 2]}
 
 
-class TestWhatIsLeftToTheGeneralWay:
+class TestChecksLeftToTheGeneralPath:
     @pytest.mark.parametrize(
         "message",
         [
@@ -210,9 +210,9 @@ class TestWhatIsLeftToTheGeneralWay:
             check().replace(b"\x0a\x03ada", b"") + b"\x0a\x03ada",
         ],
     )
-    def test_whatever_is_not_canonical_or_not_valid(self, bench, message):
+    def test_non_canonical_and_invalid_messages(self, bench, message):
         assert not bench.takes(message)
-        assert bench.takes(check())  # whose ending it may have
+        assert bench.takes(check())  # may have the same ending
         assert not bench.takes(message)
         assert bench.stats.allowed_total == 1
 
@@ -224,7 +224,7 @@ class TestWhatIsLeftToTheGeneralWay:
         "address",
         ["2001:DB8::1", "::ffff:10.0.0.1", "010.0.0.1", "fe80::1%eth0", "10.0.0.1 ", "ada", "é"],
     )
-    def test_an_address_in_another_spelling_than_its_one(self, bench, address):
+    def test_addresses_in_non_canonical_form(self, bench, address):
         assert bench.takes(check("10.0.0.1", identifier_type="ip"))
         assert bench.takes(check("2001:db8::1", identifier_type="ip"))
         assert not bench.takes(check(address, identifier_type="ip"))
@@ -235,14 +235,14 @@ class TestWhatIsLeftToTheGeneralWay:
         assert not bench.takes(check(endpoint="/carts"))
         assert bench.stats.no_rule_total == 0
 
-    def test_everything_while_there_are_no_rules(self):
+    def test_all_checks_without_rules(self):
         bench = Bench()
         assert not bench.takes(check())
         bench.put(ORDERS)
         assert bench.takes(check())
 
     @pytest.mark.parametrize("broken", ["/orders", b"ada"])
-    def test_what_raises_and_its_neighbours_do_not_notice(self, bench, broken):
+    def test_a_check_that_raises_without_effect_on_others(self, bench, broken):
         bench.limiter.broken = (broken,)
         first, second = bench.answers(check(), check("bob", "/carts"))
         assert (first, second.allowed) == (None, True)
@@ -250,7 +250,7 @@ class TestWhatIsLeftToTheGeneralWay:
         assert bench.takes(check())
         assert bench.stats.allowed_total == 2
 
-    def test_everything_when_the_clock_fails(self, bench, monkeypatch):
+    def test_all_checks_when_the_clock_fails(self, bench, monkeypatch):
         assert bench.takes(check())
         with monkeypatch.context() as patched:
             patched.setattr(bench.limiter, "now_us", None)
@@ -258,16 +258,16 @@ class TestWhatIsLeftToTheGeneralWay:
         assert bench.answers(check())[0].remaining_tokens == 1
 
 
-class TestRememberedEndings:
-    def test_an_ending_is_looked_at_once(self, bench):
+class TestCachedEndings:
+    def test_an_ending_is_looked_up_once(self, bench):
         bench.answers(*[check(name) for name in ("ada", "bob", "carol")])
         assert bench.limiter.found == 1
 
-    def test_costs_and_endpoints_are_part_of_it(self, bench):
+    def test_costs_and_endpoints_are_part_of_an_ending(self, bench):
         bench.answers(check(), check(tokens_requested=1), check(endpoint="/carts"))
         assert bench.limiter.found == 3
 
-    def test_a_long_ending_is_not_kept(self, bench):
+    def test_a_long_ending_is_not_cached(self, bench):
         assert bench.takes(check(endpoint="/" + "e" * (MAX_KNOWN_BYTES - 10)))
         assert not bench.takes(check(endpoint="/" + "e" * (MAX_KNOWN_BYTES - 9)))
 
@@ -280,7 +280,7 @@ class TestRememberedEndings:
             {"enabled": False},
         ],
     )
-    def test_a_rule_that_changes_holds_from_the_next_check_on(self, bench, changed):
+    def test_a_changed_rule_applies_from_the_next_check(self, bench, changed):
         bench.answers(check(), check())
         rule = replace(ORDERS, **changed)
         bench.put(rule, EVERYWHERE)
@@ -294,7 +294,7 @@ class TestRememberedEndings:
         bench.put()
         assert not bench.takes(check())
 
-    def test_there_is_a_bound_on_them(self, bench, monkeypatch):
+    def test_cached_endings_are_bounded(self, bench, monkeypatch):
         assert MAX_KNOWN >= 4_096
         monkeypatch.setattr(bulk_checks, "MAX_KNOWN", 3)
         for number in range(4):
@@ -302,7 +302,7 @@ class TestRememberedEndings:
         assert len(bench.checks._known) == 1
         assert bench.takes(check(endpoint="/0"))
 
-    def test_so_many_unknown_ones_are_looked_at_in_one_go_and_others_the_next_time(self, bench):
+    def test_unknown_endings_per_call_are_bounded_and_the_rest_is_learned_later(self, bench):
         messages = [check(endpoint=f"/{number}") for number in range(MAX_LEARNED + 2)]
         answers = bench.answers(*messages, messages[0])
         assert [answer is None for answer in answers] == [False] * MAX_LEARNED + [True] * 2 + [
@@ -310,7 +310,7 @@ class TestRememberedEndings:
         ]
         assert None not in bench.answers(*messages)
 
-    def test_reset_times_are_bounded_too(self, bench):
+    def test_cached_reset_times_are_bounded(self, bench):
         for _ in range(MAX_RESET_TIMES + 2):
             [answer] = bench.answers(check())
             assert answer.reset_time == bench.clock.now_us() // 1_000_000 + 60
@@ -318,7 +318,7 @@ class TestRememberedEndings:
         assert len(bench.checks._reset_times) == 2
 
 
-def test_what_is_known_by_plans_is_bounded_over_all_endings(monkeypatch):
+def test_cached_data_of_plans_is_bounded_over_all_endings(monkeypatch):
     monkeypatch.setattr(bulk_checks, "MAX_OF_PLANS", 6)
     bench = Bench(replace(EVERYWHERE, limit=1_000, plans=(Plan("gold", (EVERYWHERE,)),)))
     bench.assignments.put(USER, b"bob", "gold", 0)

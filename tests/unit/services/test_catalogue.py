@@ -69,7 +69,7 @@ def test_the_contracts_services_are_served_under_both_names_and_others_under_the
     }  # fmt: skip
 
 
-async def test_an_answer_at_once_stays_bytes_and_one_that_waits_an_awaitable():
+async def test_an_immediate_answer_stays_bytes_and_a_waiting_one_an_awaitable():
     methods = served(unary={CHECK: echo, LIST: echo_later})
     assert methods.unary[CHECK](b"x", FakeCall()) == b"x"
     assert await methods.unary[LIST](b"x", FakeCall()) == b"x"
@@ -81,7 +81,7 @@ async def test_streams_pass_through():
         assert [answer async for answer in handler(b"x", FakeCall())] == [b"x"]
 
 
-async def test_whatever_a_handler_raises_leaves_as_an_rpc_error():
+async def test_every_exception_of_a_handler_becomes_an_rpc_error():
     methods = served(unary={CHECK: fail, LIST: fail_later}, server_stream={WATCH: fail_stream})
     with pytest.raises(RpcError) as caught:
         methods.unary[CHECK](b"", FakeCall())
@@ -123,7 +123,7 @@ async def test_a_guarded_stream_does_not_begin(monkeypatch):
         (CLOSED, False),
     ],
 )
-def test_a_shortcut_is_offered_only_where_nothing_is_asked_of_callers(
+def test_a_bulk_handler_is_offered_only_while_no_credentials_are_needed(
     path, credentials, is_offered
 ):
     def shortcut(messages):
@@ -134,12 +134,12 @@ def test_a_shortcut_is_offered_only_where_nothing_is_asked_of_callers(
     assert (methods.bulk.get(path) is shortcut) is is_offered
 
 
-def test_a_shortcut_of_a_method_without_a_role_is_an_error_at_start():
+def test_a_bulk_handler_of_a_method_without_a_role_is_an_error_at_start():
     with pytest.raises(StartupError, match=r"/x\.Y/Z has no role"):
         served(bulk={"/x.Y/Z": list})
 
 
-def test_a_call_is_admitted_when_its_guard_lets_it_pass():
+def test_a_call_is_admitted_if_its_guard_permits_it():
     admit = admission(access_of(CLOSED))
     for method in (LIST, LIST.replace("ratelimiter.v1.", "")):
         with pytest.raises(RpcError) as refused:
@@ -149,11 +149,11 @@ def test_a_call_is_admitted_when_its_guard_lets_it_pass():
     admit(bearer("check-secret", method=CHECK))
 
 
-def test_everybody_is_admitted_where_nothing_is_asked():
+def test_all_callers_are_admitted_to_open_methods():
     admission(access_of(Credentials()))(FakeCall(method=CHECK, peer="ipv4:192.0.2.7:1"))
 
 
-def test_the_shortcut_of_checks_ends_when_a_file_of_tokens_closes_them():
+def test_the_bulk_handler_of_checks_ends_when_a_tokens_file_requires_credentials():
     named = NamedTokens(lambda: 0.0)
     methods = served(
         Credentials(admin_token="a", named=named),

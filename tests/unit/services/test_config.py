@@ -13,7 +13,7 @@ FIELDS = {
 
 
 class FeedProbe:
-    """Counts how often it was told of a change."""
+    """Counts its notifications."""
 
     notified = 0
 
@@ -59,7 +59,7 @@ def test_the_service_offers_the_methods_of_the_contract(service):
     assert [path.rpartition("/")[2] for path in service.methods().unary] == names
 
 
-async def test_every_write_is_taken_over_by_the_feed_before_it_is_answered(service, feed):
+async def test_every_write_is_loaded_by_the_feed_before_it_is_answered(service, feed):
     created = await create(service)
     assert feed.notified == 1
     created.limit = 5
@@ -74,13 +74,13 @@ async def test_every_write_is_taken_over_by_the_feed_before_it_is_answered(servi
     assert not (await listing(service)).rate_limits
 
 
-async def test_what_is_refused_is_not_told_to_the_feed(service, feed):
+async def test_a_refused_write_does_not_notify_the_feed(service, feed):
     with pytest.raises(RuleInvalidError):
         await create(service, limit=0)
     assert feed.notified == 0
 
 
-async def test_a_page_holds_what_was_asked_for_and_the_last_one_has_no_token(service):
+async def test_a_page_has_the_requested_size_and_the_last_one_no_token(service):
     for name in ("/a", "/b", "/c"):
         await create(service, endpoint=name)
     first = await listing(service, page_size=2)
@@ -105,7 +105,7 @@ async def test_the_page_size_has_a_default_and_a_bound(store, monkeypatch, asked
     assert sizes == [read]
 
 
-async def test_the_key_of_page_tokens_is_the_stores_and_read_once(
+async def test_the_key_of_page_tokens_is_read_once_from_the_store(
     service, store, feed, monkeypatch
 ):
     await create(service, endpoint="/a")
@@ -122,7 +122,7 @@ async def test_the_key_of_page_tokens_is_the_stores_and_read_once(
     assert (await listing(service, page_size=1)).next_page_token == token
 
 
-async def test_wrong_filters_and_sizes_are_named_all_at_once(service):
+async def test_all_invalid_filters_and_sizes_are_named_at_once(service):
     data = (
         b"\x0a\x01\xff"
         + pb.ListRateLimitsRequest(identifier_type="x", page_size=-1).SerializeToString()
@@ -149,7 +149,7 @@ async def test_one_rule_is_read_by_its_id_or_by_its_place(service):
         ({"endpoint": "/a", "identifier_type": "ip"}, "and the identifier type ip"),
     ],
 )
-async def test_a_rule_that_is_not_there_is_not_found(service, asked, message):
+async def test_a_missing_rule_is_not_found(service, asked, message):
     await create(service)
     with pytest.raises(RuleNotFoundError, match=message):
         await got(service, **asked)
@@ -167,26 +167,26 @@ async def test_a_rule_that_is_not_there_is_not_found(service, asked, message):
         ({"id": "1", "identifier_type": "user"}, ["id"]),
     ],
 )
-async def test_a_rule_is_asked_for_in_one_way(service, asked, fields):
+async def test_a_rule_is_requested_by_id_or_by_place_not_both(service, asked, fields):
     await create(service)
     with pytest.raises(RuleInvalidError) as caught:
         await got(service, **asked)
     assert [violation.field for violation in caught.value.violations] == fields
 
 
-async def test_an_endpoint_that_is_no_text_is_named(service):
+async def test_an_endpoint_with_invalid_utf8_is_named(service):
     with pytest.raises(RuleInvalidError, match="endpoint: must be valid UTF-8"):
         await service.get_rate_limit(b"\x12\x01\xff\x1a\x04user", CALL)
 
 
-async def test_a_zero_byte_is_looked_for_in_no_database(service):
+async def test_a_zero_byte_is_refused_before_the_database(service):
     with pytest.raises(RuleInvalidError, match="endpoint: must not contain control characters"):
         await got(service, endpoint="/a\0", identifier_type="user")
     with pytest.raises(RuleInvalidError, match="endpoint: must not contain control characters"):
         await listing(service, endpoint="/a\0")
 
 
-async def test_rules_without_a_check_are_listed_alone_and_pages_go_on_behind_the_others(store):
+async def test_unused_rules_are_listed_alone_and_pages_continue_after_the_others(store):
     used = set()
     service = ConfigService(store, FeedProbe(), str, is_unused=lambda rule: rule not in used)
     for name in ("/a", "/b", "/c"):

@@ -48,13 +48,13 @@ def refused(**fields):
     return [violation.field for violation in caught.value.violations]
 
 
-def test_a_check_is_read_field_by_field():
+def test_a_check_is_converted_field_by_field():
     assert read(tokens_requested=3, timestamp=5, peek=True) == Check(
         b"u", IdentifierType.USER, "/a", 3, 5, True
     )
 
 
-def test_what_is_not_sent_has_its_default():
+def test_unset_fields_have_their_defaults():
     assert read() == Check(b"u", IdentifierType.USER, "/a", 1, 0, False)
 
 
@@ -67,12 +67,12 @@ def test_what_is_not_sent_has_its_default():
         ("2001:DB8::0:1", b"2001:db8::1"),
     ],
 )
-def test_an_address_has_one_spelling(sent, canonical):
+def test_an_address_is_converted_to_canonical_form(sent, canonical):
     assert read(identifier_type="ip", identifier=sent).identifier == canonical
 
 
 @pytest.mark.parametrize("sent", ["", "1.2.3", "01.2.3.4", "fe80::1%0", "x", "1.2.3.4/32", "é"])
-def test_text_that_is_no_plain_address_is_refused_as_one(sent):
+def test_text_that_is_not_a_plain_address_is_refused(sent):
     assert refused(identifier_type="ip", identifier=sent) == ["identifier"]
 
 
@@ -92,13 +92,13 @@ def test_an_identifier_has_1_to_256_bytes(identifier):
     assert refused(identifier=identifier) == ["identifier"]
 
 
-def test_an_identifier_of_an_unknown_type_is_still_judged_by_length():
+def test_the_length_of_an_identifier_of_an_unknown_type_is_validated():
     assert refused(identifier="", identifier_type="x") == ["identifier", "identifier_type"]
     assert refused(identifier="not an address", identifier_type="x") == ["identifier_type"]
 
 
 @pytest.mark.parametrize("endpoint", ["e" * 255, "é" * 255, "/*", "/**", " ", "/a?b=c"])
-def test_an_endpoint_is_taken_as_it_is(endpoint):
+def test_an_endpoint_is_used_unchanged(endpoint):
     assert read(endpoint=endpoint).endpoint == endpoint
 
 
@@ -115,7 +115,7 @@ def test_a_cost_of_zero_is_one(sent, cost):
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])
-def test_bytes_that_are_no_utf8_are_refused_by_field(field):
+def test_invalid_utf8_is_refused_by_field(field):
     data = pb.RateLimitRequest(**VALID).SerializeToString() + bytes([field << 3 | 2, 1, 0xFF])
     for parse, convert in ((parse_check, check_of), (parse_reset, target_of)):
         with pytest.raises(CheckInvalidError) as caught:
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_utf8_are_refused_by_field(field):
         assert violation.field == ["identifier", "identifier_type", "endpoint"][field - 1]
 
 
-def test_every_wrong_field_is_named():
+def test_every_invalid_field_is_named():
     message = parse_check(pb.RateLimitRequest(tokens_requested=-1).SerializeToString())
     with pytest.raises(CheckInvalidError) as caught:
         check_of(message)
@@ -133,7 +133,7 @@ def test_every_wrong_field_is_named():
     ]  # fmt: skip
 
 
-def test_a_reset_is_read_and_judged_like_a_check():
+def test_a_reset_is_converted_and_validated_like_a_check():
     message = pb.ResetRequest(identifier="::ffff:1.1.1.1", identifier_type="ip", endpoint="/a")
     assert target_of(parse_reset(message.SerializeToString())) == Target(
         b"1.1.1.1", IdentifierType.IP, "/a"
@@ -148,7 +148,7 @@ def test_a_reset_is_read_and_judged_like_a_check():
     st.binary(max_size=300),
     st.integers(-(2**63), 2**63 - 1),
 )
-def test_any_field_values_give_a_check_or_name_what_is_wrong(identifier, kind, endpoint, tokens):  # fmt: skip
+def test_any_field_values_yield_a_check_or_named_violations(identifier, kind, endpoint, tokens):  # fmt: skip
     message = parse_check(b"")
     message.identifier, message.identifier_type = identifier, kind
     message.endpoint, message.tokens_requested = endpoint, tokens
@@ -160,7 +160,7 @@ def test_any_field_values_give_a_check_or_name_what_is_wrong(identifier, kind, e
     assert ("tokens_requested" in [field for field, _ in refused]) == (not 0 <= tokens < 2**31)
 
 
-def test_a_decision_is_written_with_the_rule_that_made_it():
+def test_a_decision_is_encoded_with_its_rule():
     decision = Decision(True, 3, 1_700_000_000, 0, Reason.WITHIN_LIMIT, RULE, RULE)
     assert answer_of(decision) == pb.RateLimitResponse(
         allowed=True, remaining_tokens=3, reset_time=1_700_000_000, reason=pb.WITHIN_LIMIT,
@@ -180,7 +180,7 @@ def test_every_reason_is_one_of_the_contract(reason):
     assert pb.Reason.Name(answer_of(Decision(True, 0, 0, 0, reason, None)).reason) == reason.name
 
 
-def test_a_malformed_item_is_not_allowed_and_says_where_and_why():
+def test_a_malformed_item_is_not_allowed_and_names_place_and_reason():
     error = CheckInvalidError(FieldViolation("endpoint", "must be"), FieldViolation("x", "no"))
     assert invalid_answer_of(error, "requests[0].") == pb.RateLimitResponse(
         reason=pb.INVALID_REQUEST, error="requests[0].endpoint: must be; requests[0].x: no"
@@ -197,11 +197,11 @@ def test_a_malformed_item_is_not_allowed_and_says_where_and_why():
         (b"::ffff:192.0.2.7", False),
     ],
 )
-def test_an_address_has_one_canonical_spelling(raw, canonical):
+def test_an_address_has_one_canonical_form(raw, canonical):
     assert is_canonical_address(raw) is canonical
 
 
-def test_what_is_no_address_is_not_canonical_either():
+def test_other_text_is_not_a_canonical_address():
     with pytest.raises(ValueError, match="must be an IPv4 or IPv6 address"):
         is_canonical_address(b"192.0.2.007")
 
@@ -210,7 +210,7 @@ ALLOWED = LimitStatus(True, 9, 60, 0, Reason.WITHIN_LIMIT, RULE, RULE)
 DENIED = LimitStatus(False, 0, 60, 9, Reason.LIMIT_EXCEEDED, RULE, RULE)
 
 
-def test_an_explanation_names_the_plans_of_the_identities_and_what_lifts_them():
+def test_an_explanation_names_the_plans_of_the_identities_and_their_remedies():
     rule = replace(RULE, plans=(Plan("pro", (RULE,)),))
     decision = Decision(*DENIED[:4], Reason.BLOCKED, plan="blocked")
     passed_over = LookedAt(rule, Match.PASSED_OVER, (), "blocked")
@@ -235,7 +235,7 @@ def test_an_explanation_names_the_plans_of_the_identities_and_what_lifts_them():
     assert (found.rules[0].plan, found.answer.plan) == ("blocked", "blocked")
 
 
-def test_an_answer_names_the_plan_and_the_rules_that_were_passed_over():
+def test_an_answer_names_the_plan_and_the_rules_passed_over():
     passed_over = LimitStatus(*ALLOWED[:4], Reason.UNLIMITED, RULE, None, "unlimited")
     judged = LimitStatus(*ALLOWED[:5], RULE, RULE, "pro")
     answer = answer_of(Decision(*ALLOWED[:5], RULE, RULE, (judged, passed_over), plan="pro"))
@@ -268,7 +268,7 @@ def test_an_answer_names_the_plan_and_the_rules_that_were_passed_over():
         (Match.NOT_NAMED, None, "name the ip of the request"),
     ],
 )
-def test_an_explanation_says_what_would_have_to_change(match, status, remedy):
+def test_an_explanation_names_the_remedy(match, status, remedy):
     rule = replace(RULE, identifier_type="ip+user")
     looked_at = LookedAt(rule, match, (status,) if status else ())
     check = Check(b"u", IdentifierType.USER, "/a", 12)
@@ -281,7 +281,7 @@ def test_an_explanation_says_what_would_have_to_change(match, status, remedy):
     assert (len(found.rules), found.answer.retry_after_seconds) == (100, 9)
 
 
-def test_nodes_that_share_state_let_nobody_wait():
+def test_nodes_with_shared_state_refuse_max_wait_ms():
     request = pb.RateLimitRequest(
         identifier="u", identifier_type="user", endpoint="/a", max_wait_ms=500
     )
@@ -296,6 +296,6 @@ def test_nodes_that_share_state_let_nobody_wait():
     assert [one.field for one in refused.value.violations] == ["tokens_requested"]
 
 
-def test_an_answer_tells_how_long_to_wait():
+def test_an_answer_contains_wait_ms():
     decision = Decision(True, 0, 60, 1, Reason.WITHIN_LIMIT, RULE, RULE, wait_ms=250)
     assert answer_of(decision).wait_ms == 250

@@ -35,7 +35,7 @@ def refused(*paths, **fields):
     return [violation.field for violation in caught.value.violations]
 
 
-def test_a_stored_rule_is_written_whole():
+def test_a_stored_rule_is_encoded_with_all_fields():
     rule = Rule(
         RULE_ID,
         "/a",
@@ -55,45 +55,45 @@ def test_a_stored_rule_is_written_whole():
 @pytest.mark.parametrize(
     ("sent", "enabled"), [({}, True), ({"enabled": True}, True), ({"enabled": False}, False)]
 )
-def test_a_draft_is_enabled_unless_it_says_otherwise(sent, enabled):
+def test_a_draft_is_enabled_unless_set_to_false(sent, enabled):
     assert draft(**FIELDS, id=RULE_ID, **sent) == RuleDraft(**FIELDS, enabled=enabled, id=RULE_ID)
 
 
-def test_an_update_without_a_mask_names_every_field_but_enabled_only_if_sent():
+def test_an_update_without_a_mask_changes_every_field_and_enabled_only_if_sent():
     assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS, limits=(), plans=()), "e")
     assert update(**FIELDS, enabled=False).changes == RuleChanges(
         **FIELDS, enabled=False, limits=(), plans=()
     )
 
 
-def test_everything_in_the_contract_of_a_rule_but_its_id_and_etag_can_be_changed():
+def test_all_fields_of_a_rule_except_id_and_etag_can_be_changed():
     fields = [field.name for field in pb.RateLimit.DESCRIPTOR.fields]
     assert [name for name in fields if name not in {"id", "etag"}] == list(EDITABLE)
 
 
 @pytest.mark.parametrize("path", EDITABLE)
-def test_an_update_with_a_mask_names_that_field_with_its_zero_if_not_sent(path):
+def test_an_unset_field_in_the_mask_is_changed_to_its_zero(path):
     zero = {"limit": 0, "window_seconds": 0, "enabled": False, "limits": (), "plans": ()}.get(
         path, ""
     )
     assert update(path).changes == RuleChanges(**{path: zero})
 
 
-def test_a_path_may_be_repeated_and_other_fields_are_not_looked_at():
+def test_a_path_may_be_repeated_and_other_fields_are_ignored():
     assert update("limit", "limit", limit=5, algorithm="nonsense").changes == RuleChanges(limit=5)
 
 
 @pytest.mark.parametrize("path", ["id", "etag", "nope", "", "*", "é"])
-def test_a_path_that_cannot_be_changed_is_refused(path):
+def test_an_immutable_or_unknown_path_is_refused(path):
     assert refused("limit", path) == ["update_mask"]
 
 
-def test_everything_that_is_wrong_is_named_at_once():
+def test_all_violations_are_named_at_once():
     assert refused("id", "nope", id="x") == ["rate_limit.id", "update_mask", "update_mask"]
     assert refused(id="x", **{**FIELDS, "limit": 0}) == ["rate_limit.id", "rate_limit.limit"]
 
 
-def test_a_wrong_path_is_quoted_short_and_in_ascii():
+def test_an_invalid_path_is_quoted_short_and_in_ascii():
     with pytest.raises(RuleInvalidError) as caught:
         update("é" * 1000)
     assert str(caught.value).isascii()
@@ -107,7 +107,7 @@ def test_ids_are_read_in_any_case_and_must_be_uuids():
         deleted_id_of(parse_delete(b""))
 
 
-def test_bytes_that_are_no_utf8_become_text_that_no_rule_admits():
+def test_invalid_utf8_becomes_text_that_validation_refuses():
     assert text_of(b"\xff") == "\udcff"
     data = b"\x0a\x03" + bytes([2 << 3 | 2, 1, 0xFF])
     assert draft_of(parse_create(data).rate_limit).endpoint == "\udcff"
@@ -122,18 +122,18 @@ LIMITS = (
 
 
 class TestSeveralLimits:
-    def test_a_list_brings_the_fields_of_the_first_limit(self):
+    def test_a_list_provides_the_fields_of_the_first_limit(self):
         sent = draft(endpoint="/a", identifier_type="user", limits=[SECOND, DAY])
         assert sent == RuleDraft("/a", "user", 10, 1, "token_bucket", limits=LIMITS)
 
-    def test_fields_that_are_sent_beside_a_list_stay_as_they_are_sent(self):
+    def test_fields_sent_besides_a_list_are_kept(self):
         sent = draft(endpoint="/a", identifier_type="user", limit=9, limits=[SECOND, DAY])
         assert (sent.limit, sent.window_seconds) == (9, 1)
         assert refused(endpoint="/a", identifier_type="user", limit=9, limits=[SECOND, DAY]) == [
             "rate_limit.limit"
         ]
 
-    def test_a_rule_with_a_list_is_written_with_it_and_one_without_is_not(self):
+    def test_a_list_is_encoded_only_for_rules_with_one(self):
         rule = validated(
             draft(endpoint="/a", identifier_type="user", limits=[SECOND, DAY]),
             rule_id=RULE_ID,
@@ -150,7 +150,7 @@ class TestSeveralLimits:
         )
         assert list(rate_limit_of(first_named).limits) == [DAY]
 
-    def test_a_burst_is_read_and_written(self):
+    def test_a_burst_is_decoded_and_encoded(self):
         second = pb.Limit(burst=50)
         second.MergeFrom(SECOND)
         sent = draft(endpoint="/a", identifier_type="user", limits=[second])
@@ -158,7 +158,7 @@ class TestSeveralLimits:
         [written] = rate_limit_of(rule).limits
         assert (rule.burst, written.burst, written.limit) == (50, 50, 10)
 
-    def test_a_mask_that_names_the_list_replaces_it_and_one_that_does_not_leaves_it(self):
+    def test_a_mask_replaces_the_list_only_if_it_names_it(self):
         assert update("limits", limits=[SECOND, DAY]).changes == RuleChanges(limits=LIMITS)
         assert update("limit", limit=7, limits=[SECOND, DAY]).changes == RuleChanges(limit=7)
         assert update("limit", limits=[SECOND, DAY]).changes == RuleChanges(limit=0)
@@ -182,7 +182,7 @@ class TestSeveralLimits:
         ],
     )
     @pytest.mark.parametrize("place", [0, 1])
-    def test_a_calendar_is_read_and_written(self, place, sent, read):
+    def test_a_calendar_is_decoded_and_encoded(self, place, sent, read):
         limit = pb.Limit(name="a", limit=9, algorithm="fixed_window", **sent)
         limits = [limit] if place == 0 else [SECOND, limit]
         created = draft(endpoint="/a", identifier_type="user", limits=limits)
@@ -197,7 +197,7 @@ class TestSeveralLimits:
             created, rule_id=RULE_ID, revision=1
         )
 
-    def test_a_limit_that_only_observes_is_read_and_written(self):
+    def test_an_observing_limit_is_decoded_and_encoded(self):
         day = pb.Limit(enforcement=pb.OBSERVE)
         day.MergeFrom(DAY)
         sent = draft(endpoint="/a", identifier_type="user", limits=[SECOND, day])

@@ -28,7 +28,7 @@ def service():
 
 
 @pytest.mark.parametrize("name", ["", "a.B"])
-def test_a_node_serves_once_it_is_ready_and_until_it_drains(service, name):
+def test_a_node_is_serving_from_ready_until_it_drains(service, name):
     def now():
         return status_of(service.check(asking(name), CALL))
 
@@ -48,14 +48,14 @@ def test_an_unknown_service_is_not_found(service):
     assert caught.value.code is StatusCode.NOT_FOUND
 
 
-def test_bytes_that_are_no_message_are_refused(service):
+def test_malformed_bytes_are_refused(service):
     with pytest.raises(InvalidInputError, match="no HealthCheckRequest message"):
         service.check(b"\xff", CALL)
     with pytest.raises(InvalidInputError, match="no HealthListRequest message"):
         service.list_all(b"\xff", CALL)
 
 
-def test_the_list_names_the_node_and_every_service_with_its_state(service):
+def test_the_list_has_the_node_and_every_service_with_its_status(service):
     def listed():
         answer = health_pb2.HealthListResponse.FromString(service.list_all(b"", CALL))
         return {name: each.status for name, each in answer.statuses.items()}
@@ -65,7 +65,7 @@ def test_the_list_names_the_node_and_every_service_with_its_state(service):
     assert listed() == {"": SERVING, "a.B": SERVING}
 
 
-async def test_a_watch_tells_changes_once_and_nothing_else(service):
+async def test_a_watch_reports_each_change_once(service):
     service.set_serving()
     watch = service.methods().server_stream["/grpc.health.v1.Health/Watch"](asking(""), CALL)
     assert status_of(await anext(watch)) == SERVING
@@ -80,7 +80,7 @@ async def test_a_watch_tells_changes_once_and_nothing_else(service):
     await watch.aclose()
 
 
-async def test_a_watch_of_an_unknown_service_says_so(service):
+async def test_a_watch_of_an_unknown_service_reports_it(service):
     watch = service.watch(asking("nope"), CALL)
     assert status_of(await anext(watch)) == SERVICE_UNKNOWN
     await watch.aclose()

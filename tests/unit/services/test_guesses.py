@@ -1,4 +1,4 @@
-"""Wrong tokens: how many an address has, who is refused then, and who is not."""
+"""Wrong tokens: the allowance of an address, and the callers refused above it."""
 
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -11,7 +11,7 @@ from tests.unit.services.fake_call import FakeCall, bearer
 
 RIGHT = "the-admin-token"
 TRIES = MAX_GUESSES - SPARE
-"""What a connection has that showed a wrong one."""
+"""Guesses of a connection that sent a wrong token."""
 
 
 class Node:
@@ -38,7 +38,7 @@ def node():
     return Node()
 
 
-def test_after_so_many_wrong_tokens_no_token_of_the_address_is_compared(node):
+def test_above_the_allowance_no_token_of_the_address_is_compared(node):
     assert node.guess(TRIES) == {StatusCode.UNAUTHENTICATED}
     assert node.guess(5) == {StatusCode.RESOURCE_EXHAUSTED}
     assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.RESOURCE_EXHAUSTED
@@ -46,7 +46,7 @@ def test_after_so_many_wrong_tokens_no_token_of_the_address_is_compared(node):
     assert node.stats.token_guesses == {"wrong": TRIES, "refused": 6}
 
 
-def test_the_refusal_says_when_to_try_again_and_then_one_more_is_compared(node):
+def test_one_more_token_is_compared_after_the_retry_delay_of_the_refusal(node):
     node.guess(TRIES)
     with pytest.raises(RpcError) as refused:
         node.required(bearer("guess", peer="ipv4:192.0.2.1:1"))
@@ -59,7 +59,7 @@ def test_the_refusal_says_when_to_try_again_and_then_one_more_is_compared(node):
     assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.OK
 
 
-def test_connections_that_showed_no_wrong_token_have_some_to_spare(node):
+def test_connections_without_a_wrong_token_have_spare_guesses(node):
     node.guess(TRIES)
     assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:2")) is StatusCode.OK
     fresh = {
@@ -70,7 +70,7 @@ def test_connections_that_showed_no_wrong_token_have_some_to_spare(node):
     assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:2")) is StatusCode.OK, "known by now"
 
 
-def test_a_connection_that_showed_a_wrong_token_is_not_known_for_a_right_one(node):
+def test_a_connection_with_a_wrong_token_is_not_trusted_for_a_right_one(node):
     known = "ipv4:192.0.2.1:1"
     node.code(bearer(RIGHT, peer=known))
     node.guess(1, known)
@@ -79,7 +79,7 @@ def test_a_connection_that_showed_a_wrong_token_is_not_known_for_a_right_one(nod
     assert node.code(bearer(RIGHT, peer=known)) is StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_no_token_and_a_role_that_is_missing_are_no_guesses():
+def test_a_missing_token_and_a_missing_role_are_not_guesses():
     node = Node(check_token="the-check-token")
     for call in (FakeCall(), bearer(""), bearer("the-check-token"), FakeCall(peer_sans=("a",))):
         assert {node.code(call) for _ in range(2 * MAX_GUESSES)} <= {
@@ -89,7 +89,7 @@ def test_no_token_and_a_role_that_is_missing_are_no_guesses():
     assert node.stats.token_guesses == {"wrong": 0, "refused": 0}
 
 
-def test_a_login_counts_as_many(node):
+def test_a_login_counts_as_several_guesses(node):
     call = bearer("guess")
     for _ in range(TRIES // LOGIN_COST):
         assert not node.access.login(call)
@@ -117,13 +117,23 @@ def test_behind_a_trusted_proxy_the_forwarded_address_counts():
     assert node.code(guessed) is StatusCode.RESOURCE_EXHAUSTED, "of no connection is it known"
 
 
-def test_a_header_from_elsewhere_counts_for_nothing():
+def test_a_header_from_an_untrusted_peer_is_ignored():
     node = Node("192.0.2.0/24")
     codes = [
         node.code(FakeCall("ipv4:198.51.100.1:1", headers=forwarded(f"203.0.113.{number % 256}")))
         for number in range(MAX_GUESSES + 1)
     ]
     assert codes[-1] is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_peer_that_has_left_is_no_proxy_on_a_unix_socket():
+    node = Node("unix")
+    for _ in range(MAX_GUESSES):
+        node.code(FakeCall("unknown:", headers=forwarded("192.0.2.7")))
+    assert node.code(bearer("guess", peer="unknown:")) is StatusCode.RESOURCE_EXHAUSTED
+    assert node.code(FakeCall("unix:", headers=forwarded("192.0.2.7"))) is (
+        StatusCode.UNAUTHENTICATED
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,7 @@ def test_a_header_from_elsewhere_counts_for_nothing():
         ("unknown:", "unix:", False),
     ],
 )
-def test_an_address_is_that_of_a_host(node, one, other, same):
+def test_guesses_count_per_ipv4_address_or_ipv6_network(node, one, other, same):
     node.guess(MAX_GUESSES, one)
     expected = StatusCode.RESOURCE_EXHAUSTED if same else StatusCode.UNAUTHENTICATED
     node.guess(MAX_GUESSES, one)
@@ -144,12 +154,12 @@ def test_an_address_is_that_of_a_host(node, one, other, same):
     assert node.guess(1, other) == {expected}
 
 
-def test_what_is_remembered_is_bounded(node):
+def test_cached_addresses_and_connections_are_bounded(node):
     node.guess(MAX_GUESSES)
     for number in range(9_999):
         node.guess(1, f"ipv4:198.18.{number // 256}.{number % 256}:1")
     assert node.guess(1) == {StatusCode.RESOURCE_EXHAUSTED}
     node.guess(1, "ipv4:192.0.2.2:1")
     assert node.guess(1) == {StatusCode.UNAUTHENTICATED}, "the oldest is forgotten"
-    table = node.access._guesses  # what it holds is to be seen nowhere else
+    table = node.access._guesses  # its size has no public view
     assert len(table._spent) == len(table._connections) == 10_000

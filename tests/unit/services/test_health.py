@@ -41,7 +41,7 @@ A_RESET = pb.ResetRequest(
 
 
 class ResetProbe:
-    """Remembers what was reset; while ``disk`` is not set, resets wait for it, and ``error`` is how they end."""
+    """Records resets, which wait until ``disk`` is set and then raise ``error``, if any."""
 
     def __init__(self, rules=(RULE,)):
         self.resets = []
@@ -90,7 +90,7 @@ def test_health_is_answered_with_the_measurements_behind_it():
     )  # fmt: skip
 
 
-def test_a_node_that_is_not_healthy_is_degraded():
+def test_an_unhealthy_node_is_degraded():
     service = service_of(replace(REPORT, healthy=False))
     answer = pb.HealthResponse.FromString(service.get_health_status(b"", CALL))
     assert answer.status == pb.DEGRADED
@@ -115,7 +115,7 @@ async def test_metrics_are_answered_as_sampled():
     ]
 
 
-def test_no_turn_of_the_loop_writes_more_than_a_piece_of_the_metrics():
+def test_no_iteration_encodes_more_than_a_piece_of_the_metrics():
     read = []
     samples = (read.append(n) or MetricSample(str(n), "gauge", 1.0) for n in range(1001))
     answering = service_of(samples=samples).get_metrics(b"", CALL).__await__()
@@ -132,24 +132,24 @@ def test_no_turn_of_the_loop_writes_more_than_a_piece_of_the_metrics():
     assert names == [str(n) for n in range(1001)]
 
 
-async def test_names_are_handed_on_and_those_that_are_no_text_cannot_be_found():
+async def test_names_are_passed_on_and_invalid_utf8_is_an_unknown_name():
     asked = []
     await service_of(asked=asked).get_metrics(b"\x0a\x01a\x0a\x01\xff", CALL)
     assert asked == [["a", "\ufffd"]]
 
 
-async def test_a_thousand_names_are_looked_up_and_one_more_is_refused():
+async def test_a_thousand_names_are_accepted_and_one_more_is_refused():
     await service_of().get_metrics(b"\x0a\x01a" * 1000, CALL)
     with pytest.raises(InvalidInputError, match=r"^names: "):
         await service_of().get_metrics(b"\x0a\x01a" * 1001, CALL)
 
 
-def test_bytes_that_are_no_message_are_refused():
+def test_malformed_bytes_are_refused():
     with pytest.raises(InvalidInputError):
         service_of().get_health_status(b"\xff", CALL)
 
 
-async def test_a_reset_reaches_the_limiter_in_the_canonical_form():
+async def test_the_limiter_receives_a_reset_in_canonical_form():
     limiter = ResetProbe()
     service = service_of(limiter=limiter)
     message = pb.ResetRequest(identifier="::ffff:1.2.3.4", identifier_type="ip", endpoint="/a")
@@ -157,27 +157,27 @@ async def test_a_reset_reaches_the_limiter_in_the_canonical_form():
     assert limiter.resets == [(b"1.2.3.4", IdentifierType.IP, "/a")]
 
 
-async def test_a_malformed_reset_reaches_nobody():
+async def test_a_malformed_reset_does_not_reach_the_limiter():
     limiter = ResetProbe()
     with pytest.raises(CheckInvalidError):
         await service_of(limiter=limiter).reset_rate_limit(b"", CALL)
     assert limiter.resets == []
 
 
-async def test_a_reset_is_told_to_the_log_by_actor_and_rule_and_never_by_identifier(caplog):
+async def test_a_reset_is_logged_with_actor_and_rule_but_not_the_identifier(caplog):
     caplog.set_level(logging.INFO)
     await service_of().reset_rate_limit(A_RESET, CALL)
     [record] = caplog.records
     assert record.getMessage() == "admin@me reset one identifier under the rules rule-1"
 
 
-async def test_a_reset_that_no_rule_is_about_is_no_event(caplog):
+async def test_a_reset_without_a_rule_is_not_logged(caplog):
     caplog.set_level(logging.INFO)
     await service_of(limiter=ResetProbe(rules=())).reset_rate_limit(A_RESET, CALL)
     assert caplog.records == []
 
 
-async def test_resets_beyond_the_bound_are_refused_until_one_is_done():
+async def test_resets_above_the_bound_are_refused_until_one_is_done():
     limiter = ResetProbe()
     limiter.disk.clear()
     service = service_of(limiter=limiter)
@@ -193,7 +193,7 @@ async def test_resets_beyond_the_bound_are_refused_until_one_is_done():
     assert await service.reset_rate_limit(A_RESET, CALL) == b""
 
 
-async def test_a_reset_whose_caller_left_counts_until_it_is_done_and_is_told_to_the_log(caplog):
+async def test_a_reset_whose_caller_left_counts_until_it_is_done_and_is_logged(caplog):
     caplog.set_level(logging.INFO)
     limiter = ResetProbe()
     limiter.disk.clear()
@@ -212,7 +212,7 @@ async def test_a_reset_whose_caller_left_counts_until_it_is_done_and_is_told_to_
     assert len(caplog.records) == MAX_RESETS
 
 
-async def test_a_reset_that_fails_is_the_callers_to_know_and_no_event(caplog):
+async def test_a_failed_reset_is_reported_to_the_caller_and_not_logged(caplog):
     caplog.set_level(logging.INFO)
     limiter = ResetProbe()
     limiter.error = StoreUnavailableError("the disk is full")
@@ -221,12 +221,12 @@ async def test_a_reset_that_fails_is_the_callers_to_know_and_no_event(caplog):
     assert caplog.records == []
 
 
-async def test_endpoints_without_a_rule_are_listed_with_how_often_they_are_asked_for():
+async def test_endpoints_without_a_rule_are_listed_with_their_rates():
     answer = pb.ListUnmatchedResponse.FromString(await service_of().list_unmatched(b"", CALL))
     [endpoint] = answer.endpoints
     assert endpoint == pb.UnmatchedEndpoint(endpoint="/ordes", checks_per_minute=11.3)
 
 
-async def test_bytes_that_ask_for_nothing_are_refused():
+async def test_malformed_bytes_for_the_list_of_unmatched_endpoints_are_refused():
     with pytest.raises(InvalidInputError, match="no ListUnmatchedRequest"):
         await service_of().list_unmatched(b"\xff", CALL)

@@ -1,4 +1,4 @@
-"""The texts of holds: whose they are."""
+"""The texts of holds belong to their principals."""
 
 import asyncio
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -19,7 +19,7 @@ CHECK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a
 
 
 class Holder:
-    """Holds whatever is asked for."""
+    """Grants every hold."""
 
     async def hold(self, *_, lease):
         assert not lease
@@ -51,7 +51,7 @@ def settle(name, sealed):
     ("maker", "other", "ending"),
     [("xa.example", "a.example", b"x"), ("b.example", "prob.example", None)],
 )
-def test_what_ends_a_hold_is_no_part_of_a_name(maker, other, ending):
+def test_the_end_of_a_hold_cannot_pass_for_a_part_of_a_principal(maker, other, ending):
     request = pb.HoldRequest(check=CHECK).SerializeToString()
     hold = pb.HoldResponse.FromString(asyncio.run(service_of(maker).hold(request, None))).hold
     sealed = urlsafe_b64decode(hold + "=" * (-len(hold) % 4))

@@ -16,12 +16,12 @@ TEXT = st.text(
 
 
 @given(TEXT, st.sampled_from(["user", "ip", "api_key"]), TEXT)
-def test_a_token_leads_back_to_its_position(endpoint, identifier_type, wanted):
+def test_a_token_decodes_to_its_position(endpoint, identifier_type, wanted):
     position, query = Position(endpoint, identifier_type), ListQuery(wanted, "")
     assert position_of(page_token(position, query, KEY), query, KEY) == position
 
 
-def test_a_token_is_safe_in_an_address():
+def test_a_token_is_safe_in_a_url():
     assert page_token(POSITION, ALL, KEY).replace("-", "").replace("_", "").isalnum()
 
 
@@ -31,12 +31,12 @@ def test_a_token_is_safe_in_an_address():
      base64.urlsafe_b64encode(b"s" * 16 + b"/a\x00user\x00more").decode(),
      base64.urlsafe_b64encode(b"s" * 16 + b"\xff\x00user").decode()],
 )  # fmt: skip
-def test_what_we_did_not_make_is_refused_and_named(token):
+def test_a_foreign_token_is_refused_and_named(token):
     with pytest.raises(RuleInvalidError, match=r"^page_token: "):
         position_of(token, ALL, KEY)
 
 
-def test_a_token_does_not_fit_another_query_or_key():
+def test_a_token_is_invalid_for_another_query_or_key():
     token = page_token(POSITION, ALL, KEY)
     for query, key in ((ListQuery("/a", ""), KEY), (ListQuery("", "user"), KEY), (ALL, b"other")):
         with pytest.raises(RuleInvalidError):
@@ -54,14 +54,14 @@ def test_a_token_with_one_character_changed_is_refused(data):
         position_of(token[:index] + other + token[index + 1 :], ALL, KEY)
 
 
-def test_another_spelling_of_a_token_is_refused():
+def test_another_encoding_of_a_token_is_refused():
     token = page_token(Position("/a", "ip"), ALL, KEY)
     for spelling in (token + "=", token + "==", token + "\n", " " + token):
         with pytest.raises(RuleInvalidError):
             position_of(spelling, ALL, KEY)
 
 
-def test_filters_are_bound_part_by_part():
+def test_a_token_binds_each_filter_separately():
     token = page_token(POSITION, ListQuery("ab", "c"), KEY)
     with pytest.raises(RuleInvalidError):
         position_of(token, ListQuery("a", "bc"), KEY)

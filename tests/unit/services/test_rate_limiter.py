@@ -41,9 +41,9 @@ async def until(condition):
 
 
 class LimiterProbe:
-    """Allows everything, remembers it, and refuses the timestamp 13 as the policy ``caller`` refuses one.
+    """Allows and records all checks, and refuses the timestamp 13 as the policy ``caller`` does.
 
-    It has no rules, so that nothing is for the bulk way.
+    It has no rules, so that no check takes the bulk path.
     """
 
     scopes = SimpleNamespace(book=None, find=lambda _endpoint, _identifier_type: None)
@@ -142,12 +142,12 @@ def test_a_batch_shares_its_time_among_its_items(service, stats):
     assert stats.latency_counts[bucket] == 2
 
 
-def test_an_empty_batch_is_answered_with_none_and_not_timed(service, stats):
+def test_an_empty_batch_gets_an_empty_answer_and_is_not_timed(service, stats):
     assert batch(service) == []
     assert sum(stats.latency_counts) == 0
 
 
-def test_a_batch_that_is_no_message_is_refused_and_counted(service, stats):
+def test_a_malformed_batch_is_refused_and_counted(service, stats):
     with pytest.raises(InvalidInputError, match="BatchRateLimitRequest"):
         service.check_rate_limit_batch(b"\xff", CALL)
     assert stats.invalid_total == 1
@@ -168,7 +168,7 @@ async def test_no_iteration_answers_more_than_a_slice(service, limiter):
     assert asked[-1] == MAX_BATCH_ITEMS
 
 
-async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slices(
+async def test_a_long_batch_is_answered_in_order_with_other_checks_between_its_slices(
     service, limiter, stats
 ):
     items = [A_CHECK] * (2 * SLICE_ITEMS + 1)
@@ -189,7 +189,7 @@ async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slic
 
 
 @pytest.mark.parametrize("identifier", ["u", "u" * 200], ids=["short batch", "long batch"])
-async def test_a_thousand_items_are_answered_and_one_more_is_refused(service, limiter, identifier):
+async def test_a_batch_of_1000_is_answered_and_one_of_1001_refused(service, limiter, identifier):
     item = pb.RateLimitRequest(identifier=identifier, identifier_type="user", endpoint="/a")
     assert len(responses(await answer_to(service, [item] * 1000))) == 1000
     with pytest.raises(InvalidInputError, match=r"^requests: must be at most 1000 items"):
@@ -197,11 +197,9 @@ async def test_a_thousand_items_are_answered_and_one_more_is_refused(service, li
     assert len(limiter.asked) == 1000
 
 
-async def test_a_long_batch_that_is_spelled_otherwise_is_answered_in_slices_too(service, limiter):
+async def test_a_long_batch_in_another_encoding_is_answered_in_slices(service, limiter):
     data = pb.BatchRateLimitRequest(requests=[A_CHECK] * (SHORT_ITEMS + 1)).SerializeToString()
-    answering = service.check_rate_limit_batch(
-        data + b"\x78\x01", CALL
-    )  # a field that we do not know
+    answering = service.check_rate_limit_batch(data + b"\x78\x01", CALL)  # an unknown field
     assert limiter.asked == []
     assert len(responses(await answering)) == SHORT_ITEMS + 1
 
@@ -214,7 +212,7 @@ def test_a_long_batch_is_refused_without_being_parsed(service, monkeypatch):
 
 
 class TestBatchesOfCanonicalChecks:
-    """A real limiter with rules: its batches are answered from their octets."""
+    """With a real limiter and rules, batches are answered from their octets."""
 
     RULE = Rule(
         "1",
@@ -226,7 +224,7 @@ class TestBatchesOfCanonicalChecks:
     )
 
     class Faulty(Limiter):
-        """Fails whenever it is to charge ``broken``."""
+        """Fails to charge ``broken``."""
 
         def charge(self, identifier, scope, now_us, cost):
             if identifier == b"broken":
@@ -249,13 +247,13 @@ class TestBatchesOfCanonicalChecks:
     def only_in_bulk(self, service, monkeypatch):
         monkeypatch.setattr("ratelimitd.services.rate_limiter.parse_batch", pytest.fail)
 
-    def test_they_are_answered_in_order_counted_and_timed(self, service, stats):
+    def test_batches_are_answered_in_order_counted_and_timed(self, service, stats):
         answers = batch(service, *[A_CHECK] * 50)
         assert [answer.remaining_tokens for answer in answers] == [*range(1_999, 1_949, -1)]
         assert {answer.rule_id for answer in answers} == {"1"}
         assert (stats.allowed_total, sum(stats.latency_counts)) == (50, 50)
 
-    async def test_a_thousand_are_answered_in_slices(self, service, stats):
+    async def test_1000_checks_are_answered_in_slices(self, service, stats):
         answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS))
         allowed = [stats.allowed_total]
         while not answering.done():
@@ -265,7 +263,7 @@ class TestBatchesOfCanonicalChecks:
         assert max(later - before for before, later in itertools.pairwise(allowed)) == SLICE_ITEMS
         assert stats.allowed_total == sum(stats.latency_counts) == MAX_BATCH_ITEMS
 
-    async def test_long_batches_that_wait_for_their_turn_are_only_bytes(self, service):
+    async def test_queued_long_batches_are_kept_as_bytes(self, service):
         data = pb.BatchRateLimitRequest(requests=[A_CHECK] * MAX_BATCH_ITEMS).SerializeToString()
         blocks = sys.getallocatedblocks()
         answering = [
@@ -276,7 +274,7 @@ class TestBatchesOfCanonicalChecks:
         assert sys.getallocatedblocks() - blocks < 8 * 3 * MAX_BATCH_ITEMS + 100 * 100
         assert {len(responses(await each)) for each in answering} == {MAX_BATCH_ITEMS}
 
-    async def test_no_turn_of_the_loop_reads_more_than_a_slice(self, service, monkeypatch):
+    async def test_no_iteration_parses_more_than_a_slice(self, service, monkeypatch):
         read, sizes = service._bulk.read, []
         monkeypatch.setattr(
             service._bulk, "read", lambda items: sizes.append(len(items)) or read(items)
@@ -284,15 +282,15 @@ class TestBatchesOfCanonicalChecks:
         await answer_to(service, [A_CHECK] * (2 * SLICE_ITEMS + 1))
         assert sizes == [SLICE_ITEMS, SLICE_ITEMS, 1]
 
-    async def test_a_long_batch_that_is_none_charges_nothing(self, service, stats, monkeypatch):
-        monkeypatch.undo()  # the last item is for the general way
+    async def test_a_malformed_long_batch_charges_nothing(self, service, stats, monkeypatch):
+        monkeypatch.undo()  # the last item takes the general path
         items = [A_CHECK.SerializeToString()] * (2 * SLICE_ITEMS) + [b"\xff"]
         data = b"".join(b"\x0a" + bytes([len(item)]) + item for item in items)
         with pytest.raises(InvalidInputError):
             await service.check_rate_limit_batch(data, CALL)
         assert (stats.allowed_total, stats.invalid_total) == (0, 1)
 
-    async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter, stats):
+    async def test_changed_rules_apply_to_the_rest_of_a_batch(self, service, limiter, stats):
         answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * 4 * SLICE_ITEMS))
         await until(lambda: stats.allowed_total == SLICE_ITEMS)
         limiter.replace_book(RuleBook.of([replace(self.RULE, limit=75)], 2))
@@ -304,7 +302,7 @@ class TestBatchesOfCanonicalChecks:
         assert sum(answer.reason == pb.LIMIT_EXCEEDED for answer in answers) == 25
         assert {answer.reason for answer in answers[2 * SLICE_ITEMS :]} == {pb.NO_RULE}
 
-    def test_a_check_that_fails_is_answered_fail_open_in_its_place(self, service, stats):
+    def test_a_failed_check_is_answered_fail_open_in_its_place(self, service, stats):
         broken = pb.RateLimitRequest(identifier="broken", identifier_type="user", endpoint="/a")
         first, open_, second = batch(service, A_CHECK, broken, A_CHECK)
         assert (first.remaining_tokens, second.remaining_tokens) == (1_999, 1_998)
@@ -313,7 +311,7 @@ class TestBatchesOfCanonicalChecks:
 
 
 class LimiterWithoutState(LimiterProbe):
-    """Knows only what the shared state says of identifiers other than ``u``, when the test lets it."""
+    """Decides only ``u`` locally; other identifiers wait until the test releases the shared state."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +344,7 @@ class TestChecksThatWait:
     async def limiter(self):
         return LimiterWithoutState()
 
-    async def test_one_is_answered_and_timed_when_the_shared_state_has_answered(
+    async def test_a_check_is_answered_and_timed_after_the_shared_state(
         self, service, limiter, stats
     ):
         answering = service.check_rate_limit(waits().SerializeToString(), CALL)
@@ -356,7 +354,7 @@ class TestChecksThatWait:
         assert (limiter.waited, sum(stats.latency_counts)) == ([[b"far"]], 1)
         assert stats.latency_sum_s == pytest.approx(0.004)
 
-    async def test_one_whose_timestamp_is_refused_then_is_refused_counted_and_not_timed(
+    async def test_a_check_with_a_refused_timestamp_is_counted_and_not_timed(
         self, service, limiter, stats
     ):
         limiter.may_answer.set()
@@ -364,7 +362,7 @@ class TestChecksThatWait:
             await service.check_rate_limit(waits(timestamp=13).SerializeToString(), CALL)
         assert (stats.invalid_total, sum(stats.latency_counts)) == (1, 0)
 
-    async def test_those_of_a_batch_wait_together_and_all_are_answered_in_order(
+    async def test_checks_of_a_batch_wait_together_and_are_answered_in_order(
         self, service, limiter, stats
     ):
         items = [waits("x"), A_CHECK, waits("y"), pb.RateLimitRequest(), waits("z", 13), A_CHECK]
@@ -379,7 +377,7 @@ class TestChecksThatWait:
         assert limiter.waited == [[b"x", b"y", b"z"]]
         assert (stats.invalid_total, sum(stats.latency_counts)) == (2, len(items))
 
-    async def test_those_of_a_long_batch_wait_slice_by_slice(self, service, limiter, stats):
+    async def test_checks_of_a_long_batch_wait_slice_by_slice(self, service, limiter, stats):
         items = [waits(), A_CHECK] * 2 * SLICE_ITEMS
         limiter.may_answer.set()
         answers = responses(await answer_to(service, items))
@@ -389,7 +387,7 @@ class TestChecksThatWait:
         assert len(limiter.waited) == 4
         assert sum(stats.latency_counts) == len(items)
 
-    async def test_few_slices_wait_at_a_time_and_one_caller_does_not_hold_up_another(
+    async def test_few_slices_wait_at_a_time_and_callers_do_not_block_each_other(
         self, service, limiter
     ):
         data = pb.BatchRateLimitRequest(requests=[waits()] * MAX_BATCH_ITEMS).SerializeToString()

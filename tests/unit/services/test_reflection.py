@@ -44,7 +44,7 @@ def test_services_are_listed_in_order(service):
         {"file_containing_symbol": "ratelimiter.v1.RateLimiter.CheckRateLimit"},
     ],
 )
-def test_a_file_comes_with_everything_it_imports(service, question):
+def test_a_file_is_returned_with_all_its_imports(service, question):
     names = [file.name for file in files_of(ask(service, **question))]
     assert names == [OURS, "google/protobuf/empty.proto", "google/protobuf/field_mask.proto"]
 
@@ -66,7 +66,7 @@ def test_both_versions_of_reflection_describe_themselves(service, symbol):
         {"all_extension_numbers_of_type": "nope.Nope"},
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_said_in_the_answer(service, question):
+def test_an_unknown_name_is_reported_in_the_answer(service, question):
     answer = ask(service, **question)
     assert answer.error_response.error_code == 5
 
@@ -79,17 +79,17 @@ def test_no_message_can_be_extended(service):
     )  # fmt: skip
 
 
-def test_an_empty_question_is_invalid(service):
+def test_an_empty_request_is_invalid(service):
     assert ask(service).error_response.error_code == 3
 
 
-def test_bytes_that_are_no_question_are_refused(service):
+def test_malformed_bytes_of_a_reflection_request_are_refused(service):
     with pytest.raises(InvalidInputError):
         service.answer(b"\xff")
 
 
 @pytest.mark.parametrize("name", [V1, V1ALPHA])
-async def test_every_question_of_a_stream_is_answered(service, name):
+async def test_every_request_of_a_stream_is_answered(service, name):
     async def questions():
         for _ in range(2):
             yield reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()

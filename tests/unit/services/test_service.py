@@ -51,10 +51,10 @@ def test_hits_are_charged(node):
 def test_nothing_is_charged_unless_all_pass(node):
     assert codes(node.ask(ADA_A, ADA_B)) == [OK, OK]
     assert codes(node.ask(ADA_A, ADA_B)) == [OK, OVER_LIMIT]
-    assert node.left(ADA_A) == 1  # of 3: one was spent, and a look counts itself in
+    assert node.left(ADA_A) == 1  # of 3: one was consumed, and a peek answers as if it consumed one
 
 
-def test_descriptors_that_share_a_bucket_of_another_rule_are_charged_together_or_not(node):
+def test_descriptors_that_share_a_bucket_of_another_rule_are_charged_all_or_none(node):
     everywhere = replace(B, id="every", endpoint="**", limit=3)
     observed = replace(everywhere, id="all", identifier_type="all", enforcement=Enforcement.OBSERVE)
     node.limiter.replace_book(RuleBook.of([everywhere, observed], 1))
@@ -65,7 +65,7 @@ def test_descriptors_that_share_a_bucket_of_another_rule_are_charged_together_or
     assert codes(node.ask(ADA_A)) == [OVER_LIMIT]
 
 
-def test_what_was_judged_twice_is_counted_once(node):
+def test_descriptors_decided_twice_are_counted_once(node):
     node.ask(ADA_A, ADA_B)
     node.ask(ADA_A, ADA_B)
     assert node.stats.by_rule == {"a": [2, 0], "b": [1, 1]}
@@ -82,13 +82,13 @@ def test_descriptors_of_one_bucket_share_it(node):
 @pytest.mark.parametrize(
     "descriptors", [[(ADA_A, 0), (ADA_A, 2)], [(ADA_A, 2), (ADA_A, 0)], [(ADA_A, 2)]]
 )
-def test_no_hits_beside_some_add_nothing(node, descriptors):
+def test_a_descriptor_without_hits_adds_nothing_to_others(node, descriptors):
     node.ask(*descriptors)
     assert codes(node.ask(ADA_A)) == [OK]
     assert codes(node.ask(ADA_A)) == [OVER_LIMIT]
 
 
-def test_no_hits_charge_nothing(node):
+def test_descriptors_without_hits_charge_nothing(node):
     for _ in range(5):
         assert node.ask((ADA_A, 0), (ADA_B, 0)).overall_code == OK
 
@@ -98,7 +98,7 @@ def test_without_a_rule_everything_passes(node):
     assert (answer.overall_code, len(answer.response_headers_to_add)) == (OK, 0)
 
 
-def test_a_request_that_is_malformed_is_counted_and_charges_nothing(node):
+def test_a_malformed_request_is_counted_and_charges_nothing(node):
     with pytest.raises(InvalidInputError):
         node.ask(ADA_A, [])
     assert (node.stats.invalid_total, node.stats.allowed_total) == (1, 0)
@@ -109,7 +109,7 @@ REFUSED = Decision(False, 0, 0, 9, Reason.LIMIT_EXCEEDED, A)
 
 
 class FakeChecker:
-    """Knows nothing at once; the shared state foresees ``passes``, and answers what is then asked."""
+    """Decides no check locally; the shared state predicts ``passes``, then decides the checks."""
 
     def __init__(self, *answers, passes=True):
         self.answers, self.passes, self.asked = [*answers], passes, []
@@ -140,30 +140,30 @@ async def ask(checker, *descriptors):
     return Response.FromString(await service.should_rate_limit(data, FakeCall()))
 
 
-async def test_what_only_the_shared_state_knows_is_waited_for():
+async def test_checks_that_only_the_shared_state_can_decide_are_awaited():
     assert codes(await ask(FakeChecker(REFUSED), ADA_A)) == [OVER_LIMIT]
 
 
-async def test_all_are_charged_where_the_shared_state_foresees_that_they_pass():
+async def test_all_are_charged_if_the_shared_state_predicts_that_they_pass():
     checker = FakeChecker(GRANTED, passes=True)
     assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
     assert checker.asked == [False] * 2
 
 
-async def test_nothing_is_charged_where_the_shared_state_foresees_a_denial():
+async def test_nothing_is_charged_if_the_shared_state_predicts_a_denial():
     checker = FakeChecker(REFUSED, passes=False)
     assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OVER_LIMIT]
     assert checker.asked == [True] * 2
 
 
-async def test_what_a_look_finds_allowed_by_now_is_charged_before_it_is_answered():
+async def test_checks_allowed_by_a_later_peek_are_charged_before_the_answer():
     checker = FakeChecker(GRANTED, GRANTED, passes=False)
     assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
     assert checker.asked == [True, True, False, False]
 
 
 class TurningClock(ManualClock):
-    """Once ``armed``, a minute passes after the time has been read."""
+    """Once ``armed``, advances a minute after each reading."""
 
     armed = False
 
@@ -174,7 +174,7 @@ class TurningClock(ManualClock):
         return now_us
 
 
-def test_a_window_that_turns_within_a_request_lets_nothing_through_uncharged():
+def test_a_window_that_ends_within_a_request_allows_nothing_uncharged():
     clock = TurningClock()
     node = Node(clock)
     assert node.ask(ADA_A, ADA_B).overall_code == OK
@@ -183,6 +183,6 @@ def test_a_window_that_turns_within_a_request_lets_nothing_through_uncharged():
     assert node.stats.by_rule == {"a": [2, 0], "b": [1, 1]}
 
 
-async def test_a_spend_of_another_node_in_between_denies():
+async def test_a_charge_by_another_node_in_between_denies():
     answer = await ask(FakeChecker(REFUSED), ADA_B, ADA_A)
     assert (answer.overall_code, codes(answer)) == (OVER_LIMIT, [OK, OVER_LIMIT])

@@ -52,7 +52,7 @@ def details_of(error):
     return found
 
 
-def test_every_error_that_a_caller_can_meet_has_a_row():
+def test_every_error_that_can_reach_a_caller_has_a_row():
     defined = {
         value
         for value in vars(errors).values()
@@ -95,7 +95,7 @@ def test_every_violated_field_is_named():
     assert [(v.field, v.description) for v in violations] == [("a", "must be"), ("b.c", "must not")]
 
 
-def test_an_answer_about_thousands_of_fields_fits_into_trailers():
+def test_an_error_about_thousands_of_fields_fits_into_trailers():
     error = RuleInvalidError(*[FieldViolation("f" * 500, "d" * 500)] * 1000)
     translated = rpc_error(error)
     assert len(translated.details) * 4 / 3 + len(translated.message) < 8192
@@ -110,13 +110,13 @@ def test_a_rule_is_named_as_the_resource():
     assert details_of(rpc_error(RuleExistsError("taken")))["ResourceInfo"].description == "taken"
 
 
-def test_a_store_that_is_away_says_why_and_when_to_come_back():
+def test_an_unavailable_store_has_a_reason_and_a_retry_delay():
     translated = rpc_error(StoreUnavailableError("the rule database is locked"))
     assert translated.message == "the rule database is locked"
     assert details_of(translated)["RetryInfo"].retry_delay.seconds == 1
 
 
-def test_a_store_that_is_away_is_told_to_the_log(edge, caplog):
+def test_an_unavailable_store_is_logged(edge, caplog):
     edge.translate(StoreUnavailableError("the rule database is locked"), "/s/m")
     [record] = caplog.records
     assert record.levelno == logging.WARNING
@@ -126,13 +126,13 @@ def test_a_store_that_is_away_is_told_to_the_log(edge, caplog):
     assert edge._stats.unexpected_total == 0
 
 
-def test_an_rpc_error_stays_what_it_is(edge):
+def test_an_rpc_error_is_unchanged(edge):
     error = rich_error(StatusCode.NOT_FOUND, "X", "no")
     assert edge.translate(error, "/s/m") is error
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, errors.StartupError])
-def test_anything_else_is_internal_counted_and_told_to_the_log_without_its_text(edge, kind):
+def test_any_other_error_is_internal_counted_and_logged_without_its_text(edge, kind):
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs._formatter(LogContext("n1"), console=False, colors=False))

@@ -1,4 +1,4 @@
-"""Which calls get a span, and what it says: never what was asked for."""
+"""The calls that get a span, and its attributes, which never contain data of the request."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ ALLOWED = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, rule_id="r"
 
 
 class Recorded:
-    """A span, and a tracer that keeps it."""
+    """A span, and a tracer that records it."""
 
     def __init__(self):
         self.begun = []
@@ -78,7 +78,7 @@ def test_a_check_is_traced_only_below_a_recorded_trace(tracer, path, answer):
     assert tracer.errors == [""]
 
 
-async def test_a_batch_tells_how_many_were_denied(tracer):
+async def test_the_span_of_a_batch_has_the_number_of_denials(tracer):
     async def later():
         return pb.BatchRateLimitResponse(
             responses=[ALLOWED, pb.RateLimitResponse()]
@@ -89,7 +89,7 @@ async def test_a_batch_tells_how_many_were_denied(tracer):
 
 
 @pytest.mark.parametrize("path", [CREATE, CREATE.replace("ratelimiter.v1.", "")])
-def test_a_change_of_rules_is_traced_as_the_tracer_decides_under_both_paths(tracer, path):
+def test_a_change_of_rules_is_traced_under_both_paths_if_the_tracer_decides_so(tracer, path):
     handle = handlers(tracer, path, b"")
     handle(b"", Call())
     assert tracer.begun == [(CREATE[1:], None)]
@@ -100,7 +100,7 @@ def test_a_change_of_rules_is_traced_as_the_tracer_decides_under_both_paths(trac
 
 
 @pytest.mark.parametrize("later", [False, True])
-async def test_an_error_is_told_by_its_status_and_not_by_its_text(tracer, later):
+async def test_the_span_of_an_error_has_its_status_and_not_its_text(tracer, later):
     error = RpcError(StatusCode.NOT_FOUND, "no rule for alice")
 
     async def fail():
@@ -124,7 +124,7 @@ async def test_a_caller_who_leaves_ends_the_span(tracer):
     assert tracer.errors == ["CANCELLED"]
 
 
-def test_health_and_others_are_not_traced_and_sampled_checks_leave_the_shortcut(tracer):
+def test_health_and_others_are_not_traced_and_sampled_checks_skip_the_bulk_handler(tracer):
     def handle(_data, _call):
         return b""
 

@@ -23,21 +23,21 @@ PARSERS = {
 
 
 @pytest.mark.parametrize(("parse", "message_class"), PARSERS.items())
-def test_a_message_is_read_as_the_contract_has_it_but_for_the_widened_fields(parse, message_class):
+def test_a_message_is_parsed_as_in_the_contract_except_for_widened_fields(parse, message_class):
     assert parse(b"").DESCRIPTOR.full_name == message_class.DESCRIPTOR.full_name
     fields = {field.name: field.number for field in parse(b"").DESCRIPTOR.fields}
     assert fields == {field.name: field.number for field in message_class.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize(("parse", "message_class"), PARSERS.items())
-def test_bytes_that_are_no_message_are_refused_by_the_name_of_the_message(parse, message_class):
+def test_malformed_bytes_are_refused_with_the_name_of_the_message(parse, message_class):
     with pytest.raises(InvalidInputError) as caught:
         parse(b"\xff")
     [violation] = caught.value.violations
     assert violation == ("request", f"the bytes are no {message_class.DESCRIPTOR.name} message")
 
 
-def test_nothing_is_read_from_an_empty_message_but_that_it_is_one():
+def test_unknown_fields_of_an_empty_message_are_ignored():
     wire.parse_empty(b"")
     wire.parse_empty(b"\x08\x01")
     with pytest.raises(InvalidInputError):
@@ -45,21 +45,21 @@ def test_nothing_is_read_from_an_empty_message_but_that_it_is_one():
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 1, 2**63 - 1])
-def test_a_number_too_wide_for_its_field_is_seen_as_sent(value):
+def test_a_number_too_wide_for_its_field_is_read_as_sent(value):
     data = b"\x20" + written_by_hand(value)
     assert wire.parse_check(data).tokens_requested == value
 
 
-def test_a_negative_number_is_read_as_such():
+def test_a_negative_number_is_read_as_negative():
     data = pb.RateLimitRequest(tokens_requested=-5).SerializeToString()
     assert wire.parse_check(data).tokens_requested == -5
 
 
-def test_text_is_read_as_bytes_whatever_they_are():
+def test_text_is_read_as_any_bytes():
     assert wire.parse_check(b"\x0a\x02\xff\x00").identifier == b"\xff\x00"
 
 
-def test_whether_enabled_was_sent_can_be_told():
+def test_has_field_shows_whether_enabled_was_sent():
     for rule, sent in ((pb.RateLimit(), False), (pb.RateLimit(enabled=False), True)):
         data = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
         assert wire.parse_create(data).rate_limit.HasField("enabled") is sent
@@ -84,7 +84,7 @@ def test_fields_are_counted_without_parsing(fields):
 
 
 @given(st.binary(max_size=100))
-def test_counting_ends_on_any_bytes(data):
+def test_counting_terminates_on_any_bytes(data):
     assert 0 <= wire.count_items(data, 1000) <= 100
 
 
@@ -110,12 +110,12 @@ def test_a_batch_is_split_into_its_items(messages):
 
 
 @given(st.lists(near_items, max_size=4).map(b"".join))
-def test_what_is_split_is_what_a_parser_finds(data):
+def test_split_items_equal_those_of_a_parser(data):
     split = wire.split_batch(data, 100)
     try:
         parsed = wire.parse_batch(data).requests
     except InvalidInputError:
-        return  # one of the items is no message, which who reads them will see
+        return  # an item is malformed, which its parser detects later
     if split is not None:
         assert list(map(wire.parse_check, split)) == list(parsed)
 
@@ -135,14 +135,14 @@ def test_what_is_split_is_what_a_parser_finds(data):
         b"\x0a" + b"\x80" * 10 + b"\x01",
     ],
 )
-def test_what_is_anything_but_items_is_not_split(data):
+def test_a_batch_with_anything_but_items_is_not_split(data):
     split = wire.split_batch(data, 100)
-    # An item without octets is no canonical check, and is for the parser, too.
+    # An empty item is not a canonical check, so it goes to the parser, too.
     assert split is None or b"" in split
 
 
 @pytest.mark.parametrize("length_bytes", range(1, 12))
-def test_a_length_that_is_longer_than_it_has_to_be_is_read_as_parsers_do_or_not_at_all(
+def test_an_overlong_length_is_read_as_by_parsers_or_not_at_all(
     length_bytes,
 ):
     length = b"\x02" if length_bytes == 1 else b"\x82" + b"\x80" * (length_bytes - 2) + b"\x00"
@@ -151,12 +151,12 @@ def test_a_length_that_is_longer_than_it_has_to_be_is_read_as_parsers_do_or_not_
     assert split is None or len(wire.parse_batch(b"\x0a" + length + b"\x0a\x00").requests) == 1
 
 
-def test_a_batch_of_more_items_than_may_be_is_not_split():
+def test_a_batch_above_the_bound_is_not_split():
     assert wire.split_batch(b"\x0a\x01x" * 7, 7) == [b"x"] * 7
     assert wire.split_batch(b"\x0a\x01x" * 8, 7) is None
 
 
-def test_counting_stops_one_beyond_the_bound():
+def test_counting_stops_one_above_the_bound():
     assert wire.count_items(b"\x0a\x00" * 50, 7) == 8
 
 
@@ -165,7 +165,7 @@ def test_counting_a_truncated_message_ends_with_its_bytes(data):
     assert wire.count_items(data, 1000) <= 1
 
 
-def test_a_message_of_ever_more_other_fields_is_refused():
+def test_a_message_of_too_many_other_fields_is_refused():
     most = b"\x10\x00" * wire.MAX_TOP_LEVEL_FIELDS
     assert wire.count_items(most, 1000) == 0
     with pytest.raises(InvalidInputError, match="more than 2000 fields"):
@@ -177,14 +177,14 @@ LONG_PARSERS = ["check", "batch", "create", "update", "reset", "assign_batch", "
 
 @pytest.mark.parametrize("parse", LONG_PARSERS)
 @pytest.mark.parametrize("octets", [b"\x3a\x00", b"\xba\x00\x00", b"\x3a\x80\x00", b"\x58\x00"])
-def test_a_long_message_of_ever_more_fields_is_not_parsed(parse, octets):
+def test_a_long_message_of_too_many_fields_is_not_parsed(parse, octets):
     with pytest.raises(InvalidInputError, match="too many fields"):
         getattr(wire, f"parse_{parse}")(octets * 20_000)
 
 
 @pytest.mark.parametrize("parse", LONG_PARSERS)
 @pytest.mark.parametrize("end", [b"\x0a", b"\x0a\x80", b"\x80" * 50, b"\x0a\x05ab", b"\x1b"])
-def test_a_long_message_that_is_cut_off_is_none(parse, end):
+def test_a_truncated_long_message_is_refused(parse, end):
     with pytest.raises(InvalidInputError, match="are no"):
         getattr(wire, f"parse_{parse}")(b"\xa2\x1f\x80\x80\x01" + bytes(16_384) + end)
 
@@ -221,7 +221,7 @@ others = st.lists(st.sampled_from([b"\x10\x01", b"\x20\x07", b"\x7a\x02\x0a\x00"
 
 
 @given(st.lists(rule_bytes, max_size=5), others, st.randoms())
-def test_the_rules_of_a_set_are_cut_out_wherever_they_are(rules, other_fields, random):
+def test_the_rules_of_a_set_are_found_at_any_place(rules, other_fields, random):
     parts = [b"\x0a" + written_by_hand(len(rule)) + rule for rule in rules] + other_fields
     order = list(range(len(parts)))
     random.shuffle(order)
@@ -237,28 +237,28 @@ numbers = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1))
 
 
 @given(numbers)
-def test_a_number_is_written_as_short_as_can_be(number):
+def test_a_varint_is_encoded_in_its_shortest_form(number):
     assert varint(number) == written_by_hand(number)
 
 
-def test_the_kept_encodings_are_those_of_their_places():
+def test_cached_encodings_match_their_numbers():
     assert list(KEPT) == [*map(written_by_hand, range(len(KEPT)))]
 
 
 @given(numbers, st.binary(max_size=5), st.binary(max_size=12))
-def test_what_was_written_is_read_wherever_it_stands(number, before, behind):
+def test_an_encoded_varint_is_read_at_any_position(number, before, behind):
     encoded = varint(number)
     place = len(before)
     assert read_varint(before + encoded + behind, place) == (number, place + len(encoded))
 
 
 @pytest.mark.parametrize("data", [b"\x85\x00", b"\x85\x80\x00", b"\x85" + b"\x80" * 8 + b"\x00"])
-def test_a_varint_that_is_longer_than_it_has_to_be_is_read(data):
+def test_an_overlong_varint_is_read(data):
     assert read_varint(data + b"more", 0) == (5, len(data))
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 9])
-def test_a_varint_that_is_cut_off_ends_the_data(data):
+def test_a_truncated_varint_ends_the_data(data):
     assert read_varint(data, 0)[1] == len(data)
 
 

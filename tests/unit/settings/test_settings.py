@@ -43,7 +43,7 @@ def problem(environ=None, flags=None):
 
 
 @pytest.mark.parametrize(("name", "default"), SPECIFIED_DEFAULTS.items())
-def test_defaults_are_those_that_are_documented(name, default):
+def test_defaults_match_the_documentation(name, default):
     assert {spec.name: spec.default for spec in SETTINGS}[name] == default
 
 
@@ -53,7 +53,7 @@ def test_every_default_is_valid_text_of_its_own_setting():
 
 
 @pytest.mark.parametrize("name", CREDENTIALS)
-def test_a_credential_that_is_given_and_empty_is_refused_and_does_not_open_the_node(name, tmp_path):
+def test_an_empty_credential_is_refused(name, tmp_path):
     blank = tmp_path / "blank"
     blank.write_text("\n")
     assert problem({f"RATELIMITD_{name}": ""}).startswith(f"RATELIMITD_{name} is empty: ")
@@ -75,7 +75,7 @@ def test_settings_cannot_be_changed_after_loading():
         load().workers = 2
 
 
-def test_a_flag_beats_the_environment():
+def test_a_flag_overrides_the_environment():
     settings = Settings.load(
         {"RATELIMITD_LISTEN": "0.0.0.0:1"}, {"LISTEN": "[::1]:2", "DRAIN_S": None}
     )
@@ -83,11 +83,11 @@ def test_a_flag_beats_the_environment():
     assert settings.sources == {"LISTEN": "flag"}
 
 
-def test_an_empty_http_listen_turns_the_http_side_off():
+def test_an_empty_http_listen_turns_http_off():
     assert load(HTTP_LISTEN="").http_listen is None
 
 
-def test_everything_that_is_wrong_is_named_at_once():
+def test_all_problems_are_reported_at_once():
     text = problem(
         {"RATELIMITD_FOO": "1", "RATELIMITD_DRAIN_S": "-1", "RATELIMITD_TLS_CERT": "cert.pem"},
         {"LISTEN": "9090"},
@@ -145,12 +145,12 @@ def test_everything_that_is_wrong_is_named_at_once():
         ({"TRANSPORT": "http"}, "RATELIMITD_TRANSPORT must be native or grpcio"),
     ],
 )
-def test_settings_that_cannot_work_together_or_at_all_are_refused(environ, expected):
+def test_forbidden_combinations_and_values_are_refused(environ, expected):
     assert expected in problem({f"RATELIMITD_{name}": text for name, text in environ.items()})
 
 
 @pytest.mark.parametrize("consistency", ["eventual", "strict"])
-def test_either_consistency_is_true_of_a_node_that_decides_in_its_own_memory(consistency):
+def test_both_consistencies_are_valid_without_a_shared_state(consistency):
     assert load(CONSISTENCY=consistency, ON_BREAKER_OPEN="local").consistency == consistency
 
 
@@ -167,7 +167,7 @@ def test_a_private_store_is_the_shared_state_of_workers_and_its_password_is_not_
     assert "hush" not in str(settings.describe()) + repr(settings)
 
 
-def test_a_free_port_may_be_asked_for_twice():
+def test_port_0_may_be_used_twice():
     settings = load(LISTEN="127.0.0.1:0", HTTP_LISTEN="127.0.0.1:0")
     assert settings.listen == settings.http_listen
 
@@ -179,7 +179,7 @@ def test_a_complete_tls_configuration_is_accepted():
     assert settings.admin_sans == ("ops",)
 
 
-def test_a_setting_that_is_wrong_by_itself_is_not_also_blamed_for_its_company():
+def test_an_invalid_setting_is_not_checked_in_combinations():
     text = problem(
         {
             "RATELIMITD_CONSISTENCY": "strict",
@@ -207,7 +207,7 @@ def test_secrets_are_masked_wherever_settings_are_shown():
     assert f"ADMIN_TOKEN={MASK!r}" in repr(settings)
 
 
-def test_describe_tells_for_every_setting_where_its_value_came_from(tmp_path):
+def test_describe_has_the_source_of_every_setting(tmp_path):
     secret = tmp_path / "token"
     secret.write_text("from-file\n")
     settings = Settings.load(
@@ -224,7 +224,7 @@ def test_describe_tells_for_every_setting_where_its_value_came_from(tmp_path):
     assert rows["ADMIN_TOKEN"][1:] == ("", "default")
 
 
-def test_a_node_without_a_name_is_called_by_host_and_process():
+def test_a_node_without_a_name_is_named_by_host_and_process():
     assert load().node_name == f"{socket.gethostname()}:{os.getpid()}"
     assert load(NODE_ID="n1").node_name == "n1"
 
@@ -234,13 +234,13 @@ def test_a_misspelt_variable_stops_the_start(name):
     assert f"{name} is not a setting" in problem({name: "x"})
 
 
-def test_pages_are_shown_under_the_name_they_are_listened_at_and_those_that_are_set():
+def test_pages_are_served_for_the_listen_name_and_the_configured_ones():
     assert load().http_names == {"127.0.0.1"}
     assert load(HTTP_LISTEN="node:80", HTTP_HOSTS="a,b").http_names == {"node", "a", "b"}
     assert load(HTTP_LISTEN="").http_names == set()
 
 
-def test_the_pages_of_a_worker_are_in_its_state_directory():
+def test_the_http_socket_of_a_worker_is_in_its_state_directory():
     assert load(STATE_DIR="/state").http_socket == Path("/state/http.sock")
 
 
@@ -258,13 +258,13 @@ def test_the_pages_of_a_worker_are_in_its_state_directory():
         ),
     ],
 )
-def test_a_node_makes_its_admin_token_where_nothing_else_holds_the_role(flags, own, name):
+def test_a_node_generates_its_admin_token_if_no_setting_grants_the_role(flags, own, name):
     settings = Settings.load({}, flags)
     assert settings.has_own_admin_token is own
     assert settings.admin_token_name == name
 
 
-def test_workers_are_given_the_token_that_their_parent_made():
+def test_workers_get_the_token_of_their_parent():
     worker = Settings.load({}, {}).with_own_admin_token("made")
     assert (worker.admin_token, worker.has_own_admin_token) == ("made", False)
     assert worker.admin_token_name == "in STATE_DIR/admin-token"
@@ -279,13 +279,13 @@ def test_workers_are_given_the_token_that_their_parent_made():
         ({"LOOPBACK_ADMIN": "on", "ADMIN_TOKEN": "t"}, "has no effect"),
     ],
 )
-def test_loopback_as_a_credential_is_warned_of(flags, warning):
+def test_loopback_as_a_credential_has_a_warning(flags, warning):
     lines = Settings.load({}, flags).warnings
     assert len(lines) == (warning is not None)
     assert all(warning in line for line in lines)
 
 
-def test_identifier_types_are_declared_beside_those_of_the_contract():
+def test_identifier_types_add_to_those_of_the_contract():
     settings = Settings.load(
         {"RATELIMITD_IDENTIFIER_TYPES": "tenant,model"}, {"ENVOY_IDENTIFIERS": "org=tenant"}
     )

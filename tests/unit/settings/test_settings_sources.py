@@ -21,13 +21,13 @@ def test_an_empty_text_is_a_value():
 
 
 @pytest.mark.parametrize("content", [b"s3cret", b"s3cret\n", b"s3cret\r\n"])
-def test_a_file_holds_the_secret_and_perhaps_the_end_of_a_line(tmp_path, content):
+def test_a_file_contains_the_secret_and_an_optional_newline(tmp_path, content):
     path = secret_file(tmp_path, content)
     found = find("ADMIN_TOKEN", {"RATELIMITD_ADMIN_TOKEN_FILE": path}, {}, with_file=True)
     assert found == Found("RATELIMITD_ADMIN_TOKEN_FILE", "s3cret", "file")
 
 
-def test_a_file_named_by_a_flag_beats_the_value_in_the_environment(tmp_path):
+def test_a_file_named_by_a_flag_overrides_the_environment(tmp_path):
     path = secret_file(tmp_path, b"from-file")
     found = find(
         "ADMIN_TOKEN", {"RATELIMITD_ADMIN_TOKEN": "x"}, {"ADMIN_TOKEN_FILE": path}, with_file=True
@@ -44,7 +44,7 @@ def test_a_value_and_its_file_together_are_refused(tmp_path):
         find("ADMIN_TOKEN", environ, {}, with_file=True)
 
 
-def test_a_setting_that_is_no_secret_has_no_file(tmp_path):
+def test_only_secrets_can_come_from_a_file(tmp_path):
     path = secret_file(tmp_path, b"x")
     assert find("LISTEN", {"RATELIMITD_LISTEN_FILE": path}, {}, with_file=False) is None
 
@@ -59,14 +59,14 @@ def test_a_setting_that_is_no_secret_has_no_file(tmp_path):
         (b"x" * (MAX_SECRET_FILE_BYTES + 1), f"longer than {MAX_SECRET_FILE_BYTES} bytes"),
     ],
 )
-def test_an_unusable_secret_file_is_named_with_the_reason(tmp_path, content, reason):
+def test_an_unusable_secret_file_is_reported_with_the_reason(tmp_path, content, reason):
     path = str(tmp_path / "absent") if content is None else secret_file(tmp_path, content)
     with pytest.raises(SettingsError, match=reason) as caught:
         find("KEY_SECRET", {"RATELIMITD_KEY_SECRET_FILE": path}, {}, with_file=True)
     assert str(caught.value).startswith("RATELIMITD_KEY_SECRET_FILE: ")
 
 
-def test_a_file_that_is_given_and_not_named_is_refused():
+def test_an_empty_file_name_is_refused():
     with pytest.raises(SettingsError, match="RATELIMITD_ADMIN_TOKEN_FILE is empty: name a file"):
         find("ADMIN_TOKEN", {"RATELIMITD_ADMIN_TOKEN_FILE": ""}, {}, with_file=True)
 
@@ -78,7 +78,7 @@ def test_the_longest_secret_file_is_read(tmp_path):
     assert len(found.text) == MAX_SECRET_FILE_BYTES
 
 
-def test_unknown_names_are_told_with_the_name_that_was_probably_meant():
+def test_unknown_names_are_reported_with_the_closest_match():
     told = unknown_names(
         {"RATELIMITD_LISEN": "", "PATH": ""}, {"DRAIN": "1"}, {"LISTEN", "DRAIN_S"}
     )
@@ -105,5 +105,5 @@ def test_unknown_names_are_told_with_the_name_that_was_probably_meant():
         "HEADLESS_SERVICE_HOST",
     ],
 )
-def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours(name):
+def test_service_variables_of_kubernetes_are_ignored(name):
     assert unknown_names({sources.ENV_PREFIX + name: "10.0.0.1"}, {}, {"LISTEN"}) == []

@@ -61,7 +61,7 @@ from ratelimitd.settings.parsing import MASK, Address
         (values.redis_url, "redis+cluster://a,b", "redis+cluster://a,b"),
     ],
 )
-def test_good_text_becomes_a_value(parse, text, expected):
+def test_valid_text_is_parsed_to_a_value(parse, text, expected):
     assert parse(text) == expected
 
 
@@ -145,7 +145,7 @@ def test_good_text_becomes_a_value(parse, text, expected):
         (values.user_header, "X-U "),
     ],
 )
-def test_bad_text_is_refused_without_repeating_it(parse, text):
+def test_invalid_text_is_refused_without_quoting_it(parse, text):
     with pytest.raises(ValueError) as caught:
         parse(text)
     message = str(caught.value)
@@ -167,7 +167,7 @@ def test_bad_text_is_refused_without_repeating_it(parse, text):
         (Address("h", 2), "h:2"),
     ],
 )
-def test_a_value_is_shown_as_it_could_be_set(value, text):
+def test_a_shown_value_can_be_set_again(value, text):
     assert values.shown(value) == text
 
 

@@ -80,7 +80,7 @@ from ratelimitd.settings.urls import (
         ),
     ],
 )
-def test_a_url_becomes_a_value(text, value):
+def test_a_url_is_parsed_to_a_value(text, value):
     assert parse_redis_url(text) == value
 
 
@@ -123,14 +123,14 @@ def test_a_url_becomes_a_value(text, value):
         ("redis+cluster://h/1", "no database with a cluster"),
     ],
 )
-def test_a_wrong_url_is_refused_without_quoting_it(text, problem):
+def test_an_invalid_url_is_refused_without_quoting_it(text, problem):
     with pytest.raises(ValueError, match=problem) as refused:
         parse_redis_url(text)
     assert str(refused.value).startswith("must ")
     assert "hunter2" not in str(refused.value)
 
 
-def test_the_largest_database_is_taken():
+def test_the_largest_database_is_accepted():
     assert parse_redis_url(f"redis://h/{MAX_DATABASE}").database == MAX_DATABASE
 
 
@@ -161,7 +161,7 @@ def test_a_server_is_shown_as_an_address_or_a_path(server, shown):
         ("sqlite:////var/lib/r%20.db", "/var/lib/r%20.db"),
     ],
 )
-def test_the_path_of_a_sqlite_file_is_taken_as_it_stands(text, path):
+def test_the_path_of_a_sqlite_file_is_literal(text, path):
     url = urls.parse_database_url(text)
     assert url == SqliteFile(Path(path))
     assert url.place == path
@@ -215,7 +215,7 @@ def test_a_server_is_named_without_user_and_password(text, place):
         ("postgresql:///d?host=/run&port=x", "must have a number as port"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused_without_repeating_it(text, beginning):
+def test_an_unusable_url_is_refused_without_quoting_it(text, beginning):
     with pytest.raises(ValueError) as caught:
         urls.parse_database_url(text)
     assert str(caught.value).startswith(beginning)

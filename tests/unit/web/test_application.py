@@ -1,4 +1,4 @@
-"""The HTTP side of a node as a whole: what holds for every route, whoever asks."""
+"""The HTTP side of a node as a whole: behaviour common to all routes and callers."""
 
 import asyncio
 
@@ -35,13 +35,13 @@ async def operator(node):
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_a_page_is_for_those_who_logged_in(stranger, path):
+async def test_page_requires_a_login(stranger, path):
     answer = await stranger.get(path)
     assert answer.status_code == 303
     assert answer.headers["location"].startswith("/login?next=")
 
 
-async def test_every_answer_for_people_has_the_policy(operator):
+async def test_every_page_has_the_content_security_policy(operator):
     for path in [*PAGES, "/login", "/nothing", "/static/page.css", "/static/none"]:
         headers = (await operator.get(path)).headers
         assert {name: headers.get(name) for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS), (
@@ -49,7 +49,7 @@ async def test_every_answer_for_people_has_the_policy(operator):
         )
 
 
-async def test_somebody_who_logged_in_creates_a_rule_and_is_named_in_its_history(operator, node):
+async def test_logged_in_visitor_creates_a_rule_and_is_named_in_its_history(operator, node):
     rule = {
         "endpoint": "/orders",
         "identifier_type": "user",
@@ -63,7 +63,7 @@ async def test_somebody_who_logged_in_creates_a_rule_and_is_named_in_its_history
     assert "admin@127.0.0.1" in page.text
 
 
-async def test_a_post_without_a_session_changes_nothing_and_is_counted(stranger, node):
+async def test_post_without_a_session_changes_nothing_and_is_counted(stranger, node):
     answer = await stranger.post("/rules/new", {"step": "store"}, token="0" * 64)
     assert answer.status_code == 401
     answer = await stranger.post(
@@ -78,7 +78,7 @@ async def test_a_post_without_a_session_changes_nothing_and_is_counted(stranger,
         assert f'rate_limiter_web_refused_total{{cause="{cause}"}} 1.0' in page
 
 
-async def test_after_logging_out_a_page_is_closed(operator):
+async def test_page_is_closed_after_logout(operator):
     assert (await operator.get("/rules")).status_code == 200
     page = (await operator.get("/try")).text
     assert 'action="/logout"' in page
@@ -86,7 +86,7 @@ async def test_after_logging_out_a_page_is_closed(operator):
     assert (await operator.get("/rules")).status_code == 303
 
 
-async def test_what_is_not_there_is_said_to_people_and_to_programs(operator):
+async def test_not_found_is_answered_to_browsers_and_programs(operator):
     page = await operator.get("/nothing")
     assert (page.status_code, "<h1>There is no such page</h1>" in page.text) == (404, True)
     answer = await operator.get("/nothing", Accept="application/json")
@@ -96,20 +96,20 @@ async def test_what_is_not_there_is_said_to_people_and_to_programs(operator):
     assert "This page is not for that" in answer.text
 
 
-async def test_programs_are_told_what_this_is_without_a_login(stranger, node):
+async def test_programs_get_a_description_without_a_login(stranger, node):
     answer = await stranger.get("/", Accept="*/*")
     assert answer.status_code == 200
     assert node.grpc_address in answer.text
 
 
-async def test_pages_for_machines_are_as_open_as_ever(stranger):
+async def test_machine_endpoints_need_no_login(stranger):
     for path in ("/metrics", "/healthz", "/readyz"):
         answer = await stranger.get(path, Host="service.example", **{"X-Forwarded-For": "::1"})
         assert answer.status_code == 200
         assert "content-security-policy" not in answer.headers
 
 
-async def test_a_proxy_may_ask_with_whatever_its_client_sent():
+async def test_proxy_may_forward_any_request_of_its_client():
     async with (
         running_node(trusted_proxies="127.0.0.1") as node,
         httpx.AsyncClient(base_url=f"http://{node.http_address}") as http,
@@ -127,7 +127,7 @@ async def test_a_proxy_may_ask_with_whatever_its_client_sent():
 
 
 @pytest.mark.parametrize("target", ["/v1/auth", "/metrics", "/rules", "localhost:80"])
-async def test_connect_is_refused_and_the_connection_goes_on(target):
+async def test_connect_is_refused_and_the_connection_stays_usable(target):
     async with running_node(trusted_proxies="127.0.0.1") as node:
         reader, writer = await asyncio.open_connection(*node.http_address.split(":"))
         writer.write(
@@ -140,7 +140,7 @@ async def test_connect_is_refused_and_the_connection_goes_on(target):
     assert b"\r\n\r\nthis is no proxy\nHTTP/1.1 200 OK\r\n" in answers
 
 
-async def test_the_services_are_there_in_json(node):
+async def test_services_are_available_in_json(node):
     async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
         answer = await http.post(
             "/ratelimiter.v1.RateLimiter/CheckRateLimit",

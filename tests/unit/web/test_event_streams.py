@@ -15,7 +15,7 @@ def end():
 
 @pytest.fixture
 def begun():
-    """Has an item for each stream that has begun."""
+    """Receives an item for each started stream."""
     return asyncio.Queue()
 
 
@@ -49,7 +49,7 @@ async def http(end, begun, scopes):
         yield client
 
 
-async def test_streams_beyond_the_bound_are_told_to_come_again(http, end, begun, monkeypatch):
+async def test_streams_beyond_the_bound_are_refused_with_retry_after(http, end, begun, monkeypatch):
     monkeypatch.setattr(server, "MAX_STREAMS", 2)
     streams = [asyncio.create_task(http.get("/events")) for _ in range(2)]
     for _ in streams:
@@ -61,7 +61,7 @@ async def test_streams_beyond_the_bound_are_told_to_come_again(http, end, begun,
     assert (await http.get("/events")).status_code == 200
 
 
-async def test_streams_asked_for_at_once_do_not_pass_the_bound_together(http, end, begun):
+async def test_concurrent_streams_do_not_exceed_the_bound(http, end, begun):
     streams = [asyncio.create_task(http.get("/events")) for _ in range(60)]
     refused = set()
     while len(refused) < 40:
@@ -74,7 +74,7 @@ async def test_streams_asked_for_at_once_do_not_pass_the_bound_together(http, en
     assert {(await stream).status_code for stream in streams} == {200}
 
 
-async def test_a_stream_that_fails_is_not_counted_for_ever(http, end, monkeypatch):
+async def test_failed_stream_frees_its_slot(http, end, monkeypatch):
     monkeypatch.setattr(server, "MAX_STREAMS", 1)
     end.set()
     await http.get("/broken")

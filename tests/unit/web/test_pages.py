@@ -36,7 +36,7 @@ def web():
     return Web()
 
 
-async def test_the_front_page_says_what_this_is_and_where(web):
+async def test_front_page_describes_the_node_and_its_addresses(web):
     answer = await web.get("/")
     assert answer.status_code == 200
     assert f"ratelimitd {__version__}" in answer.text
@@ -44,12 +44,12 @@ async def test_the_front_page_says_what_this_is_and_where(web):
     assert answer.headers["cache-control"] == "no-store"
 
 
-async def test_a_living_process_is_healthy_whether_or_not_it_is_ready(web):
+async def test_live_process_is_healthy_whether_or_not_it_is_ready(web):
     web.readiness = Readiness(ready=False, reason="draining")
     assert (await web.get("/healthz")).status_code == 200
 
 
-async def test_readiness_is_told_with_the_reason_against_it(web):
+async def test_unready_node_reports_the_reason(web):
     answer = await web.get("/readyz")
     assert (answer.status_code, answer.text) == (200, "ready\n")
     web.readiness = Readiness(ready=False, reason="draining")
@@ -57,13 +57,13 @@ async def test_readiness_is_told_with_the_reason_against_it(web):
     assert (answer.status_code, answer.text) == (503, "not ready: draining\n")
 
 
-async def test_a_node_that_is_ready_may_say_which_part_of_it_is_not(web):
+async def test_ready_node_may_report_an_unready_part(web):
     web.readiness = Readiness(ready=True, reason="all but worker 1 (starting)")
     answer = await web.get("/readyz")
     assert (answer.status_code, answer.text) == (200, "ready: all but worker 1 (starting)\n")
 
 
-async def test_readiness_and_metrics_may_have_to_be_waited_for():
+async def test_readiness_and_metrics_may_be_awaitable():
     async def readiness():
         return Readiness(ready=False, reason="waited")
 
@@ -76,7 +76,7 @@ async def test_readiness_and_metrics_may_have_to_be_waited_for():
     assert "a_total 3.0\n" in (await web.get("/metrics")).text
 
 
-async def test_metrics_come_in_the_format_the_reader_asks_for(web):
+async def test_metrics_have_the_requested_format(web):
     answer = await web.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "a_total 3.0\n" in answer.text
@@ -97,7 +97,7 @@ async def test_metrics_come_in_the_format_the_reader_asks_for(web):
         "0.0.0.0:8080",
     ],
 )
-async def test_the_page_is_shown_under_names_of_this_node_and_addresses(web, host):
+async def test_page_is_shown_under_own_names_and_addresses(web, host):
     assert (await web.get("/", host=host)).status_code == 200
 
 
@@ -114,18 +114,18 @@ async def test_the_page_is_shown_under_names_of_this_node_and_addresses(web, hos
         "[::1]evil",
     ],
 )
-async def test_the_page_is_refused_under_foreign_names(web, host):
+async def test_page_is_refused_under_foreign_names(web, host):
     assert (await web.get("/", host=host)).status_code == 421
     assert (await web.get("/later/page", host=host)).status_code == 421
     assert web.refused == [Cause.UNKNOWN_HOST] * 2
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
-async def test_machines_may_use_any_name(web, path):
+async def test_machine_endpoints_accept_any_host(web, path):
     assert (await web.get(path, host="service.namespace.svc:8080")).status_code == 200
 
 
-async def test_what_is_not_there_is_not_found(web):
+async def test_unknown_path_is_not_found(web):
     assert (await web.get("/nothing")).status_code == 404
 
 

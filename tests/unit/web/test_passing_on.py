@@ -1,4 +1,4 @@
-"""A parent's server and those of its workers, in this process; between them are real sockets."""
+"""A parent's server and those of its workers, in this process with real sockets between them."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from ratelimitd.web.worker_proxy import PEER_HEADER, FromParent, PassingOn
 
 
 class Worker:
-    """What it was asked, and what it is to do."""
+    """A worker that records its requests and answers as instructed."""
 
     def __init__(self, name):
         self.name = name
@@ -64,7 +64,7 @@ class Worker:
 
 @pytest.fixture
 async def parent(tmp_path):
-    """An HTTP side whose workers are started by the test: its address, and ``start``."""
+    """An HTTP side whose workers the test starts: its address, and ``start``."""
 
     class Parent:
         sockets = [tmp_path / f"{name}.sock" for name in ("a", "b")]  # noqa: RUF012
@@ -93,7 +93,7 @@ async def parent(tmp_path):
 
 
 async def talk(parent, request):
-    """All that is answered to these octets until the connection ends."""
+    """Send these bytes; return everything received until the connection ends."""
     reader, writer = await asyncio.open_connection(*parent.url.removeprefix("http://").split(":"))
     writer.write(request)
     answer = await reader.read()
@@ -101,7 +101,7 @@ async def talk(parent, request):
     return answer
 
 
-async def test_a_request_and_its_answer_are_passed_on_with_who_asked(parent):
+async def test_request_and_answer_are_forwarded_with_the_peer(parent):
     await parent.start("a")
     answer = await parent.http.get("/asked?x=1&y=%20", headers={"X-Mine": "1"})
     name, _, rest = answer.text.partition(" ")
@@ -115,7 +115,7 @@ async def test_a_request_and_its_answer_are_passed_on_with_who_asked(parent):
     assert len(answer.headers.get_list("date")) == 1
 
 
-async def test_a_worker_that_hangs_is_passed_over_although_its_socket_accepts(parent):
+async def test_hanging_worker_is_skipped_although_its_socket_accepts(parent):
     await parent.start("a")
     await parent.start("b")
     asked = [(await parent.http.get("/asked")).text[0] for _ in range(2)]
@@ -126,14 +126,14 @@ async def test_a_worker_that_hangs_is_passed_over_although_its_socket_accepts(pa
     assert (await parent.http.get("/asked")).status_code == 503
 
 
-async def test_nobody_says_who_they_are_by_a_header(parent):
+async def test_peer_header_of_a_client_is_removed(parent):
     await parent.start("a")
     answer = await parent.http.get("/asked", headers={"X-Ratelimitd-Peer": "10.0.0.1 1"})
     assert "127.0.0.1" in answer.text
     assert "10.0.0.1" not in answer.text
 
 
-async def test_bodies_are_passed_on_of_known_and_of_unknown_length(parent):
+async def test_bodies_of_known_and_unknown_length_are_forwarded(parent):
     async def pieces():
         for _ in range(3):
             yield b"x" * 100_000
@@ -144,7 +144,7 @@ async def test_bodies_are_passed_on_of_known_and_of_unknown_length(parent):
     assert len((await parent.http.post("/echo", content=pieces())).content) == 300_000
 
 
-async def test_a_body_in_chunks_is_as_long_as_they_are_whatever_else_it_says(parent):
+async def test_chunked_body_ignores_a_content_length(parent):
     await parent.start("a")
     answer = await talk(
         parent,
@@ -154,14 +154,14 @@ async def test_a_body_in_chunks_is_as_long_as_they_are_whatever_else_it_says(par
     assert answer.endswith(b"\r\n\r\nbody")
 
 
-async def test_a_request_of_http_1_0_need_not_name_a_host(parent):
+async def test_http_1_0_request_needs_no_host(parent):
     await parent.start("a")
     answer = await talk(parent, b"GET /asked?x HTTP/1.0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"'host'" in answer
 
 
-def test_a_caller_without_an_address_is_passed_on_without_one():
+def test_caller_without_an_address_is_forwarded_without_one():
     scope = {"method": "GET", "raw_path": b"/", "query_string": b"", "headers": [(b"host", b"n")]}
     names = [name for name, _ in worker_proxy._request({**scope, "client": None}).headers]
     assert names == [b"host"]
@@ -174,13 +174,13 @@ async def test_answers_without_a_body_have_none(parent):
     assert (await parent.http.get("/empty")).status_code == 204
 
 
-async def test_an_answer_may_come_before_the_whole_request_was_read(parent):
+async def test_answer_may_come_before_the_whole_request_was_read(parent):
     await parent.start("a")
     answer = await parent.http.post("/early", content=b"x" * 3_000_000)
     assert (answer.status_code, answer.text) == (413, "too large")
 
 
-async def test_an_answer_is_not_lost_where_the_body_is_sent_on_after_it(tmp_path):
+async def test_answer_is_not_lost_if_the_body_is_sent_after_it(tmp_path):
     answered = threading.Event()
 
     def answer(sock):
@@ -211,7 +211,7 @@ async def test_an_answer_is_not_lost_where_the_body_is_sent_on_after_it(tmp_path
     assert (found.status_code, found.text) == (401, "login")
 
 
-async def test_a_caller_stays_with_one_worker_while_that_lives(parent):
+async def test_caller_stays_with_one_live_worker(parent):
     await parent.start("a")
     await parent.start("b")
     names = {(await parent.http.get("/asked")).text[0] for _ in range(4)}
@@ -221,12 +221,12 @@ async def test_a_caller_stays_with_one_worker_while_that_lives(parent):
     assert (await parent.http.get("/asked")).text[0] in {"a", "b"} - names
 
 
-async def test_without_a_worker_it_is_said_so(parent):
+async def test_missing_worker_is_reported(parent):
     answer = await parent.http.get("/asked")
     assert (answer.status_code, answer.text) == (503, "no worker answers at the moment\n")
 
 
-async def test_a_worker_that_does_not_take_the_connection_is_passed_over(parent, monkeypatch):
+async def test_worker_that_refuses_the_connection_is_skipped(parent, monkeypatch):
     async def never(_name):
         await asyncio.Event().wait()
 
@@ -236,14 +236,14 @@ async def test_a_worker_that_does_not_take_the_connection_is_passed_over(parent,
     assert (await parent.http.get("/asked")).status_code == 503
 
 
-async def test_a_worker_that_hangs_is_told(parent, tmp_path, monkeypatch):
+async def test_hanging_worker_is_reported(parent, tmp_path, monkeypatch):
     monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 0.001)
     with listening_at(tmp_path / "a.sock"):
         answer = await parent.http.get("/asked")
     assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
 
 
-async def test_an_upload_may_take_longer_than_an_answer(parent, monkeypatch):
+async def test_upload_may_take_longer_than_an_answer(parent, monkeypatch):
     await parent.start("a")
     monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
     go_on = asyncio.Event()
@@ -258,14 +258,14 @@ async def test_an_upload_may_take_longer_than_an_answer(parent, monkeypatch):
     assert (answer.status_code, answer.text) == (201, "first last")
 
 
-async def test_a_worker_that_reads_no_more_is_told(parent, tmp_path, monkeypatch):
+async def test_worker_that_stops_reading_is_reported(parent, tmp_path, monkeypatch):
     monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
     with listening_at(tmp_path / "a.sock"):
         answer = await parent.http.post("/echo", content=bytes(4_000_000))
     assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
 
 
-async def test_an_answer_that_has_begun_may_take_longer(parent, monkeypatch):
+async def test_answer_that_has_begun_may_take_longer(parent, monkeypatch):
     worker = await parent.start("a")
     monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
     loop = asyncio.get_running_loop()
@@ -276,15 +276,15 @@ async def test_an_answer_that_has_begun_may_take_longer(parent, monkeypatch):
     await worker.left.wait()
 
 
-async def test_a_stream_is_passed_on_as_it_comes_and_ends_when_its_reader_leaves(parent):
+async def test_stream_is_forwarded_as_it_arrives_and_ends_with_its_reader(parent):
     worker = await parent.start("a")
     async with parent.http.stream("GET", "/events") as answer:
         assert await anext(answer.aiter_bytes(9)) == b"data: 1\n\n"
     await worker.left.wait()
 
 
-class TestAWorkerThatEnds:
-    """In the middle of an answer, or before it."""
+class TestWorkerThatEnds:
+    """During an answer, or before it."""
 
     @pytest.fixture
     async def serve(self, parent, tmp_path):
@@ -305,7 +305,7 @@ class TestAWorkerThatEnds:
         gc.collect()
 
     @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 2", b"no HTTP\r\n\r\n"])
-    async def test_before_its_answer_is_told(self, parent, serve, said):
+    async def test_end_before_the_answer_is_reported(self, parent, serve, said):
         await serve(said)
         answer = await parent.http.get("/asked")
         assert (answer.status_code, answer.text) == (
@@ -313,18 +313,18 @@ class TestAWorkerThatEnds:
             "the worker ended before it had answered\n",
         )
 
-    async def test_in_the_middle_ends_the_connection(self, parent, serve):
+    async def test_end_during_the_answer_ends_the_connection(self, parent, serve):
         await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
         with pytest.raises(httpx.RemoteProtocolError):
             await parent.http.get("/asked")
 
-    async def test_in_place_of_an_answer_that_has_no_end(self, parent, serve):
+    async def test_answer_to_connect_is_complete_without_a_length(self, parent, serve):
         await serve(b"HTTP/1.1 200 OK\r\n\r\n")
         request = b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert (await talk(parent, request)).startswith(b"HTTP/1.1 200 OK\r\n")
         assert (await parent.http.get("/asked")).status_code == 200
 
-    async def test_what_it_says_first_is_no_answer(self, parent, serve):
+    async def test_interim_response_is_not_the_answer(self, parent, serve):
         await serve(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
         assert (await parent.http.get("/asked")).text == "ok"
 
@@ -340,7 +340,7 @@ class TestAWorkerThatEnds:
         (b"\xff 1", ("\ufffd", 1)),
     ],
 )
-async def test_the_peer_is_the_one_that_the_parent_names(given, client):
+async def test_peer_is_the_one_that_the_parent_names(given, client):
     seen = []
 
     async def app(scope, receive, send):
@@ -354,7 +354,7 @@ async def test_the_peer_is_the_one_that_the_parent_names(given, client):
     assert seen == [{**expected, "scheme": scheme} for scheme in ("http", "https")]
 
 
-async def test_a_request_without_a_peer_is_nobodys():
+async def test_request_without_a_peer_header_has_no_client():
     async def app(scope, receive, send):
         assert scope["client"] is None
 

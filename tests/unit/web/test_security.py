@@ -40,11 +40,11 @@ async def test_every_answer_has_the_headers(ask):
     assert refusal.headers["content-security-policy"] == POLICY
 
 
-async def test_what_may_be_kept_is_kept(ask):
+async def test_own_cache_control_is_kept(ask):
     assert (await ask("GET", "/kept")).headers["cache-control"] == "kept"
 
 
-def test_the_policy_allows_nothing_inline_and_nothing_from_elsewhere():
+def test_policy_allows_nothing_inline_or_external():
     assert "unsafe" not in POLICY
     assert "http" not in POLICY
     assert POLICY.startswith("default-src 'none'; ")
@@ -69,7 +69,7 @@ OWN = [
 
 @pytest.mark.parametrize("headers", CROSS_SITE)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "NEW"])
-async def test_what_another_site_sends_is_refused_and_counted(ask, refused, method, headers):
+async def test_cross_site_request_is_refused_and_counted(ask, refused, method, headers):
     answer = await ask(method, **headers)
     assert answer.status_code == 403
     assert "came from another site" in answer.text
@@ -77,14 +77,14 @@ async def test_what_another_site_sends_is_refused_and_counted(ask, refused, meth
 
 
 @pytest.mark.parametrize("headers", OWN)
-async def test_what_our_own_pages_and_programs_send_passes(ask, refused, headers):
+async def test_own_pages_and_programs_pass(ask, refused, headers):
     assert (await ask("POST", **headers)).text == "hello"
     assert refused == []
 
 
-async def test_a_link_on_another_site_may_lead_here(ask):
+async def test_link_on_another_site_may_lead_here(ask):
     assert (await ask("GET", **{"sec-fetch-site": "cross-site"})).status_code == 200
 
 
-def test_an_origin_that_is_none_is_another_one():
+def test_null_origin_is_another_origin():
     assert is_cross_site(Headers({"origin": "http://[", "host": "node:8080"}))

@@ -2,6 +2,8 @@ import asyncio
 import socket
 import ssl
 import stat
+from collections import Counter
+from itertools import count
 from typing import NamedTuple
 
 import pytest
@@ -10,11 +12,12 @@ from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc import acceptor
 from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.web import server as web_server
 from ratelimitd.web.server import (
-    EVENTS_PER_ITERATION,
+    EVENTS_PER_STEP,
     MAX_HEADER_BYTES,
     MAX_HEADER_LINES,
     HttpServer,
@@ -31,7 +34,7 @@ async def hello(scope, receive, send):
 
 
 class Slow:
-    """An application that answers when it may."""
+    """An application that answers when released."""
 
     def __init__(self):
         self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
@@ -46,7 +49,7 @@ class Listening(NamedTuple):
     host: str
     port: int
     tls: ssl.SSLContext | None = None
-    """What a client connects with over TLS."""
+    """TLS context of a client."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def client(ca):
 
 @pytest.fixture(params=["http", "https"])
 async def listening(request, files, client):
-    """Starts servers, over plaintext and over TLS."""
+    """Start servers, over plaintext and over TLS."""
     servers = []
     tls = request.param == "https"
 
@@ -95,7 +98,7 @@ async def over_tls(files, client):
     await server.stop()
 
 
-# asyncio's own client does not get rid of what it has not read over TLS.
+# asyncio's own client cannot discard unread data over TLS.
 UNREAD = pytest.mark.parametrize("listening", ["http"], indirect=True)
 
 
@@ -114,13 +117,13 @@ async def closed_by_server(reader):
     return True
 
 
-async def test_a_request_is_answered(listening):
+async def test_request_is_answered(listening):
     reader, writer = await talk(await listening())
     assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
     writer.close()
 
 
-async def test_an_ipv6_address_is_told_in_brackets():
+async def test_ipv6_address_is_reported_in_brackets():
     server = HttpServer(hello, "::1", 0)
     try:
         assert (await server.start()).startswith("[::1]:")
@@ -128,18 +131,18 @@ async def test_an_ipv6_address_is_told_in_brackets():
         await server.stop()
 
 
-async def test_a_taken_address_is_a_start_up_error_that_names_it(listening):
+async def test_address_in_use_is_a_start_up_error_that_names_it(listening):
     host, port, _ = await listening()
     with pytest.raises(StartupError, match=rf"cannot listen on {host}:{port} \(HTTP_LISTEN\): "):
         await HttpServer(hello, host, port).start()
 
 
-async def test_an_unknown_host_is_a_start_up_error():
+async def test_unknown_host_is_a_start_up_error():
     with pytest.raises(StartupError, match="HTTP_LISTEN"):
         await HttpServer(hello, "no.such.host.invalid", 0).start()
 
 
-async def test_after_stopping_the_address_is_free_and_connections_are_closed(listening):
+async def test_stop_frees_the_address_and_closes_connections(listening):
     address = await listening()
     reader, writer = await talk(address)
     await reader.readuntil(b"hello")
@@ -151,9 +154,7 @@ async def test_after_stopping_the_address_is_free_and_connections_are_closed(lis
     await listening.server.stop()
 
 
-async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_in_the_log(
-    listening, monkeypatch, caplog
-):
+async def test_stop_cuts_off_an_endless_answer_without_a_log_line(listening, monkeypatch, caplog):
     began, cut_off = asyncio.Event(), asyncio.Event()
 
     async def endless(_scope, _receive, send):
@@ -174,7 +175,7 @@ async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_i
     writer.close()
 
 
-async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
+async def test_stop_lets_a_nearly_complete_answer_finish(listening):
     slow = Slow()
     reader, writer = await talk(await listening(slow))
     await slow.began.wait()
@@ -186,7 +187,7 @@ async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
     writer.close()
 
 
-async def test_an_answer_that_is_cancelled_otherwise_is_told_to_the_log(listening, caplog):
+async def test_answer_cancelled_otherwise_is_logged(listening, caplog):
     async def cancelled(_scope, _receive, _send):
         raise asyncio.CancelledError
 
@@ -196,7 +197,7 @@ async def test_an_answer_that_is_cancelled_otherwise_is_told_to_the_log(listenin
     writer.close()
 
 
-async def test_the_date_is_renewed(listening, monkeypatch):
+async def test_date_header_is_updated(listening, monkeypatch):
     monkeypatch.setattr(web_server, "DATE_S", 0.0)
     address = await listening()
     monkeypatch.setattr("uvicorn.server.formatdate", lambda *_, **__: "later")
@@ -207,11 +208,11 @@ async def test_the_date_is_renewed(listening, monkeypatch):
     writer.close()
 
 
-async def test_a_server_that_was_never_started_can_be_stopped():
+async def test_server_that_was_never_started_can_be_stopped():
     await HttpServer(hello, "127.0.0.1", 0).stop()
 
 
-async def test_a_crash_while_starting_is_raised(monkeypatch):
+async def test_crash_while_starting_is_raised(monkeypatch):
     async def crash(*_args, **_kwargs):
         raise ZeroDivisionError
 
@@ -223,7 +224,7 @@ async def test_a_crash_while_starting_is_raised(monkeypatch):
     await server.stop()
 
 
-async def test_a_head_that_is_too_long_is_refused(listening):
+async def test_oversized_head_is_refused(listening):
     head = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEADER_BYTES + 1)
     reader, writer = await talk(await listening(), head)
     assert b" 400 " in await reader.readline()
@@ -232,7 +233,7 @@ async def test_a_head_that_is_too_long_is_refused(listening):
 
 
 @pytest.mark.parametrize("piece", [1_000, 65_536])
-async def test_a_head_of_too_many_lines_is_refused_before_it_is_read(listening, piece):
+async def test_head_with_too_many_lines_is_refused_before_it_is_parsed(listening, piece):
     head = b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADER_LINES + 1) + b"\r\n"
     reader, writer = await talk(await listening(), head[:piece])
     writer.write(head[piece:])
@@ -255,7 +256,7 @@ async def test_lines_of_a_body_and_of_another_request_are_not_counted(listening)
 TOO_MANY_LINES = b"a:\r\n" * (MAX_HEADER_LINES + 2) + b"\r\n"
 
 
-async def test_a_second_request_of_too_many_lines_ends_the_connection(listening):
+async def test_second_request_with_too_many_lines_ends_the_connection(listening):
     second = b"GET / HTTP/1.1\r\n" + TOO_MANY_LINES
     reader, writer = await talk(await listening(), REQUEST + second)
     assert b" 200 " in await reader.readline()
@@ -267,7 +268,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n
 
 
 async def length(scope, receive, send):
-    """Answers with the length of the body."""
+    """Answer with the length of the body."""
     size, more = 0, True
     while more:
         message = await receive()
@@ -275,14 +276,14 @@ async def length(scope, receive, send):
     await PlainTextResponse(f"{size} bytes")(scope, receive, send)
 
 
-async def test_a_trailer_of_too_many_lines_is_refused(listening):
+async def test_trailer_with_too_many_lines_is_refused(listening):
     reader, writer = await talk(await listening(length), CHUNKED + b"0\r\n" + TOO_MANY_LINES)
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
     writer.close()
 
 
-async def test_a_request_of_too_many_lines_behind_an_ignored_body_is_refused(listening):
+async def test_request_with_too_many_lines_after_an_ignored_body_is_refused(listening):
     reader, writer = await talk(await listening(), CHUNKED)
     assert b" 200 " in await reader.readuntil(b"hello")
     writer.write(b"0\r\n\r\nGET / HTTP/1.1\r\n" + TOO_MANY_LINES)
@@ -291,7 +292,7 @@ async def test_a_request_of_too_many_lines_behind_an_ignored_body_is_refused(lis
     writer.close()
 
 
-async def test_as_many_lines_as_may_be_are_taken_in_a_trailer_and_behind_an_empty_one(listening):
+async def test_maximum_number_of_lines_is_accepted_in_a_trailer_and_after_an_empty_one(listening):
     lines = b"a:\r\n" * (MAX_HEADER_LINES - 1)
     next_head = b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n"
     bodies = b"0\r\n" + lines + b"\r\n" + CHUNKED + b"0\r\n\r\n"
@@ -304,7 +305,11 @@ async def test_as_many_lines_as_may_be_are_taken_in_a_trailer_and_behind_an_empt
 SMALL_CHUNK = b"1\r\nx\r\n"
 
 
-async def test_a_body_in_small_chunks_is_handled_over_several_iterations(listening):
+def take_one_step_per_iteration(server):
+    server._server.server_state.queue = FairQueue(map(float, count()).__next__)
+
+
+async def test_body_in_small_chunks_is_handled_over_several_iterations(listening):
     parts = []
 
     async def reads(scope, receive, send):
@@ -315,22 +320,48 @@ async def test_a_body_in_small_chunks_is_handled_over_several_iterations(listeni
 
         await length(scope, receive_and_note, send)
 
-    count = 10 * EVENTS_PER_ITERATION
-    reader, writer = await talk(
-        await listening(reads), CHUNKED + SMALL_CHUNK * count + b"0\r\n\r\n" + REQUEST
-    )
-    await reader.readuntil(b"%d bytes" % count)
-    assert max(parts) <= EVENTS_PER_ITERATION
-    await reader.readuntil(b"0 bytes")  # what came behind it is the next request
+    size = 10 * EVENTS_PER_STEP
+    address = await listening(reads)
+    take_one_step_per_iteration(listening.server)
+    reader, writer = await talk(address, CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n" + REQUEST)
+    await reader.readuntil(b"%d bytes" % size)
+    assert max(parts) <= EVENTS_PER_STEP
+    await reader.readuntil(b"0 bytes")  # bytes after it are the next request
     writer.close()
+
+
+async def test_connections_share_the_work_of_an_iteration(listening, monkeypatch):
+    address = await listening(length)
+    take_one_step_per_iteration(listening.server)
+    iteration = 0
+    steps = []
+    handle = web_server.BoundedProtocol._handle_some
+
+    def handle_and_note(self):
+        steps.append(iteration)
+        handle(self)
+
+    monkeypatch.setattr(web_server.BoundedProtocol, "_handle_some", handle_and_note)
+    size = 3 * EVENTS_PER_STEP
+    peers = [await talk(address, b"") for _ in range(10)]
+    for _, writer in peers:
+        writer.write(CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n")
+    answers = [asyncio.ensure_future(reader.readuntil(b"%d bytes" % size)) for reader, _ in peers]
+    while not all(answer.done() for answer in answers):
+        await asyncio.sleep(0)
+        iteration += 1
+    assert len(steps) > 3 * len(peers)
+    assert max(Counter(steps).values()) <= 2  # the counter moves in the middle of an iteration
+    for _, writer in peers:
+        writer.close()
 
 
 @pytest.fixture
 def handled(monkeypatch):
-    """The connections that have handled events; while others wait they must not read, nor begin to."""
+    """The connections that handled events; while others wait, they must not read or start reading."""
     found = asyncio.Queue()
     receive = web_server.BoundedProtocol.data_received
-    handle = web_server.BoundedProtocol.handle_events
+    handle = web_server.BoundedProtocol._handle_some
     resume = web_server._BoundedFlow.resume_reading
 
     def receive_in_time(self, data):
@@ -346,7 +377,7 @@ def handled(monkeypatch):
         found.put_nowait(self)
 
     monkeypatch.setattr(web_server.BoundedProtocol, "data_received", receive_in_time)
-    monkeypatch.setattr(web_server.BoundedProtocol, "handle_events", handle_and_tell)
+    monkeypatch.setattr(web_server.BoundedProtocol, "_handle_some", handle_and_tell)
     monkeypatch.setattr(web_server._BoundedFlow, "resume_reading", resume_in_time)
     return found
 
@@ -367,7 +398,7 @@ async def test_nothing_is_read_while_received_chunks_wait(listening, handled, lo
 
 
 @pytest.mark.parametrize("while_chunks_wait", [True, False])
-async def test_a_body_is_read_on_when_it_is_asked_for_and_its_chunks_are_handled(
+async def test_reading_resumes_when_requested_and_all_chunks_are_handled(
     listening, handled, lost, while_chunks_wait
 ):
     may_go_on = asyncio.Event()
@@ -389,7 +420,7 @@ async def test_a_body_is_read_on_when_it_is_asked_for_and_its_chunks_are_handled
     writer.close()
 
 
-async def test_a_connection_may_be_lost_while_received_chunks_wait(listening, handled, lost):
+async def test_connection_may_be_lost_while_received_chunks_wait(listening, handled, lost):
     _, writer = await talk(await listening(length), CHUNKED + SMALL_CHUNK * 1_000)
     while not (connection := await handled.get()).flow.events_wait:
         pass
@@ -406,7 +437,7 @@ BODY_TO_COME = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT", BODY_TO_COME], ids=["nothing", "head", "body"])
-async def test_beyond_the_bound_the_oldest_connection_that_waits_for_its_peer_makes_room(
+async def test_oldest_connection_waiting_for_its_peer_is_closed_beyond_the_bound(
     listening, monkeypatch, said
 ):
     async def reads(scope, receive, send):
@@ -428,8 +459,35 @@ async def test_beyond_the_bound_the_oldest_connection_that_waits_for_its_peer_ma
         writer.close()
 
 
+class Busy:
+    """A queue in which every step waits."""
+
+    def __init__(self):
+        self.steps = asyncio.Queue()
+
+    def begin(self):
+        return False
+
+    def submit(self, _peer, step):
+        self.steps.put_nowait(step)
+
+
+async def test_a_connection_whose_request_waits_for_its_turn_makes_no_room(listening, monkeypatch):
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
+    address = await listening()
+    queue = listening.server._server.server_state.queue = Busy()
+    reader, writer = await talk(address)
+    step = await queue.steps.get()
+    refused, other = await talk(address, b"")
+    assert await closed_by_server(refused)
+    step()
+    assert b" 200 " in await reader.readline()
+    for one in (writer, other):
+        one.close()
+
+
 @UNREAD
-async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
+async def test_connection_with_an_unread_answer_is_closed_beyond_the_bound(listening, monkeypatch):
     paused = asyncio.Event()
     pause = web_server.BoundedProtocol.pause_writing
 
@@ -452,9 +510,7 @@ async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
     unread.close()
 
 
-async def test_beyond_the_bound_no_connection_makes_room_whose_answer_is_coming(
-    listening, monkeypatch
-):
+async def test_connection_with_a_pending_answer_is_kept_beyond_the_bound(listening, monkeypatch):
     slow = Slow()
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening(slow)
@@ -468,18 +524,14 @@ async def test_beyond_the_bound_no_connection_makes_room_whose_answer_is_coming(
         each.close()
 
 
-async def test_a_connection_that_sends_slowly_is_closed_when_its_time_is_over(
-    listening, monkeypatch
-):
+async def test_slow_sender_is_closed_at_its_deadline(listening, monkeypatch):
     monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
     reader, writer = await talk(await listening(), b"GET / HT")
     assert await closed_by_server(reader)
     writer.close()
 
 
-async def test_an_answer_that_is_being_read_may_be_finished_after_that(
-    listening, expiries, monkeypatch
-):
+async def test_answer_being_read_may_finish_after_the_deadline(listening, expiries, monkeypatch):
     monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 60.0)
     slow = Slow()
     reader, writer = await talk(await listening(slow))
@@ -492,7 +544,7 @@ async def test_an_answer_that_is_being_read_may_be_finished_after_that(
     writer.close()
 
 
-async def test_an_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
+async def test_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
     cancelled = asyncio.Event()
 
     async def endless(_scope, receive, _send):
@@ -510,7 +562,7 @@ async def test_an_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
 
 @pytest.fixture
 async def lost():
-    """The exceptions that are lost in the event loop."""
+    """The exceptions that reach the handler of the event loop."""
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: found.append(context))
     yield found
@@ -518,7 +570,7 @@ async def lost():
 
 
 @pytest.mark.parametrize("answer", [b"hello", b"data: 1\n\n"], ids=["whole", "streaming"])
-async def test_garbage_behind_an_early_answer_ends_the_connection(listening, lost, caplog, answer):
+async def test_garbage_after_an_early_answer_ends_the_connection(listening, lost, caplog, answer):
     reader, writer = await talk(await listening(hello if answer == b"hello" else events), CHUNKED)
     await reader.readuntil(answer)
     writer.write(b"zz\r\n\r\n")
@@ -528,7 +580,7 @@ async def test_garbage_behind_an_early_answer_ends_the_connection(listening, los
     writer.close()
 
 
-async def test_garbage_that_comes_with_its_request_is_refused(listening, lost, caplog):
+async def test_garbage_with_its_request_is_refused(listening, lost, caplog):
     reader, writer = await talk(await listening(), CHUNKED + b"zz\r\n\r\n")
     assert b" 400 " in await reader.readline()
     assert b"HTTP/1.1" not in await reader.read()
@@ -538,7 +590,7 @@ async def test_garbage_that_comes_with_its_request_is_refused(listening, lost, c
 
 
 async def events(scope, receive, send):
-    """A stream that ends when its reader leaves."""
+    """Send a stream that ends when its reader disconnects."""
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
@@ -548,7 +600,7 @@ async def events(scope, receive, send):
 
 @pytest.fixture
 def expiries(monkeypatch):
-    """Counts how often the time of a connection was over."""
+    """A queue with an item for each expired deadline of a connection."""
     found = asyncio.Queue()
     expire = web_server.BoundedProtocol._expire
 
@@ -562,7 +614,7 @@ def expiries(monkeypatch):
     return found
 
 
-async def test_a_stream_of_events_outlives_its_connections_time(listening, expiries):
+async def test_event_stream_outlives_the_deadline_of_its_connection(listening, expiries):
     reader, writer = await talk(await listening(events))
     await reader.readuntil(b"data: 1\n\n")
     for _ in range(3):
@@ -571,7 +623,7 @@ async def test_a_stream_of_events_outlives_its_connections_time(listening, expir
     writer.close()
 
 
-async def test_a_stream_of_events_ends_in_the_end(listening, expiries, monkeypatch):
+async def test_event_stream_ends_at_its_own_deadline(listening, expiries, monkeypatch):
     monkeypatch.setattr(web_server, "STREAM_LIFE_S", 0.01)
     reader, writer = await talk(await listening(events))
     assert await closed_by_server(reader)
@@ -579,7 +631,7 @@ async def test_a_stream_of_events_ends_in_the_end(listening, expiries, monkeypat
 
 
 @UNREAD
-async def test_a_stream_of_events_that_nobody_reads_is_cut_off(listening, expiries):
+async def test_unread_event_stream_is_cut_off(listening, expiries):
     cut_off = asyncio.Event()
 
     async def many_events(scope, receive, send):
@@ -596,7 +648,7 @@ async def test_a_stream_of_events_that_nobody_reads_is_cut_off(listening, expiri
     writer.close()
 
 
-async def test_a_server_can_be_at_a_path_and_takes_it_away_with_it(tmp_path):
+async def test_server_at_a_path_removes_it_when_stopped(tmp_path):
     path = tmp_path / "http.sock"
     server = HttpServer.at(hello, path)
     assert await server.start() == str(path)
@@ -608,7 +660,7 @@ async def test_a_server_can_be_at_a_path_and_takes_it_away_with_it(tmp_path):
     assert not path.exists()
 
 
-async def test_a_path_that_cannot_be_had_is_a_start_up_error_that_names_it(tmp_path):
+async def test_unusable_path_is_a_start_up_error_that_names_it(tmp_path):
     path = tmp_path / "none" / "http.sock"
     with pytest.raises(StartupError, match=f"cannot listen at {path}: No such file"):
         await HttpServer.at(hello, path).start()
@@ -618,14 +670,14 @@ async def scheme(scope, receive, send):
     await PlainTextResponse(scope["scheme"])(scope, receive, send)
 
 
-async def test_an_application_is_told_the_scheme(listening):
+async def test_application_receives_the_scheme(listening):
     address = await listening(scheme)
     reader, writer = await talk(address)
     assert await reader.readuntil(b"\r\n\r\nhttp" + b"s" * (address.tls is not None))
     writer.close()
 
 
-async def test_over_tls_http_1_is_agreed_on_and_no_client_certificate_asked_for(over_tls):
+async def test_tls_negotiates_http_1_without_a_client_certificate(over_tls):
     _, writer = await talk(over_tls)
     tls = writer.get_extra_info("ssl_object")
     assert tls.selected_alpn_protocol() == "http/1.1"
@@ -633,9 +685,7 @@ async def test_over_tls_http_1_is_agreed_on_and_no_client_certificate_asked_for(
     writer.close()
 
 
-async def test_a_certificate_that_changes_is_shown_at_the_next_handshake(
-    over_tls, files, ca, caplog
-):
+async def test_changed_certificate_is_used_at_the_next_handshake(over_tls, files, ca, caplog):
     async def shown():
         reader, writer = await talk(over_tls)
         assert b" 200 " in await reader.readline()
@@ -653,14 +703,14 @@ async def test_a_certificate_that_changes_is_shown_at_the_next_handshake(
     assert "the old certificate stays in service" in caplog.text
 
 
-def test_files_that_cannot_be_used_are_a_start_up_error(files):
+def test_unusable_files_are_a_start_up_error(files):
     files.key.unlink()
     with pytest.raises(StartupError, match="TLS_KEY: cannot read"):
         web_context(files)
     assert web_context(None) is None
 
 
-async def test_plaintext_on_the_port_of_tls_is_answered_in_words(over_tls):
+async def test_plaintext_on_the_tls_port_is_answered_with_an_explanation(over_tls):
     reader, writer = await talk(over_tls._replace(tls=None))
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -668,9 +718,7 @@ async def test_plaintext_on_the_port_of_tls_is_answered_in_words(over_tls):
     writer.close()
 
 
-async def test_handshakes_that_do_not_go_on_make_room_and_end_with_the_server(
-    files, client, monkeypatch
-):
+async def test_stalled_handshakes_make_room_and_end_with_the_server(files, client, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_PLACES", 2)
     server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
     host, _, port = (await server.start()).rpartition(":")
@@ -688,7 +736,7 @@ async def test_handshakes_that_do_not_go_on_make_room_and_end_with_the_server(
         writer.close()
 
 
-async def test_a_slow_handshake_is_ended(files, client, monkeypatch):
+async def test_slow_handshake_is_ended(files, client, monkeypatch):
     monkeypatch.setattr(web_server, "DATE_S", 0.0)
     monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.0)
     server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
@@ -711,20 +759,20 @@ def connected_to(path):
         return client.connect_ex(name) == 0
 
 
-def test_a_path_of_any_length_can_be_listened_at_by_its_owner_alone(path):
+def test_path_of_any_length_is_bound_for_its_owner_only(path):
     with listening_at(path):
         assert connected_to(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not connected_to(path)
 
 
-def test_what_a_dead_process_left_behind_is_replaced(path):
+def test_socket_of_a_dead_process_is_replaced(path):
     listening_at(path).close()
     assert path.is_socket()
     with listening_at(path):
         assert connected_to(path)
 
 
-def test_a_directory_that_is_not_there_is_an_error_and_leaves_nothing_open(path):
+def test_missing_directory_is_an_error_and_leaks_no_descriptor(path):
     with pytest.raises(FileNotFoundError):
         listening_at(path.parent / "none" / "http.sock")

@@ -106,7 +106,7 @@ def test_malformed_messages_are_refused(payload):
     assert caught.value.status is Status.INVALID
 
 
-def test_a_frame_is_read_as_it_is_written():
+def test_written_frame_is_read_back():
     written = frame(FrameType.NOTIFY, b"payload", stream_id=1_000, frame_id=3)
     assert int.from_bytes(written[:4]) == len(written) - 4
     assert read_frame(written[4:]) == Frame(FrameType.NOTIFY, 1_000, 3, b"payload")
@@ -115,18 +115,18 @@ def test_a_frame_is_read_as_it_is_written():
 @pytest.mark.parametrize(
     "data", [b"", b"\x03", b"\x03\x00\x00\x00\x00\x01\x01", b"\x03\0\0\0\1\x01"]
 )
-def test_a_frame_without_its_head_and_a_fragment_are_refused(data):
+def test_frame_without_its_head_and_fragment_are_refused(data):
     with pytest.raises(SpopError):
         read_frame(data)
 
 
-def test_variables_are_of_the_transaction():
+def test_variables_have_the_transaction_scope():
     assert variables({b"status": 429, b"x": b"y"}) == (
         b"\x01\x03\x02\x06status\x03" + varint(429) + b"\x01\x03\x02\x01x\x08\x01y"
     )
 
 
-def test_a_hello_is_answered_with_what_both_can():
+def test_hello_is_answered_with_the_common_capabilities():
     answer, is_health_check = hello_answer(pairs(HELLO))
     head = read_frame(answer[4:])
     assert (head.kind, is_health_check) == (FrameType.AGENT_HELLO, False)
@@ -145,14 +145,14 @@ def test_a_hello_is_answered_with_what_both_can():
         ({**HELLO, b"max-frame-size": b"many"}, Status.INVALID),
     ],
 )
-def test_a_hello_of_another_protocol_is_refused(given, status):
+def test_hello_of_another_protocol_is_refused(given, status):
     with pytest.raises(SpopError) as caught:
         hello_answer(pairs(given))
     assert caught.value.status is status
 
 
 class Auth:
-    """Remembers what it was asked, and answers when it may."""
+    """Records its requests, and answers when released."""
 
     def __init__(self):
         self.asked = []
@@ -190,7 +190,7 @@ async def server(auth):
 
 
 class Peer:
-    """HAProxy, as far as it is needed."""
+    """HAProxy, as far as needed."""
 
     def __init__(self, reader, writer):
         self.reader = reader
@@ -204,7 +204,7 @@ class Peer:
         self.writer.write(b"".join(frames))
 
     async def ended(self):
-        """What it is told at the end."""
+        """Return the status of the final frame."""
         told = await self.frame()
         assert told.kind == FrameType.AGENT_DISCONNECT
         assert await self.reader.read() == b""
@@ -234,7 +234,7 @@ def disconnect(status):
     return pairs({b"status-code": int(status), b"message": status.name.lower().encode()})
 
 
-async def test_a_request_is_asked_about_and_its_answer_sets_variables(auth, connect):
+async def test_request_is_checked_and_its_answer_sets_variables(auth, connect):
     peer = await connect()
     peer.send(notify(3, x_forwarded_uri=b"/a", x_api_key=b"", query=b"cost=2"))
     answer = await peer.frame()
@@ -248,7 +248,7 @@ async def test_a_request_is_asked_about_and_its_answer_sets_variables(auth, conn
     assert request.client.host == "127.0.0.1"
 
 
-async def test_others_than_trusted_proxies_are_not_answered(auth, connect):
+async def test_untrusted_peers_are_not_answered(auth, connect):
     auth.proxies = set()
     peer = await connect(greeted=False)
     peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO)))
@@ -257,7 +257,7 @@ async def test_others_than_trusted_proxies_are_not_answered(auth, connect):
     assert not auth.asked
 
 
-async def test_a_connection_that_its_peer_has_reset_is_closed(auth):
+async def test_connection_reset_by_its_peer_is_closed(auth):
     class Reset(asyncio.Transport):
         aborted = False
 
@@ -291,7 +291,7 @@ async def test_connections_share_the_frames_of_an_iteration_in_rotation(auth, co
     assert max(b - a for a, b in pairwise(counts)) == FRAMES_PER_ITERATION
 
 
-def test_a_frame_of_too_many_arguments_is_refused():
+def test_frame_with_too_many_arguments_is_refused():
     fits = message(*((b"", b"\x00") for _ in range(MAX_ARGUMENTS - 1)))
     assert arguments_of(fits) == {b"": b""}
     with pytest.raises(SpopError) as caught:
@@ -308,13 +308,13 @@ async def test_frames_may_arrive_in_any_pieces(auth, connect):
     assert (await peer.frame()).kind == FrameType.ACK
 
 
-async def test_requests_need_not_wait_for_each_other(auth, connect):
+async def test_requests_are_answered_independently(auth, connect):
     peer = await connect()
     peer.send(*(notify(number) for number in range(5)))
     assert {(await peer.frame()).frame_id for _ in range(5)} == set(range(5))
 
 
-async def test_no_more_requests_wait_than_a_connection_may_have(auth, connect, monkeypatch):
+async def test_pending_requests_of_a_connection_are_bounded(auth, connect, monkeypatch):
     monkeypatch.setattr(spop, "MAX_PENDING", 2)
     auth.may_answer.clear()
     peer = await connect()
@@ -328,7 +328,7 @@ async def test_no_more_requests_wait_than_a_connection_may_have(auth, connect, m
     assert {(await peer.frame()).frame_id for _ in range(5)} == set(range(5))
 
 
-async def test_a_peer_that_reads_no_answers_is_read_no_further(auth, connect, server):
+async def test_peer_that_reads_no_answers_is_no_longer_read(auth, connect, server):
     peer = await connect()
     [connection] = server.connections
     connection.pause_writing()
@@ -340,7 +340,7 @@ async def test_a_peer_that_reads_no_answers_is_read_no_further(auth, connect, se
     assert (await peer.frame()).kind == FrameType.ACK
 
 
-async def test_a_health_check_ends_after_the_hello(connect):
+async def test_health_check_ends_after_the_hello(connect):
     peer = await connect(greeted=False)
     healthcheck = text(b"healthcheck") + b"\x11"
     peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO) + healthcheck))
@@ -360,13 +360,13 @@ async def test_a_health_check_ends_after_the_hello(connect):
         (b"GET / HTTP/1.1\r\n", Status.TOO_BIG),
     ],
 )
-async def test_a_peer_that_does_not_greet_is_told_why_it_is_left(connect, sent, status):
+async def test_peer_without_a_valid_hello_is_disconnected_with_the_reason(connect, sent, status):
     peer = await connect(greeted=False)
     peer.send(sent)
     assert await peer.ended() == disconnect(status)
 
 
-async def test_a_second_greeting_and_a_malformed_request_end_the_connection(auth, connect):
+async def test_second_hello_or_malformed_request_ends_the_connection(auth, connect):
     for sent in (
         frame(FrameType.HAPROXY_HELLO, pairs(HELLO)),
         frame(FrameType.NOTIFY, b"\x05"),
@@ -377,9 +377,7 @@ async def test_a_second_greeting_and_a_malformed_request_end_the_connection(auth
     assert not auth.asked
 
 
-async def test_one_connection_too_many_closes_the_one_that_is_silent_for_longest(
-    connect, monkeypatch
-):
+async def test_connection_beyond_the_bound_closes_the_longest_silent_one(connect, monkeypatch):
     monkeypatch.setattr(spop, "MAX_CONNECTIONS", 2)
     first, second = await connect(), await connect()
     first.send(notify())
@@ -392,10 +390,10 @@ async def test_one_connection_too_many_closes_the_one_that_is_silent_for_longest
 
 
 UNREAD_BYTES = 20_000_000
-"""More than the kernel takes for a peer that does not read."""
+"""More than the kernel buffers for a peer that does not read."""
 
 
-async def test_one_connection_too_many_closes_one_that_does_not_read_at_once(
+async def test_connection_beyond_the_bound_closes_an_unreading_one_at_once(
     connect, server, monkeypatch
 ):
     monkeypatch.setattr(spop, "MAX_CONNECTIONS", 1)
@@ -411,7 +409,7 @@ async def test_one_connection_too_many_closes_one_that_does_not_read_at_once(
     assert received < UNREAD_BYTES
 
 
-async def test_a_peer_that_does_not_read_how_its_connection_ends_is_left_after_seconds(
+async def test_peer_that_ignores_its_disconnect_is_aborted_after_the_grace_period(
     connect, server, monkeypatch
 ):
     monkeypatch.setattr(spop, "CLOSING_GRACE_S", 0.1)
@@ -424,7 +422,7 @@ async def test_a_peer_that_does_not_read_how_its_connection_ends_is_left_after_s
         await asyncio.sleep(0.01)
 
 
-async def test_a_peer_that_leaves_waits_for_nothing(auth, connect, server):
+async def test_disconnected_peer_has_no_pending_requests(auth, connect, server):
     auth.may_answer.clear()
     peer = await connect()
     peer.send(notify())
@@ -437,7 +435,7 @@ async def test_a_peer_that_leaves_waits_for_nothing(auth, connect, server):
     assert not server.connections
 
 
-async def test_what_is_in_progress_is_answered_before_the_end(auth, connect, server):
+async def test_stop_answers_requests_in_progress(auth, connect, server):
     auth.may_answer.clear()
     peer = await connect()
     peer.send(notify())
@@ -450,7 +448,7 @@ async def test_what_is_in_progress_is_answered_before_the_end(auth, connect, ser
     assert await peer.ended() == disconnect(Status.NORMAL)
 
 
-async def test_a_taken_address_is_a_start_up_error_that_names_the_setting(auth):
+async def test_address_in_use_is_a_start_up_error_that_names_the_setting(auth):
     first = SpopServer(auth, "127.0.0.1", 0, reuse_port=False)
     host, _, port = (await first.start()).rpartition(":")
     with pytest.raises(StartupError, match=r"cannot listen on 127.0.0.1:\d+ \(SPOE_LISTEN\): "):
@@ -458,7 +456,7 @@ async def test_a_taken_address_is_a_start_up_error_that_names_the_setting(auth):
     await first.stop()
 
 
-async def test_nobody_is_told_that_a_client_has_left(auth, connect):
+async def test_disconnect_of_a_client_is_never_reported(auth, connect):
     peer = await connect()
     peer.send(notify())
     await peer.frame()

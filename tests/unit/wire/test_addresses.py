@@ -35,7 +35,7 @@ PROXIES = ClientAddresses(["10.0.0.0/8", "192.0.2.1", "2001:db8:ffff::/48"])
         ("1" * 100_000, None),
     ],
 )
-def test_an_address_is_read_without_what_surrounds_it(text, address):
+def test_an_address_is_read_without_brackets_zone_and_port(text, address):
     found = address_of(text)
     assert (found if found is None else str(found)) == address
 
@@ -44,7 +44,7 @@ def test_without_trusted_proxies_no_header_counts():
     assert ClientAddresses().of("192.0.2.7", ["203.0.113.1"]) == "192.0.2.7"
 
 
-def test_a_header_of_a_peer_that_is_no_trusted_proxy_does_not_count():
+def test_a_header_of_an_untrusted_peer_does_not_count():
     assert PROXIES.of("192.0.2.7", ["203.0.113.1"]) == "192.0.2.7"
 
 
@@ -54,29 +54,29 @@ def test_a_header_of_a_peer_that_is_no_trusted_proxy_does_not_count():
         ([], "10.0.0.1"),
         ([""], "10.0.0.1"),
         (["203.0.113.9"], "203.0.113.9"),
-        # Further left stands what the caller wrote.
+        # Entries further left are the caller's.
         (["198.51.100.1, 203.0.113.9"], "203.0.113.9"),
         (["198.51.100.1", "203.0.113.9"], "203.0.113.9"),
         (["198.51.100.1, 203.0.113.9, 10.2.0.1, 192.0.2.1"], "203.0.113.9"),
         (["198.51.100.1, 203.0.113.9", "10.2.0.1,192.0.2.1:80"], "203.0.113.9"),
         (["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
-        # What is no address ends the search at the last that was trustworthy.
+        # An entry that is not an address ends the search at the last trusted one.
         (["203.0.113.9, nonsense"], "10.0.0.1"),
         (["203.0.113.9, nonsense, 10.0.0.2"], "10.0.0.2"),
         (["203.0.113.9,,10.0.0.2"], "10.0.0.2"),
     ],
 )
-def test_behind_proxies_it_is_the_last_that_is_no_trusted_one(lines, address):
+def test_behind_proxies_the_last_untrusted_entry_is_the_caller(lines, address):
     assert PROXIES.of("10.0.0.1", lines) == address
 
 
-def test_a_proxy_is_trusted_in_whatever_form_its_address_comes():
+def test_a_proxy_is_trusted_in_every_form_of_its_address():
     assert PROXIES.of("::ffff:10.0.0.1", ["203.0.113.9"]) == "203.0.113.9"
     assert PROXIES.of("2001:db8:ffff::1", ["203.0.113.9"]) == "203.0.113.9"
 
 
 @pytest.mark.parametrize("proxy", ["::ffff:10.0.0.1", "::ffff:10.0.0.0/104", "::ffff:0:0/96"])
-def test_a_proxy_is_trusted_in_whatever_form_it_is_named(proxy):
+def test_a_proxy_is_trusted_in_every_form_of_its_setting(proxy):
     assert ClientAddresses([proxy]).of("::ffff:10.0.0.1", ["203.0.113.9"]) == "203.0.113.9"
     assert ClientAddresses([proxy]).of("2001:db8::1", ["203.0.113.9"]) == "2001:db8::"
 
@@ -89,7 +89,7 @@ def test_a_unix_socket_has_no_address_and_may_be_trusted():
     assert ClientAddresses(["unix"]).of("192.0.2.7", ["203.0.113.9"]) == "192.0.2.7"
 
 
-def test_what_the_server_calls_a_peer_need_not_be_an_address():
+def test_a_peer_that_is_not_an_address_has_none():
     assert PROXIES.of("testclient", ["203.0.113.9"]) is None
 
 
@@ -102,7 +102,7 @@ def test_addresses_of_ipv6_count_by_their_first_64_bits():
 
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=80), max_size=3), st.text(max_size=80))
-def test_whatever_a_caller_writes_changes_nothing(lines, start):
+def test_entries_written_by_the_caller_have_no_effect(lines, start):
     assert PROXIES.of("203.0.113.9", [*lines, start]) == "203.0.113.9"
     assert PROXIES.of("10.0.0.1", [*lines, f"{start},203.0.113.9"]) == "203.0.113.9"
 
@@ -115,7 +115,7 @@ def test_the_answer_is_an_address_or_none(peer, lines):
 
 
 class CountedLines(list):
-    """Lines of a header, which count how many of them were looked at."""
+    """Lines of a header that count the lines read."""
 
     looked_at = 0
 
@@ -126,30 +126,30 @@ class CountedLines(list):
 
 
 @pytest.mark.parametrize("line", ["10.0.0.2", "10.0.0.2," * 7_000 + "10.0.0.2"])
-def test_no_more_hops_are_looked_at_than_a_chain_of_proxies_has(line):
+def test_the_number_of_hops_read_is_bounded(line):
     lines = CountedLines([line] * 5_000)
     assert PROXIES.of("10.0.0.1", lines) == "10.0.0.2"
     assert lines.looked_at <= MAX_HOPS + 1
 
 
-def test_a_header_cannot_push_what_the_proxy_wrote_out_of_sight():
+def test_a_long_header_does_not_hide_the_entry_of_the_proxy():
     assert PROXIES.of("10.0.0.1", ["1.1.1.1," * 8_000 + "203.0.113.9"]) == "203.0.113.9"
     assert PROXIES.of("10.0.0.1", ["x" * 65_536 + ",203.0.113.9"]) == "203.0.113.9"
 
 
 @pytest.mark.parametrize("proxies", [["10.0.0.0/33"], ["proxy.internal"], [""], [10]])
-def test_a_proxy_that_is_no_address_is_named(proxies):
+def test_an_invalid_proxy_address_is_named(proxies):
     with pytest.raises(ValueError, match="trusted_proxies"):
         ClientAddresses(proxies)
 
 
-def test_one_text_in_place_of_several_is_refused():
+def test_a_single_text_in_place_of_a_list_is_refused():
     with pytest.raises(TypeError, match="trusted_proxies"):
         ClientAddresses("10.0.0.1")
 
 
 @pytest.mark.parametrize("prefix", [0, 129])
-def test_a_prefix_that_ipv6_does_not_have_is_refused(prefix):
+def test_an_invalid_ipv6_prefix_is_refused(prefix):
     with pytest.raises(ValueError, match="ipv6_prefix"):
         ClientAddresses(ipv6_prefix=prefix)
 
@@ -159,7 +159,7 @@ def test_a_prefix_that_ipv6_does_not_have_is_refused(prefix):
     [("10.1.2.3", True), ("::ffff:10.1.2.3", True), ("fd00::1", True), ("192.0.2.1", False),
      ("", True), (None, True), ("unix", False), ("proxy", False), ("10.1.2.3" * 20, False)],
 )  # fmt: skip
-def test_a_peer_is_trusted_by_its_address_alone(peer, trusted):
+def test_a_peer_is_trusted_only_by_its_address(peer, trusted):
     proxies = ["10.0.0.0/8", "fd00::/8"]
     assert ClientAddresses([*proxies, "unix"]).trusts(peer) is trusted
     assert ClientAddresses(proxies).trusts(peer) is (trusted and bool(peer))

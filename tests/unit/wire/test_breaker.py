@@ -28,12 +28,12 @@ def probing(clock, **options):
     return breaker
 
 
-def test_the_numbers_are_those_of_the_specification():
+def test_the_defaults_are_those_of_the_specification():
     assert FAILURE_THRESHOLD == 5
     assert RECOVERY_US == 30_000_000
 
 
-def test_a_new_breaker_is_closed_and_lends_no_probe():
+def test_a_new_breaker_is_closed_and_grants_no_probe():
     clock = ManualClock()
     breaker = Breaker(clock.monotonic_us)
     clock.advance(seconds=3600)
@@ -50,7 +50,7 @@ def test_the_fifth_consecutive_failure_opens_and_not_the_fourth():
     assert (breaker.state, breaker.allows()) == (State.OPEN, False)
 
 
-def test_one_success_between_failures_starts_the_count_anew():
+def test_a_success_between_failures_resets_the_count():
     breaker = Breaker(ManualClock().monotonic_us)
     for _ in range(3):
         for _ in range(FAILURE_THRESHOLD - 1):
@@ -65,7 +65,7 @@ def test_the_threshold_can_be_one():
     assert breaker.state is State.OPEN
 
 
-def test_a_probe_is_due_when_the_recovery_time_is_over_and_not_a_microsecond_earlier():
+def test_a_probe_is_due_after_the_recovery_time_and_not_a_microsecond_earlier():
     clock = ManualClock()
     breaker = opened(clock)
     assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US
@@ -76,7 +76,7 @@ def test_a_probe_is_due_when_the_recovery_time_is_over_and_not_a_microsecond_ear
     assert breaker.state is State.HALF_OPEN
 
 
-def test_a_wall_clock_that_is_set_moves_nothing():
+def test_setting_the_wall_clock_has_no_effect():
     clock = ManualClock()
     breaker = opened(clock)
     clock.step(10 * RECOVERY_US)
@@ -86,7 +86,7 @@ def test_a_wall_clock_that_is_set_moves_nothing():
     assert breaker.begin_probe()
 
 
-def test_half_open_lends_one_probe_at_a_time_and_lets_no_check_through():
+def test_half_open_grants_one_probe_at_a_time_and_no_check():
     clock = ManualClock()
     breaker = probing(clock)
     assert not breaker.allows()
@@ -94,7 +94,7 @@ def test_half_open_lends_one_probe_at_a_time_and_lets_no_check_through():
     assert not breaker.begin_probe()
 
 
-def test_a_probe_that_never_reports_is_released_when_its_lease_is_over():
+def test_a_probe_without_a_result_is_replaced_after_its_lease():
     clock = ManualClock()
     breaker = probing(clock)
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_probe_that_never_reports_is_released_when_its_lease_is_over():
     assert breaker.allows()
 
 
-def test_a_probe_that_succeeds_closes_and_the_count_starts_anew():
+def test_a_successful_probe_closes_and_resets_the_count():
     clock = ManualClock()
     breaker = probing(clock)
     breaker.succeeded()
@@ -115,7 +115,7 @@ def test_a_probe_that_succeeds_closes_and_the_count_starts_anew():
     assert breaker.allows()
 
 
-def test_a_probe_that_fails_opens_at_once_for_a_second_and_each_further_one_for_twice_as_long():
+def test_failed_probes_open_for_a_second_then_twice_as_long_each_time():
     clock = ManualClock()
     breaker = probing(clock)
     for seconds in (1, 2, 4, 8, 16, 30, 30):
@@ -131,7 +131,7 @@ def test_a_probe_that_fails_opens_at_once_for_a_second_and_each_further_one_for_
     assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US
 
 
-def test_no_pause_after_a_failed_probe_is_longer_than_the_recovery_time():
+def test_the_pause_after_a_failed_probe_is_at_most_the_recovery_time():
     clock = ManualClock()
     breaker = opened(clock, recovery_us=US_PER_S // 2)
     for _ in range(100):
@@ -142,7 +142,7 @@ def test_no_pause_after_a_failed_probe_is_longer_than_the_recovery_time():
 
 
 @pytest.mark.parametrize("report", ["succeeded", "failed"])
-def test_a_report_that_comes_after_the_breaker_opened_neither_closes_nor_delays(report):
+def test_a_report_after_the_breaker_opened_neither_closes_nor_delays_it(report):
     clock = ManualClock()
     breaker = opened(clock)
     due_us = breaker.retry_at_us
@@ -151,7 +151,7 @@ def test_a_report_that_comes_after_the_breaker_opened_neither_closes_nor_delays(
     assert (breaker.state, breaker.retry_at_us) == (State.OPEN, due_us)
 
 
-def test_jitter_is_drawn_for_each_opening_and_not_for_a_lease():
+def test_jitter_is_drawn_per_opening_and_not_per_lease():
     clock, drawn = ManualClock(), iter([250_000, 750_000])
     breaker = opened(clock, jitter_us=lambda: next(drawn))
     assert breaker.retry_at_us == RECOVERY_US + 250_000
@@ -163,7 +163,7 @@ def test_jitter_is_drawn_for_each_opening_and_not_for_a_lease():
 
 
 class Prediction:
-    """What a breaker should do, written a second time."""
+    """A second implementation of the breaker, to compare with."""
 
     def __init__(self):
         self.state, self.failures, self.due_us = "closed", 0, None
@@ -189,7 +189,7 @@ class Prediction:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_course_of_events_goes_as_predicted_and_every_transition_is_met(seed):
+def test_any_sequence_of_events_matches_the_model_and_covers_every_transition(seed):
     rng, clock, predicted = random.Random(seed), ManualClock(), Prediction()
     breaker, met = Breaker(clock.monotonic_us), set()
     for _ in range(2_000):
@@ -214,7 +214,7 @@ def test_any_course_of_events_goes_as_predicted_and_every_transition_is_met(seed
     assert {pair for pair in met if pair[0] != pair[1]} == changes
 
 
-def test_of_many_threads_one_sends_the_probe():
+def test_one_of_many_threads_sends_the_probe():
     clock = ManualClock()
     breaker = opened(clock)
     clock.advance(us=RECOVERY_US)

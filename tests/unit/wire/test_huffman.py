@@ -20,7 +20,7 @@ def test_the_strings_of_appendix_c_have_their_codes(string, code):
     assert huffman.decode(bytes.fromhex(code)) == string
 
 
-def test_every_symbol_comes_back_in_every_bit_position():
+def test_every_symbol_round_trips_at_every_bit_position():
     for symbol in range(256):
         for before in range(8):
             string = b"0" * before + bytes((symbol,)) * 9
@@ -39,7 +39,7 @@ def test_a_fresh_row_is_filled_while_a_string_is_read(monkeypatch):
 
 
 def test_up_to_seven_ones_are_padding():
-    # The code of "0" is five zeros, so that one to eight of them leave every possible space in the last octet.
+    # The code of "0" is five zeros, so one to eight of them leave every possible number of free bits in the last octet.
     spaces = set()
     for count in range(1, 9):
         space = -5 * count % 8
@@ -49,12 +49,12 @@ def test_up_to_seven_ones_are_padding():
     assert spaces == set(range(8))
 
 
-def test_eight_ones_are_no_padding():
+def test_eight_ones_are_not_padding():
     with pytest.raises(HpackError, match=HUFFMAN_INVALID):
         huffman.decode(huffman.encode(b"00000000") + b"\xff")
 
 
-def test_more_than_seven_ones_behind_a_symbol_are_no_padding():
+def test_more_than_seven_ones_after_a_symbol_are_not_padding():
     with pytest.raises(HpackError, match=HUFFMAN_INVALID):
         huffman.decode(bytes([0b00000_111, 0xFF]))
 
@@ -75,7 +75,7 @@ def test_padding_with_anything_but_ones_is_refused(octet):
         b"\xff\xff\xff\xff" + huffman.encode(b"www.example.com"),
     ],
 )
-def test_the_end_of_string_symbol_is_refused_wherever_it_stands(code):
+def test_the_end_of_string_symbol_is_refused_at_any_place(code):
     with pytest.raises(HpackError, match=HUFFMAN_INVALID):
         huffman.decode(code)
 

@@ -8,13 +8,13 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 RULE = {"limit": 10, "window_s": 60, "remaining": 4}
 
 
-def test_a_rule_is_a_policy_called_by_its_id():
+def test_a_rule_is_a_policy_named_by_its_id():
     fields = ratelimit_headers("r-1", **RULE, allowed=True, reset_s=30, retry_after_s=0)
     assert fields == {"RateLimit-Policy": '"r-1";q=10;w=60', "RateLimit": '"r-1";r=4;t=30'}
 
 
 @pytest.mark.parametrize(("allowed", "window_s"), [(True, 30), (False, 7)])
-def test_what_is_left_lasts_until_all_is_free_or_a_denied_check_would_pass(allowed, window_s):
+def test_the_effective_window_ends_when_all_is_free_or_a_denied_check_would_pass(allowed, window_s):
     fields = ratelimit_headers("r-1", **RULE, allowed=allowed, reset_s=30, retry_after_s=7)
     assert fields["RateLimit"].endswith(f";t={window_s}")
 
@@ -43,7 +43,7 @@ def test_revision_6_is_three_fields():
 
 @pytest.mark.parametrize("revision", REVISIONS)
 @pytest.mark.parametrize("allowed", [True, False])
-def test_the_node_and_the_client_say_the_same_of_one_decision(allowed, revision):
+def test_the_node_and_the_client_send_the_same_fields(allowed, revision):
     answer = pb.RateLimitResponse(
         allowed=allowed,
         remaining_tokens=0,

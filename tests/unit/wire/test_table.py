@@ -24,7 +24,7 @@ def test_the_static_table_has_the_61_entries_of_appendix_a():
     assert table.entries[61][0] == (b"www-authenticate", b"")
 
 
-def test_an_entry_counts_as_its_name_its_value_and_32():
+def test_the_size_of_an_entry_is_name_plus_value_plus_32():
     assert field_bytes((b"", b"")) == 32
     assert field_bytes(TEN) == 42
 
@@ -58,13 +58,13 @@ def test_an_entry_larger_than_the_table_empties_it():
     assert len(table.entries) == FIRST_DYNAMIC_INDEX
 
 
-def test_an_entry_as_large_as_the_table_stays_alone():
+def test_an_entry_as_large_as_the_table_is_the_only_one():
     table = filled(3 * 34, b"1", b"2", b"x" * 69)
     assert dynamic(table) == [(b"n", b"x" * 69)]
     assert table.used_bytes == 102
 
 
-def test_shrinking_evicts_the_oldest_and_growing_brings_nothing_back():
+def test_shrinking_evicts_the_oldest_and_growing_restores_none():
     table = filled(4096, b"1", b"2", b"3")
     table.resize(101)
     assert dynamic(table) == [(b"n", b"3"), (b"n", b"2")]
@@ -73,7 +73,7 @@ def test_shrinking_evicts_the_oldest_and_growing_brings_nothing_back():
     assert table.max_bytes == 4096
 
 
-def test_a_table_of_no_size_keeps_nothing():
+def test_a_table_of_size_0_stays_empty():
     table = filled(4096, b"1", b"2")
     table.resize(0)
     table.insert(TEN, 42)

@@ -13,15 +13,15 @@ def tally_of(*reports):
     return totals
 
 
-def test_a_later_report_takes_the_place_of_an_earlier_one():
+def test_a_later_report_replaces_an_earlier_one():
     assert tally_of({ALLOWED: {"": 1}}, {ALLOWED: {"": 5}}).report() == {ALLOWED: {"": 5}}
 
 
-def test_gauges_and_strangers_are_not_kept():
+def test_gauges_and_unknown_metrics_are_not_kept():
     assert tally_of({"rate_limiter_tasks": {"": 1}, "of_tomorrow": {"": 1}}).report() == {}
 
 
-def test_a_new_process_counts_on_from_where_the_dead_one_was():
+def test_counters_of_a_new_process_add_to_those_of_the_dead_one():
     totals = tally_of({ALLOWED: {"": 5}})
     totals.process_ended()
     assert totals.report() == {ALLOWED: {"": 5}}
@@ -33,14 +33,14 @@ def test_a_new_process_counts_on_from_where_the_dead_one_was():
     assert totals.report() == {ALLOWED: {"": 8}}
 
 
-def test_histograms_go_on_likewise():
+def test_histograms_of_a_new_process_add_to_those_of_the_dead_one():
     totals = tally_of({LATENCY: {"": HistogramSample((1.0,), (1, 2), 3.0)}})
     totals.process_ended()
     totals.take({LATENCY: {"": HistogramSample((1.0,), (10, 10), 0.5)}})
     assert totals.report() == {LATENCY: {"": HistogramSample((1.0,), (11, 12), 3.5)}}
 
 
-def test_a_label_that_is_not_reported_any_more_keeps_its_number():
+def test_a_label_that_is_no_longer_reported_keeps_its_count():
     totals = tally_of({BY_RULE: {"a": 5, "b": 1}}, {BY_RULE: {"b": 2}})
     assert totals.report() == {BY_RULE: {"a": 5, "b": 2}}
     totals.process_ended()
@@ -48,12 +48,12 @@ def test_a_label_that_is_not_reported_any_more_keeps_its_number():
     assert totals.report() == {BY_RULE: {"a": 5, "b": 3}}
 
 
-def test_a_number_that_sinks_in_the_same_process_is_counted_on():
+def test_a_counter_that_restarts_in_the_same_process_is_added():
     totals = tally_of({BY_RULE: {"a": 5}}, {BY_RULE: {"a": 1}}, {BY_RULE: {"a": 2}})
     assert totals.report() == {BY_RULE: {"a": 7}}
 
 
-def test_a_report_that_was_handed_out_does_not_change():
+def test_a_returned_report_does_not_change():
     totals = tally_of({BY_RULE: {"a": 5}})
     totals.process_ended()
     before = totals.report()

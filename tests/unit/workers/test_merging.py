@@ -5,7 +5,7 @@ from ratelimitd.workers.metrics import GAUGES, added, merged, number
 
 
 def values(name, counted=(), now=()):
-    """The merged readings of one metric, by label."""
+    """Return the merged readings of one metric, by label."""
     [points] = [points for found, points in merged(counted, now) if found.name == name]
     return {point.label: point.histogram or point.value for point in points}
 
@@ -15,7 +15,7 @@ def test_every_gauge_has_a_rule_and_every_rule_a_gauge():
     assert gauges == GAUGES.keys()
 
 
-def test_all_metrics_come_in_their_order_also_those_that_nobody_reports():
+def test_all_metrics_are_in_order_including_unreported_ones():
     found = merged([], [])
     assert [definition for definition, _ in found] == list(DEFINITIONS)
     assert all(points == [] for _, points in found)
@@ -47,29 +47,29 @@ def test_histograms_are_summed_bucket_by_bucket():
         ("rate_limiter_clock_error_seconds", -1.0),
     ],
 )
-def test_a_gauge_goes_by_its_own_rule(name, expected):
+def test_each_gauge_is_merged_by_its_own_rule(name, expected):
     now = [{name: {"": value}} for value in (0.7, 0.2, 1.0, -1.0)]
     now = now[:2] + now[3:] if name != "rate_limiter_active_buckets" else now
     assert values(name, now=now) == {"": pytest.approx(expected)}
 
 
-def test_the_breaker_shows_each_state_that_some_worker_is_in():
+def test_the_breaker_shows_each_state_of_any_worker():
     name = "rate_limiter_breaker_state"
     now = [{name: {"closed": 1.0, "open": 0.0}}, {name: {"closed": 0.0, "open": 1.0}}]
     assert values(name, now=now) == {"closed": 1.0, "open": 1.0}
 
 
-def test_counters_come_from_what_was_counted_and_gauges_from_those_that_answer():
+def test_counters_use_all_workers_and_gauges_those_that_answer():
     report = {"rate_limiter_requests_allowed_total": {"": 3}, "rate_limiter_tasks": {"": 5}}
     assert values("rate_limiter_requests_allowed_total", now=[report]) == {}
     assert values("rate_limiter_tasks", counted=[report]) == {}
 
 
-def test_what_a_worker_of_another_release_reports_beside_is_left_out():
+def test_metrics_of_another_release_are_left_out():
     assert values("rate_limiter_tasks", now=[{"of_tomorrow": {"": 1}}]) == {}
 
 
-def test_a_histogram_as_a_number_is_how_much_it_has_seen():
+def test_the_number_of_a_histogram_is_its_total_count():
     assert number(HistogramSample((1.0,), (2, 5), 3.0)) == 5
     assert number(7) == 7
     assert added(3, 4) == 7

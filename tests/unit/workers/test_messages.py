@@ -16,14 +16,14 @@ def definition(name):
 
 
 def told(points):
-    """The lines of a report, parsed."""
+    """Return the lines of a report, parsed."""
     return [protocol.parsed(line) for line in protocol.report_messages(points)]
 
 
-def test_a_worker_gets_the_very_settings_of_its_parent_and_reads_no_further():
+def test_a_worker_reads_its_parents_settings_and_nothing_after_them():
     here, there = socket.socketpair()
     with here, there:
-        # More than fits into the socket at once.
+        # More than one send to the socket takes.
         settings = dataclasses.replace(SETTINGS, http_hosts=("h" * 1_000_000,))
         sending = threading.Thread(
             target=here.sendall, args=(protocol.settings_message(settings) + b"next",)
@@ -37,7 +37,7 @@ def test_a_worker_gets_the_very_settings_of_its_parent_and_reads_no_further():
 
 
 @pytest.mark.parametrize("size", [0, 3, 100])
-def test_settings_that_end_early_tell_of_a_parent_that_is_gone(size):
+def test_incomplete_settings_mean_that_the_parent_is_gone(size):
     here, there = socket.socketpair()
     with there:
         with here:
@@ -46,18 +46,18 @@ def test_settings_that_end_early_tell_of_a_parent_that_is_gone(size):
             protocol.receive_settings(there)
 
 
-def test_a_message_is_one_line_whatever_is_in_it():
+def test_a_message_is_one_line_with_any_content():
     line = protocol.message("failed", "two\nlines")
     assert line.count(b"\n") == 1
     assert protocol.parsed(line) == ("failed", ["two\nlines"])
 
 
 @pytest.mark.parametrize("line", [b"\n", b'["ready', b"[]\n"])
-def test_a_torn_line_says_nothing(line):
+def test_a_torn_line_has_an_empty_kind(line):
     assert protocol.parsed(line) == ("", [])
 
 
-def test_a_report_arrives_as_it_was_told():
+def test_a_report_is_decoded_unchanged():
     histogram = HistogramSample((0.5, 1.0), (1, 2, 3), 0.25)
     points = [
         (definition("a"), [Point(7)]),
@@ -71,7 +71,7 @@ def test_a_report_arrives_as_it_was_told():
     assert report == {"a": {"": 7}, "b": {"x": 2.5, "y": 0.0}, "c": {"": histogram}}
 
 
-def test_a_long_metric_comes_in_several_lines_each_read_when_its_turn_comes():
+def test_a_long_metric_takes_several_lines_read_lazily():
     read = []
 
     def points():

@@ -1,4 +1,4 @@
-"""The parent in this process. Its workers are real processes that only say what they are told to, but for one test."""
+"""The parent in this process. Except in one test, its workers are real processes that run scripted programs."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ from tests.fake_worker import ANSWERING, command
 
 @pytest.fixture
 def settings(tmp_path):
-    """Those of two workers, with a shared state that is not there."""
+    """Settings of two workers, with an unreachable shared state."""
     flags = {
         "NODE_ID": "n",
         "LISTEN": "127.0.0.1:0",
@@ -43,7 +43,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Every process that was started, with its settings; ``program`` is what they run."""
+    """Record each started process with its settings; ``program`` is what they run."""
 
     class Started(WorkerProcess):
         command = command(ANSWERING)
@@ -63,9 +63,9 @@ def started(monkeypatch):
 
 @pytest.fixture
 async def announced(monkeypatch):
-    """The ready line, once it is there."""
+    """Return the ready line, once it is written."""
     found = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(mainloop, "leave", None)  # it would be the end of the test run
+    monkeypatch.setattr(mainloop, "leave", None)  # it would end the test run
     monkeypatch.setattr(mainloop, "announce", lambda *line: found.set_result(line))
     return found
 
@@ -75,7 +75,7 @@ async def ended(serving):
     return await serving
 
 
-async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, announced, tmp_path):
+async def test_workers_are_separate_nodes_on_one_port(settings, started, announced, tmp_path):
     serving = asyncio.create_task(parent._serve(settings))
     grpc_address, http_address, node_id, link = await announced
     assert node_id == "n"
@@ -96,9 +96,7 @@ async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, a
     assert not (settings.state_dir / "valkey").exists()
 
 
-async def test_without_a_shared_state_the_workers_get_one_of_their_own(
-    settings, started, announced
-):
+async def test_without_a_shared_state_the_workers_get_a_private_one(settings, started, announced):
     serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, redis_url="")))
     await announced
     first, second = (process.settings for process in started.all)
@@ -117,7 +115,7 @@ async def test_without_any_shared_state_no_worker_is_started(settings, started, 
     assert started.all == []
 
 
-async def test_the_pages_for_machines_are_the_parents(settings, started, announced):
+async def test_the_parent_serves_metrics_and_probes(settings, started, announced):
     serving = asyncio.create_task(parent._serve(settings))
     _, http_address, *_ = await announced
     async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
@@ -129,14 +127,14 @@ async def test_the_pages_for_machines_are_the_parents(settings, started, announc
     assert await ended(serving) == 0
 
 
-async def test_the_http_side_can_be_off(settings, started, announced):
+async def test_http_can_be_off(settings, started, announced):
     serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, http_listen=None)))
     _, http_address, _, link = await announced
     assert (http_address, link) == ("", "")
     assert await ended(serving) == 0
 
 
-async def test_an_admin_token_that_is_set_is_the_one_of_all_workers(settings, started, announced):
+async def test_a_given_admin_token_is_used_by_all_workers(settings, started, announced):
     settings = dataclasses.replace(settings, admin_token="set")
     serving = asyncio.create_task(parent._serve(settings))
     assert (await announced)[3] == ""
@@ -145,20 +143,20 @@ async def test_an_admin_token_that_is_set_is_the_one_of_all_workers(settings, st
     assert not (settings.state_dir / "admin-token").exists()
 
 
-async def test_the_port_is_the_parents_as_long_as_it_lives(settings, started, announced):
+async def test_the_parent_reserves_the_port_while_it_runs(settings, started, announced):
     serving = asyncio.create_task(parent._serve(settings))
     host, _, port = (await announced)[0].rpartition(":")
     with socket.socket() as stranger:
-        # No worker listens at the moment: those of this test never do.
+        # No worker listens: those of this test never do.
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="Address already in use"):
             stranger.bind((host, int(port)))
     assert await ended(serving) == 0
 
 
-async def test_a_port_that_somebody_has_is_one_line(settings, started):
+async def test_a_port_in_use_is_a_one_line_error(settings, started):
     with socket.socket() as stranger:
-        # Somebody who would share it, and get half of the connections.
+        # A listener with SO_REUSEPORT would share it, and get half of the connections.
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -168,7 +166,7 @@ async def test_a_port_that_somebody_has_is_one_line(settings, started):
     assert started.all == []
 
 
-async def test_a_state_directory_in_use_is_one_line(settings, started):
+async def test_a_state_directory_in_use_is_a_one_line_error(settings, started):
     lock = StateDir.lock(settings.state_dir)
     with pytest.raises(StartupError, match="in use by another node"):
         await parent._serve(settings)
@@ -176,7 +174,7 @@ async def test_a_state_directory_in_use_is_one_line(settings, started):
     assert started.all == []
 
 
-async def test_a_worker_that_cannot_start_ends_the_others_and_is_one_line(settings, started):
+async def test_a_worker_that_cannot_start_ends_the_others_with_a_one_line_error(settings, started):
     started.command = command(
         """
         until_told()
@@ -190,12 +188,12 @@ async def test_a_worker_that_cannot_start_ends_the_others_and_is_one_line(settin
     with pytest.raises(StartupError, match=r"^TLS_CERT: no such file$"):
         await parent._serve(settings)
     other, failed = [await process.ended() for process in started.all]
-    # It may have been told before it could listen to it.
+    # The signal may have come before it could handle it.
     assert other in {0, -signal.SIGTERM}
     assert failed == 1
 
 
-async def test_a_worker_that_does_not_drain_is_one_line_and_status_1(
+async def test_a_worker_that_does_not_drain_is_a_one_line_error_with_status_1(
     settings, started, announced, capsys
 ):
     started.command = command(
@@ -208,7 +206,9 @@ async def test_a_worker_that_does_not_drain_is_one_line_and_status_1(
     assert capsys.readouterr().err == "Error: worker 0: it hung; worker 1: it hung\n"
 
 
-async def test_a_signal_before_all_are_ready_ends_those_that_are(settings, started, announced):
+async def test_a_signal_before_all_workers_are_ready_ends_those_that_are(
+    settings, started, announced
+):
     started.command = command(
         'if b"n/0" in settings: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)'
     )
@@ -231,7 +231,7 @@ async def test_a_second_signal_kills_all_at_once(settings, started, announced, m
     assert [await process.ended() for process in started.all] == [-signal.SIGKILL] * 2
 
 
-async def test_not_ready_is_said_while_the_workers_drain(settings, started, announced):
+async def test_the_parent_is_not_ready_while_the_workers_drain(settings, started, announced):
     started.command = command(
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})\nready()\n"
         "signal.sigwait({signal.SIGTERM})\nsignal.sigwait({signal.SIGUSR1})"
@@ -248,7 +248,7 @@ async def test_not_ready_is_said_while_the_workers_drain(settings, started, anno
     assert await serving == 0
 
 
-def test_a_name_without_room_for_a_number_is_refused(settings):
+def test_a_node_id_without_room_for_the_workers_number_is_refused(settings):
     longest = dataclasses.replace(settings, workers=64, node_id="n" * 125)
     assert len(parent.settings_of(longest, 63, 1).node_id) == 128
     too_long = dataclasses.replace(settings, workers=64, node_id="n" * 126)
@@ -256,7 +256,7 @@ def test_a_name_without_room_for_a_number_is_refused(settings):
         parent.settings_of(too_long, 63, 1)
 
 
-def test_a_failed_start_is_one_line_and_status_1(settings, monkeypatch, capsys, tmp_path):
+def test_a_failed_start_is_a_one_line_error_with_status_1(settings, monkeypatch, capsys, tmp_path):
     configured = {}
     monkeypatch.setattr(logs, "configure", lambda **given: configured.update(given))
     (tmp_path / "state").write_text("no directory")
@@ -284,7 +284,7 @@ async def test_two_real_workers_answer_on_one_port(settings, announced):
         assert (await http.get(link)).headers["location"] == "/"
         page = await http.get("/rules", headers={"Accept": "text/html"})
         assert "<h1>Rules</h1>" in page.text
-    for host in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):  # whom other workers answer
+    for host in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):  # answered by other workers
         transport = httpx.AsyncHTTPTransport(local_address=host)
         async with httpx.AsyncClient(transport=transport) as other:
             assert (await other.get(link)).status_code == 401

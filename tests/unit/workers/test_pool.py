@@ -1,4 +1,4 @@
-"""All workers together; those of these tests are real processes that only say what they are told to."""
+"""The pool of workers, which are real processes that run scripted programs."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ class Started(WorkerPool):
 
 @pytest.fixture
 async def pool():
-    """Makes pools, which are stopped at the end."""
+    """Return a function that creates pools; stop them at the end."""
     pools = []
 
     def make(*programs):
@@ -56,7 +56,7 @@ async def pool():
 
 
 async def values(pool):
-    """Every reading: name → label → value."""
+    """Return every reading: name → label → value."""
     return {
         definition.name: {point.label: point.value for point in points}
         for definition, points in await pool.points()
@@ -74,7 +74,7 @@ async def test_the_metrics_of_two_workers_are_those_of_one_node(pool):
 
 
 async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(pool):
-    none = pool(ANSWERING)  # which is not started
+    none = pool(ANSWERING)  # not started
     points = await none.points()
     assert [definition for definition, _ in points] == [*DEFINITIONS, *OF_PARENT]
     found = await values(none)
@@ -84,7 +84,9 @@ async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_me
     assert found["rate_limiter_healthy"] == {}
 
 
-async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(pool, monkeypatch):
+async def test_a_worker_that_does_not_answer_is_omitted_and_its_counters_are_kept(
+    pool, monkeypatch
+):
     both = pool(
         ANSWERING,
         "until_told()\nready()\nquestions.readline()\nmetrics("
@@ -99,7 +101,7 @@ async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(p
     assert found["rate_limiter_workers"] == {"": 1}
 
 
-async def test_counters_never_sink_when_a_worker_is_killed(pool, caplog):
+async def test_counters_never_decrease_when_a_worker_is_killed(pool, caplog):
     both = pool(ANSWERING, ANSWERING)
     await both.start()
     seen = [(await values(both))[ALLOWED][""]]
@@ -115,7 +117,7 @@ async def test_counters_never_sink_when_a_worker_is_killed(pool, caplog):
     assert found["rate_limiter_worker_restarts_total"] == {"0": 1, "1": 0}
 
 
-async def test_a_pool_is_ready_while_one_worker_is_and_says_which_are_not(pool, monkeypatch):
+async def test_a_pool_is_ready_while_one_worker_is_and_names_those_that_are_not(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "READINESS_TIMEOUT_S", 5.0)
     all_ready = pool(ANSWERING, ANSWERING)
     assert await all_ready.readiness() == Readiness(
@@ -136,7 +138,7 @@ async def test_a_pool_whose_workers_do_not_answer_is_not_ready(pool, monkeypatch
     assert not await silent.answers(0)
 
 
-async def test_one_worker_that_cannot_start_is_the_failure_of_all(pool):
+async def test_a_worker_that_cannot_start_fails_the_pool(pool):
     some = pool(SILENT, 'say("failed", "LISTEN: taken")')
     with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
         await some.start()
@@ -145,7 +147,7 @@ async def test_one_worker_that_cannot_start_is_the_failure_of_all(pool):
 
 
 class Step:
-    """A respawner that says what it is asked to do, and is prepared when it is let."""
+    """A respawner that records its calls, and is prepared when the test allows it."""
 
     def __init__(self, name, steps):
         self.name = name
@@ -166,7 +168,7 @@ class Step:
         return ""
 
 
-async def test_none_listens_before_all_can():
+async def test_no_worker_listens_before_all_can():
     steps = []
     quick, slow = Step("quick", steps), Step("slow", steps)
     pool = WorkerPool([quick, slow])
@@ -181,7 +183,7 @@ async def test_none_listens_before_all_can():
     await pool.stop(0)
 
 
-async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
+async def test_a_worker_that_starts_during_a_stop_is_not_kept():
     class Late(Step):
         async def keep(self, _name):
             self.steps.append("keep")
@@ -198,7 +200,7 @@ async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
 
 
 class Store(Step):
-    """A respawner of the store that all workers share."""
+    """A respawner of the private store."""
 
     restarts_total = 3
 
@@ -220,7 +222,7 @@ class Drained(Step):
         return "it hung"
 
 
-async def test_a_store_is_there_before_the_workers_and_until_they_have_drained():
+async def test_the_store_runs_from_before_the_workers_until_they_have_drained():
     steps = []
     worker = Drained("worker", steps)
     worker.may_go_on.set()
@@ -233,7 +235,7 @@ async def test_a_store_is_there_before_the_workers_and_until_they_have_drained()
     assert reasons == "worker 0: it hung; the private Valkey: ended with status 1"
 
 
-async def test_a_store_that_cannot_start_is_the_failure_of_all():
+async def test_a_store_that_cannot_start_fails_the_pool():
     class Failing(Store):
         async def start(self):
             message = "it cannot be started"
@@ -246,7 +248,7 @@ async def test_a_store_that_cannot_start_is_the_failure_of_all():
     assert steps == []
 
 
-async def test_workers_are_not_started_when_all_are_to_end_while_their_store_starts():
+async def test_a_stop_during_the_start_of_the_store_starts_no_workers():
     class Late(Store):
         async def start(self):
             await pool.stop(0)
@@ -268,7 +270,7 @@ async def test_a_store_is_restarted_counted_and_killed_like_a_worker(pool):
     assert killed == ["store"]
 
 
-async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(monkeypatch):
+async def test_a_worker_that_hangs_at_its_start_delays_the_others_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr(pool_module, "TOGETHER_S", 0.0)
     steps = []
     pool = WorkerPool([Step("quick", steps), Step("slow", steps)])
@@ -277,7 +279,7 @@ async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(mon
     await pool.stop(0)
 
 
-async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(pool, monkeypatch):
+async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "TOGETHER_S", 0.0)
     both = pool("time.sleep(60)", ANSWERING)
     starting = asyncio.create_task(both.start())
@@ -290,7 +292,7 @@ async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(pool,
     starting.cancel()
 
 
-async def test_all_drain_at_once_and_say_so_meanwhile(pool):
+async def test_all_workers_drain_at_once_and_the_pool_is_not_ready_meanwhile(pool):
     both = pool(ANSWERING, ANSWERING)
     await both.start()
     stopping = asyncio.create_task(both.stop(10))
@@ -299,7 +301,7 @@ async def test_all_drain_at_once_and_say_so_meanwhile(pool):
     assert await stopping == ""
 
 
-async def test_a_worker_that_does_not_end_well_is_told_by_its_number(pool):
+async def test_a_worker_that_fails_to_end_cleanly_is_named_by_number(pool):
     some = pool(
         ANSWERING,
         """

@@ -1,4 +1,4 @@
-"""The Valkey of a parent's own: how it is started, asked, and told apart from others; with real processes of it."""
+"""The private Valkey of a parent: start, requests, and separation from others; with real processes."""
 
 import asyncio
 import dataclasses
@@ -42,25 +42,25 @@ async def running(store):
     await process.ended()
 
 
-def test_its_url_leads_to_it(store):
+def test_the_store_is_reached_by_its_url(store):
     url = parse_redis_url(store.url)
     assert url.servers == (Server(str(store.socket), 0),)
     assert url.login == Login("ratelimitd", store.password)
 
 
-def test_its_password_is_another_one_each_time_and_is_not_shown(settings, store):
+def test_the_password_is_new_each_time_and_not_shown(settings, store):
     assert PrivateStore.of(settings).password != store.password
     assert len(store.password) >= 40
     for told in (repr(store), " ".join(store.command), store.users.decode()):
         assert store.password not in told
 
 
-def test_its_user_may_do_what_the_documentation_says_that_nodes_do():
+def test_the_users_permissions_match_the_documentation():
     page = (DOCS / "cluster.md").read_text(encoding="utf-8")
     assert re.search(r"^ACL SETUSER ratelimitd on >PASSWORD (.+)$", page, re.MULTILINE)[1] == RIGHTS
 
 
-def test_its_memory_is_bounded_by_the_entries_of_a_cache(settings):
+def test_the_memory_bound_grows_with_cache_entries(settings):
     def bound(entries):
         return PrivateStore.of(dataclasses.replace(settings, cache_entries=entries)).max_bytes
 
@@ -83,7 +83,7 @@ def test_a_path_without_room_for_a_socket_is_refused(settings, tmp_path):
         PrivateStore.of(too_long)
 
 
-async def test_it_answers_its_user_alone_and_its_files_are_its_owners(store, running):
+async def test_the_store_answers_its_user_alone_and_its_files_are_private(store, running):
     assert await running.readiness() == Readiness(ready=True, reason="")
     assert await running.report() is None
     for path in (store.directory, *store.directory.rglob("*")):
@@ -96,20 +96,20 @@ async def test_it_answers_its_user_alone_and_its_files_are_its_owners(store, run
         assert client.recv(100).startswith(b"-NOAUTH")
 
 
-async def test_it_ends_well_when_it_is_told_to(running, store):
+async def test_the_store_ends_cleanly_on_a_signal(running, store):
     running.terminate()
     assert await running.ended() == 0
     assert await running.readiness() is None
     assert not store.socket.exists()
 
 
-async def test_a_kill_is_the_reason_of_its_end(running):
+async def test_a_killed_store_reports_the_signal(running):
     running.kill()
     assert await running.ended() == -signal.SIGKILL
     assert running.reason == "ended by signal 9"
 
 
-async def test_a_start_that_fails_says_its_last_line(store):
+async def test_a_failed_start_reports_the_last_log_line(store):
     (store.directory / "appendonlydir").mkdir(parents=True)
     (store.directory / "appendonlydir" / "appendonly.aof.manifest").write_text("none\n")
     process = await store.start(lambda _report: None)
@@ -119,13 +119,13 @@ async def test_a_start_that_fails_says_its_last_line(store):
     assert not re.match(r"\d+:", str(failed.value))  # the message without process and time
 
 
-async def test_another_one_at_its_place_is_not_joined(store, running, monkeypatch):
+async def test_a_start_beside_another_store_is_refused(store, running, monkeypatch):
     monkeypatch.setattr(private_store, "PREDECESSOR_S", 0.1)
     with pytest.raises(StartupError, match=r"another one listens at .*valkey\.sock"):
         await store.start(lambda _report: None)
 
 
-async def test_it_waits_for_the_end_of_the_one_before(store, running):
+async def test_a_start_waits_for_the_end_of_the_previous_store(store, running):
     starting = asyncio.create_task(store.start(lambda _report: None))
     await asyncio.sleep(0)
     running.terminate()
@@ -136,9 +136,13 @@ async def test_it_waits_for_the_end_of_the_one_before(store, running):
     await successor.ended()
 
 
-async def test_a_program_that_does_not_run_is_one_line(store, tmp_path):
+async def test_a_program_that_does_not_run_is_a_one_line_error(store, tmp_path):
     with pytest.raises(StartupError, match="it cannot be started: No such file"):
         await dataclasses.replace(store, program=tmp_path / "none").start(lambda _report: None)
+    occupied = tmp_path / "file"
+    occupied.touch()
+    with pytest.raises(StartupError, match=f"it cannot be started: File exists: {occupied}"):
+        await dataclasses.replace(store, directory=occupied).start(lambda _report: None)
 
 
 def script(tmp_path, text):
@@ -148,7 +152,7 @@ def script(tmp_path, text):
     return path
 
 
-async def test_one_that_never_answers_is_killed(store, tmp_path, monkeypatch):
+async def test_a_store_that_never_answers_is_killed(store, tmp_path, monkeypatch):
     monkeypatch.setattr(private_store, "START_S", 0.0)
     hanging = script(tmp_path, "import time\nwhile True: time.sleep(60)\n")
     process = await dataclasses.replace(store, program=hanging).start(lambda _report: None)
@@ -171,7 +175,7 @@ while True:
 """
 
 
-async def test_a_line_without_end_is_no_log_of_ours(store, tmp_path):
+async def test_a_store_with_an_endless_line_is_killed(store, tmp_path):
     endless = script(tmp_path, WRITES_WHEN_KILLED)
     process = await dataclasses.replace(store, program=endless).start(lambda _report: None)
     assert await process.ended() == -signal.SIGKILL

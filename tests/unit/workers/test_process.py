@@ -1,4 +1,4 @@
-"""The parent's side of one process: the processes are real, and say what the test tells them to."""
+"""The parent's side of one process; the processes are real and run scripted programs."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ ALLOWED = "rate_limiter_requests_allowed_total"
 
 @pytest.fixture
 async def start():
-    """Start a process that runs a program; whatever it is, it ends with the test."""
+    """Return a function that starts a process with a program; kill it at the end."""
     started = []
 
     async def start(program=ANSWERING, on_report=lambda _: None):
@@ -34,7 +34,7 @@ async def start():
         await worker.ended()
 
 
-async def test_a_worker_is_ready_when_it_says_so_and_ends_when_it_is_told_to(start):
+async def test_a_worker_is_ready_when_it_reports_so_and_ends_on_a_signal(start):
     worker = await start()
     await worker.ready()
     worker.terminate()
@@ -43,7 +43,7 @@ async def test_a_worker_is_ready_when_it_says_so_and_ends_when_it_is_told_to(sta
         late()
 
 
-async def test_a_worker_that_is_prepared_waits_for_the_word_to_listen(start):
+async def test_a_prepared_worker_waits_for_the_command_to_listen(start):
     worker = await start("""
         say("prepared")
         assert questions.readline() == b"listen\\n"
@@ -58,7 +58,7 @@ async def test_a_worker_that_is_prepared_waits_for_the_word_to_listen(start):
 @pytest.mark.parametrize(
     "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
-def test_a_worker_that_ends_while_it_waits_for_the_word_says_why(new_loop):
+def test_a_worker_that_ends_before_the_command_to_listen_reports_why(new_loop):
     async def go():
         program = 'say("prepared")\nsay("failed", "no room")\nsys.exit(1)'
         worker = await WorkerProcess.start(SETTINGS, lambda _: None, command(program))
@@ -71,7 +71,7 @@ def test_a_worker_that_ends_while_it_waits_for_the_word_says_why(new_loop):
         runner.run(go())
 
 
-async def test_a_worker_is_told_its_settings(start):
+async def test_a_worker_gets_its_settings(start):
     reports = []
     worker = await start(
         """
@@ -96,7 +96,7 @@ async def test_a_worker_is_told_its_settings(start):
         (r'sock.sendall(b"[\n[]\n[\"failed\",\"torn before\"]\n")', "torn before"),
     ],
 )
-async def test_a_worker_that_ends_before_it_is_ready_says_why_or_the_system_does(
+async def test_the_end_of_an_unready_worker_has_a_reason_from_it_or_the_system(
     start, program, reason
 ):
     worker = await start(program)
@@ -106,13 +106,13 @@ async def test_a_worker_that_ends_before_it_is_ready_says_why_or_the_system_does
         assert str(caught.value) == reason
 
 
-async def test_a_worker_may_end_before_it_takes_its_settings():
+async def test_a_worker_may_end_before_it_reads_its_settings():
     worker = await WorkerProcess.start(SETTINGS, lambda _: None, ["false"])
     with pytest.raises(StartupError, match="ended with status 1"):
         await worker.ready()
 
 
-async def test_its_answers_are_those_to_the_questions(start):
+async def test_requests_get_their_answers(start):
     reports = []
     worker = await start(on_report=reports.append)
     await worker.ready()
@@ -122,7 +122,7 @@ async def test_its_answers_are_those_to_the_questions(start):
     assert reports == [report]
 
 
-async def test_those_who_ask_at_once_share_the_answer(start):
+async def test_concurrent_requests_share_the_answer(start):
     worker = await start()
     await worker.ready()
     first, second = await asyncio.gather(worker.report(), worker.report())
@@ -140,15 +140,13 @@ for question in questions:
 """It answers when it gets a signal."""
 
 
-async def test_an_answer_that_comes_late_is_not_waited_for_and_is_taken_when_it_comes(
-    start, monkeypatch
-):
+async def test_a_late_answer_is_not_awaited_but_processed(start, monkeypatch):
     monkeypatch.setattr(pool, "REPORT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 0.0)
     came = asyncio.Queue()
     worker = await start(HELD_UP, came.put_nowait)
     await worker.ready()
-    # However often somebody asks, it is asked once.
+    # Repeated calls send one request.
     assert [await worker.readiness() for _ in range(3)] == [None] * 3
     assert [await worker.report() for _ in range(3)] == [None] * 3
     readiness = worker._readiness
@@ -171,13 +169,13 @@ async def test_a_worker_that_has_ended_gives_no_answer(start):
     assert await worker.readiness() is None
 
 
-async def test_questions_that_are_open_at_the_end_are_not_answered(start):
+async def test_requests_open_at_the_end_get_no_answer(start):
     worker = await start("ready()\nfor _ in range(2): questions.readline()")
     await worker.ready()
     assert await asyncio.gather(worker.report(), worker.readiness()) == [None, None]
 
 
-async def test_half_a_report_is_none(start):
+async def test_half_a_report_is_dropped(start):
     reports = []
     worker = await start(
         'ready()\nquestions.readline()\nsay("points", "a", [["", 1]])', reports.append
@@ -187,27 +185,27 @@ async def test_half_a_report_is_none(start):
     assert reports == []
 
 
-async def test_answers_that_nobody_asked_for_are_passed_over(start):
+async def test_unrequested_answers_are_ignored(start):
     worker = await start(
         'say("readiness", True, "")\nsay("reported")\nready()\nuntil_told()\ntime.sleep(60)'
     )
     await worker.ready()
 
 
-async def test_a_line_without_an_end_is_the_end_of_the_process(start, monkeypatch):
+async def test_an_endless_line_kills_the_process(start, monkeypatch):
     monkeypatch.setattr(protocol, "MAX_LINE_BYTES", 100)
     worker = await start('sock.sendall(b"x" * 1000)\ntime.sleep(60)')
     assert await worker.ended() == -signal.SIGKILL
 
 
-async def test_a_parent_that_goes_is_seen_by_the_worker(start):
+async def test_a_worker_detects_the_end_of_its_parent(start):
     worker = await start("ready()\nquestions.read()\nsys.exit(5)")
     await worker.ready()
     worker._writer.close()
     assert await worker.ended() == 5
 
 
-async def test_a_command_that_is_not_there_is_a_failed_start():
+async def test_a_missing_command_is_a_failed_start():
     with pytest.raises(StartupError, match=r"^a worker cannot be started: No such file"):
         await WorkerProcess.start(SETTINGS, lambda _: None, ["/no/such/command"])
 

@@ -1,4 +1,4 @@
-"""One worker over its processes, which are stand-ins; time passes when the respawner sleeps."""
+"""One worker and its successive processes, which are stand-ins; the clock advances when the respawner sleeps."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ ALLOWED = "rate_limiter_requests_allowed_total"
 
 
 LOOK = object()
-"""Stands in for the pause between two looks, which only the test ends."""
+"""Replaces the pause between two checks; only the test ends it."""
 
 
 class Process:
-    """Ready at once unless ``failure`` says why not; ends when the test or the respawner says so."""
+    """Ready at once, unless it has a ``failure``; ends when the test or the respawner ends it."""
 
     def __init__(self, on_report, failure=""):
         self.on_report = on_report
@@ -71,7 +71,7 @@ class Process:
 
 
 class Kept:
-    """A respawner whose processes the test sees."""
+    """A respawner that exposes its processes."""
 
     def __init__(self):
         self.processes = []
@@ -110,7 +110,7 @@ class Kept:
         await asyncio.sleep(0)
 
     async def look(self, times):
-        """Let the respawner look whether its process answers, and wait until it has."""
+        """Let the respawner check its process so many times, and wait until it has."""
         self.begin_looking(times)
         await self._looks.join()
 
@@ -119,7 +119,7 @@ class Kept:
             self._looks.put_nowait(None)
 
     async def next_process(self):
-        """Wait until one more process is up."""
+        """Wait until another process is up."""
         self._came.clear()
         await self._came.wait()
 
@@ -134,9 +134,7 @@ async def kept(monkeypatch):
     found.keeping.cancel()
 
 
-async def test_a_process_that_ends_is_followed_by_another_and_that_is_counted_and_told(
-    kept, caplog
-):
+async def test_an_ended_process_is_replaced_counted_and_logged(kept, caplog):
     assert kept.respawner.restarts_total == 0
     kept.processes[0].end()
     with caplog.at_level(logging.ERROR):
@@ -152,7 +150,7 @@ async def test_pauses_grow_up_to_a_bound(kept):
     assert kept.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
-async def test_after_a_long_life_pauses_begin_anew(kept):
+async def test_a_long_life_resets_the_pauses(kept):
     for life_s in (0, LONG_LIFE_S - 1, LONG_LIFE_S, 0):
         kept.now_s += life_s
         kept.processes[-1].end()
@@ -160,7 +158,7 @@ async def test_after_a_long_life_pauses_begin_anew(kept):
     assert kept.pauses == [0.1, 0.2, 0.1, 0.2]
 
 
-async def test_a_restart_that_fails_is_tried_again(kept, caplog):
+async def test_a_failed_restart_is_retried(kept, caplog):
     kept.failures = ["LISTEN: taken", "none at all"]
     kept.processes[0].end()
     with caplog.at_level(logging.ERROR):
@@ -174,7 +172,7 @@ async def test_a_restart_that_fails_is_tried_again(kept, caplog):
     assert (await kept.respawner.readiness()).reason == "no rules"
 
 
-async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
+async def test_a_failed_first_start_raises():
     kept = Kept()
     kept.failures = ["LISTEN: taken"]
     with pytest.raises(StartupError, match="LISTEN: taken"):
@@ -182,7 +180,7 @@ async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
     assert await kept.respawner.stop() == ""
 
 
-async def test_a_process_that_was_prepared_is_the_one_that_is_started():
+async def test_a_prepared_process_is_the_one_that_starts():
     kept = Kept()
     await kept.respawner.prepare()
     assert kept.processes[0].waited_for == ["prepared"]
@@ -192,13 +190,13 @@ async def test_a_process_that_was_prepared_is_the_one_that_is_started():
     assert (await kept.respawner.readiness()).reason == "no rules"
 
 
-async def test_a_process_that_replaces_another_waits_for_nobody(kept):
+async def test_a_replacement_process_listens_at_once(kept):
     kept.processes[0].end()
     await kept.next_process()
     assert kept.processes[1].waited_for == ["ready"]
 
 
-async def test_what_the_dead_process_counted_stays_counted(kept):
+async def test_the_counts_of_a_dead_process_are_kept(kept):
     await kept.respawner.report()
     kept.processes[0].end()
     await kept.next_process()
@@ -207,13 +205,13 @@ async def test_what_the_dead_process_counted_stays_counted(kept):
     assert kept.respawner.totals.report() == {ALLOWED: {"": 10}}
 
 
-async def test_a_worker_is_as_ready_as_its_process(kept):
+async def test_the_readiness_of_a_worker_is_that_of_its_process(kept):
     assert await kept.respawner.readiness() == Readiness(ready=False, reason="no rules")
-    kept.processes[0].end()  # nobody has noticed yet
+    kept.processes[0].end()  # not noticed yet
     assert await kept.respawner.readiness() == Readiness(ready=False, reason="no answer")
 
 
-async def test_before_there_is_a_process_nobody_is_asked():
+async def test_without_a_process_calls_have_no_effect():
     pool = Kept().respawner
     assert await pool.readiness() == Readiness(ready=False, reason="starting")
     assert await pool.report() is None
@@ -221,19 +219,19 @@ async def test_before_there_is_a_process_nobody_is_asked():
     assert await pool.stop() == ""
 
 
-async def test_stopping_lets_the_process_drain(kept):
+async def test_a_stop_drains_the_process(kept):
     kept.keeping.cancel()
     assert await kept.respawner.stop() == ""
     assert kept.processes[0].told == ["terminate"]
 
 
-async def test_stopping_tells_why_a_process_did_not_end_well(kept):
+async def test_a_stop_returns_why_a_process_failed_to_end_cleanly(kept):
     kept.keeping.cancel()
     kept.processes[0].end(1, "the node did not drain in time")
     assert await kept.respawner.stop() == "the node did not drain in time"
 
 
-async def test_a_process_that_is_not_up_yet_may_end_as_it_likes():
+async def test_the_end_of_a_process_that_is_not_up_is_no_failure():
     kept = Kept()
     kept.failures = ["ended by signal 15"]
     with pytest.raises(StartupError):
@@ -241,12 +239,12 @@ async def test_a_process_that_is_not_up_yet_may_end_as_it_likes():
     assert await kept.respawner.stop() == ""
 
 
-async def test_killing_does_not_wait(kept):
+async def test_a_kill_does_not_wait(kept):
     kept.respawner.kill()
     assert kept.processes[0].told == ["kill"]
 
 
-async def test_a_process_that_answers_is_left_alone_whatever_it_says(kept):
+async def test_a_process_with_any_answer_is_kept(kept):
     await kept.look(3 * MAX_SILENT_LOOKS)
     assert kept.processes[0].told == []
 
@@ -275,14 +273,14 @@ async def test_a_process_that_hangs_at_its_restart_is_killed_and_replaced(kept, 
     assert "worker 0 does not answer, and is killed" in caplog.messages
 
 
-async def test_a_process_that_answers_again_has_all_the_time_again(kept):
+async def test_an_answer_resets_the_count_of_silent_checks(kept):
     for hangs in (True, False, True):
         kept.processes[0].hangs = hangs
         await kept.look(MAX_SILENT_LOOKS - 1)
     assert kept.processes[0].told == []
 
 
-async def test_nobody_looks_after_a_process_that_has_ended(kept):
+async def test_an_ended_process_is_no_longer_checked(kept):
     first = kept.processes[0]
     first.hangs = True
     first.end()

@@ -1,4 +1,4 @@
-"""A worker's talk with its parent, whose end of the socket is the test; the node is a stand-in."""
+"""Messages of a worker to its parent; the test is the parent's end of the socket, the node is a stand-in."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ class Node:
 
 
 class Talk:
-    """A parent and what its worker says."""
+    """A parent, and the messages of its worker."""
 
     def __init__(self):
         ours, self.theirs = socket.socketpair()
@@ -58,12 +58,12 @@ async def talk():
         yield found
 
 
-async def test_ready_is_said_with_the_address(talk):
+async def test_ready_is_reported_with_the_address(talk):
     talk.overseer.ready(talk.node)
     assert await talk.said() == ["ready", "127.0.0.1:1"]
 
 
-async def test_it_says_that_it_is_prepared_and_listens_when_it_is_told_to(talk):
+async def test_a_worker_reports_that_it_is_prepared_and_listens_on_command(talk):
     waiting = asyncio.create_task(talk.overseer.may_listen())
     assert await talk.said() == ["prepared"]
     talk.writer.write(protocol.READINESS)
@@ -73,13 +73,13 @@ async def test_it_says_that_it_is_prepared_and_listens_when_it_is_told_to(talk):
     await waiting
 
 
-async def test_who_has_the_word_already_need_not_wait(talk):
+async def test_an_early_command_to_listen_is_kept(talk):
     talk.writer.write(protocol.LISTEN + protocol.READINESS)
     assert await talk.said() == ["readiness", False, "draining"]
     await talk.overseer.may_listen()
 
 
-async def test_questions_are_answered_in_turn(talk):
+async def test_requests_are_answered_in_order(talk):
     talk.node.metrics = OneMetric()
     talk.writer.write(protocol.READINESS + protocol.REPORT + b"of tomorrow\n" + protocol.READINESS)
     assert await talk.said() == ["readiness", False, "draining"]
@@ -93,20 +93,20 @@ async def test_a_node_that_has_no_metrics_yet_reports_none(talk):
     assert await talk.said() == ["reported"]
 
 
-async def test_a_parent_that_is_gone_is_the_end_of_the_worker(talk, caplog):
+async def test_the_end_of_the_parent_ends_the_worker(talk, caplog):
     with caplog.at_level(logging.WARNING):
         talk.writer.close()
         await talk.stopped.wait()
     assert caplog.messages == ["the parent process is gone: draining"]
 
 
-async def test_a_parent_that_is_gone_with_an_answer_unread_is_the_end_as_well(talk):
+async def test_the_end_of_the_parent_with_an_unread_answer_ends_the_worker(talk):
     talk.overseer.ready(talk.node)
     talk.writer.transport.abort()
     await talk.stopped.wait()
 
 
-async def test_the_last_word_comes_on_a_line_of_its_own_also_after_the_loop(capsys):
+async def test_an_error_is_sent_on_its_own_line_after_the_loop(capsys):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
@@ -116,7 +116,7 @@ async def test_the_last_word_comes_on_a_line_of_its_own_also_after_the_loop(caps
 
 
 @pytest.mark.parametrize("gone", [False, True])
-async def test_a_parent_that_does_not_hear_the_last_word_is_not_waited_for(monkeypatch, gone):
+async def test_a_parent_that_does_not_read_the_error_is_not_awaited(monkeypatch, gone):
     monkeypatch.setattr(worker, "LAST_WORD_S", 0.01)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -130,11 +130,11 @@ async def test_a_parent_that_does_not_hear_the_last_word_is_not_waited_for(monke
         assert Parent(theirs).failed("LISTEN: taken") == 1
 
 
-def test_a_second_signal_is_the_parents_business():
+def test_a_second_signal_has_no_effect_on_a_worker():
     Parent(None).insist(143)
 
 
-def test_after_the_drain_no_signal_finds_the_process(monkeypatch):
+def test_the_process_exits_directly_after_the_drain(monkeypatch):
     statuses = []
     monkeypatch.setattr(process, "leave", statuses.append)
     Parent(None).drained()
@@ -159,6 +159,6 @@ def test_the_process_runs_a_node_with_the_settings_of_its_parent(monkeypatch):
     assert overseer.reuse_port
 
 
-def test_without_a_parent_there_is_nothing_to_run(monkeypatch):
+def test_without_a_parent_the_process_fails(monkeypatch):
     monkeypatch.setattr(supervisor, "run", None)
     assert run_main() == 1

@@ -91,7 +91,7 @@ class RateLimiterClient(Sessions):
         self.close()
 
     def close(self) -> None:
-        """Close the connections, after the checks in flight have been answered."""
+        """Close the connections. Over gRPC's channel, as in a blocking client, checks in flight then fail open."""
         self._closed = True
         session = self._current()
         if session is not None:

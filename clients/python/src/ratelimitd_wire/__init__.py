@@ -1,4 +1,4 @@
-"""What the server and the client both speak: HTTP/2 frames, HPACK, error codes, the breaker, the RateLimit fields.
+"""Code shared by server and client: HTTP/2 frames, HPACK, error codes, the breaker, caller addresses, RateLimit fields.
 
 Pure. Imports nothing of the server or the client.
 """

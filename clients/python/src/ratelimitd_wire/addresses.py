@@ -1,7 +1,7 @@
 """The address of a caller behind proxies. Pure.
 
-X-Forwarded-For counts only when a trusted proxy sent it. It is read from its right end, which the proxy wrote: what is
-further left came from the caller. The work is bounded, whatever a header contains.
+X-Forwarded-For counts only if a trusted proxy sent it. It is read from its right end, which the proxy wrote; entries
+further left are the caller's. The work is bounded for any header.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ UNIX: Final = "unix"
 """Entry of ``trusted_proxies`` for peers of a Unix socket, which have no address."""
 
 MAX_HOPS: Final = 32
-"""Most proxies in a row that are read."""
+"""Longest chain of proxies that is read."""
 MAX_HOP_CHARS: Final = 64
-"""Longest text of an address, with brackets, zone and port."""
+"""Longest text of an address, including brackets, zone and port."""
 MAX_LINE_CHARS: Final = MAX_HOPS * MAX_HOP_CHARS
 """Longest part of a header line that is read, from its end."""
 ADDRESS_CACHE_SIZE: Final = 4_096
-"""Texts cached with their address: parsing one costs more than everything else here."""
+"""Cached texts with their addresses: parsing one costs more than all other work here."""
 
 IPV6_BITS: Final = 128
 MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
@@ -37,8 +37,8 @@ class ClientAddresses:
     Args:
         trusted_proxies: addresses and networks (``10.0.0.0/8``) of your own proxies, and ``"unix"`` for those that
             connect to a Unix socket. If empty, no header counts.
-        ipv6_prefix: how many bits of an IPv6 address identify a caller. A site may use 64 bits freely, so a limit on
-            whole addresses would be none.
+        ipv6_prefix: number of bits of an IPv6 address that identify a caller. A site may vary the other 64 bits
+            freely, which would evade a limit on whole addresses.
 
     Raises:
         ValueError, TypeError: an argument is not valid; the message names it.
@@ -59,8 +59,8 @@ class ClientAddresses:
     def of(self, peer: str | None, forwarded_for: Sequence[str] = ()) -> str | None:
         """Return the address of the caller, or ``None`` if the peer has none.
 
-        That is the peer's, unless the peer is a trusted proxy: then the last entry of ``forwarded_for`` that is not a
-        trusted proxy. An entry that is not an address ends the search at the last trusted one.
+        This is the address of the peer. If the peer is a trusted proxy, it is the last entry of ``forwarded_for`` that
+        is not a trusted proxy. An entry that is not an address ends the search at the last trusted one.
 
         Args:
             peer: address of the peer; ``None`` or empty for a Unix socket.
@@ -90,7 +90,7 @@ class ClientAddresses:
 
 
 def address_of(text: str) -> Address | None:
-    """Return the address in a text, without brackets, zone and port, or ``None``. IPv4 in IPv6 becomes IPv4."""
+    """Return the address in a text, without brackets, zone and port, or ``None``. IPv4-mapped ones become IPv4."""
     return _address_of(text) if len(text) <= MAX_HOP_CHARS else None
 
 
@@ -127,7 +127,7 @@ def _from_the_right(lines: Sequence[str]) -> Iterator[str]:
     """Yield the hops of a header, the nearest first; at most ``MAX_HOPS``."""
     left = MAX_HOPS
     for line in reversed(lines):
-        # Cutting may leave an incomplete first hop: it is the 33rd, or not an address.
+        # Cutting may leave an incomplete first hop, which is the 33rd or not an address.
         hops = line[-MAX_LINE_CHARS:].split(",")
         for hop in reversed(hops):
             if not left:

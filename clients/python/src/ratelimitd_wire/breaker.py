@@ -1,12 +1,11 @@
-"""The circuit breaker: whether a peer may be asked, and when to probe it after it failed. See ADR 0012.
+"""The circuit breaker: decides whether to call a peer, and when to probe it after failures. See ADR 0012.
 
-    closed      asks the peer; opens after ``failure_threshold`` consecutive failures
-    open        asks nothing; a probe is due after the recovery time; results of earlier calls change nothing
-    half_open   one probe is out: its success closes, its failure opens again, for one second, two, four and so on up to
-                the recovery time; without a result its lease ends (I16)
+    closed      calls are allowed; opens after ``failure_threshold`` consecutive failures
+    open        calls are refused; a probe is due after the recovery time; results of earlier calls are ignored
+    half_open   one probe is in flight: its success closes the breaker; its failure opens it again, for one second, two,
+                four and so on up to the recovery time; without a result its lease expires (I16)
 
-Starts no task and has no clock: the caller reports results, and calls :meth:`Breaker.begin_probe` from time to time.
-Threads may share it.
+Starts no task: the caller reports results, and calls :meth:`Breaker.begin_probe` periodically. Thread-safe.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ RECOVERY_US: Final = 30 * US_PER_S
 """Default pause of an open breaker before a probe: the specification's number."""
 
 PROBE_AGAIN_US: Final = US_PER_S
-"""Pause after a failed probe, doubled after each further one up to the recovery time: a peer is often back soon."""
+"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon."""
 
 LEASE_US: Final = US_PER_S
-"""How long a probe may stay without a result before another replaces it. Timeouts are milliseconds."""
+"""Lease of a probe, after which another replaces it. Timeouts of calls are milliseconds."""
 
 _MOST_DOUBLED: Final = 32
 
 
 class State(enum.StrEnum):
-    """The peer is asked only while the breaker is ``closed``."""
+    """Calls are allowed only while the breaker is ``closed``."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -44,9 +43,9 @@ class State(enum.StrEnum):
 class Breaker:
     """The breaker of one peer.
 
-    ``now_us`` reads a monotonic clock; all times are in µs. ``failure_threshold`` is in consecutive failed round trips,
-    however many checks each carried. ``jitter_us`` is drawn each time the breaker opens and added to ``recovery_us``,
-    so that callers that failed together do not probe together.
+    ``now_us`` reads a monotonic clock; all times are in µs. ``failure_threshold`` counts consecutive failed round trips
+    with any number of checks. ``jitter_us`` is drawn each time the breaker opens and added to the pause, so that
+    callers that failed together do not probe together.
     """
 
     __slots__ = (
@@ -80,11 +79,11 @@ class Breaker:
         """When a probe is due, on the monotonic clock; ``None`` while closed."""
 
     def allows(self) -> bool:
-        """Return whether the peer may be asked now."""
+        """Return whether the peer may be called now."""
         return self.state is State.CLOSED
 
     def begin_probe(self) -> bool:
-        """Return whether the caller must probe now, and report the result within the lease."""
+        """Return whether the caller must probe now; it must report the result within the lease."""
         with self._lock:
             if self.retry_at_us is None or self._now_us() < self.retry_at_us:
                 return False
@@ -93,7 +92,7 @@ class Breaker:
             return True
 
     def succeeded(self) -> None:
-        """Report a round trip, or the probe, that was answered."""
+        """Report an answered round trip or probe."""
         if self.state is State.CLOSED and not self._failures:
             return  # the usual case, without the lock
         with self._lock:
@@ -102,7 +101,7 @@ class Breaker:
                 self._failures, self.retry_at_us = 0, None
 
     def failed(self) -> None:
-        """Report a round trip, or the probe, without a usable answer: once for each, whatever it carried."""
+        """Report a round trip or probe without a usable answer, once per round trip."""
         with self._lock:
             if self.state is State.OPEN:
                 return
@@ -115,6 +114,6 @@ class Breaker:
                 self._probes = 0
             else:
                 return
-            # A clock or a jitter that raises must leave the breaker closed, not open without a probe.
+            # If the clock or the jitter raises, the state must not change: it would be open without a probe.
             self.retry_at_us = self._now_us() + pause_us + self._jitter_us()
             self.state = State.OPEN

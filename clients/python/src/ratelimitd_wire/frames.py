@@ -1,6 +1,6 @@
-"""Frames as octets (RFC 9113 §4, §6): their numbers, and how they are built. Pure.
+"""Encoding of HTTP/2 frames, with their types, flags and settings (RFC 9113 §4, §6). Pure.
 
-Whether a frame may come is decided by the connection that receives it.
+The connection that receives a frame validates it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 FRAME_HEADER_BYTES: Final = 9
 
 DEFAULT_MAX_FRAME_BYTES: Final = 16_384
-"""Longest payload that both sides may send by default (§4.2). Neither of our sides raises it: checks are small."""
+"""Longest payload that both sides may send by default (§4.2). Neither server nor client raises it: checks are small."""
 
 STREAM_ID_MASK: Final = 0x7FFF_FFFF
 """Clears the reserved bit of a stream identifier or an increment, which must be ignored (§4.1)."""
 
 
 class FrameType(enum.IntEnum):
-    """The types of RFC 9113 §6. Others are ignored (§5.5)."""
+    """The frame types of RFC 9113 §6. Others are ignored (§5.5)."""
 
     DATA = 0x0
     HEADERS = 0x1
@@ -35,7 +35,7 @@ class FrameType(enum.IntEnum):
 
 
 class Setting(enum.IntEnum):
-    """The identifiers of RFC 9113 §6.5.2."""
+    """The identifiers of settings (RFC 9113 §6.5.2)."""
 
     HEADER_TABLE_SIZE = 0x1
     ENABLE_PUSH = 0x2
@@ -45,7 +45,7 @@ class Setting(enum.IntEnum):
     MAX_HEADER_LIST_SIZE = 0x6
 
 
-# Plain numbers: on an IntFlag, `&` takes 20 times as long.
+# Plain integers: on an IntFlag, `&` takes 20 times as long.
 ACK: Final = 0x1
 END_STREAM: Final = 0x1
 END_HEADERS: Final = 0x4
@@ -53,8 +53,8 @@ PADDED: Final = 0x8
 PRIORITY: Final = 0x20
 
 read_header = struct.Struct(">BHHI").unpack_from
-"""(upper 8 bits of the length, lower 16, type << 8 | flags, stream identifier with its reserved bit): four numbers of
-one machine word each, and one comparison tells type and flags."""
+"""Reads a frame header: (upper 8 bits of the length, lower 16, type << 8 | flags, stream identifier with its reserved
+bit). One comparison checks type and flags."""
 
 _write_header = struct.Struct(">BHBBI").pack
 _write_u32 = struct.Struct(">I").pack

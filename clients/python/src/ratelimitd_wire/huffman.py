@@ -1,32 +1,32 @@
-"""The Huffman code of RFC 7541 Appendix B: strings to code and back. Pure.
+"""The Huffman code of RFC 7541 Appendix B, integers and string literals of HPACK. Pure.
 
-Decoding is a walk through a state machine, one step for an octet. A state is an inner node of the code tree: the bits
-that were read and do not make a symbol yet. Its row has one transition for each octet: the symbols which that octet
-completes, the row of the next state, and whether a string may end there. The rows link to each other, so that a step is
-one subscript of a list and one unpacking. All 65,536 transitions would take 40 ms to make and 6 MB to keep, and text
-needs a tenth of them, so a row is filled when it is first met: 0.2 ms, at most once for each of 257 states.
+The decoder is a state machine with one step per octet. A state is an inner node of the code tree: the bits read that do
+not complete a symbol. Its row has one transition per octet: the symbols which that octet completes, the row of the next
+state, and whether a string may end there. Rows refer to each other, so a step is one subscript and one unpacking. All
+65,536 transitions would take 40 ms to build and 6 MB to keep, and text needs a tenth of them. A row is therefore filled
+on first use: 0.2 ms, at most once for each of 257 states.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# What a header block can be refused for. Texts are constants: nothing that a peer sent gets into them.
+# Errors of header blocks. Texts are constants: they contain no input of a peer.
 
 
 class HpackError(Exception):
-    """The block breaks RFC 7541, and the dynamic table is lost with it: COMPRESSION_ERROR ends the connection.
+    """The block violates RFC 7541, and the dynamic table is out of sync: COMPRESSION_ERROR ends the connection.
 
-    After it the decoder must not be used again.
+    The decoder must not be used afterwards.
     """
 
 
 class HeaderBombError(HpackError):
-    """The list is so far over the limit that reading on would be work for an attacker: the connection ends."""
+    """The list is so far over the limit that it is treated as an attack: the connection ends."""
 
 
 class HeaderListTooLargeError(Exception):
-    """The list is over the limit. The whole block was read, the dynamic table is in step, the connection may live."""
+    """The list is over the limit. The whole block was read and the table is in sync; the connection may continue."""
 
 
 TRUNCATED = "the block ends within a field"
@@ -39,7 +39,7 @@ LIST_TOO_LARGE = "the header list is too large"
 
 
 EOS: Final = 256
-"""The symbol that stands for the end of a string, and must never be written out (§5.2)."""
+"""The end-of-string symbol, which must never be encoded (§5.2)."""
 
 SYMBOLS_BY_LENGTH: Final[dict[int, bytes]] = {
     5: b"012aceiost",
@@ -66,9 +66,9 @@ SYMBOLS_BY_LENGTH: Final[dict[int, bytes]] = {
     b"\x7f\xdc\xf9",
     30: b"\n\r\x16",
 }
-"""The symbols by the length of their code in bits. The code is canonical, so that this is all there is to know of it:
-codes of one length count up in the order of the symbols, and a longer length goes on where the shorter one ended. EOS
-is the last, thirty ones."""
+"""The symbols by the length of their code in bits. They define the whole code, which is canonical: codes of one length
+count up in the order of the symbols, and the next length continues where the shorter one ended. EOS is the last, thirty
+ones."""
 
 Row = list[tuple[bytes, "Row", bool]]
 
@@ -77,7 +77,7 @@ def decode(code: bytes) -> bytes:
     """Return the string.
 
     Raises:
-        HpackError: EOS is in it, or it ends with more than 7 bits of padding or with others than ones (§5.2).
+        HpackError: the code contains EOS, or its padding has more than 7 bits or bits other than ones (§5.2).
     """
     while True:
         row, complete = _START, True
@@ -103,7 +103,7 @@ def encode(string: bytes) -> bytes:
 
 
 def _make_codes() -> dict[int, str]:
-    """Return the code of each symbol, written in zeros and ones."""
+    """Return the code of each symbol, as a text of zeros and ones."""
     codes, code, length = {}, 0, 0
     for longer, symbols in SYMBOLS_BY_LENGTH.items():
         code <<= longer - length
@@ -116,18 +116,18 @@ def _make_codes() -> dict[int, str]:
 
 
 def _fill(row: Row) -> None:
-    """Make the transitions of a state that was never left before."""
+    """Build the transitions of a state on its first use."""
     start = next(state for state, its_row in _ROWS.items() if its_row is row)
     for octet in range(256):
         symbols, state = bytearray(), start
         for bit in f"{octet:08b}":
-            # From EOS no bit leads away, and no string may end in it: so the loop of `decode` need not look for it.
+            # EOS has no transitions and no string may end in it, so the loop of `decode` need not check for it.
             if state != _CODES[EOS]:
                 state += bit
             if state in _SYMBOLS:
                 symbols.append(_SYMBOLS[state])
                 state = ""
-        # Padding is the first bits of EOS, less than an octet of them.
+        # Padding is the first bits of EOS, fewer than 8.
         row.append((bytes(symbols), _ROWS[state], len(state) < 8 and "0" not in state))
 
 
@@ -138,30 +138,30 @@ _ROWS: Final[dict[str, Row]] = {
     for code in _CODES.values()
     for state in (*(code[:length] for length in range(len(code))), _CODES[EOS])
 }
-"""The rows by the bits of their state; that of the start, between two symbols, is the one without bits."""
+"""The rows by the bits of their state; the start state has none."""
 _START: Final = _ROWS[""]
 
 
-# Integers with a prefix (RFC 7541 §5.1): the rest of those that overflow it, and their encoding; and strings. Pure.
+# Integers with a prefix (RFC 7541 §5.1), and strings (§5.2).
 
 MAX_CONTINUATION_OCTETS: Final = 5
-"""35 bits hold every value with a meaning (a SETTINGS value has 32). More octets are zeros sent to waste our time; §5.1
-has us treat an integer over our limit as an error."""
+"""35 bits hold every valid value (a SETTINGS value has 32). Further octets are superfluous zeros; §5.1 requires an
+error for an integer over the limit."""
 
 
 def decode_continuation(block: bytes, at: int, prefix_max: int) -> tuple[int, int]:
-    """Read what follows a prefix of all ones.
+    """Read the rest of an integer whose prefix is all ones.
 
     Args:
         block: the whole header block.
-        at: the position of the first octet behind the prefix.
+        at: the position of the first octet after the prefix.
         prefix_max: the value of the full prefix, 2^N - 1.
 
     Returns:
-        The integer and the position behind it.
+        The integer and the position after it.
 
     Raises:
-        HpackError: the block ends, or the integer has more than `MAX_CONTINUATION_OCTETS`.
+        HpackError: the block is truncated, or the integer has more than `MAX_CONTINUATION_OCTETS`.
     """
     value = prefix_max
     octets = block[at : at + MAX_CONTINUATION_OCTETS]
@@ -173,12 +173,12 @@ def decode_continuation(block: bytes, at: int, prefix_max: int) -> tuple[int, in
 
 
 def decode_string(block: bytes, at: int) -> tuple[bytes, int]:
-    """Read a string literal (RFC 7541 §5.2); return it and the position behind it.
+    """Read a string literal (RFC 7541 §5.2); return it and the position after it.
 
     Raises:
-        HpackError: the block ends, or the length or the code is malformed.
+        HpackError: the block is truncated, or the length or the code is malformed.
     """
-    octet = block[at] if at < len(block) else 0x7F  # which is continued by nothing
+    octet = block[at] if at < len(block) else 0x7F  # a full prefix without continuation: truncated
     at += 1
     length = octet & 0x7F
     if length == 0x7F:
@@ -191,7 +191,7 @@ def decode_string(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 def encode_integer(value: int, prefix_bits: int, pattern: int) -> bytes:
-    """Encode a number of at least 0; ``pattern`` holds the bits in front of the prefix in its first octet."""
+    """Encode a number of at least 0; ``pattern`` has the bits before the prefix in the first octet."""
     prefix_max = (1 << prefix_bits) - 1
     if value < prefix_max:
         return bytes((pattern | value,))

@@ -25,9 +25,9 @@ def ratelimit_headers(
 ) -> dict[str, str]:
     """Return the fields for one decision. ``policy`` is printable ASCII without quotes and backslashes.
 
-    ``reset_s``: seconds until the whole limit is free again. The effective window ``t`` of a denial ends with
-    ``Retry-After``, when the same check would pass; that of an allowed check when the whole limit is free again.
-    Older revisions call it ``reset``. ``revision`` is one of ``REVISIONS``.
+    ``reset_s`` is the number of seconds until the whole limit is free again. The effective window ``t`` (``reset`` in
+    older revisions) of a denial ends with ``Retry-After``, when the same check would pass; that of an allowed check
+    when the whole limit is free again. ``revision`` is one of ``REVISIONS``.
     """
     ends_s = reset_s if allowed else retry_after_s
     if revision == "draft-6":

@@ -6,7 +6,7 @@ Field = tuple[bytes, bytes]
 """The name and the value of one header field."""
 
 ENTRY_OVERHEAD_BYTES: Final = 32
-"""An entry counts as its name, its value and these (RFC 7541 §4.1); so does a field of a list (RFC 9113 §6.5.2)."""
+"""Added to the lengths of name and value for the size of an entry (RFC 7541 §4.1) or of a field (RFC 9113 §6.5.2)."""
 
 STATIC_TABLE: Final[tuple[Field, ...]] = (
     (b":authority", b""),
@@ -71,13 +71,13 @@ STATIC_TABLE: Final[tuple[Field, ...]] = (
     (b"via", b""),
     (b"www-authenticate", b""),
 )
-"""Position 0 has index 1."""
+"""The entry at position 0 has index 1."""
 
 FIRST_DYNAMIC_INDEX: Final = len(STATIC_TABLE) + 1
-"""The newest entry of the dynamic table has this index, older ones follow (RFC 7541 §2.3.3)."""
+"""Index of the newest entry of the dynamic table; older ones follow (RFC 7541 §2.3.3)."""
 
 STATIC_INDEX: Final = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
 STATIC_NAME_INDEX: Final = {
     name: index for index, (name, _) in reversed(list(enumerate(STATIC_TABLE, 1)))
 }
-"""The first index that has the name."""
+"""The first index with the name."""

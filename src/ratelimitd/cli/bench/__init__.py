@@ -1,1 +1,1 @@
-"""``ratelimitd bench``: load on a running node, and how long its answers took."""
+"""``ratelimitd bench``: sends load to a running node and measures the latency of its answers."""

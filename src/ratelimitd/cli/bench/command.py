@@ -1,4 +1,4 @@
-"""The command: what load to send, and where what came of it goes."""
+"""The command: the load to send, and the output of its results."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ async def _send(target: Target, load: Load, connections: int) -> Result:
 
 
 def _identifier(number: int, identifier_type: IdentifierType) -> str:
-    """A name, or an address of the network that is set aside for benchmarks (RFC 2544), 1 of its 131,072 in turn."""
+    """Return a name, or an address of the benchmark network (RFC 2544), which has 131,072, in rotation."""
     if identifier_type is not IdentifierType.IP:
         return f"bench-{number}"
     return f"198.{18 + (number >> 16 & 1)}.{number >> 8 & 255}.{number & 255}"
 
 
 def _refuse_unwritable(file: Path | None) -> None:
-    """Not only when the load is over."""
+    """Fail before the load, not after it."""
     if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
         message = f"--picture: cannot write {file}"
         raise UsageError(message)

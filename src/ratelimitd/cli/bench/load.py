@@ -1,8 +1,7 @@
-"""Checks sent to a node: as fast as it answers so many callers (a closed loop), or when they are due (an open one).
+"""Sends checks to a node: as fast as a number of callers get answers (closed loop), or at set times (open loop).
 
-In an open loop a check's latency counts from when it was due, not from when it could be sent: a node that stalls is not
-spared the checks that would have come meanwhile, and what that does to them is in the percentiles (no coordinated
-omission). How late checks were sent is reported as well.
+In an open loop the latency of a check counts from its due time, not from when it was sent, so the percentiles include
+checks that a stalled node delays (no coordinated omission). Delays of sending are reported as well.
 """
 
 from __future__ import annotations
@@ -25,50 +24,50 @@ from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
 
 TIMER_S: Final = 0.002
-"""The event loop's timers are late by a millisecond and more, which is a node's whole latency: so long before a check
-is due, the loop goes round without sleeping."""
+"""Timers of the event loop are late by a millisecond or more, a node's whole latency: this long before a check is due,
+the loop spins without sleeping."""
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What to send for ``seconds``. Without ``arrivals``: as fast as ``concurrency`` callers get their answers."""
+    """The load to send for ``seconds``. Without ``arrivals``: ``concurrency`` callers, as fast as they get answers."""
 
     check_of: Callable[[int], pb.RateLimitRequest]
-    """The check of a key."""
+    """Returns the check of a key."""
     keys: Keys
     seconds: float
     concurrency: int
-    """Most checks that are under way at a time."""
+    """Maximum number of checks in flight."""
     arrivals: Arrivals | None
     timeout_s: float
 
 
 @dataclass(slots=True)
 class Result:
-    """What came back, and how fast."""
+    """The answers and their timing."""
 
     timeline: Timeline
     latencies: Latencies = field(default_factory=Latencies)
-    """From when a check was due in an open loop, from when it was sent in a closed one."""
+    """Measured from a check's due time in an open loop, from its sending in a closed one."""
     delays: Latencies = field(default_factory=Latencies)
-    """In an open loop: from when a check was due until it was sent. They are in the latencies."""
+    """In an open loop: time from due to sent, which the latencies include."""
     waited: int = 0
-    """In an open loop: checks that were sent late because as many as may be were under way."""
+    """In an open loop: checks sent late because ``concurrency`` checks were in flight."""
     unsent: int = 0
-    """In an open loop: about how many were due, and never sent: it was over a whole timeout ago."""
+    """In an open loop: approximate number of checks never sent, because the time had ended a whole timeout ago."""
     seconds: float = 0.0
     allowed: int = 0
     denied: int = 0
     fail_open: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """Calls that ended with another status than OK, by its name; their latencies are not counted."""
+    """Failed calls by status name; their latencies are not counted."""
 
 
 def channels(target: str, tls: Tls | None, count: int) -> list[grpc.aio.Channel]:
-    """So many connections of their own."""
-    # Without a pool of its own for each, gRPC would share one connection among channels that are alike.
+    """Open separate connections."""
+    # Without a local subchannel pool, gRPC would share one connection among identical channels.
     options = [*CHANNEL_OPTIONS.items(), ("grpc.use_local_subchannel_pool", 1)]
     if tls is None:
         return [grpc.aio.insecure_channel(target, options) for _ in range(count)]
@@ -138,7 +137,7 @@ class Sender:
                 return
             is_behind |= free.locked()
             await free.acquire()
-            # Late ones after one that had to wait are late because of it, until one is in time again.
+            # Late checks after one that had to wait count as delayed by it, until one is on time again.
             is_behind &= self._time_s() > due_s
             self._result.waited += is_behind
             await self._wait_until(due_s)
@@ -150,7 +149,7 @@ class Sender:
             under_way.create_task(send(number, due_s))
 
     async def _wait_until(self, due_s: float) -> None:
-        """Return when it is time, or at once when the load is stopped; others have their turn in any case."""
+        """Return at the due time, or at once when the load is stopped; always yields to other tasks."""
         await asyncio.sleep(0)
         while (early_s := due_s - self._time_s()) > 0 and not self._stop.is_set():
             if early_s <= TIMER_S:

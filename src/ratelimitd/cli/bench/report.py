@@ -1,4 +1,4 @@
-"""What came of a load, as text with pictures of it and as JSON. Pure but for what it prints."""
+"""The results of a load, as text with charts and as JSON. Pure except for printing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 BAR_WIDTH: Final = 40
 
 COLUMNS: Final = 50
-"""Of the line that shows the rate over time."""
+"""Width of the line that shows the rate over time."""
 
 LATE_US: Final = 1_000
-"""A check that is sent so late is measured wrongly by as much as a node in the same network takes."""
+"""A check sent this late is off by as much as the latency of a node in the same network."""
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _FULL: Final = "█"
 
 
 def print_report(result: Result, load: Load, output: Output) -> None:
-    """Print figures and pictures, and what is to be known before they are believed."""
+    """Print figures and charts, and any caveats."""
     latencies = result.latencies
     output.line(
         f"{latencies.count:,} checks in {result.seconds:.2f} s: {rate_of(result):,.0f} a second"
@@ -62,7 +62,7 @@ def print_report(result: Result, load: Load, output: Output) -> None:
 
 
 def as_json(result: Result, load: Load) -> dict[str, Any]:
-    """Everything, with units in the names."""
+    """Return all results, with units in the names."""
     latencies, arrivals, keys = result.latencies, load.arrivals, load.keys
     return {
         "loop": "closed" if arrivals is None else "open",
@@ -104,7 +104,7 @@ def as_json(result: Result, load: Load) -> dict[str, Any]:
 
 
 def warnings(result: Result) -> list[str]:
-    """What makes the figures others than those of the load that was asked for."""
+    """Return the deviations of the load sent from the load requested."""
     found = []
     late_us = result.delays.quantile_us(0.99)
     if result.unsent:
@@ -122,7 +122,7 @@ def warnings(result: Result) -> list[str]:
 
 
 def description(load: Load) -> str:
-    """The load in words."""
+    """Return the load in words."""
     if load.arrivals is None:
         sent = f"{load.concurrency:,} at a time, each sent when the one before it was answered"
     else:
@@ -131,7 +131,7 @@ def description(load: Load) -> str:
 
 
 def figures(latencies: Latencies) -> dict[str, float]:
-    """Mean, least, percentiles and most, in ms."""
+    """Return mean, minimum, percentiles and maximum, in ms."""
     values = {"mean": latencies.mean_us, "min": latencies.min_us}
     values |= {f"p{share * 100:g}": latencies.quantile_us(share) for share in QUANTILES}
     values["max"] = latencies.max_us
@@ -139,7 +139,7 @@ def figures(latencies: Latencies) -> dict[str, float]:
 
 
 def rate_of(result: Result) -> float:
-    """Answers a second, over all."""
+    """Return the mean answers per second."""
     return result.latencies.count / result.seconds if result.seconds else 0.0
 
 
@@ -163,7 +163,7 @@ def _bar(share: float) -> str:
 
 
 def _rates(slots: Sequence[Slot]) -> tuple[str, float]:
-    """The rate over time as a line of columns, and the highest of them."""
+    """Return the rate over time as a line of columns, and its maximum."""
     each = max(1, len(slots) // COLUMNS)
     rates = []
     for start in range(0, len(slots), each):
@@ -203,7 +203,7 @@ _NICE: Final = (1, 2, 5, 10)
 
 
 class Panel(NamedTuple):
-    """A rectangle of the picture, and how the two axes are laid over it; y grows upwards."""
+    """A rectangle of the picture and the scales of its two axes; y grows upwards."""
 
     left: float
     top: float
@@ -214,29 +214,29 @@ class Panel(NamedTuple):
     y_max: float
 
     def x(self, value: float) -> float:
-        """Return how far right a value is."""
+        """Return the horizontal position of a value."""
         return round(self.left + value / self.x_max * self.width, 1)
 
     def y(self, value: float) -> float:
-        """Return how far down a value is."""
+        """Return the vertical position of a value."""
         share = (value - self.y_min) / (self.y_max - self.y_min)
         return round(self.top + (1 - share) * self.height, 1)
 
     def across(self, value: float, label: str, kind: str = "grid") -> str:
-        """A line at a height, with its label to the left."""
+        """Return a horizontal line at a value, with its label on the left."""
         y, right = self.y(value), self.left + self.width
         line = f'<line class="{kind}" x1="{self.left}" y1="{y}" x2="{right}" y2="{y}"/>'
         return f'{line}<text class="end" x="{self.left - 8}" y="{y + 4}">{label}</text>'
 
     def up(self, value: float, label: str) -> str:
-        """A line from the bottom, with its label below."""
+        """Return a vertical line from the bottom, with its label below."""
         x, bottom = self.x(value), self.top + self.height
         line = f'<line class="grid" x1="{x}" y1="{self.top}" x2="{x}" y2="{bottom}"/>'
         return f'{line}<text class="middle" x="{x}" y="{bottom + 18}">{label}</text>'
 
 
 def picture(result: Result, load: Load) -> str:
-    """The whole file. Without answers it says so."""
+    """Return the content of the file; without answers it says so."""
     head = f"{rate_of(result):,.0f} checks a second over {result.seconds:.1f} s"
     told = ", ".join(f"{name} {value:.3f} ms" for name, value in figures(result.latencies).items())
     parts = [
@@ -260,7 +260,7 @@ def write_picture(file: Path, text: str, exit_code: int) -> None:
     """Write a picture into the file that ``--picture`` names.
 
     Raises:
-        CliError: it cannot be written; with ``exit_code``.
+        CliError: the file cannot be written; has the status ``exit_code``.
     """
     try:
         file.write_text(text, encoding="utf-8")
@@ -270,8 +270,8 @@ def write_picture(file: Path, text: str, exit_code: int) -> None:
 
 
 def _percentiles(latencies: Latencies) -> Iterator[str]:
-    """Latency by percentile, both logarithmic: each nine has the same width."""
-    # The slowest answer of so many stands for the last half of its share.
+    """Yield latency by percentile, both logarithmic: each nine has the same width."""
+    # The slowest of n answers represents the last half of its share.
     most = 1 - 0.5 / latencies.count
     nines = max(1, math.ceil(-math.log10(1 - most)))
     low, high = _decades(max(1, latencies.min_us), max(1, latencies.max_us))
@@ -289,7 +289,7 @@ def _percentiles(latencies: Latencies) -> Iterator[str]:
 
 
 def _over_time(slots: Sequence[Slot], planned: float | None) -> Iterator[str]:
-    """Answers a second over time, with what failed below."""
+    """Yield answers per second over time, with failures below."""
     highest = max([*(slot.rate for slot in slots), planned or 0.0, 1.0])
     step = nice(highest / 4)
     top = math.ceil(highest / step) * step
@@ -315,12 +315,12 @@ def _over_time(slots: Sequence[Slot], planned: float | None) -> Iterator[str]:
 
 
 def _decades(low_us: int, high_us: int) -> tuple[int, int]:
-    """The powers of ten around two latencies, at least one apart."""
+    """Return the powers of ten around two latencies, at least one apart."""
     low = math.floor(math.log10(low_us))
     return low, max(low + 1, math.ceil(math.log10(high_us)))
 
 
 def nice(value: float) -> float:
-    """1, 2 or 5 times a power of ten, the next from ``value`` upwards."""
+    """Return 1, 2 or 5 times a power of ten: the smallest such number of at least ``value``."""
     scale = 10.0 ** math.floor(math.log10(value))
     return next(step * scale for step in _NICE if step * scale >= value * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""What a load is made of: which keys are asked for and when, and the latencies of the answers. Pure."""
+"""The parts of a load: its keys, its arrival times, and the latencies of its answers. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, assert_never
 
 
 class Distribution(enum.StrEnum):
-    """How checks are spread over keys."""
+    """Distribution of checks over keys."""
 
     IN_TURN = "in-turn"
     UNIFORM = "uniform"
@@ -25,10 +25,10 @@ class Distribution(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """So many keys, numbered from 0.
+    """A number of keys, numbered from 0.
 
-    ``exponent`` is of ``ZIPF``: key n is asked for in proportion to 1 / (n + 1) ** exponent. ``hot_share`` is of
-    ``HOT``: key 0 has that share of all checks, and the others have the rest alike.
+    ``exponent`` applies to ``ZIPF``: key n is drawn in proportion to 1 / (n + 1) ** exponent. ``hot_share`` applies to
+    ``HOT``: key 0 gets this share of all checks, and the others share the rest equally.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Keys:
     seed: int = 1
 
     def drawn(self) -> Iterator[int]:
-        """Yield keys without end. Holds 8 bytes for each key where the distribution is ``ZIPF``, and nothing else."""
+        """Yield keys endlessly. Holds 8 bytes per key for ``ZIPF``, else none."""
         chance = Random(f"keys {self.seed}")  # noqa: S311 -- load, no secret
         match self.distribution:
             case Distribution.IN_TURN:
@@ -61,7 +61,7 @@ def _zipf(chance: Random, count: int, exponent: float) -> Iterator[int]:
     up_to = array("d", accumulate((rank + 1) ** -exponent for rank in range(count)))
     total = up_to[-1]
     while True:
-        # random() is below 1, but the product may be rounded up to the total.
+        # random() is below 1, but the product may round up to the total.
         yield min(bisect(up_to, chance.random() * total), count - 1)
 
 
@@ -72,7 +72,7 @@ def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
 
 
 class Arrival(enum.StrEnum):
-    """How checks are spread over time."""
+    """Distribution of checks over time."""
 
     CONSTANT = "constant"
     POISSON = "poisson"
@@ -80,14 +80,14 @@ class Arrival(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """``rate`` checks a second on average."""
+    """Arrivals of ``rate`` checks per second on average."""
 
     rate: float
     arrival: Arrival = Arrival.CONSTANT
     seed: int = 1
 
     def due_s(self) -> Iterator[float]:
-        """Yield when each check is due, in seconds from the beginning, without end."""
+        """Yield the due time of each check, in seconds from the start, endlessly."""
         if self.arrival is Arrival.CONSTANT:
             return (number / self.rate for number in count())
         return _poisson(Random(f"arrivals {self.seed}"), self.rate)  # noqa: S311 -- load, no secret
@@ -101,7 +101,7 @@ def _poisson(chance: Random, rate: float) -> Iterator[float]:
 
 
 DIGITS: Final = 6
-"""Binary digits of a latency that are kept: the reported value is too high by 1/32 at most."""
+"""Binary digits of a latency that are kept: the reported value is too high by at most 1/32."""
 
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
 
@@ -109,14 +109,14 @@ _STEPS: Final = (1, 2, 5)
 
 
 class Bar(NamedTuple):
-    """Answers that took up to so long, and longer than the bar before."""
+    """Number of answers up to a latency, above that of the previous bar."""
 
     up_to_us: int
     checks: int
 
 
 class Point(NamedTuple):
-    """The share of answers that took up to so long."""
+    """Share of the answers up to a latency."""
 
     share: float
     up_to_us: int
@@ -131,10 +131,10 @@ class Latencies:
         self.min_us = 0
         self._sum_us = 0
         self._counts: Counter[int] = Counter()
-        """By the highest latency of the bucket."""
+        """By the highest latency of each bucket."""
 
     def add(self, latency_us: int) -> None:
-        """One answer came after so long."""
+        """Count one answer."""
         shift = max(0, latency_us.bit_length() - DIGITS)
         self._counts[((latency_us >> shift) + 1 << shift) - 1] += 1
         self.min_us = min(self.min_us, latency_us) if self.count else latency_us
@@ -144,11 +144,11 @@ class Latencies:
 
     @property
     def mean_us(self) -> float:
-        """The mean, 0 without answers."""
+        """Return the mean, 0 without answers."""
         return self._sum_us / self.count if self.count else 0.0
 
     def quantile_us(self, share: float) -> int:
-        """What ``share`` of the answers took at most, 0 without answers."""
+        """Return the latency that ``share`` of the answers did not exceed, 0 without answers."""
         wanted, seen = math.ceil(share * self.count), 0
         for up_to_us, number in sorted(self._counts.items()):
             seen += number
@@ -157,7 +157,7 @@ class Latencies:
         return 0
 
     def curve(self) -> list[Point]:
-        """All buckets with something in them, from the shortest latencies to the longest."""
+        """Return all non-empty buckets, by ascending latency."""
         points, seen = [], 0
         for up_to_us, number in sorted(self._counts.items()):
             seen += number
@@ -165,7 +165,7 @@ class Latencies:
         return points
 
     def bars(self) -> list[Bar]:
-        """Coarse buckets of 1, 2, 5, 10 … µs, from the first that is not empty to the last."""
+        """Return coarse buckets of 1, 2, 5, 10 … µs, from the first to the last non-empty one."""
         counts = Counter[int]()
         for up_to_us, number in self._counts.items():
             counts[next(step for step in _steps() if step >= up_to_us)] += number
@@ -188,22 +188,22 @@ def _steps() -> Iterator[int]:
 
 
 SLOTS: Final = 100
-"""Of the time that was planned; as many again at most for answers that come after its end."""
+"""Slots of the planned time; at most as many again for answers after its end."""
 
 
 class Slot(NamedTuple):
-    """What came between two moments, in seconds from the beginning."""
+    """Answers between two moments, in seconds from the start."""
 
     from_s: float
     to_s: float
     answers: int
     errors: int
     max_us: int
-    """The longest latency of an answer, in µs."""
+    """The highest latency, in µs."""
 
     @property
     def rate(self) -> float:
-        """Answers a second."""
+        """Answers per second."""
         return self.answers / (self.to_s - self.from_s)
 
 
@@ -217,17 +217,17 @@ class Timeline:
         self._max_us = [0] * (2 * SLOTS)
 
     def answered(self, at_s: float, latency_us: int) -> None:
-        """An answer came."""
+        """Count an answer."""
         slot = self._slot(at_s)
         self._answers[slot] += 1
         self._max_us[slot] = max(self._max_us[slot], latency_us)
 
     def failed(self, at_s: float) -> None:
-        """A call ended without one."""
+        """Count a failed call."""
         self._errors[self._slot(at_s)] += 1
 
     def slots(self, ended_s: float) -> list[Slot]:
-        """All slots up to the end, also empty ones. What remains behind the last whole slot is part of that."""
+        """Return all slots up to the end, including empty ones. The last one includes the remainder."""
         last = max(0, self._slot(ended_s) - 1)
         slots = []
         for number in range(last + 1):

@@ -1,1 +1,1 @@
-"""``ratelimitd conformance``: whether a server answers as the contract says."""
+"""``ratelimitd conformance``: tests whether a server answers as the contract requires."""

@@ -1,6 +1,6 @@
-"""The vectors: cases with a virtual clock, in ``vectors/`` beside this module: a file per algorithm, policies, holds.
+"""The test vectors in ``vectors/``: cases with a virtual clock, in one file per algorithm, for policies and for holds.
 
-Never changes them: they are what was agreed on, and other implementations are held against the same files.
+The files are fixed: other implementations are tested against the same ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ratelimitd.model import US_PER_S, Algorithm, Calendar, IdentifierType, Peri
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 ANY: Final = -1
-"""In the place of an expected time that follows from the server's clock: it is not compared."""
+"""Replaces an expected time that depends on the server's clock: not compared."""
 
 
 class LimitAnswer(NamedTuple):
-    """What one limit says, as the fields of a ``LimitStatus``; ``rule`` is the place of its rule in the case."""
+    """The answer of one limit, in the fields of a ``LimitStatus``; ``rule`` is the position of its rule in the case."""
 
     rule: int
     name: str
@@ -35,7 +35,7 @@ class LimitAnswer(NamedTuple):
     def of(
         cls, status: pb.LimitStatus | pb.RateLimitResponse, name: str, rule_ids: Sequence[str]
     ) -> Self:
-        """What a server answered; a rule that is not of the case is -1."""
+        """Convert a server's answer; a rule outside the case is -1."""
         return cls(
             rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1,
             name,
@@ -48,10 +48,10 @@ class LimitAnswer(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The fields of a ``RateLimitResponse`` that a case decides, by their names; ``reason`` by that of its value.
+    """The fields of a ``RateLimitResponse`` that a case determines; ``reason`` is the name of its value.
 
-    ``limits`` are all that were judged, the deciding one first, also where it is the only one, and the others by their
-    names; empty in the cases of one algorithm.
+    ``limits`` are all that applied, including an only one: the deciding limit first, the others by name. Empty in the
+    cases of one algorithm.
     """
 
     allowed: bool
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, response: pb.RateLimitResponse, rule_ids: Sequence[str] = ()) -> Self:
-        """What a server answered, with the limits of these rules."""
+        """Convert a server's answer, with the limits of these rules."""
         limits = [LimitAnswer.of(one, one.name, rule_ids) for one in response.limits]
         if not limits and response.rule_id:
             limits = [LimitAnswer.of(response, response.limit_name, rule_ids)]
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
         )
 
     def fields(self) -> dict[str, object]:
-        """All fields by their paths, such as ``limits[0].allowed``."""
+        """Return all fields by path, such as ``limits[0].allowed``."""
         found: dict[str, object] = {
             name: value for name, value in self._asdict().items() if name != "limits"
         }
@@ -90,11 +90,11 @@ class Answer(NamedTuple):
         return found
 
     def later(self, seconds: int) -> Self:
-        """What the same check has to be answered when everything happens so many seconds later."""
+        """Return the expected answer if everything happens this many seconds later."""
         return self._replace(reset_time=self.reset_time + seconds)
 
     def differences(self, got: Answer, *, tolerance_s: int = 0) -> list[str]:
-        """The names of the fields in which ``got`` differs; times may by up to ``tolerance_s`` seconds."""
+        """Return the names of the fields in which ``got`` differs; times may do so by up to ``tolerance_s`` seconds."""
         wanted, found = self.fields(), got.fields()
         return [
             name
@@ -119,12 +119,12 @@ def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
 
 
 def _name_of(reason: pb.Reason.ValueType) -> str:
-    """The name of a reason; one of a later release is shown by its number."""
+    """Return the name of a reason, or the number of one of a later release."""
     return pb.Reason.Name(reason) if reason in pb.Reason.values() else str(reason)
 
 
 IDENTIFIER_TYPE: Final = IdentifierType.USER
-"""Of all cases of one algorithm, which does not know who asks."""
+"""Identifier type of all cases of one algorithm, whose result does not depend on it."""
 
 _VECTORS: Final = files("ratelimitd.cli.conformance").joinpath("vectors")
 
@@ -132,16 +132,16 @@ _SCHEMA: Final = ".schema.json"
 
 
 class Step(NamedTuple):
-    """One check of a case, and what it has to be answered.
+    """One check of a case with its expected answer.
 
     Attributes:
         at_us: wall time, in µs since the Unix epoch.
         cost: tokens to spend.
         expected: the answer.
-        endpoint: what follows the endpoint of the case.
-        identities: pairs of type and identifier, of which the first is the check's own and the others ``also``.
-        hold: the name of the hold that the check is, if it is one.
-        settles: pairs of the name of a hold and its actual tokens, settled before the check.
+        endpoint: suffix to the endpoint of the case.
+        identities: pairs of type and identifier, the first for the check itself, the others for ``also``.
+        hold: the name of the hold, if the check is one.
+        settles: pairs of hold name and actual tokens, settled before the check.
     """
 
     at_us: int
@@ -154,9 +154,9 @@ class Step(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One rule, and checks under one identifier in this order; or several rules in ``rules``.
+    """One rule, and checks of one identifier in this order; or several rules in ``rules``.
 
-    ``limit`` is then that of the first, ``window_seconds`` the longest window, and the name of the file stands for the
+    With several, ``limit`` is that of the first, ``window_seconds`` the longest window, and the file name replaces the
     algorithm.
     """
 
@@ -174,7 +174,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, algorithm: str, case: Mapping[str, Any]) -> Self:
-        """The case of a file that is valid by the schema."""
+        """Return the case of a file that is valid against its schema."""
         limit, window_seconds = case["limit"], case["window_seconds"]
         steps = tuple(
             Step(
@@ -202,7 +202,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of_policy(cls, file: str, case: Mapping[str, Any]) -> Self:
-        """The case of a file of policies or holds that is valid by its schema."""
+        """Return the case of a file of policies or holds that is valid against its schema."""
         rules = tuple(_policy_rule(rule) for rule in case["rules"])
         windows = [limit.window_seconds for rule in rules for limit in rule.limits]
         steps = tuple(_policy_step(step, rules) for step in case["steps"])
@@ -211,16 +211,16 @@ class Case(NamedTuple):
 
     @property
     def goes_back(self) -> bool:
-        """Whether a check has an earlier time than the one before it, as no clock of a server has."""
+        """Whether a check has an earlier time than its predecessor, which no server clock has."""
         return any(later.at_us < earlier.at_us for earlier, later in pairwise(self.steps))
 
     @property
     def has_holds(self) -> bool:
-        """Whether a check of it is a hold."""
+        """Whether any of its checks is a hold."""
         return any(step.hold for step in self.steps)
 
     def rule(self, endpoint: str) -> Rule:
-        """The only rule of a case of one algorithm, for ``endpoint``."""
+        """Return the only rule of a case of one algorithm, for ``endpoint``."""
         return Rule(
             "",
             endpoint,
@@ -233,7 +233,7 @@ class Case(NamedTuple):
         )
 
     def rule_ids(self, endpoint: str) -> list[str]:
-        """The ids that the rules of a case of policies have, where ``endpoint`` is the case's."""
+        """Return the ids of the rules of a policy case with this ``endpoint``."""
         return [
             str(uuid.uuid5(uuid.NAMESPACE_URL, f"{endpoint} {number}"))
             for number in range(len(self.rules))
@@ -279,7 +279,7 @@ def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step
 
 
 def cases() -> list[Case]:
-    """All cases, by algorithm, in the order of the files."""
+    """Return all cases, by algorithm, in file order."""
     found = []
     for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
@@ -292,18 +292,17 @@ def cases() -> list[Case]:
     return found
 
 
-# On a server's own clock no check arrives exactly when it is due. So check n of a case, counted from 0, is sent n
-# tolerances after its time, and has to be answered within one tolerance: whatever is to be over by its time then is.
-# What would be answered otherwise somewhere in that span is left out: a check, where it is denied – that leaves the
-# bucket as it is (I6) – or else the whole case. The algorithms themselves say what would be. Pure: never reads a
-# clock.
+# On a server's own clock, no check arrives exactly at its due time. So check n of a case, counted from 0, is sent n
+# tolerances after its time and must be answered within one tolerance: a period that ends by the due time has then
+# ended. Where the answer depends on the moment within that span, a denied check is omitted – it leaves the bucket
+# unchanged (I6) – or else the whole case. The algorithms determine this. Pure: reads no clock.
 
 TOLERANCE_S: Final = 1
-"""Answers carry whole seconds: a slightly late one may be the next second."""
+"""Answers use whole seconds: a slightly late one may show the next second."""
 
 
 def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
-    """Why a case cannot be run in real time, empty when it can."""
+    """Return why a case cannot run in real time, empty if it can."""
     if case.rules:
         return "it has holds" if case.has_holds else "it has several limits"
     if case.goes_back:
@@ -316,10 +315,10 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
 
 
 def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Step]:
-    """The checks of a case that can be run, with the first at ``not_before_us`` or as soon after as its time allows.
+    """Return the checks of a case that can run, the first at ``not_before_us`` or as soon after as its time allows.
 
-    Reset times are whole seconds, and fixed windows begin at multiples of their length: all are moved
-    by whole seconds, and by whole windows.
+    Reset times are whole seconds, and fixed windows begin at multiples of their length: times are moved by whole
+    seconds and whole windows.
     """
     grid_us = _grid_us(case)
     moved_us = -((case.steps[0].at_us - not_before_us) // grid_us) * grid_us
@@ -334,7 +333,7 @@ def _grid_us(case: Case) -> int:
 
 
 def _duration_us(case: Case) -> int:
-    """How long the case takes at most, with the wait for its beginning."""
+    """Return the maximum duration of the case, including the wait for its start."""
     return case.steps[-1].at_us - case.steps[0].at_us + _grid_us(case)
 
 
@@ -343,7 +342,7 @@ def _sent(steps: Iterable[Step], tolerance_us: int) -> Iterator[tuple[int, Step]
 
 
 def _certain(case: Case, tolerance_us: int) -> Sequence[Step]:
-    """The checks that are answered alike whenever they arrive in their span; empty where that cannot be had."""
+    """Return the checks whose answers do not depend on when in their span they arrive; empty if there are none."""
     steps: Sequence[Step] = case.steps
     while doubtful := _doubtful(case, steps, tolerance_us):
         kept = [
@@ -358,7 +357,7 @@ def _certain(case: Case, tolerance_us: int) -> Sequence[Step]:
 
 
 def _doubtful(case: Case, steps: Sequence[Step], tolerance_us: int) -> set[int]:
-    """The numbers of the checks that would be answered otherwise by some order of early and late arrivals."""
+    """Return the numbers of the checks whose answer changes with some order of early and late arrivals."""
     rule = case.rule("/")
     decide = DECIDE[rule.algorithm]
     doubtful = set[int]()
@@ -375,7 +374,7 @@ def _doubtful(case: Case, steps: Sequence[Step], tolerance_us: int) -> set[int]:
 
 
 def _lateness(count: int) -> Iterator[range | set[int]]:
-    """Which checks may be late: none, all, one alone, all but one, all up to one, all after one."""
+    """Yield sets of late checks: none, all, one, all but one, all up to one, all after one."""
     everybody = set(range(count))
     for number in range(count + 1):
         yield {number}

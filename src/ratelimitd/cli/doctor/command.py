@@ -1,4 +1,4 @@
-"""The command: takes the options of ``serve``, looks at everything, and prints what it found."""
+"""The command: takes the options of ``serve``, runs all checks, and prints their findings."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ratelimitd.cli.doctor.stores import (
     check_database,
     check_shared_state,
 )
-from ratelimitd.cli.output import Output, printable
-from ratelimitd.errors import SettingsError
+from ratelimitd.cli.output import Output
+from ratelimitd.errors import SettingsError, printable
 from ratelimitd.settings.sources import environment_of, file_of
 from ratelimitd.settings.table import SETTINGS, Settings
 
@@ -46,7 +46,7 @@ _LEVEL_WIDTH: Final = max(map(len, Level))
 
 
 class Given(NamedTuple):
-    """The environment and the flags, not judged yet: settings that are wrong are findings like others."""
+    """The environment and the flags, not yet validated: invalid settings are findings, too."""
 
     environ: Mapping[str, str]
     flags: Mapping[str, str | None]
@@ -82,7 +82,7 @@ def doctor(
 
 
 def _secret_files(given: Given) -> dict[str, Path]:
-    """The files of secrets, by the name under which they are given."""
+    """Return the files of secrets, by the name of their setting."""
     names = [file_of(spec.name) for spec in SETTINGS if spec.secret]
     texts = {
         name: given.flags.get(name) or given.environ.get(environment_of(name)) for name in names
@@ -91,7 +91,7 @@ def _secret_files(given: Given) -> dict[str, Path]:
 
 
 async def _look(settings: Settings) -> list[Finding]:
-    """Run every check separately, so that one failure hides no other."""
+    """Run every check separately, so that a failed one hides no other."""
     findings = [
         *check_admin_token(settings),
         *check_tokens_file(settings, datetime.now(UTC)),

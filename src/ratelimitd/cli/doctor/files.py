@@ -1,4 +1,4 @@
-"""Files that settings name: can they be used, and can others read what is secret in them?"""
+"""Checks of files that settings name: usable, and private if secret."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ratelimitd.rpc.tls import CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
-# The end of a certificate's validity is read from its DER (RFC 5280 section 4.1): the standard library shows the dates
-# of authorities only, or of a peer's certificate after a handshake.
+# The validity of a certificate is read from its DER (RFC 5280 section 4.1): the standard library shows the dates only
+# of authorities, or of a peer's certificate after a handshake.
 CERTIFICATE: Final = re.compile(
     "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
 )
@@ -31,14 +31,14 @@ _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
 _LONG_LENGTH: Final = 0x80
 _YEARS_OF_1900: Final = 50
-"""A year of two digits from this on is of the last century."""
+"""Two-digit years from this on are of the last century."""
 
 _FIELDS_BEFORE_VALIDITY: Final = 3
 """Serial number, signature algorithm and issuer."""
 
 
 class _Element(NamedTuple):
-    """An element of DER: its tag, its content, and what follows it."""
+    """An element of DER: its tag, its content, and the bytes after it."""
 
     tag: int
     content: bytes
@@ -46,19 +46,19 @@ class _Element(NamedTuple):
 
 
 def expiries(pem: str) -> list[datetime]:
-    """When each certificate of a PEM text expires, in their order.
+    """Return when each certificate of a PEM text expires, in their order.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: one of them is invalid.
     """
     return [not_after(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
 
 
 def not_after(der: bytes) -> datetime:
-    """When a certificate expires.
+    """Return when a certificate expires.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
     """
     try:
         rest = _element(_element(der).content).content
@@ -92,20 +92,20 @@ SOON: Final = timedelta(days=14)
 """A certificate that expires within this time is reported."""
 
 MAX_NAMES: Final = 10
-"""Expired tokens that are named."""
+"""Maximum number of expired tokens named."""
 
 LITTLE_SPACE_BYTES: Final = 256 * 1024 * 1024
-"""The bucket files of a million buckets take about half of it while they are rewritten."""
+"""Free space to warn below: rewriting the bucket files of a million buckets takes about half of it."""
 
 
 def check_secrets(secret_files: Mapping[str, Path]) -> Iterator[Finding]:
-    """Files with secrets, by the name of their setting."""
+    """Check files with secrets, by the name of their setting."""
     for name, path in secret_files.items():
         yield _privacy(name, path) or ok(name, f"{path} is private")
 
 
 def check_admin_token(settings: Settings) -> Iterator[Finding]:
-    """The token that a node makes itself, where nothing that is set holds the admin role."""
+    """Check the token that a node generates if no configured credential has the admin role."""
     if not settings.has_own_admin_token:
         for line in settings.warnings:
             yield warning(
@@ -130,7 +130,7 @@ def check_admin_token(settings: Settings) -> Iterator[Finding]:
 
 
 def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
-    """The server's certificate, its key and the CA of client certificates."""
+    """Check the server's certificate, its key and the CA of client certificates."""
     files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     if files is None:
         if not _is_loopback(settings.listen.host):
@@ -161,8 +161,8 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
 
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
-    """The file that seeds a new rule book."""
-    # It brings the stores: the other commands start without.
+    """Check the file that seeds a new rule book."""
+    # Imports the stores, which other commands do without.
     from ratelimitd.node.startup import read_rules_file  # noqa: PLC0415
 
     path = settings.rules_file
@@ -184,8 +184,8 @@ def check_rules_file(settings: Settings) -> Iterator[Finding]:
 
 
 def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
-    """The file of named tokens."""
-    # It brings the services: the other commands start without.
+    """Check the file of named tokens."""
+    # Imports the services, which other commands do without.
     from ratelimitd.node.tokens_file import read_tokens  # noqa: PLC0415
 
     path = settings.tokens_file
@@ -211,7 +211,7 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
 
 
 def check_state_dir(settings: Settings) -> Iterator[Finding]:
-    """The directory where a node keeps what must survive it; with several processes, that of their parent."""
+    """Check the state directory; with several processes, that of the parent."""
     path = settings.state_dir
     if not path.exists():
         parent = next(parent for parent in path.absolute().parents if parent.exists())
@@ -252,7 +252,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _privacy(area: str, path: Path) -> Finding | None:
-    """What is wrong with who may read a file; ``None``: nothing. A group may be one that was made for it."""
+    """Return a finding if too many users can read a file. Allows a group, which may be dedicated to it."""
     try:
         mode = path.stat().st_mode
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a look at one thing came to. Never holds a secret: findings are printed, and pasted into reports."""
+"""The result of one check. Never contains a secret: findings are printed, and pasted into reports."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.model import IdentifierType
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.interface import TransportLimits
-from ratelimitd.settings.parsing import Address
+from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED, Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import reachable
 
 
 class Level(enum.StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """A node works, and somebody may come to regret it."""
+    """A node works, but may cause trouble later."""
     PROBLEM = "problem"
-    """A node would not start, or not do what it is set to."""
+    """A node would not start, or not work as configured."""
 
 
 class Finding(NamedTuple):
-    """``area`` is a setting or a thing, ``what`` was found, ``remedy`` says what to do; empty where nothing is."""
+    """``area`` is a setting or a component, ``what`` the observation, ``remedy`` the action; empty without one."""
 
     area: str
     level: Level
@@ -41,33 +42,33 @@ class Finding(NamedTuple):
 
 
 def ok(area: str, what: str) -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding(area, Level.OK, what)
 
 
 def warning(area: str, what: str, remedy: str) -> Finding:
-    """It works, but."""
+    """Return a warning."""
     return Finding(area, Level.WARNING, what, remedy)
 
 
 def problem(area: str, what: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Return a problem."""
     return Finding(area, Level.PROBLEM, what, remedy)
 
 
 ANSWER_S: Final = 1.0
-"""Longest wait for what listens on a port."""
+"""Longest wait for the answer of a listener."""
 
 MAX_ANSWER: Final = 4_096
 
 QUESTION: Final = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 SIGNS: Final = (b"rate_limiter_requests_allowed_total", b"This port speaks gRPC over HTTP/2 only")
-"""What a node answers to that on its HTTP port, and on its gRPC port."""
+"""Parts of a node's answer to that request on its HTTP and gRPC ports."""
 
 
 def check_open_files() -> Iterator[Finding]:
-    """How many connections there is room for."""
+    """Check the number of possible connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = TransportLimits().max_connections + RESERVED
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -81,7 +82,7 @@ def check_open_files() -> Iterator[Finding]:
 
 
 def check_event_loop() -> Iterator[Finding]:
-    """Whether the fast event loop is there."""
+    """Check whether the fast event loop is installed."""
     if importlib.util.find_spec("uvloop") is None:
         yield warning("event loop", "asyncio's own: about half as fast", "pip install uvloop")
     else:
@@ -89,7 +90,7 @@ def check_event_loop() -> Iterator[Finding]:
 
 
 async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
-    """The ports of the node: free, or taken by one that runs already."""
+    """Check the ports of the node: free, or in use by a running one."""
     yield await _port(
         "LISTEN",
         settings.listen,
@@ -109,7 +110,7 @@ async def _port(
     is_silent: bool = False,
     is_ours: bool = False,
 ) -> Finding:
-    """``tls``: a node there answers HTTP/1.1 over TLS. ``is_silent``: not in words. ``is_ours``: it says so itself."""
+    """``tls``: a node answers HTTP/1.1 over TLS. ``is_silent``: it sends no text. ``is_ours``: known to be the node."""
     try:
         await demand_free(str(address))
     except StartupError as error:
@@ -131,11 +132,14 @@ AREA: Final = "rules"
 MAX_NAMED: Final = 5
 """Endpoints without a rule that the finding names."""
 
+ANYBODY: Final = "192.0.2.1"
+"""An identifier of any type, to ask which rules judge."""
+
 
 async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
-    """Endpoints that the node is asked for and has no rule for, if it runs here; TLS is not spoken.
+    """Check for endpoints with traffic but no rule, if the node runs here without TLS.
 
-    Nothing else is asked, and sent the admin token, than the node that holds the state directory.
+    Calls, and sends the admin token to, only the node that holds the state directory.
     """
     token = None
     try:
@@ -144,21 +148,27 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
         what = f"endpoints without a rule are not known: {settings.state_dir}: {error.strerror}"
         yield warning(AREA, what, "run it as the node's user, or set STATE_DIR to an absolute path")
         return
-    except OSError:  # a finding of its own
+    except OSError:  # reported separately
         return
-    with contextlib.suppress(StartupError):  # a finding of its own
+    with contextlib.suppress(StartupError):  # reported separately
         token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
     if not listens_at or settings.tls_cert is not None:
         return
-    # Brings gRPC, which takes 50 ms to import.
+    # Imports gRPC, which takes 50 ms.
     import grpc  # noqa: PLC0415
 
     try:
-        endpoints = await asyncio.to_thread(_unmatched, reachable(listens_at), token)
+        endpoints, missed = await asyncio.to_thread(
+            _without_rules, reachable(listens_at), token, settings
+        )
     except grpc.RpcError as error:
         what = f"endpoints without a rule are not known: {error.code().name}"
         yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
         return
+    for what in missed:
+        yield warning(AREA, what, "write both alike; rules are compared byte for byte")
+    if UNMATCHED in endpoints:
+        yield warning(AREA, WHY_UNMATCHED, "docs/proxies.md#under-what")
     if not endpoints:
         yield ok(AREA, "every check of the last minutes had a rule")
         return
@@ -169,21 +179,40 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
 
 
 def _running(settings: Settings) -> str:
-    """Where the node listens that holds the state directory; empty if none does."""
-    with contextlib.suppress(OSError):  # a finding of its own
+    """Return the address of the running node that holds the state directory; empty without one."""
+    with contextlib.suppress(OSError):  # reported separately
         return StateDir.address_in(settings.state_dir, made_token=False)
     return ""
 
 
-def _unmatched(target: str, token: str | None) -> Sequence[str]:
+def _without_rules(
+    target: str, token: str | None, settings: Settings
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the endpoints without a rule, and what hides of templates whose rule is misspelled: ``*`` judges them."""
     from ratelimitd_client import NodeClient  # noqa: PLC0415 - as above
+    from ratelimiter.v1 import ratelimiter_pb2 as pb  # noqa: PLC0415
 
+    templates = settings.auth_endpoints
+    kinds = [pair.rpartition("=")[2] for pair in settings.auth_identifiers]
+    first, *more = dict.fromkeys([*kinds, IdentifierType.IP])
+    also = [pb.Identity(identifier_type=kind, identifier=ANYBODY) for kind in more]
+    missed = []
     with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:
-        return [one.endpoint for one in client.unmatched()]
+        unmatched = [one.endpoint for one in client.unmatched()]
+        for template in templates:
+            check = pb.RateLimitRequest(
+                identifier_type=first, identifier=ANYBODY, also=also, endpoint=template
+            )
+            found = client.explain(check)
+            near = [one for one in found.nearest if one.endpoint not in templates]
+            if near and found.answer.reason != pb.NO_RULE:
+                what = f"that of {near[0].endpoint} {near[0].why}"
+                missed.append(f"{template} of AUTH_ENDPOINTS has no rule of its own; {what}")
+    return unmatched, missed
 
 
 async def _answer(address: Address, *, tls: bool) -> bytes:
-    """The first bytes of the answer there; empty without one. Nothing secret is asked, so any certificate will do."""
+    """Return the first bytes of the answer, empty without one. Accepts any certificate, since it sends no secret."""
     context = ssl.create_default_context() if tls else None
     if context is not None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

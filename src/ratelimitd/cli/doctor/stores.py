@@ -1,4 +1,4 @@
-"""The shared state: which servers REDIS_URL leads to, in which topology, and each of them looked at."""
+"""Checks of the shared state, its topology and each of its servers, and of the rule database."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 OLDEST: Final = (7, 0)
 
 ROUNDS: Final = 8
-"""Round trips that are measured, after a first one that warms up."""
+"""Measured round trips, after a first one to warm up."""
 
 MAX_SKEW_S: Final = 1.0
 
 FULL: Final = 0.8
-"""From so much of ``maxmemory`` on a server is nearly full."""
+"""Share of ``maxmemory`` from which a server counts as nearly full."""
 
 _SCRIPT: Final = Script(b"#!lua\nreturn 1")
 _CLUSTER_URL: Final = "it is part of a Cluster: redis+cluster:// in REDIS_URL"
@@ -62,7 +62,7 @@ _PERMISSIONS: Final = "docs/cluster.md has the line that creates the user"
 
 
 class Asked(NamedTuple):
-    """What to call a server, a connection to it, and one of its hash tags."""
+    """A server: its name in findings, a connection to it, and one of its hash tags."""
 
     name: str
     connection: Connection
@@ -73,14 +73,14 @@ class Asked(NamedTuple):
 async def check_server(
     asked: Asked, timeout_ms: int, *, wall_s: Callable[[], float], monotonic_s: Callable[[], float]
 ) -> AsyncIterator[Finding]:
-    """Everything about a server that the connection was made to."""
+    """Check a connected server."""
     async for finding in _check_permissions(asked):
         yield finding
     async for finding in _check_times(asked, timeout_ms, wall_s=wall_s, monotonic_s=monotonic_s):
         yield finding
     async for finding in _check_configuration(asked):
         yield finding
-    # Last: a connection that listens may ask for nothing else.
+    # Last: a subscribed connection accepts no other command.
     yield await _check_listening(asked)
 
 
@@ -106,7 +106,7 @@ async def _check_permissions(asked: Asked) -> AsyncIterator[Finding]:
 
 
 def _commands(asked: Asked) -> Iterator[tuple[str, Sequence[bytes | int | str]]]:
-    """What nodes ask, alone or in scripts, by the name that a permission has."""
+    """Yield the commands that nodes use, directly or in scripts, by the name of the permission."""
     own = secrets.token_hex(8)
     value, members = (f"rl1:{{{asked.tag:02x}}}:doctor:{own}:{kind}" for kind in "vm")
     yield "script|load", ("SCRIPT", "LOAD", _SCRIPT.text)
@@ -147,7 +147,7 @@ async def _check_times(
         try:
             seconds, micros = await ask(asked.connection, "TIME")
         except Refused:
-            return  # told with the permissions
+            return  # reported with the permissions
         took_s = monotonic_s() - began_s
         store_s = int(seconds) + int(micros) / US_PER_S
         rounds.append((took_s, store_s - (wall_s() - took_s / 2)))
@@ -180,9 +180,9 @@ async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
 
 
 def judged(name: str, info: Mapping[str, str], *, is_cluster: bool) -> Iterator[Finding]:
-    """What the answer to INFO says of a server."""
+    """Yield findings from a server's answer to INFO."""
     version = info.get("valkey_version") or info.get("redis_version", "")
-    # Valkey says here which Redis it is like.
+    # In Valkey, the compatible version of Redis.
     compatible = info.get("redis_version", "0")
     product = info.get("server_name", "redis")
     if tuple(map(int, re.findall("[0-9]+", compatible)[:2])) < OLDEST:
@@ -227,7 +227,7 @@ def _channel(asked: Asked) -> str:
 
 
 def explained(name: str, error: RateLimitdError) -> Finding:
-    """What it means that a server could not be reached, or answered no more."""
+    """Return the finding for a server that could not be reached or stopped answering."""
     return problem(name, str(error), "look at REDIS_URL, the server, and what is between")
 
 
@@ -239,7 +239,7 @@ ANSWER_S: Final = 2.0
 
 
 async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
-    """Look at what the settings name, if anything."""
+    """Check the shared state of the settings, if any."""
     if not settings.redis_url:
         yield _own_state(settings)
         return
@@ -268,7 +268,7 @@ async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
 
 
 def check_answer_without(settings: Settings) -> Iterator[Finding]:
-    """Say what checks are answered while the shared state is away, where there is a choice."""
+    """Report how checks are answered while the shared state is unavailable, where that is configurable."""
     answer = settings.on_breaker_open
     if settings.redis_url and settings.consistency == "eventual" and answer != "local":
         does = "allowed" if answer == "fail_open" else "denied"
@@ -277,7 +277,7 @@ def check_answer_without(settings: Settings) -> Iterator[Finding]:
 
 
 def _own_state(settings: Settings) -> Finding:
-    """Where limits are held without REDIS_URL."""
+    """Report where limits are stored without REDIS_URL."""
     if settings.workers == 1:
         return ok(AREA, "not set: limits are held in this node's memory")
     from ratelimitd.workers.private_store import PrivateStore  # noqa: PLC0415 - as slow to import as a node
@@ -321,7 +321,7 @@ async def _server(
 
 
 async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
-    """Whether the nodes that run have one admin token: a login or a command line for one then works for all."""
+    """Check that running nodes have the same admin token, so that a login or a command works on all of them."""
     digests = set()
     try:
         for name in await ask(asked.connection, "ZRANGE", MEMBERS_KEY, 0, MAX_NODES - 1):
@@ -330,7 +330,7 @@ async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
             with contextlib.suppress(StoreCorruptError):
                 digests.add(decode(octets).admin_token_digest)
     except Refused:
-        return  # told with the permissions
+        return  # reported with the permissions
     if len(digests) > 1:
         what = f"the nodes of this cluster have {len(digests)} different admin tokens"
         yield warning("ADMIN_TOKEN", what, "give all nodes one ADMIN_TOKEN_FILE")
@@ -395,8 +395,8 @@ MAX_NAMED: Final = 10
 
 
 async def check_database(settings: Settings) -> AsyncIterator[Finding]:
-    """Look at the database of the settings."""
-    # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
+    """Check the rule database of the settings."""
+    # SQLAlchemy and Alembic take about 300 ms to import; other commands do without.
     from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
 
     url = urls.parse_database_url(settings.database_url)
@@ -432,7 +432,7 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
 
 
 def _assignment_findings(contents: Contents, types: Sequence[str]) -> Iterator[Finding]:
-    """What to say of the plans that identities are assigned to; nothing where there are none."""
+    """Yield findings about the assigned plans; none without assignments."""
     if not contents.assigned:
         return
     yield ok(DATABASE_AREA, f"{sum(contents.assigned.values())} identities are assigned to plans")
@@ -459,7 +459,7 @@ def _counted(numbers: Counter[str]) -> str:
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:
-    """What to say of a file that is not there; ``None``: it is."""
+    """Return a finding if the file is missing, else ``None``."""
     if url.path.exists():
         return None
     directory = url.path.absolute().parent

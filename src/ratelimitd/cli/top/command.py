@@ -1,7 +1,7 @@
-"""The command: looks at a node again and again, and shows what happened in between.
+"""The command: reads a node repeatedly, and shows the changes in between.
 
-A node that goes away while it is watched is said to be away, and asked again; one that is away at first ends the
-command. Never changes anything on a node.
+A node that becomes unreachable is reported as such and read again; one that is unreachable at first ends the command.
+Changes nothing on a node.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ratelimitd.cli.client_options import CliError, Target, asks_node
-from ratelimitd.cli.output import printable, single_keys
+from ratelimitd.cli.output import single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
+from ratelimitd.errors import printable
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
 
 MAX_NAMED_RULES: Final = 10_000
-"""Rules whose names are read, ten pages of them; a node counts no more than 1,000 apart."""
+"""Rules whose names are read, ten pages of them; a node counts at most 1,000 separately."""
 
 HISTORY: Final = 500
-"""Readings whose rate is kept for the picture: more than a terminal is wide."""
+"""Rates kept for the sparkline: more than a terminal is wide."""
 
 Pause = Callable[[float], bool]
-"""Waits for so many seconds, and says whether somebody has seen enough."""
+"""Waits for this many seconds; returns whether to quit."""
 
 
 @asks_node
@@ -71,7 +72,7 @@ def _sleep(seconds: float) -> bool:
 
 
 class _Node:
-    """The node that is watched, and what its rules are called."""
+    """The watched node, and the names of its rules."""
 
     def __init__(self, client: NodeClient, target: Target, time_s: Callable[[], float]) -> None:
         self.names: Mapping[str, str] = {}
@@ -81,10 +82,10 @@ class _Node:
         self._named_revision: int | None = None
 
     def look(self) -> Look:
-        """Ask it.
+        """Read the node.
 
         Raises:
-            CliError: it does not answer, or refuses.
+            CliError: the node does not answer, or refuses.
         """
         with self._target.explained():
             health = self._client.health()
@@ -98,7 +99,7 @@ class _Node:
 
 
 def _frames(node: _Node, pause: Pause, interval_s: float, *, rules: int) -> Iterator[Frame]:
-    """What is to be shown after each interval, until ``pause`` says that it is enough."""
+    """Yield a frame after each interval, until ``pause`` returns true."""
     before = node.look()
     shown = reading(before, before, rules=rules)
     rates: deque[float] = deque(maxlen=HISTORY)
@@ -126,8 +127,8 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
 
 
 def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
-    """On a terminal each in the place of the one before, else one below the other."""
-    # 50 ms to import, which no other command needs to wait for.
+    """Show frames: on a terminal each replaces the previous one, else one below the other."""
+    # Takes 50 ms to import; other commands do without.
     from rich.console import Console  # noqa: PLC0415
     from rich.live import Live  # noqa: PLC0415
 

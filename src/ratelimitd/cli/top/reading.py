@@ -1,6 +1,6 @@
-"""What a node did between two looks at its metrics. Pure: never asks a node and never reads a clock.
+"""The activity of a node between two looks at its metrics. Pure: calls no node and reads no clock.
 
-Every number is of the time between the looks, but for those that are a state (buckets, memory) and the totals of rules.
+Numbers cover the time between the looks, except states (buckets, memory) and the totals of rules.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ NAMES: Final = (
     ALLOWED, BLOCKED, FAIL_OPEN, LATENCY, HIT_RATIO, BUCKETS, MEMORY, CONNECTIONS, RULES, RULE_ALLOWED, RULE_BLOCKED,
     NODES, SYNC_LAG, EXCESS, EXCESS_BOUND,
 )  # fmt: skip
-"""What is asked for; a node without a cluster has nothing to say to the last four."""
+"""The metrics to read; a node without a cluster lacks the last four."""
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
 
 MS_PER_S: Final = 1_000
 
 Series = tuple[str, str]
-"""The name of a metric and the value of its label, empty without one."""
+"""A metric's name and label value, empty without one."""
 
 
 class Look(NamedTuple):
-    """One look at a node, at ``at_s`` on any clock that never goes back."""
+    """One look at a node, at ``at_s`` on a monotonic clock."""
 
     at_s: float
     health: pb.HealthResponse
     values: Mapping[Series, float]
     bounds_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
-    """Checks by latency, cumulative, one more than there are bounds; empty where the node does not say."""
+    """Cumulative checks by latency, one more than there are bounds; empty if the node does not report them."""
     latency_sum_s: float = 0.0
 
     @classmethod
     def of(cls, at_s: float, health: pb.HealthResponse, metrics: pb.MetricsResponse) -> Self:
-        """The look that two answers give."""
+        """Return the look in two answers."""
         values = {(metric.name, _label(metric)): metric.value for metric in metrics.metrics}
         histogram = next((m.histogram for m in metrics.metrics if m.name == LATENCY), None)
         if histogram is None:
@@ -64,7 +64,7 @@ class Look(NamedTuple):
 
 
 class RuleReading(NamedTuple):
-    """What a rule did."""
+    """The activity of a rule."""
 
     rule_id: str
     allowed_per_s: float
@@ -73,7 +73,7 @@ class RuleReading(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Of the checks in between, in ms. A quantile is the upper bound of its bucket, infinite beyond the last."""
+    """Latency of the checks in between, in ms. A quantile is the upper bound of its bucket; infinite after the last."""
 
     mean_ms: float
     p50_ms: float
@@ -82,7 +82,7 @@ class Latency(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is shown of a node. ``None``: it has nothing to say, or nothing happened that could be measured."""
+    """The figures of a node. ``None``: not reported, or nothing to measure."""
 
     node_id: str
     status: str
@@ -102,22 +102,22 @@ class Reading(NamedTuple):
     excess_ratio: float | None
     excess_bound_ratio: float | None
     busiest: tuple[RuleReading, ...]
-    """The rules with most blocked."""
+    """The rules with the most denials."""
 
 
 class Frame(NamedTuple):
-    """What is to be shown: the last reading, and why there is no newer one, empty when there is."""
+    """The last reading, and why there is no newer one, empty if there is."""
 
     reading: Reading
     names: Mapping[str, str]
-    """Of rules, by id."""
+    """Names of rules, by id."""
     checks_per_s: tuple[float, ...]
-    """Of the readings so far."""
+    """Rate of each reading so far."""
     lost: str = ""
 
 
 def reading(before: Look, after: Look, *, rules: int) -> Reading:
-    """What happened from one look to the next; of the rules with most blocked as many as ``rules``."""
+    """Return the activity between two looks, with the ``rules`` rules with the most denials."""
     health, values = after.health, after.values
 
     def state(name: str) -> float | None:
@@ -153,7 +153,7 @@ def _label(metric: pb.Metric) -> str:
 
 
 def _rate(before: Look, after: Look, series: Series) -> float:
-    """How much a counter grew in a second; one that is smaller than before began anew with its node."""
+    """Return the growth of a counter per second; one that decreased was reset by a restart."""
     now, then = after.values.get(series, 0.0), before.values.get(series, 0.0)
     grown = now - then if now >= then else now
     elapsed_s = after.at_s - before.at_s

@@ -1,6 +1,6 @@
-"""How a reading looks in a terminal of any width, and as JSON. Never asks a node.
+"""Renders a reading for a terminal of any width, and as JSON. Calls no node.
 
-Whatever comes from a node is shown as plain characters: none of it can drive the terminal.
+Text from a node is shown as plain characters, so it cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ratelimitd.cli.output import printable, sparkline
+from ratelimitd.cli.output import sparkline
 from ratelimitd.cli.top.reading import MS_PER_S, Frame, Latency, Reading
+from ratelimitd.errors import printable
 
 WIDE: Final = 80
-"""From so many columns on the measurements stand in two columns."""
+"""Terminal width from which the measurements use two columns."""
 
 MIB: Final = 1024 * 1024
 
@@ -29,13 +30,13 @@ _STYLES: Final = {
     "DEGRADED": "yellow",
     "half_open": "yellow",
 }
-"""Anything else is red."""
+"""Other states are red."""
 
 Pairs = Sequence[tuple[str, Text]]
 
 
 def drawn(frame: Frame, width: int) -> RenderableType:
-    """Everything about a node."""
+    """Render everything about a node."""
     reading = frame.reading
     parts: list[RenderableType] = [
         _head(reading, frame.lost),
@@ -50,7 +51,7 @@ def drawn(frame: Frame, width: int) -> RenderableType:
 
 
 def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
-    """The reading for a program; what a node has nothing to say about is null."""
+    """Return the reading for a program; values that a node does not report are null."""
     values = reading._asdict()
     latency = reading.latency
     values["latency"] = latency and {
@@ -63,7 +64,7 @@ def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no infinity: what is beyond the last bound of a histogram has no number."""
+    """Return ``None`` for infinity, which JSON lacks: values beyond the last bound of a histogram."""
     return value if math.isfinite(value) else None
 
 
@@ -105,7 +106,7 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
 
 
 def _latencies(latency: Latency | None) -> Iterator[tuple[str, Text]]:
-    """The mean is exact; of a quantile a histogram knows the upper bound."""
+    """Yield mean and quantiles; the mean is exact, a quantile is the upper bound of its bucket."""
     if latency is None:
         yield "latency", Text(NOTHING)
         return
@@ -162,5 +163,5 @@ def _mebibytes(value: float | None) -> str:
 
 
 def _duration(value_ms: float) -> str:
-    # From 999.5 on three digits would be 1e+03.
+    # From 999.5 on, three digits would be 1e+03.
     return f"{value_ms:.3g} ms" if value_ms < MS_PER_S - 0.5 else f"{value_ms / MS_PER_S:,.1f} s"

@@ -1,8 +1,7 @@
 """A Cluster: a link to each primary, and the map of hash tags, which follows the Cluster.
 
-The map is read at the start, whenever a server says that a key is elsewhere, and every few seconds; often while a
-server of the map cannot be reached, since another is about to take its place. A server that is down costs its own tags
-only.
+The map is read at the start, after a redirection, and every few seconds; more often while a server of the map is
+unreachable, since a failover may follow. A server that is down affects its own tags only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ratelimitd.cluster.redis.connection import Request
+from ratelimitd.cluster.redis.connection import Request, server_named
 from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
@@ -37,7 +36,7 @@ def map_of(reply: object, asked: Server) -> Map:
     """Parse the reply to CLUSTER SLOTS of the server ``asked``.
 
     Raises:
-        StoreCorruptError: it is none.
+        StoreCorruptError: it is malformed.
     """
     if not isinstance(reply, list):
         message = "the reply to CLUSTER SLOTS is none"
@@ -50,7 +49,7 @@ def map_of(reply: object, asked: Server) -> Map:
 
 
 def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Server | None]]:
-    """First slot, last slot and primary; replicas are not used."""
+    """Yield first slot, last slot and primary of each range; replicas are not used."""
     for entry in reply:
         match entry:
             case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_]:
@@ -61,10 +60,8 @@ def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Serv
 
 
 def _server(host: bytes | None, port: int, asked: Server) -> Server | None:
-    """A server without a host has the host of the one asked; ``?`` is unknown."""
-    if host == b"?":
-        return None
-    return Server(host.decode(errors="replace") if host else asked.host, port)
+    """Return a server of the map; without a host it has that of the one asked, ``?`` is unknown."""
+    return server_named(host.decode(errors="replace") if host else asked.host, str(port))
 
 
 POLL_S: Final = 5.0
@@ -95,7 +92,7 @@ class ClusterTopology:
         self._on_change = on_change
         self._links: dict[Server, Link] = {}
         self._map: Map = (None,) * TAGS
-        # A link that never connects: what is asked of tags that no server has fails there.
+        # A link that never connects: requests for tags without a server fail there.
         self._nowhere = Link(self._no_server, self.options)
         self._of_tag: tuple[Link, ...] = (self._nowhere,) * TAGS
         self._wanted = asyncio.Event()

@@ -1,7 +1,7 @@
 """Encodes the arguments of the scripts of the store, and decodes their replies. Pure.
 
-``scripts/*.lua`` describe the same bytes from their side. A store is not trusted: whatever comes from it is looked at,
-and what is not ours is a :class:`StoreCorruptError`, never another exception. See ADR 0027.
+``scripts/*.lua`` describe the same bytes. A store is not trusted: every reply is validated, and a foreign value raises
+:class:`StoreCorruptError`, never another exception. See ADR 0027.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from ratelimitd.model import (
     Reason,
 )
 
-# A bucket as it lies in the store: bytes to the ledger's state. Only scripts write such bytes. Pure.
+# Decodes a stored bucket to the ledger's state. Only scripts encode buckets.
 #
-# Little-endian; of a full bucket the head is all (``scripts/bucket.lua`` and those of the algorithms). A bucket whose
-# limit has a burst ends with it (4 bytes):
+# Little-endian; a full bucket is the head alone (see ``scripts/bucket.lua`` and those of the algorithms). The burst of
+# a limit, if any, comes last (4 bytes):
 #
 #     head:            format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)
 #     token bucket:    whole tokens spent (8) · units beyond them (8) · latest_us (8)
 #     fixed window:    count (8) · count of the window before (8) · latest_us (8)
 #     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
 #
-# Of a bucket of which tokens were given back the format is FORMAT_OF_REFUNDED, and how many (8) follows the head. Of
-# one that was charged for holds it is FORMAT_OF_HELD, and a mark (8), which only the store goes by, follows that
-# number. A bucket of slots is no such value but a sorted set.
+# A bucket with refunds has FORMAT_OF_REFUNDED, and the number of refunded tokens (8) follows the head. One charged for
+# holds has FORMAT_OF_HELD, and a mark (8), which only the store uses, follows that number. A concurrency bucket is a
+# sorted set instead.
 
 FORMAT: Final = 1
-"""Version of the format; values of others are not buckets."""
+"""Version of the format; values of other versions are not buckets."""
 
 FORMAT_OF_REFUNDED: Final = 2
-"""That of buckets of which tokens were given back."""
+"""Format of buckets with refunds."""
 
 FORMAT_OF_HELD: Final = 3
-"""That of buckets that were charged for holds."""
+"""Format of buckets charged for holds."""
 
 NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
 )
 """Number of an algorithm in the store; never changes."""
 
-_LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the scripts
+_LARGEST: Final = MAX_TIME_US  # of every number: the scripts use doubles
 
 _HEAD: Final = Struct("<BBIQI")
 _HEADS_OF_MORE: Final = MappingProxyType(
@@ -90,7 +90,7 @@ _TOKEN_BUCKET: Final = Struct(f"<{_HEAD.size}xQQQ")
 _PAIR_WITH_HEAD: Final = Struct(f"<{_HEAD.size}sQQQ")
 _NO_FIELDS: Final = (b"", 0, 0, 0)
 _FIXED_WINDOW: Final = Struct(f"<{_HEAD.size}xQQQ")
-_PAIR_BYTES: Final = _TOKEN_BUCKET.size  # and of a fixed window
+_PAIR_BYTES: Final = _TOKEN_BUCKET.size  # also of a fixed window
 _LOG_HEAD_BYTES: Final = _HEAD.size + 8
 _ENTRY_BYTES: Final = 16
 
@@ -154,7 +154,7 @@ def _fixed_window(value: bytes, _rule: Limit) -> BucketState:
 def _sliding_window(value: bytes, _rule: Limit) -> BucketState:
     """Decode a log in the form of :mod:`ratelimitd.algorithms.sliding_window`: all times, then all sums.
 
-    Only the ends are looked at: enough that no check of the log can fail.
+    Validates the ends only, which is enough that no check of the log can fail.
     """
     runs, rest = divmod(len(value) - _LOG_HEAD_BYTES, _ENTRY_BYTES)
     if rest or not 1 <= runs <= MAX_RUNS:
@@ -169,7 +169,7 @@ def _sliding_window(value: bytes, _rule: Limit) -> BucketState:
 
 
 def _slots(_value: bytes, _rule: Limit) -> BucketState:
-    """Return ``None``: of slots there is no state, but what a reset answers."""
+    """Return ``None``: a concurrency bucket has no state beyond the head that a reset returns."""
     return None
 
 
@@ -193,7 +193,7 @@ LIBRARY: Final = (
 """Common start of all scripts; the server cannot include one script in another."""
 
 SHEBANG: Final = "#!lua\n"
-"""Lets a server without memory, or a replica, refuse the whole script, not its first write."""
+"""Makes a server without memory, or a replica, refuse the whole script instead of its first write."""
 
 
 class Script:
@@ -207,7 +207,7 @@ class Script:
 
 
 def load(name: str, *more: str) -> Script:
-    """Load the script ``name`` of the package, with its common start and what it shares with others beyond that."""
+    """Load the script ``name``, preceded by the common start and the files ``more``."""
     scripts = files("ratelimitd.cluster.redis") / "scripts"
     names = (*LIBRARY, *more, f"{name}.lua")
     parts = [(scripts / part).read_text(encoding="utf-8") for part in names]
@@ -310,7 +310,7 @@ def _packed(update: Update) -> bytes:
 
 
 def _packed_run(rule: Limit, generation: int, at_us: int, tokens: int) -> bytes:
-    """Pack an update of one run: by far the most frequent, and packed at once in half the time."""
+    """Pack an update of one run, by far the most frequent kind, in half the time."""
     return _UPDATE_OF_ONE_RUN.pack(
         NUMBERS[rule.algorithm], generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
         at_us, tokens,
@@ -318,10 +318,10 @@ def _packed_run(rule: Limit, generation: int, at_us: int, tokens: int) -> bytes:
 
 
 def settle_reply(batch: Batch, reply: Any) -> Reply | None:
-    """Decode the reply to a batch; ``None``: a later one of the same sender was applied before.
+    """Decode the reply to a batch; ``None`` if a later one of the same sender was applied first.
 
     Raises:
-        StoreCorruptError: no reply to this batch.
+        StoreCorruptError: it is no reply to this batch.
     """
     if reply == 0:
         return None
@@ -344,7 +344,7 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
 def _packed_buckets(cold: Mapping[bytes, ColdSpend], values: Sequence[Any]) -> dict[bytes, Packed]:
     """Decode the states after cold spends, which must exist, and pack them.
 
-    Many states have a head in common, and of all but the first only the numbers are read: in a third of the time.
+    Many states share a head: only the first of them is decoded in full, the rest in a third of the time.
     """
     packed: dict[bytes, Packed] = {}
     by_algorithm: dict[Algorithm, dict[bytes, int]] = {}
@@ -357,7 +357,7 @@ def _packed_buckets(cold: Mapping[bytes, ColdSpend], values: Sequence[Any]) -> d
             heads = by_algorithm.setdefault(rule.algorithm, {})
         known = heads.get(head)
         if known and spent <= _LARGEST and latest_us <= _LARGEST and units < window_us:
-            # Units are the count of the window before, which a packed fixed window is without.
+            # Of a fixed window, units are the count of the window before, which its packed form omits.
             number = spent * window_us + units if has_units else spent
             packed[name] = number << SPENT_SHIFT | latest_us << LATEST_SHIFT | known
             continue
@@ -368,7 +368,7 @@ def _packed_buckets(cold: Mapping[bytes, ColdSpend], values: Sequence[Any]) -> d
 
 
 def _fields_of(values: Sequence[Any]) -> Iterable[tuple[bytes, int, int, int]]:
-    """Return head, two numbers and time of each value that has as many: at once if all have."""
+    """Return head, two numbers and time of each value of that size; decodes all at once if possible."""
     try:
         if {*map(len, values)} == {_PAIR_BYTES}:
             return _PAIR_WITH_HEAD.iter_unpack(b"".join(values))
@@ -406,7 +406,7 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
 
 
 JOINED: Final = 2
-"""Beside ``peek`` of a check to :data:`DECIDE`: it is one with the next; all are charged, or none if one is denied."""
+"""Flag of a check for :data:`DECIDE`, beside ``peek``: joined with the next one; all are charged, or none."""
 
 
 def checks_request(checks: Sequence[StoreCheck]) -> Request:
@@ -435,7 +435,7 @@ def packed_checks(checks: Sequence[StoreCheck]) -> bytes:
 def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
     """Decode the outcomes of checks, without states.
 
-    ``None``: the value there was no bucket, or what is said of it cannot be.
+    ``None``: the value was no bucket, or the answer is impossible.
 
     Raises:
         StoreCorruptError: no reply to these.
@@ -446,7 +446,7 @@ def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
 
 
 def outcomes_of(answers: bytes) -> list[Outcome | None]:
-    """Decode whole answers to checks; ``None``: there is none, or what it says cannot be."""
+    """Decode complete answers to checks; ``None`` for a missing or impossible one."""
     return [_outcome(*answer) for answer in _ANSWER.iter_unpack(answers)]
 
 

@@ -5,7 +5,7 @@ are the task of :mod:`ratelimitd.cluster.redis.link`.
 
 One timer serves all requests. A request that times out fails at once and keeps its place, so that its late reply is
 dropped. A connection whose oldest request has waited for ``silence_s`` is presumed dead. If the timer itself is late,
-this process was delayed and replies may wait in the socket: it is read first, a few times while replies come.
+this process was delayed and replies may wait in the socket: the socket is read first, a few times while replies come.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from ratelimitd.settings.urls import Login
+from ratelimitd.settings.urls import MAX_PORT, Login, Server
 
 Done = Callable[[Any], None]
 """Takes the reply (bytes, int, list or None), or an instance of an error of :mod:`ratelimitd.errors`."""
@@ -49,7 +49,7 @@ class Request:
     ) -> None:
         self.packed = packed
         self.weight = weight
-        """The server's work for it, in requests."""
+        """Its cost to the server, in requests."""
         self.done: Done | None = done
         self.script = script
         """The script to load if the server does not know it."""
@@ -114,6 +114,14 @@ def code_of(text: str) -> str:
     return found[0] if found else ""
 
 
+def server_named(host: str, port: str) -> Server | None:
+    """Return the server named in a reply; ``None`` if it is unknown (``?``) or the address is impossible."""
+    is_number = port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT))
+    if host in {"", "?"} or not is_number or not 0 < int(port) <= MAX_PORT:
+        return None
+    return Server(host, int(port))
+
+
 def error_of(text: str) -> RateLimitdError:
     """Return the error for the sender of the command."""
     code = code_of(text)
@@ -133,7 +141,7 @@ def error_of(text: str) -> RateLimitdError:
 
 
 def login_error_of(text: str) -> StoreUnavailableError:
-    """Return the error of a handshake: what is not temporary is a wrong setting."""
+    """Return the error of a handshake; one that is not temporary counts as a wrong setting."""
     if code_of(text) in REDIRECTIONS:
         return StoreUnavailableError("the map of the Cluster is about to be read")
     error = error_of(text)
@@ -154,20 +162,23 @@ REQUEST_S: Final = 0.000_05
 Otherwise the last of 1,000 requests sent together would count as a slow answer, also for the breaker."""
 
 SILENCE_S: Final = 1.0
-"""A server that is silent for so long is presumed dead, unless BREAKER_SILENCE_MS says otherwise. Many times the
-longest sensible timeout, so that slow is not mistaken for dead."""
+"""Silence after which a server is presumed dead; BREAKER_SILENCE_MS overrides it. Many times the longest sensible
+timeout, so that slow is not mistaken for dead.
+"""
 
 SILENT_TIMEOUTS: Final = 1.5
-"""With a timeout that is as long or longer, silence is this many timeouts, so that late requests fail first."""
+"""Least silence, in timeouts, so that late requests fail first."""
 
 LATE_S: Final = 0.002
 """A timer that is later than this was delayed by this process."""
 
 TURN_S: Final = 0.001
-"""Pause for reading the socket then. Any value works: the event loop reads sockets before it calls timers."""
+"""Pause for reading the socket after a late timer. Any value works: the event loop reads sockets before it calls
+timers.
+"""
 
 MAX_TURNS: Final = 8
-"""Limit of such pauses: 2 MiB of replies. A process that is always late must decide in the end."""
+"""Limit of such pauses: 2 MiB of replies. A process that is always late must apply its timeouts in the end."""
 
 _NOTHING: Final = object()
 
@@ -186,8 +197,9 @@ _SEAM_BYTES: Final = 10
 class Connection(asyncio.Protocol):
     """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
 
-    ``on_error`` takes a request whose caller still waits, and the error reply to it; it has to see to its ``done``.
-    ``on_lost`` is called once, before the requests in flight fail. ``timeout_s`` holds for what is yet to be sent.
+    ``on_error`` takes a request whose caller still waits, and the error reply to it; it must call its ``done``.
+    ``on_lost`` is called once, before the requests in flight fail. ``timeout_s`` applies to requests that are not sent
+    yet.
     """
 
     def __init__(
@@ -219,8 +231,8 @@ class Connection(asyncio.Protocol):
         self._bytes = 0
         # Weight of the waiting requests, and of those among them that have timed out.
         self._weight = self._expired_weight = 0
-        # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
-        # whose caller still waits. A write is (when, the number of the first request after it, when its time is over).
+        # Requests are numbered in order: `_answered` precede the oldest that waits, `_expired` the oldest whose caller
+        # still waits. A write is (time, number of the first request after it, deadline).
         self._answered = 0
         self._expired = 0
         self._writes: deque[tuple[float, int, float]] = deque()
@@ -236,7 +248,7 @@ class Connection(asyncio.Protocol):
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Send ``request`` with the others of this iteration; refuse it if too much is in flight, or after the end."""
+        """Send ``request`` with the others of this iteration; refuse it if too much is in flight, or after a loss."""
         size = len(request.packed)
         if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
             self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
@@ -295,7 +307,7 @@ class Connection(asyncio.Protocol):
                 return
             if reply is _NOTHING:
                 return
-            # equivalent: a byte more in a bound of MiB is not to be seen
+            # equivalent: a byte more in a bound of MiB has no effect
             self._unfinished_bytes = 0
             if not waiting:
                 if self.unasked(reply):
@@ -314,7 +326,7 @@ class Connection(asyncio.Protocol):
                     request.tell(reply)
 
     def _announces_too_much(self, data: bytes) -> bool:
-        """Return whether a header says so, or a reply has become too long; headers may be cut between two reads."""
+        """Return whether a header announces too much, or a reply has become too long. Two reads may split a header."""
         self._unfinished_bytes += len(data)
         seam = self._seam + data[:_SEAM_BYTES]
         self._seam = (seam if len(data) <= _SEAM_BYTES else data)[-_SEAM_BYTES:]
@@ -325,7 +337,7 @@ class Connection(asyncio.Protocol):
         self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
 
     def unasked(self, reply: object) -> bool:
-        """Handle a reply without a request: an error before a close, or a lost count. Return whether to go on."""
+        """Handle an error before a close, or a reply without a request; return whether to continue."""
         if isinstance(reply, ReplyError):
             self.drop(error_of(str(reply)))
         else:
@@ -423,7 +435,7 @@ class Handshake(NamedTuple):
     client_name: str = ""
     """Shown by CLIENT LIST; no spaces."""
     wants_primary: bool = True
-    """Refuse a replica. In a Cluster every node redirects, whatever its role."""
+    """Refuse a replica. In a Cluster every node redirects, in any role."""
 
 
 class Refused(Exception):  # noqa: N818 -- it carries an error reply and never leaves this package
@@ -434,8 +446,8 @@ async def ask(connection: Connection, *command: bytes | int | str) -> Any:
     """Return the reply to one command on a connection whose errors go to :func:`hand_over`.
 
     Raises:
-        StoreUnavailableError: none came.
-        Refused: it was an error, and its text is this exception's.
+        StoreUnavailableError: no reply came.
+        Refused: the reply was an error; the exception has its text.
     """
     reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

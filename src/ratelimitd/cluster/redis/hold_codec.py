@@ -1,6 +1,6 @@
 """Encodes the arguments of the scripts of holds, and decodes their replies. Pure.
 
-As of :mod:`ratelimitd.cluster.redis.codec`: whatever comes from the store is looked at.
+As in :mod:`ratelimitd.cluster.redis.codec`, every reply is validated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ratelimitd.model import MAX_TIME_US
 _MORE: Final = ("concurrency.lua", "holds.lua")
 
 HOLD: Final = load("hold", *_MORE)
-"""Makes one hold, or a part of one, once however often it is sent."""
+"""Makes one hold, or a part of one; idempotent."""
 
 HOLD_STEP: Final = load("hold_step", *_MORE)
-"""Settles one hold, extends or withdraws it."""
+"""Settles, extends or withdraws one hold."""
 
 _HOLD: Final = Struct("<8s8sQI")
 _MADE: Final = Struct("<BQI")
@@ -43,7 +43,7 @@ _STEPPED_BY: Final = {int(one): one for one in Stepped}
 
 
 def _keys(tag: int, number: bytes, names: Sequence[bytes]) -> list[bytes]:
-    """Return the key of the record, which lies under ``tag``, and of each bucket its own and that of its open holds."""
+    """Return the key of the record, under ``tag``, then two for each bucket: its own, and that of its open holds."""
     keys = [prefix(tag) + b"hold:" + number]
     for name in names:
         keys += (bucket_key(name), holds_key(name))
@@ -57,7 +57,7 @@ def hold_request(tag: int, call: HoldCall) -> Request:
 
 
 def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
-    """Return how many values were no buckets, and what became of a hold.
+    """Return the number of malformed values, and the result of a hold.
 
     Raises:
         StoreCorruptError: no reply to this.
@@ -84,7 +84,7 @@ def step_request(tag: int, call: StepCall) -> Request:
 
 
 def step_reply(call: StepCall, reply: Any) -> StepReply:
-    """Decode what became of a step.
+    """Decode the result of a step.
 
     Raises:
         StoreCorruptError: no reply to this.

@@ -37,15 +37,16 @@ from ratelimitd.cluster.redis.connection import (
     log_in,
     login_error_of,
     pack,
+    server_named,
 )
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.retry import Backoff
 from ratelimitd.settings.urls import Server
 
 CONNECT_S: Final = 1.0
-"""From the first packet to the end of the handshake, including TLS. No check waits for it."""
+"""Timeout from the first packet to the end of the handshake, including TLS. No check waits for it."""
 
-# equivalent: a second more or less is not to be seen
+# equivalent: a second more or less has no effect
 KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Idle seconds before the first probe, seconds between probes, and unanswered probes before the end."""
 
@@ -93,7 +94,7 @@ async def ask_once(
     *command: bytes | str,
     within_s: float = CONNECT_S,
 ) -> Any:
-    """Return the reply to one command, on a connection of its own; raises as :func:`connect`."""
+    """Return the reply to one command, on its own connection; raises like :func:`connect`."""
     connection = await connect(
         server,
         handshake,
@@ -129,7 +130,7 @@ async def _open(
 
 def keep_alive(peer: socket.socket) -> None:
     """Let the system detect within half a minute that the peer of an idle connection is gone."""
-    # equivalent: any number but 0 says yes
+    # equivalent: any number but 0 means yes
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE:
         if hasattr(socket, name):
@@ -149,7 +150,7 @@ def pauses(random: Callable[[], float]) -> Backoff:
 
 
 async def repeat_step(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.sleep) -> None:
-    """Await ``step`` repeatedly. An exception is a defect: it is reported, and the loop goes on."""
+    """Await ``step`` repeatedly. An exception is a defect: it is reported, and the loop continues."""
     while True:
         try:
             await step()
@@ -197,7 +198,8 @@ class LinkOptions(NamedTuple):
 class Link:
     """One pipelining connection to one server, maintained in the background from :meth:`start` to :meth:`close`.
 
-    During the first attempt to connect requests wait, at most as long as for a reply; once it failed they fail at once.
+    Requests wait for the first attempt to connect, at most as long as for a reply. Once it has failed, they fail at
+    once.
     """
 
     def __init__(
@@ -463,6 +465,4 @@ class Link:
     def _named(self, text: str) -> Server | None:
         """Return the server in ``MOVED slot host:port``; no host means the server that answered, ``?`` unknown."""
         host, _, port = text.rsplit(" ", maxsplit=1)[-1].rpartition(":")
-        if host == "?" or not (port.isascii() and port.isdigit()):
-            return None
-        return Server(host or self._server.host, int(port))
+        return server_named(host or self._server.host, port)

@@ -40,7 +40,7 @@ def open_cluster(
 ) -> Cluster:
     """Return a node's part in the cluster of REDIS_URL, to be started. Needs a running event loop.
 
-    ``fingerprint`` is that of the key secret, empty while it is not known.
+    ``fingerprint`` returns that of the key secret, empty while unknown.
 
     Raises:
         StartupError: a TLS file cannot be used.

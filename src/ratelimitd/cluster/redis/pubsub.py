@@ -1,12 +1,12 @@
 """Messages between nodes by the store's publish/subscribe: at most once, with detection of losses.
 
-A message is (sender, number, payload): the sender is drawn at random when a node starts, and numbers what it says on
-each channel. An empty payload, once a second, is the heartbeat: it shows that a channel is alive, and its number what
-was lost before it. Senders publish over their links, in order with what they settle there, and never a second time.
+A message is (sender, number, payload): the sender is drawn at random when a node starts, and numbers its messages per
+channel. An empty payload, once a second, is the heartbeat: it shows that a channel is alive, and its number reveals
+losses. Nodes publish over the links of their spends, in order with them, and never retry.
 
-One server has one channel. In a Cluster an ordinary message would be carried to every server of it, so channels are
-sharded: eight of them, fixed, so that nodes with different maps of the Cluster never talk past each other, at places
-that spread them evenly over the slots. One for each of the 256 hash tags would need as many heartbeats.
+One server has one channel. A Cluster would carry an ordinary message to all its servers, so its channels are sharded:
+eight, at fixed slots, so that nodes with different maps of the Cluster use the same channels. One per hash tag would
+need 256 heartbeats a second.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Subscription:
             if left_s is not None and left_s <= 0:
                 await asyncio.sleep(
                     TURN_S
-                )  # if it was this process that slept, the messages lie in the socket
+                )  # if this process was delayed, messages wait in the socket
                 if silence_s is not None and self._left_s(silence_s) <= 0:
                     listener.drop(StoreUnavailableError("silent"))
                 continue
@@ -192,7 +192,7 @@ class Subscription:
         return self._heard_s + silence_s - self._time_s()
 
     def _report(self, error: StoreUnavailableError) -> None:
-        """Log a wrong setting once; the link logs a server that is away."""
+        """Log a wrong setting once; the link logs an unavailable server."""
         if isinstance(error, StoreMisconfiguredError) and not self._reported:
             self._reported = True
             self._options.report(f"messages of {self._channel.name.decode()}: {error}")
@@ -238,7 +238,7 @@ class Numbering:
 
 
 MAX_PAYLOAD_BYTES: Final = 8_192
-"""Longest message. A message concerns one bucket; longer logs are read from the store when needed."""
+"""Longest message. The states of 100 buckets take 5.6 KB; logs are read from the store instead."""
 
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
@@ -271,7 +271,7 @@ class _Stream:
         if topology.is_cluster:
             self.verb, self.name = b"SPUBLISH", b"rl1:{%02x}:bus" % tag
         else:
-            # Channels do not belong to databases: two clusters in two databases of one server must not meet.
+            # All databases of a server share its channels; the name keeps their clusters apart.
             self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % topology.options.handshake.database
         self.number = 0
         self.numbering = Numbering()
@@ -322,8 +322,8 @@ class Bus:
     async def start(self, on_message: Callable[[bytes], None], on_gap: Callable[[], None]) -> None:
         """Start listening and sending heartbeats, without waiting for the store.
 
-        ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, which is so
-        at the start, and at most once in an event-loop iteration.
+        ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, also at the
+        start, and at most once per event-loop iteration.
         """
         self._on_message, self._on_gap = on_message, on_gap
         for subscription in self._subscriptions:
@@ -358,7 +358,7 @@ class Bus:
     def _said(self, stream: _Stream, reply: object) -> None:
         if isinstance(reply, RateLimitdError):
             self.undelivered_total += 1
-        # That a server is away, its link says; what somebody has to mend is said here, for nothing else would fail.
+        # The link logs an unavailable server. A wrong setting is logged here, since it may affect nothing else.
         if isinstance(reply, StoreMisconfiguredError) and not stream.is_refused:
             stream.is_refused = True
             self._report(stream, f"cannot be sent, {reply}")

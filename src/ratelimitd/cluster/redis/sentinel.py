@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
-from ratelimitd.cluster.redis.connection import Handshake
+from ratelimitd.cluster.redis.connection import Handshake, server_named
 from ratelimitd.cluster.redis.link import LinkOptions, ask_once
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.cluster.redis.topology import OneServer
@@ -33,7 +33,7 @@ class Sentinels:
         """Return the address of the primary.
 
         Raises:
-            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse us.
+            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse the login.
             StoreUnavailableError: no sentinel answers.
         """
         refusal = StoreUnavailableError("no sentinel answers")
@@ -63,14 +63,18 @@ class Sentinels:
         reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
         match reply:
             case [bytes() as host, bytes() as port]:
-                return Server(host.decode(), int(port))
+                primary = _named(host, port)
+                if primary is None:
+                    message = "a sentinel answered with something else than a server"
+                    raise StoreUnavailableError(message)
+                return primary
             case _:
                 message = "the sentinels do not know the service of the URL"
                 raise StoreMisconfiguredError(message)
 
 
 class SentinelTopology(OneServer):
-    """The primary of a service; sentinels are asked for it, and listened to for the next one."""
+    """The primary of a service, according to its sentinels; follows their announcements of a new one."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         sentinels = Sentinels(url, options)
@@ -96,7 +100,7 @@ class SentinelTopology(OneServer):
         await super().close()
 
     async def _sentinel(self) -> Server:
-        """Return the sentinel to listen to; also catch up with a primary that changed unheard."""
+        """Return the sentinel to subscribe to; also follow a primary whose change was missed."""
         self._follow(await self._sentinels.primary())
         return self._sentinels.preferred
 
@@ -104,8 +108,14 @@ class SentinelTopology(OneServer):
         """Follow ``service old-host old-port new-host new-port``."""
         match told.split():
             case [self._service, _, _, host, port]:
-                self._follow(Server(host.decode(), int(port)))
+                primary = _named(host, port)
+                if primary is not None:
+                    self._follow(primary)
 
     def _follow(self, primary: Server) -> None:
         (link,) = self.all()
         link.belongs_to(str(primary), "another server has become the primary")
+
+
+def _named(host: bytes, port: bytes) -> Server | None:
+    return server_named(host.decode(errors="replace"), port.decode(errors="replace"))

@@ -1,6 +1,7 @@
-"""The shared state in Valkey or Redis: each question as a command over the links.
+"""The shared state in Valkey or Redis: each request as a command over the links.
 
-Nothing is sent twice here. A bucket whose value is no bucket counts as a full one, so that the next batch replaces it.
+Repeats only checks that a slot's move kept from running. A malformed bucket counts as full, so that the next batch
+replaces it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Combiner(Generic[Answer]):
         checks: Sequence[StoreCheck],
         dones: Sequence[Callable[[Answer | RateLimitdError], None]],
     ) -> None:
-        """In a Cluster all keys of a call must be of one slot."""
+        """Send one call per hash tag: in a Cluster all keys of a call must be of one slot."""
         places: dict[int, list[int]] = {}
         for place, check in enumerate(checks):
             places.setdefault(check.name[0], []).append(place)
@@ -187,8 +188,9 @@ class Combiner(Generic[Answer]):
 BEAT: Final = load("beat")
 
 TAGS_PER_BATCH: Final = 16
-"""Where one server has all hash tags. A thousand buckets in use make 16 batches an interval then, and not 256 of four
-updates, each with the cost of a script call; in a Cluster all keys of a call have to be of one slot."""
+"""Hash tags per batch if one server has all of them: a thousand buckets in use make 16 batches per interval instead of
+256 of four updates, each with the cost of a script call. In a Cluster all keys of a call must be of one slot.
+"""
 
 MEMBERS_TAG: Final = 0
 MEMBERS_KEY: Final = b"rl1:{00}:members"
@@ -202,7 +204,7 @@ Heartbeat = tuple[int, str, tuple[str, ...]]
 _STATUS_PREFIX: Final = b"rl1:{%02x}:status:" % MEMBERS_TAG
 
 MAX_STATUS_BYTES: Final = 8_192
-"""Read of a status; a longer value is no status, and is recognised by that."""
+"""Limit of bytes read of a status; a value of this length or more is no status."""
 
 Statuses = list[bytes | None]
 
@@ -239,10 +241,10 @@ class RedisStore:
         self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
         self._probes = 0
         self.corrupt_total = 0
-        """Values met that were no buckets."""
+        """Malformed bucket values received."""
 
     async def start(self) -> None:
-        """Connect, or have tried; never raises."""
+        """Connect, or try once; never raises."""
         await self._topology.start()
 
     async def close(self) -> None:
@@ -265,19 +267,19 @@ class RedisStore:
         return 1 if self._topology.is_cluster else TAGS_PER_BATCH
 
     def server_of(self, tag: int) -> str:
-        """The name of the server that holds a hash tag."""
+        """Return the name of the server that holds a hash tag."""
         return self._topology.of_tag(tag).name
 
     def is_connected(self, tag: int) -> bool:
-        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+        """Return whether the server that holds a hash tag is connected; if not, the link is connecting."""
         return self._topology.of_tag(tag).connected
 
     def read(
         self, name: bytes, rule: Limit, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
-        """Read a bucket; ``None``: it is full. The reads of one iteration are one command for each server."""
+        """Read a bucket; ``None``: it is full. The reads of one iteration share a command, except in a Cluster."""
         if self._topology.is_cluster:
-            # All keys of a command have to be of one slot there.
+            # All keys of a command must be of one slot.
             self._read([_Reading(name, rule, done)])
             return
         if not self._readings:
@@ -340,7 +342,7 @@ class RedisStore:
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
     ) -> None:
-        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
+        """Apply a batch; idempotent. ``None``: it is older than the last one of its sender."""
         keys, arguments = settle_request(tag, batch)
         self._topology.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
 
@@ -353,9 +355,9 @@ class RedisStore:
     def hold(
         self, tag: int, call: HoldCall, done: Callable[[HoldReply | RateLimitdError], None]
     ) -> None:
-        """Make a hold, or the part of it whose buckets have a hash tag, once however often it is sent.
+        """Make a hold, or its part for the buckets of one hash tag; idempotent.
 
-        Its record is kept with ``tag``.
+        Its record is stored under ``tag``.
         """
         keys, arguments = hold_request(tag, call)
         held = partial(_answer, done, partial(self._held, call))
@@ -369,7 +371,7 @@ class RedisStore:
     def step_hold(
         self, tag: int, call: StepCall, done: Callable[[StepReply | RateLimitdError], None]
     ) -> None:
-        """Settle, extend or withdraw a hold whose record is with ``tag``; once, however often it is sent."""
+        """Settle, extend or withdraw a hold whose record is under ``tag``; idempotent."""
         keys, arguments = step_request(tag, call)
         stepped = partial(_answer, done, partial(step_reply, call))
         self._topology.of_tag(tag).run(HOLD_STEP, keys, arguments, stepped, 1 + len(call.names))
@@ -381,13 +383,13 @@ class RedisStore:
         least: int,
         done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:
-        """Make a bucket full, in a new generation, which is ``least`` at least."""
+        """Reset a bucket to full, in a new generation of at least ``least``."""
         keys, arguments = reset_request([name], [rule], least)
         answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
         self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
-        """Find out whether the server that holds a hash tag serves checks: an empty batch, which writes."""
+        """Test whether the server of a hash tag serves checks, by an empty batch, which writes."""
         self._probes += 1
         batch = Batch(self._prober, self._probes, 0, {})
 
@@ -421,7 +423,7 @@ class RedisStore:
     def read_statuses(
         self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
     ) -> None:
-        """Read the statuses of at least one incarnation, in their order; ``None``: there is none.
+        """Read the statuses of one or more incarnations, in order; ``None`` for a missing one.
 
         Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
         """
@@ -432,7 +434,7 @@ class RedisStore:
             nonlocal missing, failure
             if isinstance(reply, bytes):
                 statuses[place] = reply or None
-            # A value that is no string is no status, and says nothing of the others.
+            # A value of another type is no status, and does not affect the others.
             elif isinstance(reply, RateLimitdError) and not isinstance(reply, StoreCorruptError):
                 failure = reply
             missing -= 1
@@ -471,7 +473,7 @@ def _beat(reply: Any) -> Heartbeat:
             and len(now_us) <= _TIME_DIGITS
             and all(isinstance(name, bytes) for name in names)
         ):
-            # Names are counted and shown: one that is no valid UTF-8 is a node, too.
+            # Names are only counted and shown: one with invalid UTF-8 is a node, too.
             alive = tuple([name.decode(errors="replace") for name in names])
             return int(now_us), fingerprint.decode(errors="replace"), alive
     message = "the reply to a heartbeat is malformed"

@@ -115,7 +115,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
         StartupError: a file cannot be used; the message names the option of the URL.
     """
     try:
-        # With an authority of one's own, those of the system are trusted no more.
+        # A given CA file replaces the system's authorities.
         context = ssl.create_default_context(cafile=files.ca_certs or None)
     except OSError as error:
         raise StartupError(_unusable("ssl_ca_certs", error)) from None
@@ -130,6 +130,6 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _unusable(option: str, error: OSError) -> str:
-    """``ssl.SSLError`` is an ``OSError`` whose text names no cause that a reader of logs would know."""
+    """Return the message for a TLS file; the text of ``ssl.SSLError`` would not help a reader of logs."""
     cause = "it is not valid PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
     return f"REDIS_URL: {option} cannot be used: {cause}"

@@ -1,6 +1,6 @@
-"""A whole set of rules in SQL: compared with the rules of a store, and written in one revision.
+"""Applies a whole set of rules in SQL: compares it with the stored rules and writes it in one revision.
 
-The audit trail gets one row, and a table beside it each rule that changed. See ADR 0058.
+The audit trail gets one row, and ``rule_audit_changes`` one row per changed rule. See ADR 0058.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import RuleRow
 
 PER_STEP: Final = 64
-"""Rules that are validated, compared or written per event-loop iteration: about 1 ms."""
+"""Rules validated, compared or written per event-loop iteration: about 1 ms."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
 
 
 async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) -> Sequence[Change]:
-    """Return what becomes of each wanted rule, and of those that are to be deleted, after the revision ``current``.
+    """Return the changes of all wanted rules and the deletions, relative to the revision ``current``.
 
     Raises as ``diff`` does.
     """
@@ -59,7 +59,7 @@ async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) 
 
 
 async def refuse_changes_after(connection: AsyncConnection, since: int, current: int) -> None:
-    """Refuse a set that was made for another state of the rules.
+    """Refuse a set that was prepared for an earlier state of the rules.
 
     Raises:
         RuleBookConflictError: a rule was changed after ``since``, or there was no such revision.
@@ -76,12 +76,12 @@ async def refuse_changes_after(connection: AsyncConnection, since: int, current:
 
 
 async def write(connection: AsyncConnection, changes: Iterable[Change], now: datetime) -> None:
-    """Write the rules that differ; rules may take each other's places."""
+    """Write changed rules; rules may swap endpoints."""
     of = _by_action(changes)
     by_id = rules.c.id == sa.bindparam("of_id")
     for step in steps(row.id for row, _ in of["delete"]):
         await connection.execute(rules.delete().where(rules.c.id.in_(step)))
-    # No endpoint of a rule may be another's for a moment: first those that move get one that is free, their id.
+    # Endpoints must stay unique at every step: first, rules that move get a free temporary endpoint, their id.
     moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
     for step in steps(moved):
         parked = rules.update().where(rules.c.id.in_(step)).values(endpoint=rules.c.id)
@@ -100,7 +100,7 @@ async def record(
     revision: int,
     text_of: Callable[[RuleRow | None], str | None],
 ) -> None:
-    """Insert the changes into the table beside the audit trail."""
+    """Insert the changes into ``rule_audit_changes``."""
     for step in steps(changes):
         rows = [
             {
@@ -116,7 +116,7 @@ async def record(
 
 
 def steps(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the items in parts of ``PER_STEP``."""
+    """Yield the items in batches of ``PER_STEP``."""
     iterator = iter(items)
     while step := list(islice(iterator, PER_STEP)):
         yield step

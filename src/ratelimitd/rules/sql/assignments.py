@@ -1,7 +1,6 @@
-"""The assignments in SQL: written beside the rules, and read by nodes together with them.
+"""The assignments in SQL: stored beside the rules, and read by nodes together with them.
 
-A write is one transaction under the lock of the revision, and every change in it has a revision and an audit row of its
-own. See ADR 0050.
+A write is one transaction under the revision lock; each change in it has its own revision and audit row. See ADR 0050.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from ratelimitd.rules.sql.database import (
 from ratelimitd.rules.store import AssignmentQuery
 
 ROWS_PER_STEP: Final = 256
-"""Rows taken over per event-loop iteration: about 1 ms."""
+"""Rows processed per event-loop iteration: about 1 ms."""
 
 KEPT_S: Final = 86_400
-"""How long an expired assignment stays in the table: much longer than clocks of nodes differ."""
+"""Retention of an expired assignment: far above the clock differences between nodes."""
 
 PURGED_PER_WRITE: Final = 100
-"""Expired assignments that a write deletes, beside two for each one that it writes."""
+"""Expired assignments that each write deletes, plus two per assignment written."""
 
 _COLUMNS: Final = tuple(assignments.c[name] for name in (*Assignment._fields[:-1], "revision"))
-"""The columns of an assignment; the revision makes its etag."""
+"""The columns of an assignment; the etag is computed from the revision."""
 
 _SERVED: Final = tuple(assignments.c[name] for name in Assigned._fields)
 
@@ -57,7 +56,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class SqlAssignmentStore:
     """An :class:`~ratelimitd.rules.store.AssignmentStore` in a database whose schema is current.
 
-    The rule store makes it, and closes ``database``.
+    The rule store creates it and closes ``database``.
     """
 
     def __init__(self, database: RuleDatabase, *, clock: Clock, max_assignments: int) -> None:
@@ -174,14 +173,14 @@ class SqlAssignmentStore:
         }
 
     async def _count(self, connection: AsyncConnection, change: int) -> None:
-        """Note how many assignments there are after a write of ``change`` more.
+        """Update the number of assignments by ``change``.
 
         Raises:
             AssignmentsFullError: they would exceed the maximum.
         """
         known = await connection.scalar(sa.select(rule_revision.c.assignments)) or 0
         if change > 0 and known + change > self._max_assignments:
-            # Rows may have been deleted past the service.
+            # Rows may have been deleted outside the service.
             known = (
                 await connection.scalar(sa.select(sa.func.count()).select_from(assignments)) or 0
             )
@@ -194,9 +193,9 @@ class SqlAssignmentStore:
         await connection.execute(rule_revision.update().values(assignments=counted))
 
     async def _purge(self, connection: AsyncConnection, most: int) -> int:
-        """Delete assignments that expired long ago, at most so many; return their number.
+        """Delete at most ``most`` assignments that expired long ago; return their number.
 
-        Nodes need not hear of it: an expired assignment has no effect.
+        Nodes need no notification: an expired assignment has no effect.
         """
         ended = assignments.c.expire_time.between(1, self._now_s() - KEPT_S)
         columns = (assignments.c.identifier_type, assignments.c.identifier)
@@ -218,7 +217,7 @@ _NONE: Final = Assignment("", b"", "")
 
 
 async def read_assignments(connection: AsyncConnection, now_us: int) -> tuple[Assignments, int]:
-    """Return all assignments that have not expired, read in steps, and the number of invalid rows."""
+    """Return all unexpired assignments, read in steps, and the number of invalid rows."""
     loaded = Assignments()
     skipped = 0
     statement = sa.select(*_SERVED).where(_is_current(now_us // US_PER_S))
@@ -247,7 +246,7 @@ async def read_assigned(
 
 
 async def read_unassigned(connection: AsyncConnection, revision: int) -> Sequence[Identity]:
-    """Return the identities whose assignment was removed after ``revision``; some may have one again."""
+    """Return the identities whose assignment was removed after ``revision``; some may be assigned again."""
     columns = (rule_audit.c.identifier_type, rule_audit.c.identifier)
     deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
     statement = sa.select(*columns).where(deletions & rule_audit.c.identifier.is_not(None))
@@ -290,7 +289,7 @@ async def _delete(connection: AsyncConnection, identities: Iterable[Identity]) -
 
 
 def _conditions(identities: Iterable[Identity]) -> list[sa.ColumnElement[bool]]:
-    """Return conditions that together select the identities: one for each type."""
+    """Return conditions, one per type, that together select the identities."""
     of_type: dict[str, list[bytes]] = {}
     for identifier_type, identifier in identities:
         of_type.setdefault(identifier_type, []).append(identifier)
@@ -313,7 +312,7 @@ def _is_current(now_s: int) -> sa.ColumnElement[bool]:
 
 
 def _after_prefix(prefix: bytes) -> bytes:
-    """Return the first bytes after all that begin with ``prefix``; empty if there are none."""
+    """Return the smallest bytes greater than all that begin with ``prefix``; empty if there are none."""
     rest = prefix.rstrip(b"\xff")
     return rest[:-1] + bytes((rest[-1] + 1,)) if rest else b""
 

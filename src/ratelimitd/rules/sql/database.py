@@ -1,7 +1,7 @@
-"""The rule database: its tables, what an adapter of it offers, and which adapter a URL names.
+"""The rule database: its tables, the adapter interface, and the selection of the adapter by URL.
 
 The tables are portable between SQLite and PostgreSQL. Their constraints repeat :mod:`ratelimitd.rules.validation`,
-because a writer may bypass the service; :mod:`ratelimitd.rules.sql.migrations` creates them. See ADR 0024.
+because other writers may bypass the service. :mod:`ratelimitd.rules.sql.migrations` creates them. See ADR 0024.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ COMMAND_TIMEOUT_S: Final = 3.0
 
 
 class RuleDatabase(Protocol):
-    """A database and its connections; it connects on first use.
+    """A database and its connections; connects on first use.
 
-    Driver errors inside a transaction leave it as ``StoreUnavailableError``, without SQL or values in the message.
-    Any exception rolls the transaction back, cancellation included.
+    A driver error inside a transaction is raised as ``StoreUnavailableError``, without SQL or values in the message.
+    Any exception rolls the transaction back, including cancellation.
     """
 
     place: str
-    """Host and database, or the file, for messages; no user, no password."""
+    """Host and database, or the file, for messages; never user or password."""
 
     def reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """Begin a read-only transaction; all its statements see one state."""
+        """Begin a read-only transaction; all its statements see one snapshot."""
 
     def writing(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """Begin a transaction that is committed at its end.
+        """Begin a transaction and commit it at its end.
 
         Its first statement must lock the revision; SQLite locks the whole database at the begin.
         """
 
     def upgrading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """Begin a transaction that changes the schema; concurrent ones of other processes wait.
+        """Begin a transaction that changes the schema; concurrent upgrades by other processes wait.
 
         Raises ``StartupError`` where a retry cannot succeed.
         """
@@ -63,7 +63,7 @@ def open_database(
 
     Args:
         database_url: the setting.
-        create: make a missing SQLite file.
+        create: create a missing SQLite file.
         busy_timeout_s: longest wait for another writer.
         command_timeout_s: longest wait for a server's answer to one command.
         pool_timeout_s: longest wait for a free connection.
@@ -80,7 +80,7 @@ def open_database(
         return SqliteDatabase(
             url.path, create=create, busy_timeout_s=busy_timeout_s, pool_timeout_s=pool_timeout_s
         )
-    # The driver takes 100 ms to import, which a node on SQLite saves.
+    # The driver takes 100 ms to import; a node on SQLite does without it.
     from ratelimitd.rules.sql.postgresql import PostgresqlDatabase  # noqa: PLC0415
 
     return PostgresqlDatabase(
@@ -95,7 +95,7 @@ MAX_ACTOR_CHARS: Final = 255
 
 metadata = sa.MetaData()
 
-# Ordered by bytes, as SQLite does; PostgreSQL needs the collation.
+# Sorted by bytes, as SQLite does; PostgreSQL needs the collation.
 _ENDPOINT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
 _TYPE: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
 
@@ -124,7 +124,7 @@ rules = sa.Table(
     ),
     sa.Index("rules_revision", "revision"),
 )
-"""``revision`` is the store's at the rule's last change; times are UTC."""
+"""``revision`` is the store's revision at the rule's last change; times are UTC."""
 
 rule_revision = sa.Table(
     "rule_revision",
@@ -134,7 +134,7 @@ rule_revision = sa.Table(
     sa.Column("assignments", sa.BigInteger, nullable=False, server_default="0"),
     sa.CheckConstraint('"only" = 1', name="rule_revision_one_row"),
 )
-"""One row: the revision of the last change, and how many assignments there are, which takes long to count.
+"""One row: the revision of the last change, and the number of assignments, which is slow to count.
 
 Writers lock it first, so revisions are in commit order.
 """
@@ -159,7 +159,7 @@ assignments = sa.Table(
     sa.Index("assignments_plan", "plan", "identifier_type", "identifier"),
     sa.Index("assignments_expire_time", "expire_time"),
 )
-"""The plan of each identity. Identifiers are bytes: PostgreSQL's text takes no NUL, and both order bytes alike.
+"""The plan of each identity. Identifiers are bytes: PostgreSQL's text rejects NUL, and both databases sort bytes alike.
 
 ``expire_time`` is in Unix seconds, 0 = never; ``revision`` is the store's at the last change.
 """
@@ -184,8 +184,8 @@ rule_audit = sa.Table(
 )
 """One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was none.
 
-A change of an assignment has an empty ``rule_id``, and names the identity. That of a whole set of rules has one, too,
-and its rows in ``rule_audit_changes``.
+A change of an assignment has an empty ``rule_id`` and names the identity. An ``apply`` has an empty ``rule_id``, too,
+and its changes in ``rule_audit_changes``.
 """
 
 rule_audit_changes = sa.Table(
@@ -201,7 +201,7 @@ rule_audit_changes = sa.Table(
     ),
     sa.Index("rule_audit_changes_rule", "rule_id", "revision"),
 )
-"""What an ``apply`` of the audit trail changed: one row per rule."""
+"""The changes of each ``apply`` in the audit trail: one row per rule."""
 
 secrets = sa.Table(
     "secrets",
@@ -210,7 +210,7 @@ secrets = sa.Table(
     sa.Column("value", sa.LargeBinary, nullable=False),
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
 )
-"""Random values shared by all nodes, such as the key of the bucket keys' hash."""
+"""Random values shared by all nodes, such as the key that hashes bucket keys."""
 
 
 async def current_revision(connection: AsyncConnection) -> int:
@@ -227,7 +227,7 @@ async def next_revision(connection: AsyncConnection) -> int:
 
 
 def storable(actor: str) -> str:
-    """Return who made a change, in characters that every database stores; a certificate may hold others."""
+    """Return ``actor`` in characters that every database can store; a certificate may contain others."""
     return actor.encode(errors="replace").decode().replace("\0", "?")[:MAX_ACTOR_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""Looks at a rule database as `doctor` does: what is in it, and whether a node may do everything that it has to."""
+"""Inspects a rule database for `doctor`: its content, and whether a node has all permissions that it needs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ratelimitd.rules.sql.migrations import require_current
 
 
 class Contents(NamedTuple):
-    """The number of rules, the revision of the last change, and the identifier types that occur.
+    """The number of rules, the revision of the last change, and the identifier types in use.
 
-    ``plans`` are those that rules name; ``assigned`` is the number of assignments of each identifier type and plan.
+    ``plans`` are those that rules name; ``assigned`` is the number of assignments per identifier type and plan.
     """
 
     rules: int
@@ -67,8 +67,8 @@ async def inspect(database_url: str) -> Contents:
 
 
 def _writes_of_no_row() -> Iterator[UpdateBase]:
-    """Yield writes that change no row; the server checks the permissions all the same."""
-    # The lock first, so that concurrent inspections wait for each other.
+    """Yield writes that change no row; the server still checks permissions."""
+    # Lock first, so that concurrent inspections wait for each other.
     yield rule_revision.update().values(revision=rule_revision.c.revision)
     for table in (rule_revision, rules, rule_audit, rule_audit_changes, secrets, assignments):
         column = next(iter(table.c))

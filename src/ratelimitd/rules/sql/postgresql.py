@@ -1,8 +1,8 @@
-"""The rule database in PostgreSQL: connections, transactions, time limits, and the meaning of its errors.
+"""The rule database in PostgreSQL: connections, transactions, timeouts, and the meaning of its errors.
 
-The only module that imports the driver. Holds no statement about rules. See ADR 0024.
+The only module that imports the driver. Contains no statement about rules. See ADR 0024.
 
-Every command has a time limit. A connection whose command ran out of time or was cancelled is cut, because the driver
+Every command has a timeout. A connection whose command timed out or was cancelled is terminated, because the driver
 would wait for the server to confirm the cancellation. An idle connection is probed before use and replaced when dead.
 """
 
@@ -28,16 +28,16 @@ from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavai
 from ratelimitd.settings.urls import PostgresqlServer
 
 CONNECT_TIMEOUT_S: Final = 3.0
-"""Longest wait for a connection, name look-up, TLS and password included."""
+"""Longest wait for a connection, including name look-up, TLS and authentication."""
 
 IDLE_IN_TRANSACTION_S: Final = 10.0
-"""After this the server ends a transaction whose node is silent: it may hold the lock that every writer needs."""
+"""The server ends a transaction whose node is silent for this long: it may hold the lock that every writer needs."""
 
 POOL_SIZE: Final = 4
 """Connections of one node; a server has 100 for all by default."""
 
 CLOSE_TIMEOUT_S: Final = 1.0
-"""Longest wait for the orderly close of a connection."""
+"""Longest wait for an orderly close of a connection."""
 
 UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
 """Key of the advisory lock of upgrades: "ratelimd" in ASCII, unlikely to collide with another program's."""
@@ -48,7 +48,7 @@ _LOST: Final = (
     asyncpg.InternalClientError,  # raised when no server matches target_session_attrs
     OSError,  # includes TimeoutError
 )
-"""Raised by the driver when a connection cannot be made or is lost."""
+"""Driver errors when a connection fails or is lost."""
 
 _DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
 """Raised inside a transaction."""
@@ -107,14 +107,14 @@ class PostgresqlDatabase:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Begin a read-only transaction; all its statements see one state."""
+        """Begin a read-only transaction; all its statements see one snapshot."""
         with _store_errors():
             async with self._reading.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Begin a transaction; the error of a COMMIT without an answer says that the outcome is unknown."""
+        """Begin a transaction; if COMMIT gets no answer, the error says that the outcome is unknown."""
         with _store_errors():
             async with self._writing.connect() as connection:
                 yield connection
@@ -140,7 +140,7 @@ class PostgresqlDatabase:
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
-        # Concurrently and in bounded time: a server that hangs must not delay the shutdown.
+        # Concurrently and in bounded time: a hanging server must not delay the shutdown.
         closings = [driver.close(timeout=CLOSE_TIMEOUT_S) for driver in self._drivers]
         await asyncio.gather(*closings, return_exceptions=True)
         await self._engine.dispose()
@@ -148,7 +148,7 @@ class PostgresqlDatabase:
     async def _connect(self) -> asyncpg.Connection:
         limits = {
             "lock_timeout": self._busy_timeout_s,
-            # The server gives up before the client: its error is more precise, and it stops the work.
+            # The server times out before the client: its error is more precise, and it stops the work.
             "statement_timeout": self._command_timeout_s * 0.9,
             "idle_in_transaction_session_timeout": IDLE_IN_TRANSACTION_S,
         }
@@ -224,14 +224,14 @@ def _error_of_network(origin: OSError) -> StoreUnavailableError:
             "the certificate of the rule database is not one that sslrootcert vouches for"
         )
     if type(origin) is ConnectionError:
-        # Raised by the driver, not by a subclass of the system, when the server offers no TLS.
+        # The driver raises exactly this class, no subclass, when the server offers no TLS.
         return StoreMisconfiguredError("the rule database refuses TLS, which sslmode asks for")
     reason = f": {origin.strerror}" if origin.strerror else ""
     return StoreUnavailableError(f"the rule database cannot be reached{reason}")
 
 
 async def _lock_schema(connection: AsyncConnection) -> None:
-    """Wait for other upgrades; refuse a database that cannot hold every endpoint."""
+    """Wait for other upgrades; refuse a database whose encoding cannot hold every endpoint."""
     await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(UPGRADE_LOCK)))
     encoding = await connection.scalar(sa.text("SHOW server_encoding"))
     if encoding != "UTF8":

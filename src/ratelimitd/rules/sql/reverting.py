@@ -1,4 +1,4 @@
-"""The rules as they were at an earlier revision, from what the audit trail says of each change since."""
+"""Reconstructs the rules of an earlier revision from the audit trail of all changes since."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ratelimitd.rules.validation import RuleRow, rule_from_row
 
 
 class _Earliest(NamedTuple):
-    """The first change of a rule after a revision: what the rule was before it, as JSON."""
+    """The first change of a rule after a revision; holds the rule before that change, as JSON."""
 
     revision: int
     before: str | None
 
 
 async def changes_back_to(to: int, connection: AsyncConnection, current: int) -> Sequence[Change]:
-    """Return what brings the rules back to the revision ``to``; a rule that nothing changes is among them.
+    """Return the changes that restore the rules of the revision ``to``, including rules that stay unchanged.
 
     Raises:
         RuleInvalidError: there was no such revision, the trail does not have all changes since, too many rules changed,
@@ -53,7 +53,7 @@ async def changes_back_to(to: int, connection: AsyncConnection, current: int) ->
 
 
 async def _refuse_gaps(connection: AsyncConnection, to: int, current: int) -> None:
-    """Refuse if rows of the trail were deleted, or rules were changed past the service."""
+    """Refuse if rows of the trail were deleted, or rules were changed outside the service."""
     since = rule_audit.c.revision > to
     entries = await connection.scalar(sa.select(sa.func.count()).where(since))
     of_sets = sa.select(rule_audit.c.after).where(since & (rule_audit.c.action == "apply"))
@@ -66,7 +66,7 @@ async def _refuse_gaps(connection: AsyncConnection, to: int, current: int) -> No
 async def _find_earliest(
     connection: AsyncConnection, trail: Any, to: int, earliest: dict[str, _Earliest]
 ) -> None:
-    """Add the first change of each rule in one table of the trail."""
+    """Record the first change of each rule in one table of the trail."""
     columns = (trail.rule_id, trail.revision, trail.before)
     of_rules = (trail.revision > to) & (trail.rule_id != "")
     statement = sa.select(*columns).where(of_rules).order_by(trail.revision)
@@ -87,7 +87,7 @@ async def _rows(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, Ru
 
 
 def _row(text: str | None) -> RuleRow | None:
-    """Return the row that the trail has, which must be a valid rule."""
+    """Return the row recorded in the trail, which must be a valid rule."""
     if text is None:
         return None
     row = RuleRow(*map(json.loads(text).get, RuleRow._fields))

@@ -1,6 +1,6 @@
 """The rule database in a SQLite file: connections, transactions, and the meaning of SQLite's errors.
 
-The only module that imports the driver. Holds no statement about rules. See ADR 0013.
+The only module that imports the driver. Contains no statement about rules. See ADR 0013.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 from ratelimitd.errors import StartupError, StoreUnavailableError
 
 BUSY_TIMEOUT_S: Final = 2.0
-"""Longest wait for another process's write. Writes take milliseconds."""
+"""Longest wait for another process's write, which takes milliseconds."""
 
 POOL_SIZE: Final = 4
 """Connections, each with its own thread: one writes (SQLite allows one), the others read."""
 
 POOL_TIMEOUT_S: Final = 5.0
-"""Longest wait for a free connection: more than one writer's wait for the lock and for its answer."""
+"""Longest wait for a free connection: more than one writer's wait for the lock and its answer."""
 
 WAL_ATTEMPTS: Final = 5
 """Attempts to switch a new file to write-ahead logging while other processes open it."""
@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S: Final = 2.0
 
 _BEGIN: Final = "ratelimitd_begin"
 
-# The driver logs every call with its arguments at debug level, and an argument may be a secret.
+# The driver logs every call with its arguments at debug level; an argument may be a secret.
 logging.getLogger("aiosqlite").setLevel(logging.WARNING)
 
 _MEANINGS: Final = {
@@ -63,8 +63,8 @@ _MEANINGS: Final = {
 class SqliteDatabase:
     """A :class:`~ratelimitd.rules.sql.database.RuleDatabase` in the file at ``path``.
 
-    A missing file is created only with ``create``, readable by its owner alone: it holds the key of the buckets.
-    Creating it elsewhere would turn a lost database into an empty one.
+    ``create`` allows creating a missing file, readable by its owner only: it holds the key of the buckets. Otherwise a
+    missing file is an error, because creating it would turn a lost database into an empty one.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class SqliteDatabase:
         if create:
             _make_private(path)
         self._engine = self._open_engine(pool_timeout_s)
-        # A transaction that reads first and locks later fails at once if another process wrote in between,
-        # whatever the busy timeout is.
+        # A transaction that reads first and locks later fails at once, regardless of the busy timeout, if another
+        # process wrote in between.
         self._writing = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Begin a read-only transaction; all its statements see one state."""
+        """Begin a read-only transaction; all its statements see one snapshot."""
         with _store_errors():
             async with self._engine.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Begin a transaction that holds the write lock from its begin."""
+        """Begin a transaction that holds the write lock from the start."""
         with _store_errors():
             async with self._writing.begin() as connection:
                 yield connection
@@ -116,7 +116,7 @@ class SqliteDatabase:
     async def close(self) -> None:
         """Close every connection and wait for its thread; idempotent.
 
-        The thread of a connection whose caller was cancelled closes it later. A thread that outlives the event loop
+        A connection whose caller was cancelled is closed later, by its thread. A thread that outlives the event loop
         ends with a traceback on stderr.
         """
         await self._engine.dispose()
@@ -132,14 +132,14 @@ class SqliteDatabase:
             check_same_thread=False,
             factory=_Connection,
         )
-        # Without an ident it is about to start.
+        # A thread without an ident is about to start.
         self._threads = {one for one in self._threads if one.ident is None or one.is_alive()}
         self._threads.add(connection._thread)  # noqa: SLF001 - the driver has no public way to join it
         opening = asyncio.ensure_future(connection)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Cancelled itself, the driver would never close what its thread opens.
+            # If the await itself were cancelled, the driver would never close the connection that its thread opens.
             opening.add_done_callback(_stop)
             raise
 
@@ -160,14 +160,14 @@ class SqliteDatabase:
 
     def _set_up(self, connection: Any, entry: ConnectionPoolEntry) -> None:
         entry.info["file"] = _identity(self._path)
-        # The driver would begin a transaction at the first write only; `_begin` decides instead.
+        # The driver would begin a transaction only at the first write; `_begin` does so explicitly.
         connection.isolation_level = None
-        # Invalid UTF-8 in one row would fail a whole load; validation finds the lone surrogates instead.
+        # Invalid UTF-8 in one row would fail a whole load; validation rejects the lone surrogates instead.
         connection.driver_connection.text_factory = _lenient_text
         cursor = connection.cursor()
         _use_wal(cursor)
-        # WAL is often used with NORMAL. FULL: an answered edit survives a power failure. Edits are rare, so a sync
-        # of milliseconds is cheap.
+        # WAL is often combined with NORMAL; FULL makes an answered edit survive a power failure. Edits are rare, so a
+        # sync of milliseconds is cheap.
         cursor.execute("PRAGMA synchronous=FULL")
         cursor.close()
 
@@ -180,7 +180,7 @@ class SqliteDatabase:
 
 
 def meaning_of(error: SQLAlchemyError) -> str:
-    """Return what a database error means, in one line without SQL or values."""
+    """Return the meaning of a database error, in one line without SQL or values."""
     orig = error.orig if isinstance(error, DBAPIError) else error
     meaning = _MEANINGS.get(_code_of(orig))
     if meaning is None:
@@ -189,7 +189,7 @@ def meaning_of(error: SQLAlchemyError) -> str:
 
 
 def is_permanent(error: SQLAlchemyError, path: Path) -> bool:
-    """Return whether a retry cannot succeed: ``path`` is not writable or no file, or the disk is full."""
+    """Return whether a retry cannot succeed: ``path`` is not writable, not a file, or the disk is full."""
     code = _code_of(getattr(error, "orig", None))
     if code != sqlite3.SQLITE_CANTOPEN:
         return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
@@ -217,15 +217,15 @@ def _code_of(error: object) -> int:
 
 class _Connection(sqlite3.Connection):
     def close(self) -> None:
-        # SQLite keeps a closed connection, and its locks, as long as a statement has rows that were not read: a caller
-        # that was cancelled between execution and fetch leaves one.
+        # SQLite keeps a closed connection and its locks while a statement has unread rows, such as after a caller was
+        # cancelled between execution and fetch.
         with suppress(sqlite3.Error):
             self.rollback()
         super().close()
 
 
 def _stop(opening: asyncio.Future[aiosqlite.Connection]) -> None:
-    """Close a connection that has no caller any more, in its thread."""
+    """Close a connection whose caller is gone, in its thread."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().stop()
 
@@ -235,8 +235,8 @@ def _begin(connection: sa.Connection) -> None:
 
 
 def _use_wal(cursor: Any) -> None:
-    """Set the journal mode with which readers and the writer do not wait for each other."""
-    # The switch ignores the busy timeout while another connection switches or writes; the begin of a write honours it.
+    """Set the journal mode in which readers and the writer do not wait for each other."""
+    # The switch ignores the busy timeout while another connection switches or writes; beginning a write honours it.
     for _ in range(WAL_ATTEMPTS - 1):
         try:
             cursor.execute("PRAGMA journal_mode=WAL")
@@ -251,7 +251,7 @@ def _use_wal(cursor: Any) -> None:
 
 
 def _make_private(path: Path) -> None:
-    with suppress(OSError):  # SQLite meets the same error and reports it
+    with suppress(OSError):  # SQLite hits the same error and reports it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 

@@ -1,7 +1,7 @@
 """The rule store in SQL: every rule, the revision over them, the audit trail and the node's secrets.
 
-One transaction per write, whose first statement locks the revision: revisions become visible in their order. One
-snapshot per read. Builds no book and decides no check. See ADR 0008, ADR 0013 and ADR 0024.
+Each write is one transaction that first locks the revision, so revisions become visible in order. Each read is one
+snapshot. Builds no book and applies no rule. See ADR 0008, ADR 0013 and ADR 0024.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
-    :meth:`close` closes ``database``. Several processes may use one. ``types`` are the identifier types that new rules
-    may have, or be made of. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
+    :meth:`close` closes ``database``. Several processes may share one. ``types`` are the identifier types that new
+    rules may have or combine. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class SqlRuleStore:
             raise RulesFullError(message)
         async with self._database.writing() as connection:
             revision = await next_revision(connection)
-            # Rows inserted past the service did not move the revision.
-            # equivalent: of two rows the first would be taken
+            # Rows inserted outside the service did not change the revision.
+            # equivalent: with several rows the first is taken
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
@@ -154,7 +154,7 @@ class SqlRuleStore:
     async def apply(
         self, drafts: Sequence[RuleDraft], actor: str, *, prune: bool, dry_run: bool, since: int
     ) -> Applied:
-        """Bring the rules to a whole set."""
+        """Replace the rules with a whole set."""
         # In a dry run a new rule has no id.
         new_id = str if dry_run else lambda: str(self._new_id())
         diff = BookDiff(self._types, prune=prune, new_id=new_id)
@@ -163,7 +163,7 @@ class SqlRuleStore:
         return await self._apply(compare, actor, dry_run=dry_run, since=since)
 
     async def revert(self, to: int, actor: str, *, dry_run: bool, since: int) -> Applied:
-        """Bring the rules back to what they were."""
+        """Restore the rules of an earlier revision."""
         compare = partial(changes_back_to, to)
         return await self._apply(compare, actor, dry_run=dry_run, since=since)
 
@@ -224,7 +224,7 @@ class SqlRuleStore:
             place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
             statement = statement.where(place > sa.tuple_(*after))
         found: list[Rule] = []
-        # No LIMIT: invalid rows do not count, and rows behind the page are never fetched.
+        # No LIMIT: invalid rows do not count, and rows after the page are never fetched.
         async with (
             self._database.reading() as connection,
             aclosing(_read(connection, statement)) as batches,
@@ -241,7 +241,7 @@ class SqlRuleStore:
             return await read_trail(connection, rule_id, before, size, wanted)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
-        """Return what changed."""
+        """Return the changes since a revision."""
         statement = sa.select(*_COLUMNS)
         async with self._database.reading() as connection:
             current = await current_revision(connection)
@@ -270,7 +270,7 @@ class SqlRuleStore:
         async with self._database.writing() as connection:
             await next_revision(
                 connection
-            )  # takes the lock, so that only one node makes the secret
+            )  # takes the lock, so that only one node creates the secret
             value = await connection.scalar(
                 sa.select(secrets.c.value).where(secrets.c.name == name)
             )
@@ -292,7 +292,7 @@ class SqlRuleStore:
         before: RuleRow | None = None,
         after: RuleRow | None = None,
     ) -> None:
-        """Move the revision and insert the audit row, within the transaction of the change."""
+        """Advance the revision and insert the audit row, in the transaction of the change."""
         await connection.execute(rule_revision.update().values(revision=change.revision))
         row = self._audit_row(change, before=before, after=after)
         await connection.execute(rule_audit.insert().values(row))
@@ -305,7 +305,7 @@ class SqlRuleStore:
         dry_run: bool,
         since: int,
     ) -> Applied:
-        """Compare with the stored rules, and write what differs, in one transaction."""
+        """Compare with the stored rules and write the differences, in one transaction."""
         begin = self._database.reading if dry_run else self._database.writing
         async with begin() as connection:
             current = await (current_revision if dry_run else next_revision)(connection)
@@ -329,7 +329,7 @@ class SqlRuleStore:
         changes: Sequence[Change],
         counts: Mapping[str, int],
     ) -> None:
-        """Write the changes of a whole set, within its transaction."""
+        """Write the changes of a whole set, in its transaction."""
         with _exists_if_taken():
             await write(connection, changes, self._now())
         await connection.execute(rule_revision.update().values(revision=change.revision))
@@ -418,7 +418,7 @@ async def _removed_ids(connection: AsyncConnection, revision: int) -> Sequence[s
     found: dict[str, None] = {}
     for trail in (rule_audit.c, rule_audit_changes.c):
         deletions = (trail.revision > revision) & (trail.action == "delete")
-        # Without DISTINCT, for which SQLite would walk the index of the rules, through the whole trail.
+        # No DISTINCT: SQLite would walk the index of the rules through the whole trail.
         statement = sa.select(trail.rule_id).where(deletions & (trail.rule_id != ""))
         found |= dict.fromkeys(await connection.scalars(statement))
     return list(found)
@@ -452,7 +452,7 @@ class _Change(NamedTuple):
 
 @contextmanager
 def _exists_if_taken() -> Iterator[None]:
-    """Raise ``RuleExistsError`` for a violated constraint: a writer outside the service does not take the lock."""
+    """Convert a constraint violation to ``RuleExistsError``: a writer outside the service does not take the lock."""
     try:
         yield
     except IntegrityError as error:
@@ -485,5 +485,5 @@ def _json(row: RuleRow | None) -> str | None:
     for name in ("limits", "plans"):
         if fields[name] is None:
             del fields[name]
-    # A row written past the service may hold values that JSON cannot express, such as bytes.
+    # A row written outside the service may hold values that JSON cannot express, such as bytes.
     return json.dumps(fields, default=repr)

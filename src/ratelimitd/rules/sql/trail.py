@@ -1,4 +1,4 @@
-"""Pages of the audit trail: of all changes, or of those of one rule, also as part of a whole set."""
+"""Pages of the audit trail: all changes, or those of one rule, including changes made as part of a whole set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def read_trail(  # noqa: PLR0917 -- as RuleStore.audit
 
 
 def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa.Select[Any]:
-    """Select a page of the audit trail: of its own rows, or of those beside it, with who changed them and when."""
+    """Select a page of one table of the audit trail, with the actor and the time of each change."""
     columns = (changes.c.get(name, rule_audit.c[name]) for name in AuditEntry._fields)
     statement = sa.select(*columns).order_by(changes.c.revision.desc()).limit(size)
     if changes is not rule_audit:
@@ -59,7 +59,7 @@ def _selected(statement: sa.Select[Any], changes: sa.Table, wanted: AuditFilter)
 
 
 def _mentions(changes: sa.FromClause, text: str) -> sa.ColumnElement[bool]:
-    """Return whether the fields of a change, which are JSON, contain ``text``."""
+    """Return a condition: the fields of a change, stored as JSON, contain ``text``."""
     written = json.dumps(text)[1:-1].lower()
     return sa.or_(
         *(

@@ -1,8 +1,7 @@
-"""The Connect protocol for unary calls, in JSON and in binary: an answer is a body, an error is a status and JSON.
+"""The Connect protocol for unary calls, in JSON and binary: an answer is a body, an error is a status and JSON.
 
-Follows https://connectrpc.com/docs/protocol, but for two things: fields that the contract does not know are refused in
-JSON, and a body that is too long is 413, one in an unknown encoding 415. Answers are not compressed. Never knows a
-method. See ADR 0030.
+Follows https://connectrpc.com/docs/protocol with two exceptions: unknown fields in JSON are refused, and a body that is
+too long is 413, one in an unknown encoding 415. Does not compress answers. Independent of the methods. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ class Types:
 
 
 class UnaryProtocol(Protocol):
-    """How a call and its answer look on the wire."""
+    """The wire format of a call and its answer."""
 
     max_body_bytes: int
 
     def timeout_s(self, headers: Headers) -> float | None:
-        """How long the caller waits, ``None``: without end; raises ``RpcError`` when that is malformed."""
+        """Return the caller's timeout, ``None`` for no limit; raises ``RpcError`` if malformed."""
 
     async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
-        """The request's message, serialised; raises ``RpcError`` or ``InvalidInputError`` when it is none."""
+        """Return the serialised request message; raises ``RpcError`` or ``InvalidInputError`` if malformed."""
 
     async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
-        """The answer that carries this serialised message."""
+        """Return the answer with this serialised message."""
 
     def failure(self, error: RpcError) -> Response:
-        """The answer of a call that failed."""
+        """Return the answer to a failed call."""
 
 
 JSON: Final = "application/json"
@@ -67,8 +66,8 @@ PROTO: Final = "application/proto"
 BODY_STATUS: Final[Mapping[type, int]] = MappingProxyType(
     {BodyTooLargeError: 413, EncodingUnsupportedError: 415}
 )
-"""For a body that cannot be read. Connect has 429 for whatever is RESOURCE_EXHAUSTED and 501 for UNIMPLEMENTED; clients
-of Connect go by the code in the body."""
+"""Statuses for unreadable bodies. Connect maps every RESOURCE_EXHAUSTED to 429 and UNIMPLEMENTED to 501; its clients
+evaluate the code in the body."""
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
     {
@@ -90,24 +89,24 @@ HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
         StatusCode.UNAUTHENTICATED: 401,
     }
 )
-"""Connect's table."""
+"""The mapping that Connect specifies."""
 
 _CODES: Final = {code: code.name.lower() for code in StatusCode} | {
     StatusCode.CANCELLED: "canceled"
 }
-"""gRPC's names in lower case, but for the one that Connect spells otherwise."""
+"""gRPC's names in lower case, except the one that Connect spells differently."""
 
 _VERSION: Final = "1"
 _MAX_TIMEOUT_DIGITS: Final = 10
 
 
 class Connect:
-    """What its two codecs have in common."""
+    """Base of the two codecs."""
 
     max_body_bytes = MAX_MESSAGE_BYTES
 
     def timeout_s(self, headers: Headers) -> float | None:
-        """From ``Connect-Timeout-Ms``; looks at the protocol's version, too."""
+        """Read ``Connect-Timeout-Ms``; also verifies the protocol version."""
         if headers.get("connect-protocol-version", _VERSION) != _VERSION:
             message = f"Connect-Protocol-Version must be {_VERSION}"
             raise RpcError(StatusCode.INVALID_ARGUMENT, message)
@@ -120,7 +119,7 @@ class Connect:
         return int(text) / 1_000
 
     def failure(self, error: RpcError) -> Response:
-        """An HTTP status for the code, and a body with code, text and details."""
+        """Return an HTTP status for the code, and a body with code, text and details."""
         content: dict[str, Any] = {"code": _CODES[error.code], "message": error.message}
         headers = {}
         details = status_pb2.Status.FromString(error.details).details
@@ -142,43 +141,43 @@ class Connect:
 
 
 class ConnectJson(Connect):
-    """Bodies of JSON."""
+    """Bodies are JSON."""
 
     bounds = json_messages.USUAL
     max_body_bytes = bounds.body_bytes
 
     async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
-        """Read strictly: see :mod:`ratelimitd.web.api.json_messages`."""
+        """Parse strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
         message = await message_from_json(text, types.request, turn, self.bounds)
         return message.SerializeToString()
 
     async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
-        """Every field is there, under the contract's name."""
+        """Write every field under its contract name."""
         return Response(await json_of(types.answer.FromString(message), turn), media_type=JSON)
 
 
 class WholeBookJson(ConnectJson):
-    """Bodies of JSON that hold a whole set of rules."""
+    """Bodies are JSON with a whole set of rules."""
 
     bounds = json_messages.WHOLE_BOOK
     max_body_bytes = bounds.body_bytes
 
 
 class ConnectProto(Connect):
-    """Bodies are serialised messages; what they hold is for the services to judge."""
+    """Bodies are serialised messages; the services validate their content."""
 
     async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
-        """The body."""
+        """Return the body unchanged."""
         return self._uncompressed(body, headers)
 
     async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
-        """The message."""
+        """Return the message unchanged."""
         return Response(message, media_type=PROTO)
 
 
 def _detail(detail: PackedDetail) -> dict[str, object]:
-    """A detail as Connect carries it, and again for people under ``debug``."""
+    """Return a detail in Connect's format, with a readable copy under ``debug``."""
     shown = MessageToDict(detail, preserving_proto_field_name=True)
     del shown["@type"]
     return {
@@ -192,18 +191,18 @@ GRPC_WEB: Final = "application/grpc-web"
 GRPC_WEB_PROTO: Final = "application/grpc-web+proto"
 
 TRAILERS: Final = 0x80
-"""The flag of the last frame: what it holds are trailers, as a block of HTTP/1.1."""
+"""Flag of the last frame, which holds trailers as an HTTP/1.1 header block."""
 
 _OK: Final = RpcError(StatusCode.OK, "")
 
 
 class GrpcWeb:
-    """Bodies are a framed message, answered by another and a frame of trailers."""
+    """Bodies are one framed message; answers are one framed message and a frame of trailers."""
 
     max_body_bytes = MAX_MESSAGE_BYTES + PREFIX_BYTES
 
     def timeout_s(self, headers: Headers) -> float | None:
-        """From ``grpc-timeout``."""
+        """Read ``grpc-timeout``."""
         text = headers.get("grpc-timeout")
         if text is None:
             return None
@@ -214,9 +213,9 @@ class GrpcWeb:
             raise RpcError(StatusCode.INVALID_ARGUMENT, message) from None
 
     async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
-        """The only message of the body."""
+        """Return the only message of the body."""
         reader = MessageReader(MAX_MESSAGE_BYTES)
-        # Two at most: a body of zeros would be 800,000 messages, and hold everybody up for as many µs.
+        # Parse at most two: a body of zeros would be 800,000 messages and block the event loop for as many µs.
         parts = [*islice(reader.feed(body), 2)]
         if len(parts) != 1 or reader.unfinished_bytes:
             text = "the body must be one message behind its flag and its length"
@@ -226,11 +225,11 @@ class GrpcWeb:
         return uncompressed(part.content, encoding, MAX_MESSAGE_BYTES)
 
     async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
-        """The message, and that all is well."""
+        """Return the message with the trailers of an OK status."""
         return Response(framed(message) + _trailers(_OK), media_type=GRPC_WEB_PROTO)
 
     def failure(self, error: RpcError) -> Response:
-        """Trailers only. In the body, where the scripts of every browser can read them."""
+        """Return trailers only, in the body, which scripts can read in every browser."""
         return Response(_trailers(error), media_type=GRPC_WEB_PROTO)
 
 

@@ -1,7 +1,7 @@
-"""Forward auth: ``/v1/auth`` says whether a proxy may pass on a request that it holds. See ADR 0061.
+"""Forward auth: ``/v1/auth`` answers whether a proxy may forward a request. See ADR 0061.
 
-The method is CheckRateLimit of gRPC, behind the same guard. Everything that a client can put into its request ends in a
-decision or in a refusal, never in an error of the node: proxies may be configured to let requests through on errors.
+Calls CheckRateLimit of gRPC behind the same guard. Any client input results in a decision or a refusal, never in an
+error of the node: proxies may be configured to let requests through on errors.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ AUTH_PATH: Final = "/v1/auth"
 
 FORBIDDEN: Final = 403
 STATUSES: Final = {"429": DENIED, "403": FORBIDDEN}
-"""Values of the parameter ``deny``. nginx passes on 401 and 403 alone."""
+"""Values of the parameter ``deny``. nginx forwards only 401 and 403."""
 
 MAX_PATH_BYTES: Final = 8_192
-"""Of a path; nginx takes no longer request line by default. Decoding one takes at most 2 ms."""
+"""Longest path; nginx accepts no longer request line by default. Decoding takes at most 2 ms."""
 
 MAX_QUERY_BYTES: Final = 2_048
 MAX_COST_DIGITS: Final = 10
@@ -63,10 +63,10 @@ _log = logging.getLogger(__name__)
 class _Template(NamedTuple):
     text: str
     method: str
-    """Empty: any. So is ``host``."""
+    """Empty matches any method; likewise ``host``."""
     host: str
     segments: Sequence[bytes | None]
-    """``None`` for any one."""
+    """``None`` matches any segment."""
     has_rest: bool
     """More segments may follow."""
 
@@ -84,13 +84,13 @@ class _Template(NamedTuple):
 
 
 class PathTemplates:
-    """Templates in order; ``texts`` are valid, see :func:`ratelimitd.settings.parsing.path_templates`."""
+    """Path templates in order; ``texts`` are valid, see :func:`ratelimitd.settings.parsing.path_templates`."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._templates = [_Template.of(text) for text in texts]
 
     def endpoint_of(self, method: str, host: str, segments: Sequence[bytes]) -> str:
-        """Return the first template that matches, or ``UNMATCHED``. HEAD counts as GET, and ``get`` as well.
+        """Return the first matching template, or ``UNMATCHED``. HEAD counts as GET; methods match case-insensitively.
 
         Applications may serve a method in lower case as if it were in upper case.
         """
@@ -115,18 +115,18 @@ class PathTemplates:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a ``Host`` header: lower case, without port and final dot."""
+    """Return the host name in a ``Host`` header: lower case, without port and trailing dot."""
     return host.lower().partition(":")[0].rstrip(".")
 
 
 def segments_of(uri: str) -> list[bytes]:
     """Return the segments of the path of a request target, normalised once, as nginx does.
 
-    Escapes are decoded first, so that an encoded slash separates segments and encoded dots count as dots. Empty
-    segments, the query and a slash at the end are left out.
+    Decodes escapes first, so that an encoded slash separates segments and encoded dots count as dots. Omits empty
+    segments, the query and a trailing slash.
 
     Raises:
-        InvalidInputError: it is no path, is longer than ``MAX_PATH_BYTES``, has a wrong escape, or leads above the
+        InvalidInputError: not a path, longer than ``MAX_PATH_BYTES``, a malformed escape, or a path above the
             root.
     """
     path = uri.partition("?")[0].partition("#")[0]
@@ -157,20 +157,20 @@ def _refuse(field: str, description: str) -> NoReturn:
 
 
 class Parameters(NamedTuple):
-    """What the configuration of the proxy says in the query of its request."""
+    """Parameters that the proxy's configuration sets in the query of its request."""
 
     deny: int = DENIED
     cost: int = 1
     endpoint: str = ""
-    """Empty: by the path."""
+    """Empty: determined by the path."""
 
 
 def parameters_of(query: str, client_query: str = "") -> Parameters:
     """Return the parameters in a query; ``client_query`` is that of the client's request.
 
     Raises:
-        InvalidInputError: names the first that is wrong. The client's query is refused if the proxy has passed it on:
-            else a client could choose its endpoint.
+        InvalidInputError: names the first invalid parameter. A client's query that the proxy forwards is refused:
+            otherwise clients could choose their endpoint.
     """
     if not query:
         return Parameters()
@@ -198,7 +198,7 @@ def parameters_of(query: str, client_query: str = "") -> Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthOptions:
-    """What the settings say about forward auth."""
+    """The settings of forward auth."""
 
     identifiers: Sequence[str]
     """``header=type``, in order."""
@@ -210,9 +210,9 @@ class AuthOptions:
 
 
 class ForwardAuth:
-    """The ASGI application of :data:`AUTH_PATH`; ``handler`` answers checks, ``now_s`` is Unix time, the node's.
+    """The ASGI application of :data:`AUTH_PATH`; ``handler`` answers checks, ``now_s`` is the node's Unix time.
 
-    ``revision`` is that of the ``RateLimit`` fields.
+    ``revision`` is the revision of the ``RateLimit`` fields.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class ForwardAuth:
         self._has_warned = False
 
     def trusts(self, peer: str | None) -> bool:
-        """Return whether the peer is in TRUSTED_PROXIES."""
-        return self._proxies.trusts(peer)
+        """Return whether the peer is in TRUSTED_PROXIES; a peer that has left is not known to be."""
+        return bool(peer) and self._proxies.trusts(peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, of any method."""
@@ -249,7 +249,7 @@ class ForwardAuth:
         await response(scope, receive, send)
 
     async def answer(self, request: Request) -> Response:
-        """Return the answer to one request; errors are answers."""
+        """Return the answer to one request; never raises."""
         try:
             return await self._decide(request)
         except ClientDisconnect:
@@ -259,15 +259,21 @@ class ForwardAuth:
 
     async def _decide(self, request: Request) -> Response:
         call = http_call(request, CHECK_METHOD)
-        self._admit(call)
+        try:
+            self._admit(call)
+        except RpcError as error:
+            # Has names of settings, and nothing that was sent. The log bounds how often it is repeated.
+            _log.warning("requests to %s are refused by their Authorization: %s", AUTH_PATH, error)
+            raise
         headers = request.headers
         peer = request.client.host if request.client else None
-        is_trusted = self._proxies.trusts(peer)
+        is_trusted = self.trusts(peer)
         if not is_trusted and any(name in headers for name in _FORWARDING):
             self._ignore()
         uri = _only(headers, URI) if is_trusted else None
         if uri is None and is_cross_site(headers):
-            # A browser on the host of the node: it sends no forwarding header to another site unasked.
+            # A browser on the node's host: browsers add no forwarding header to cross-site requests without a
+            # preflight.
             return PlainTextResponse("This request came from another site\n", FORBIDDEN)
         parameters = parameters_of(
             request.scope["query_string"].decode("latin-1"), (uri or "").partition("?")[2]
@@ -282,7 +288,7 @@ class ForwardAuth:
         return self._told(ratelimiter_pb2.RateLimitResponse.FromString(answer), parameters.deny)
 
     def _endpoint(self, request: Request, uri: str | None) -> str:
-        """Return the endpoint of the client's request; ``uri`` is that of a trusted proxy."""
+        """Return the endpoint of the client's request; ``uri`` comes from a trusted proxy."""
         if uri is None:
             return UNMATCHED
         method = _only(request.headers, _METHOD) or request.method
@@ -297,8 +303,8 @@ class ForwardAuth:
         *,
         is_trusted: bool,
     ) -> None:
-        """Set the identities of a check: the configured headers that are there, else the address of the client."""
-        address = self._proxies.of(peer, headers.getlist(FORWARDED_FOR))
+        """Set the identities of a check: the configured headers that are present, else the address of the client."""
+        address = self._proxies.of(peer, headers.getlist(FORWARDED_FOR) if is_trusted else ())
         found: dict[str, str] = {}
         for header, kind in self._identifiers:
             identifier: str | None
@@ -318,13 +324,13 @@ class ForwardAuth:
             message.also.add(identifier_type=kind, identifier=identifier)
 
     def _identifier(self, text: str | None, kind: str, *, is_trusted: bool) -> str | None:
-        """Return what a header says; a header with an address counts from trusted proxies only."""
+        """Return the identifier in a header; a header with an address counts from trusted proxies only."""
         if not text:
             return None
         if kind == IdentifierType.IP:
             return self._no_proxies.of(text) if is_trusted else None
         raw = text.encode("latin-1")
-        # What looks like a digest is none, or it would be the identity of the text that has it.
+        # Hash values that look like a digest, too: otherwise they would share the identity of the hashed text.
         if len(raw) <= MAX_IDENTIFIER_BYTES and not text.startswith(_DIGEST):
             try:
                 return raw.decode()
@@ -364,8 +370,8 @@ def _only(headers: Headers, name: str) -> str | None:
     """Return the value of a header.
 
     Raises:
-        InvalidInputError: it is there more than once. One of them may be the client's, and which one an application
-            goes by is not known here.
+        InvalidInputError: it occurs more than once. One value may be the client's, and which one an application
+            uses is unknown here.
     """
     values = headers.getlist(name)
     if len(values) > 1:

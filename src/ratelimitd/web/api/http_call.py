@@ -1,7 +1,7 @@
-"""An HTTP request as the call that a handler of the services sees, so that pages and JSON act as gRPC callers do.
+"""Adapts an HTTP request to the call interface of the services, so that pages and JSON are handled like gRPC callers.
 
-Reads the body, and waits for the handler's answer. Never decides who may do what: the handler's own guard does, from
-this call. See ADR 0017.
+Reads the body and awaits the handler's answer. Authorizes nothing: the handler's own guard does so, based on this call.
+See ADR 0017.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ratelimitd.rpc.interface import Call, RpcError, StatusCode, UnaryHandler
 from ratelimitd.rpc.messages import Encoding, inflated
 
 Requirement = Callable[[Call], None]
-"""Lets a call pass, or raises ``RpcError``: what a role asks for."""
+"""Lets a call pass or raises ``RpcError``: the check of a role."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """A :class:`ratelimitd.rpc.interface.Call` made of a request.
+    """A :class:`ratelimitd.rpc.interface.Call` made from an HTTP request.
 
-    It has no certificate and no deadline. ``authorization`` stands in for the header of this name where somebody logged
-    in; empty: the request's own counts.
+    It has no certificate and no deadline. ``authorization`` replaces the header of this name for a logged-in visitor;
+    empty: the request's header applies.
     """
 
     method: str
@@ -41,13 +41,13 @@ class HttpCall:
     peer_sans: Sequence[str] = ()
 
     def metadata(self, key: str) -> str | None:
-        """The first value of a header by its lower-case name, or ``None``."""
+        """Return the first value of a header by its lower-case name, or ``None``."""
         if key == "authorization" and self.authorization:
             return self.authorization
         return self.headers.get(key)
 
     def values(self, key: str) -> list[str]:
-        """All values of a header by its lower-case name."""
+        """Return all values of a header by its lower-case name."""
         return self.headers.getlist(key)
 
     def time_remaining_s(self) -> None:
@@ -55,14 +55,14 @@ class HttpCall:
 
 
 def http_call(request: HTTPConnection, method: str, authorization: str = "") -> HttpCall:
-    """The call of ``method``, a full path such as ``/ratelimiter.v1.RateLimiter/CheckRateLimit``."""
+    """Return the call of ``method``, a full path such as ``/ratelimiter.v1.RateLimiter/CheckRateLimit``."""
     return HttpCall(method, peer_of(request), request.headers, authorization)
 
 
 def peer_of(request: HTTPConnection) -> str:
-    """The peer in gRPC's spelling: ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``.
+    """Return the peer in gRPC's format: ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``.
 
-    Of an IPv4 peer on a socket that listens for both it is the IPv4 address. ``unknown:`` is never loopback.
+    An IPv4 peer on a dual-stack socket is returned as IPv4. ``unknown:`` is never loopback.
     """
     client = request.client
     try:
@@ -78,22 +78,22 @@ def peer_of(request: HTTPConnection) -> str:
 
 
 _OWN_SITE: Final = frozenset({"same-origin", "none"})
-"""``none``: the person's own doing, such as sending a form once more."""
+"""``none`` is a user action, such as reloading a form."""
 
 
 def is_cross_site(headers: Headers) -> bool:
-    """Whether a browser says that the request comes from a page of another origin; other programs say nothing."""
+    """Return whether a browser marks the request as cross-origin; other programs send no such headers."""
     if headers.get("sec-fetch-site", "none") not in _OWN_SITE:
         return True
     origin = headers.get("origin")
-    # The scheme is not compared: a proxy that terminates TLS speaks HTTP to this node.
+    # Ignore the scheme: a proxy that terminates TLS speaks HTTP to this node.
     return (
         origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
     )
 
 
 async def settled(value: T | Awaitable[T]) -> T:
-    """Return a value that is there, or one that must be waited for."""
+    """Return a value, awaiting it if necessary."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -105,13 +105,13 @@ async def handled(
     receive: Receive,
     deadline_s: float | None = None,
 ) -> bytes:
-    """Return the answer of a handler, unless the deadline or the connection of the caller ends first.
+    """Return the answer of a handler, unless the deadline passes or the caller disconnects first.
 
-    ``receive`` returns, after the body, when the caller has left; ``deadline_s`` is on the event loop's clock.
+    ``receive`` returns, after the body, when the caller disconnects; ``deadline_s`` is on the event loop's clock.
 
     Raises:
-        RpcError: the handler's own, or DEADLINE_EXCEEDED.
-        starlette.requests.ClientDisconnect: the client has left.
+        RpcError: raised by the handler, or DEADLINE_EXCEEDED.
+        starlette.requests.ClientDisconnect: the client has disconnected.
     """
     exceeded = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
     remaining_s = None if deadline_s is None else deadline_s - asyncio.get_running_loop().time()
@@ -140,8 +140,8 @@ async def _left(receive: Receive) -> None:
 
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024
-"""Of a body that is too long so much is read and forgotten: most clients look for the answer only behind their own last
-byte, and would see a broken connection instead of the reason."""
+"""Bytes of an oversized body that are read and discarded: most clients read the answer only after sending everything,
+and would otherwise see a broken connection instead of the reason."""
 
 
 class BodyTooLargeError(RpcError):
@@ -153,11 +153,11 @@ class EncodingUnsupportedError(RpcError):
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Raises:
         BodyTooLargeError: it has more than ``max_bytes``.
-        starlette.requests.ClientDisconnect: the caller left before its end.
+        starlette.requests.ClientDisconnect: the caller disconnected before its end.
     """
     parts = []
     size = 0
@@ -173,12 +173,12 @@ async def body_of(request: Request, max_bytes: int) -> bytes:
 
 
 def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """What a body holds. Not more is ever made of it than it may hold.
+    """Decompress a body, in memory bounded by ``max_bytes``.
 
     Raises:
-        BodyTooLargeError: it holds more.
-        EncodingUnsupportedError: it is compressed otherwise than with gzip.
-        RpcError: INVALID_ARGUMENT for what is no gzip.
+        BodyTooLargeError: its content is longer.
+        EncodingUnsupportedError: its encoding is not gzip.
+        RpcError: INVALID_ARGUMENT if it is not valid gzip.
     """
     if encoding == "identity" or not body:
         return body

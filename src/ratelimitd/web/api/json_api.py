@@ -1,8 +1,8 @@
-"""The contract's services over HTTP/1.1: which paths, in which protocols, and ``POST /v1/check``.
+"""The services over HTTP/1.1: paths, protocols, and ``POST /v1/check``.
 
-The methods are those of gRPC, from the same table: a handler and its guard cannot tell how they were called. Every
-request names one of a few content types, none of which a browser sends to another site without asking; nothing here
-answers such a question, so no page of another site reaches the loopback role. See ADR 0030.
+Uses the gRPC method table: a handler and its guard cannot tell how they were called. Requires one of a few content
+types that browsers send to other sites only after a CORS preflight. No preflight is answered, so pages of other sites
+cannot reach the loopback role. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ DENIED = 429
 
 
 class HttpCheck(ConnectJson):
-    """Asks as Connect does. ``now_s`` is Unix time, the node's; ``revision`` that of the ``RateLimit`` fields."""
+    """Like Connect. ``now_s`` is the node's Unix time; ``revision`` is the revision of the ``RateLimit`` fields."""
 
     def __init__(self, now_s: Callable[[], float], revision: str) -> None:
         self._now_s = now_s
         self._revision = revision
 
     async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
-        """200 or 429, by the decision in the body; also what was let through unchecked is 200."""
+        """Return 200 or 429, by the decision in the body; a check that was allowed unchecked is 200, too."""
         response = await super().answer(message, types, turn)
         decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
         response.headers.update(limit_fields(decision, self._now_s(), self._revision))
@@ -63,13 +63,13 @@ class HttpCheck(ConnectJson):
 def limit_fields(
     decision: ratelimiter_pb2.RateLimitResponse, now_s: float, revision: str
 ) -> dict[str, str]:
-    """Return the fields for a decision: those of the rule, if one decided, and ``Retry-After`` of a denial."""
+    """Return the fields of a decision: those of the rule, if one decided, and ``Retry-After`` of a denial."""
     fields = {}
     retry_after_s = decision.retry_after_seconds
     if not decision.allowed:
         fields["Retry-After"] = str(retry_after_s)
     if decision.rule_id:
-        # The check may have been judged at its caller's time, which may be far from ours.
+        # The check may use its caller's time, which may differ greatly from ours.
         reset_s = min(max(0, math.ceil(decision.reset_time - now_s)), decision.window_seconds)
         fields |= ratelimit_headers(
             decision.rule_id,
@@ -103,17 +103,18 @@ PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
         GRPC_WEB_PROTO: GrpcWeb(),
     }
 )
-"""By content type. None of them is one that a browser sends across origins unasked (``text/plain`` and forms)."""
+"""Protocols by content type. Browsers send none of these types across origins without a preflight, unlike
+``text/plain`` and forms."""
 
 WHOLE_BOOK_PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
     {**PROTOCOLS, JSON: WholeBookJson()}
 )
 
 _DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"
-"""Written by `make proto` from the contract and its comments, which the generated classes do not have."""
+"""Written by `make proto` from the contract including its comments, which the generated classes lack."""
 
 Translation = Callable[[Exception, str], RpcError]
-"""What a call of this method ends with for whatever was raised."""
+"""Converts any exception in a call of this method to the error that ends the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Method:
 
 
 class JsonApi:
-    """The routes for a node's ``methods``; ``admit`` is asked before a body is read."""
+    """The routes for a node's ``methods``; ``admit`` is called before a body is read."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class JsonApi:
         self._check_protocols = {JSON: http_check}
 
     def routes(self) -> list[BaseRoute]:
-        """All of them."""
+        """Return all routes."""
         document = _DOCUMENT.read_bytes()
 
         async def openapi(_: Request) -> Response:
@@ -192,7 +193,7 @@ class JsonApi:
 
 
 def _methods_of(methods: Methods) -> Iterator[_Method]:
-    """The methods of the contract's services, under every path that they are in the table with."""
+    """Yield the methods of the contract's services, under every path in the method table."""
     package = ratelimiter_pb2.DESCRIPTOR.package
     for name, service in ratelimiter_pb2.DESCRIPTOR.services_by_name.items():
         for method in service.methods:

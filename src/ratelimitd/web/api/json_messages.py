@@ -1,9 +1,8 @@
-"""Requests as JSON: the text of a body to a message of the contract, or an error that names every field in the way.
+"""Converts JSON bodies to messages of the contract, or raises an error that names every invalid field.
 
-Stricter than the library's reader, which takes a list for a message, the same field under both its names and a mask in
-camel case only, and whose errors quote what was sent. Never holds the event loop for long, whatever the text: large
-messages are read and written in steps of the queue that all large calls share. Never knows what a field means. See ADR
-0030.
+Stricter than the library's reader, which accepts a list for a message, the same field under both its names, and masks
+in camel case only, and whose errors quote the input. Never blocks the event loop for long: large messages are read and
+written in steps of the queue that all large calls share. Independent of the fields' meaning. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -25,47 +24,47 @@ from ratelimitd.errors import MAX_VIOLATIONS, FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import LARGE_BYTES, MAX_MESSAGE_BYTES
 
 MAX_BODY_BYTES: Final = 1024 * 1024
-"""1,000 checks with the longest names are 0.7 MB."""
+"""Fits 1,000 checks with the longest names, which take 0.7 MB."""
 
 MAX_VALUES: Final = 20_000
-"""Commas and opening brackets of a body, counted unread, for parsing cannot pause: it takes 1 to 8 ms for so many.
-1,000 checks have 8,000."""
+"""Maximum of commas and opening brackets in a body, counted before parsing, which cannot pause: this many take 1 to 8
+ms. 1,000 checks have 8,000."""
 
 
 class Bounds(NamedTuple):
-    """What a body may hold."""
+    """Limits of a body."""
 
     body_bytes: int = MAX_BODY_BYTES
     values: int = MAX_VALUES
     in_thread: bool = False
-    """A large one is parsed beside the event loop, which it would hold for 0.2 s."""
+    """Parse a large body in a thread: it would block the event loop for 0.2 s."""
 
 
 USUAL: Final = Bounds()
 
 WHOLE_BOOK: Final = Bounds(MAX_MESSAGE_BYTES, 400_000, in_thread=True)
-"""Of a whole set of rules, from an administrator: 20,000 rules of one limit have 160,000 values."""
+"""Limits of a whole set of rules, sent by an administrator: 20,000 rules of one limit have 160,000 values."""
 
 SLICE_ITEMS: Final = 100
-"""Items of a list that are read at a stretch: about 0.6 ms."""
+"""List items read per step: about 0.6 ms."""
 
 MAX_MASK_PATHS: Final = 100
-"""Of a field mask; no message has more fields."""
+"""Longest field mask; no message has more fields."""
 
 MAX_NAME: Final = 64
-"""Characters of an unknown field's name that an error quotes; those of the contract are shorter."""
+"""Characters of an unknown field's name that an error quotes; the contract's names are shorter."""
 
 MAX_DIGITS: Final = 40
-"""A longer number fits no field; making an integer of its text takes time that grows with the square of its length."""
+"""A longer number fits no field; parsing it as an integer takes quadratic time."""
 
 BODY: Final = "body"
-"""What an error calls the text itself."""
+"""Field name for errors about the body itself."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 T = TypeVar("T")
 
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-"""RFC 8259, section 6: proto3 JSON takes numbers also as strings, where callers cannot hold 64 bits."""
+"""RFC 8259, section 6; proto3 JSON also accepts numbers as strings, for callers without 64-bit integers."""
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _UPPER: Final = re.compile("[A-Z]")
@@ -73,23 +72,23 @@ _FIELD_MASK: Final = FieldMask.DESCRIPTOR.full_name
 
 
 class _WrongValueError(Exception):
-    """A value is not one of its field; the text says what would be."""
+    """A value does not fit its field; the text says which values do."""
 
 
 class Turn(Protocol):
-    """How a large call takes its next step."""
+    """Schedules the next step of a large call."""
 
     def __call__(self, step: Callable[[], T], /) -> Awaitable[T]:
-        """Return the result of ``step``, run when it is this caller's turn, or raise its error."""
+        """Run ``step`` when it is this caller's turn; return its result or raise its error."""
 
 
 async def message_from_json(
     body: bytes, message_class: type[MessageT], turn: Turn, bounds: Bounds = USUAL
 ) -> MessageT:
-    """The message that a body says. One of at most ``LARGE_BYTES`` and ``SLICE_ITEMS`` items is read at once.
+    """Parse a body into a message. One of at most ``LARGE_BYTES`` and ``SLICE_ITEMS`` items is read in one step.
 
     Raises:
-        InvalidInputError: it is no JSON, or not of this message; the text quotes names of fields only.
+        InvalidInputError: not JSON, or not this message; the text quotes field names only.
     """
     is_large = len(body) > LARGE_BYTES
     parse = partial(_value_of, body, bounds)
@@ -109,7 +108,7 @@ async def message_from_json(
 
 
 def _value_of(body: bytes, bounds: Bounds) -> object:
-    """What the text says, in Python's types."""
+    """Parse the text into Python's types."""
     if len(body) > bounds.body_bytes:
         _refuse(f"must be at most {bounds.body_bytes} bytes")
     if sum(map(body.count, (b",", b"{", b"["))) > bounds.values:
@@ -151,13 +150,13 @@ def _refuse(description: str) -> NoReturn:
 
 
 class _Reading:
-    """One body on its way into a message. Its methods are generators: they yield ``True`` where other tasks may run."""
+    """The conversion of one body to a message. Its methods are generators that yield where other tasks may run."""
 
     def __init__(self) -> None:
         self.violations: list[FieldViolation] = []
 
     def fill(self, message: Message, value: object, path: str) -> Iterator[bool]:
-        """Set the fields of ``message``; ``path`` is its place with a dot behind it, empty for the whole."""
+        """Set the fields of ``message``; ``path`` is its place with a trailing dot, empty for the top level."""
         if not isinstance(value, dict):
             self._complain(path.rstrip(".") or BODY, "must be a JSON object")
             return
@@ -169,7 +168,7 @@ class _Reading:
                 self._complain(path + _shown(name), f"is no field of {message.DESCRIPTOR.name}")
             elif field in seen:
                 self._complain(path + field.name, "must be given under one of its names")
-            elif content is not None:  # null stands for the default, as proto3 JSON has it
+            elif content is not None:  # null stands for the default, as in proto3 JSON
                 yield from self._set(message, field, content, path + field.name)
             seen.add(field)
 
@@ -193,7 +192,7 @@ class _Reading:
             yield from self.fill(part, content, f"{place}.")
 
     def _fill_map(self, entries: Any, content: object, place: str) -> Iterator[bool]:
-        """Set the entries of a map; those of requests are from strings to messages."""
+        """Set the entries of a map; in requests, maps are from strings to messages."""
         if not isinstance(content, dict):
             self._complain(place, "must be a JSON object")
             return
@@ -222,7 +221,7 @@ class _Reading:
                 items.append(value)
 
     def _mask_paths(self, content: object, place: str) -> list[str]:
-        """Proto3 JSON joins the paths with commas and writes them in camel case; the contract's names are as good."""
+        """Parse a field mask: proto3 JSON joins camel-case paths with commas; also accepts the contract's names."""
         try:
             text = _text(content)
         except _WrongValueError as error:
@@ -235,7 +234,7 @@ class _Reading:
         return snake.split(",") if snake else []
 
     def _value(self, field: FieldDescriptor, content: object, place: str) -> Any:
-        """What to put into a field that is no message; ``None``: nothing."""
+        """Return the value for a field that is not a message; ``None`` leaves it unset."""
         try:
             if field.enum_type is not None:
                 return _choice(content, field.enum_type)
@@ -250,12 +249,12 @@ class _Reading:
 
 @lru_cache
 def _fields_of(descriptor: Descriptor) -> Mapping[str, FieldDescriptor]:
-    """The fields under the contract's names and under those that proto3 JSON makes of them."""
+    """Return the fields by contract name and by proto3 JSON name."""
     return {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
 
 
 def _shown(name: str) -> str:
-    """The name of a field that there is not, as an error may quote it."""
+    """Return the name of an unknown field in a form that an error may quote."""
     shown = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", name[:MAX_NAME])
     return shown if len(name) <= MAX_NAME else shown + "…"
 
@@ -292,7 +291,7 @@ def _integer(content: object, bits: int) -> int:
 
 
 def _choice(content: object, enum: EnumDescriptor) -> int:
-    """A number, or the name of one."""
+    """Return the number of an enum value given by number or name."""
     if not isinstance(content, str):
         return _integer(content, bits=32)
     value = enum.values_by_name.get(content)
@@ -310,22 +309,22 @@ _READERS: Final[Mapping[int, Callable[[object], Any]]] = MappingProxyType(
         FieldDescriptor.TYPE_INT64: partial(_integer, bits=64),
     }
 )
-"""By type of field: every type that requests have. A test asks for each of their fields."""
+"""Readers by field type, for every type in requests. A test covers each of their fields."""
 
 
 class _Member(NamedTuple):
-    """How a field is written."""
+    """How to write a field."""
 
     name: str
     optional: bool
-    """It is left out when it is not set."""
+    """Omitted if unset."""
     item: Callable[[Any], object] | None
-    """For a list: how each of its items is written."""
+    """For a list: writes one item."""
     value: Callable[[Any], object]
 
 
 async def json_of(message: Message, turn: Turn) -> bytes:
-    """The body that says ``message``. A list of at most ``SLICE_ITEMS`` items is written at once."""
+    """Return the body of ``message``. A list of at most ``SLICE_ITEMS`` items is written in one step."""
     members = []
     for member in _present(message):
         value = getattr(message, member.name)
@@ -364,7 +363,7 @@ def _present(message: Message) -> Iterable[_Member]:
 
 @lru_cache
 def _members_of(descriptor: Descriptor) -> tuple[_Member, ...]:
-    """Every field, in the contract's order. Looked up once: asking a descriptor takes longer than writing a value."""
+    """Return every field in the contract's order. Cached: inspecting a descriptor takes longer than writing a value."""
     return tuple(_planned(descriptor))
 
 
@@ -397,12 +396,12 @@ def _each(write: Callable[[Any], object]) -> Callable[[Iterable[Any]], object]:
 
 
 def _sorted(write: Callable[[Any], object], entries: Mapping[str, Any]) -> dict[str, object]:
-    """A map; the keys of those of the contract are strings."""
+    """Return a sorted map; the contract's maps have string keys."""
     return {key: write(entries[key]) for key in sorted(entries)}
 
 
 def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
-    """The field of a map's values; ``None`` for a field that is no map."""
+    """Return the value field of a map; ``None`` for a field that is not a map."""
     entry = field.message_type
     is_map = entry is not None and entry.GetOptions().map_entry
     return entry.fields_by_name["value"] if entry is not None and is_map else None
@@ -425,7 +424,7 @@ _WRITERS: Final[Mapping[int, Callable[[Any], object]]] = MappingProxyType(
         FieldDescriptor.TYPE_DOUBLE: _number,
     }
 )
-"""By type of field, where JSON writes another value than Python holds."""
+"""Writers by field type, for types whose JSON value differs from Python's."""
 
 
 _dumped: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

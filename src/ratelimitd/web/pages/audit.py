@@ -1,7 +1,7 @@
-"""``/audit``: who changed which rule or assignment, and when, and the way back to the rules of an earlier revision.
+"""``/audit``: the changes of rules and assignments, with actor and time, and a revert to an earlier revision.
 
-503 while the rule database does not answer. Reverting is a whole set of rules, see ADR 0058: it is shown before it is
-done, and refused if a rule was changed after it was shown.
+Answers 503 while the rule database is unavailable. A revert applies a whole set of rules, see ADR 0058: it has a
+preview, and is refused if a rule was changed after that.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from ratelimiter.v1 import ratelimiter_pb2
 PAGE_CHANGES: Final = 25
 
 ACTIONS: Final = {"create": "created", "update": "changed", "delete": "deleted", "apply": "applied"}
-"""The actions of the trail, in the words of the page."""
+"""The page's words for the actions of the trail."""
 
 _log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """One change, with the fields that it changed."""
+    """One change, with the changed fields."""
 
     entry: AuditEntry
     rule: str
     """Endpoint and identifier type of the rule; empty for any other change."""
     differences: Sequence[Difference]
     identity: str = ""
-    """Whose assignment it was; empty for a change of a rule."""
+    """The assigned identity; empty for a change of a rule."""
     counts: str = ""
-    """How many rules a whole set created, updated and deleted; empty for any other change."""
+    """Numbers of rules that a whole set created, updated and deleted; empty for any other change."""
 
     @property
     def what(self) -> str:
-        """What was done."""
+        """Return the action in words."""
         return ACTIONS.get(self.entry.action, self.entry.action)
 
 
 class Changes(NamedTuple):
-    """A page of changes. ``earlier`` is the revision that the next page starts below; 0 when there is none."""
+    """A page of changes. ``earlier`` is the revision below which the next page starts; 0 if there is none."""
 
     changes: Sequence[Change]
     earlier: int = 0
@@ -76,7 +76,7 @@ class AuditTrail:
     async def page(
         self, rule_id: str, before: int | None, wanted: AuditFilter = EVERY_CHANGE
     ) -> Changes:
-        """Changes of a rule, of all rules when ``rule_id`` is empty, from below the revision ``before`` on."""
+        """Return changes of a rule, or of all rules if ``rule_id`` is empty, below the revision ``before``."""
         try:
             entries = await self._store.audit(rule_id, before, PAGE_CHANGES + 1, wanted)
         except StoreUnavailableError as error:
@@ -87,7 +87,7 @@ class AuditTrail:
         return Changes(shown, entries[PAGE_CHANGES - 1].revision if more else 0)
 
     async def stored(self, rule_id: str) -> Rule | None:
-        """The rule as its last change left it; ``None`` if there is none or it is unknown."""
+        """Return the rule as its last change left it; ``None`` if deleted or unknown."""
         page = await self.page(rule_id, None)
         if not page.changes or page.changes[0].entry.after is None:
             return None
@@ -113,10 +113,10 @@ def _change(entry: AuditEntry) -> Change:
 _REVISION: Final = re.compile(r"[0-9]{1,18}")
 
 MAX_FILTER: Final = 255
-"""Characters of a filter: as many as a name of a caller or an endpoint may have."""
+"""Longest filter: as long as the name of a caller or an endpoint may be."""
 
 MAX_SHOWN: Final = 100
-"""Changes of a revert that its preview lists."""
+"""Changes that the preview of a revert lists."""
 
 STALE: Final = (
     "A rule was changed meanwhile, so nothing was reverted. This is what would change now."
@@ -124,7 +124,7 @@ STALE: Final = (
 
 
 class AuditQuery(NamedTuple):
-    """Which changes an address asks for, as it was typed; what makes no sense selects all."""
+    """The filters in an address, as typed; invalid ones select all."""
 
     rule: str = ""
     who: str = ""
@@ -136,24 +136,24 @@ class AuditQuery(NamedTuple):
 
     @classmethod
     def of_parameters(cls, given: Mapping[str, str]) -> Self:
-        """From the parameters of an address."""
-        # PostgreSQL has no text with a zero byte, and nothing that is looked for has one.
+        """Return the query in the parameters of an address."""
+        # PostgreSQL's text cannot contain a zero byte, so no change contains one.
         texts = (given.get(name, "").replace("\0", "").strip() for name in cls._fields)
         return cls(*(text[:MAX_FILTER] for text in texts))
 
     @property
     def is_filtered(self) -> bool:
-        """Whether not all changes of all rules are asked for."""
+        """Return whether the query selects fewer than all changes of all rules."""
         return any(self[:-1])
 
     @property
     def first_below(self) -> int | None:
-        """The revision that the page begins below; ``None`` for the newest."""
+        """Return the revision below which the page begins; ``None`` for the newest."""
         return int(self.before) if _REVISION.fullmatch(self.before) else None
 
     @property
     def filter(self) -> AuditFilter:
-        """What is read."""
+        """Return the filter for the store."""
         action = self.action if self.action in ACTIONS else ""
         until = _day(self.until)
         return AuditFilter(
@@ -165,14 +165,14 @@ class AuditQuery(NamedTuple):
         )
 
     def address(self, before: int | str = "") -> str:
-        """The address of another page of the same changes."""
+        """Return the address of another page of the same changes."""
         given = {**self._asdict(), "before": before}
         parameters = {name: value for name, value in given.items() if value}
         return "/audit" + (f"?{urlencode(parameters)}" if parameters else "")
 
 
 def _day(text: str) -> datetime | None:
-    """The beginning of a day in UTC; ``None`` if it is none, or no day follows it."""
+    """Return the start of a day in UTC; ``None`` if invalid or the last day that Python represents."""
     try:
         day = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
     except ValueError:
@@ -181,7 +181,7 @@ def _day(text: str) -> datetime | None:
 
 
 class AuditPages:
-    """The endpoints."""
+    """The endpoints of the audit pages."""
 
     def __init__(self, frame: Frame, services: ServiceCalls, trail: AuditTrail) -> None:
         self._frame = frame
@@ -189,7 +189,7 @@ class AuditPages:
         self._trail = trail
 
     def routes(self) -> list[BaseRoute]:
-        """Where the pages are."""
+        """Return their routes."""
         return [
             Route("/audit", self._frame.reading(self.show)),
             Route("/audit/revert", self._frame.reading(self.preview)),
@@ -197,7 +197,7 @@ class AuditPages:
         ]
 
     async def show(self, request: Request) -> Response:
-        """A page of the changes that are asked for."""
+        """Show a page of the selected changes."""
         query = AuditQuery.of_parameters(request.query_params)
         changes = await self._trail.page(query.rule, query.first_below, query.filter)
         return self._frame.page(
@@ -211,7 +211,7 @@ class AuditPages:
         )
 
     async def preview(self, request: Request) -> Response:
-        """What a revert to the revision ``to`` of the address would change."""
+        """Show what a revert to the revision ``to`` of the address would change."""
         return await self._preview(request, request.query_params.get("to", ""))
 
     async def revert(self, request: Request, fields: Fields) -> Response:
@@ -260,7 +260,7 @@ def _is_revision(text: str) -> bool:
 
 
 class Reverted(NamedTuple):
-    """One rule that a revert changes."""
+    """One rule changed by a revert."""
 
     endpoint: str
     identifier_type: str
@@ -279,7 +279,7 @@ def _reverted(change: ratelimiter_pb2.RateLimitChange) -> Reverted:
 
 
 def _in_words(rule: ratelimiter_pb2.RateLimit, *, with_place: bool) -> str:
-    """A rule in a few words; ``with_place``: also which one it is, for it moves."""
+    """Summarise a rule; ``with_place``: including endpoint and identifier type, because it moves."""
     parts = [f"{rule.endpoint} {rule.identifier_type}"] if with_place else []
     parts += [_limits(rule.limits or [rule])]
     parts += [f"plan {name}: {_limits(rule.plans[name].limits)}" for name in sorted(rule.plans)]

@@ -1,6 +1,6 @@
-"""``/backtest``: who would be denied by edited rules among the checks that were recorded, before they are saved.
+"""``/backtest``: shows which recorded checks edited rules would deny, before they are saved.
 
-The replay runs in a process of its own, as the command does: it takes seconds of a core. Nothing is uploaded.
+The replay runs in a separate process, as the command does: it takes seconds of CPU. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rendering import instant
 
 MAX_WINDOW_BYTES: Final = 50_000_000
-"""Of a window the newest files of this size are replayed: two million checks, some 10 s."""
+"""Maximum size of a replay, the newest files of a window: two million checks, about 10 s."""
 
 MAX_WINDOWS: Final = 288
-"""Files that can be picked: of a day, if the node is not too busy."""
+"""Selectable files: those of a day, at moderate load."""
 
 MAX_RULES: Final = 2_000
-"""Rules of a book that is replayed here: a thread writes them for the other process in a second at most."""
+"""Rules in a replay: a thread writes them for the other process in at most a second."""
 
 REPLAY_S: Final = 60.0
-"""Longest replay."""
+"""Maximum duration of a replay."""
 
 MAX_LOGGED: Final = 4_000
-"""Characters of the end of what a failed replay told."""
+"""Characters from the end of a failed replay's output that are logged."""
 
 ANSWER_S: Final = 5.0
-"""How long the answer to the form waits for the result; a longer replay has a page of its own. Less than what a
-connection has left for an answer, and a worker for its own."""
+"""How long the answer to the form waits for the result; a longer replay gets a page of its own. Shorter than the
+connection's and the worker's timeouts for an answer."""
 
 REFRESH_S: Final = 2
-"""Interval at which a browser asks for the result on that page."""
+"""Interval at which that page reloads."""
 
 LEFT_S: Final = 10.0
-"""A replay whose result was not asked for that long is ended: the visitor has left."""
+"""A replay whose result has not been requested for this long is ended: the visitor has left."""
 
 PROGRAM: Final = """
 import os, sys
@@ -66,16 +66,16 @@ os.nice(10)
 from ratelimitd.cli import main
 raise SystemExit(main())
 """
-"""The command, in a process that ends with the one whose id is its first argument. It asks for that itself: to do so
-between fork and exec would copy the page tables of a node that answers checks."""
+"""The command, in a process that ends with the process whose id is its first argument. The child sets this up itself:
+doing so between fork and exec would copy the page tables of a node that answers checks."""
 
 COMMAND: Final = (sys.executable, "-P", "-c", PROGRAM)
 
 _REPLAYED: Final = {0, 4}
-"""Statuses of a command that has replayed."""
+"""Exit statuses of a completed replay."""
 
 WINDOWS: Final[Mapping[str, float]] = {"the last hour": 3_600, "the last day": 86_400}
-"""Names of windows that end now, and how long they are, in seconds."""
+"""Names of windows that end now, with their length in seconds."""
 
 EXAMPLE: Final = "rules: []\n"
 
@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 
 
 class BacktestPage:
-    """The endpoints. ``directory`` is RECORD_DIR, ``None`` without; ``now_s`` is Unix time."""
+    """The endpoints of the page. ``directory`` is RECORD_DIR, ``None`` if unset; ``now_s`` is Unix time."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class BacktestPage:
         self._types = types
         self._now_s = now_s
         self._replay: _Replay | None = None
-        """The one that runs, or the last one."""
+        """The running replay, or the last one."""
 
     def routes(self) -> list[BaseRoute]:
-        """Where they are."""
+        """Return their routes."""
         return [
             Route("/backtest", self._frame.reading(self.show)),
             Route("/backtest", self._frame.posting(self.replay), methods=["POST"]),
         ]
 
     async def show(self, request: Request) -> Response:
-        """The form, for the rule whose id is the parameter ``rule``; or the replay whose id is ``replay``."""
+        """Show the form for the rule in the parameter ``rule``, or the replay in the parameter ``replay``."""
         if (wanted := request.query_params.get("replay")) is not None:
             return await self._show_replay(request, wanted)
         book = self._book()
@@ -121,7 +121,7 @@ class BacktestPage:
         return await self._page(request, next(iter(WINDOWS)), text)
 
     async def replay(self, request: Request, fields: Fields) -> Response:
-        """What the rules of the form would do, in the place of those of the same endpoint and type."""
+        """Replay with the rules of the form in place of those of the same endpoint and type."""
         self._frame.demand(request, self._may_administer)
         window, text = fields.get("window", ""), fields.get("rules", "")
         if self._replay is not None and self._replay.is_running:
@@ -134,7 +134,7 @@ class BacktestPage:
         return await self._page(request, window, text, **result)
 
     async def _show_replay(self, request: Request, wanted: str) -> Response:
-        """The result, or that it is not there yet."""
+        """Show the result, or that the replay is still running."""
         self._frame.demand(request, self._may_administer)
         replay = self._replay
         if replay is None or replay.id != wanted:
@@ -150,7 +150,7 @@ class BacktestPage:
         return page
 
     async def _result(self, window: str, text: str) -> Mapping[str, Any]:
-        """Replay; returns the status and what the page shows."""
+        """Run the replay; return the status and the page's context."""
         book = self._book()
         rules = [*islice(book.rules(), MAX_RULES + 1)] if book is not None else []
         try:
@@ -189,7 +189,7 @@ class BacktestPage:
 
 
 class _Replay:
-    """A replay with what its form had. It outlives the request, and ends when its visitor has left."""
+    """A replay with the content of its form. It outlives the request, and ends when its visitor has left."""
 
     def __init__(
         self, window: str, rules: str, work: Coroutine[Any, Any, Mapping[str, Any]]
@@ -202,11 +202,11 @@ class _Replay:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has no result yet."""
+        """Return whether the result is pending."""
         return not self._task.done()
 
     async def result(self, wait_s: float) -> Mapping[str, Any] | None:
-        """Return what the page shows; ``None`` if it is still running after ``wait_s``."""
+        """Return the page's context; ``None`` if the replay is still running after ``wait_s``."""
         if self._leaving is not None:
             self._leaving.cancel()
         self._leaving = asyncio.get_running_loop().call_later(LEFT_S, self._task.cancel)
@@ -219,10 +219,10 @@ class _Replay:
 
 
 def _file_of(rules: Iterable[Rule], text: str, types: Collection[str]) -> bytes | None:
-    """Return a file of the rules, with those of ``text`` in their places; ``None`` if they are too many.
+    """Return a rules file in which those of ``text`` replace their counterparts; ``None`` if it has too many rules.
 
     Raises:
-        RuleInvalidError: a rule of ``text`` is wrong.
+        RuleInvalidError: a rule of ``text`` is invalid.
     """
     drafts = [*map(_draft_of, rules), *parse_rules(text.encode(), types)]
     merged = {(one.endpoint, one.identifier_type): one for one in drafts}
@@ -230,14 +230,14 @@ def _file_of(rules: Iterable[Rule], text: str, types: Collection[str]) -> bytes 
 
 
 def _draft_of(rule: Rule) -> RuleDraft:
-    """Return a rule as a file has it, without its id."""
+    """Return a rule in the form of a file, without its id."""
     row = RuleRow.of(rule)
-    # A member of an enumeration is no text for the writer of YAML.
+    # The YAML writer does not accept enumeration members as text.
     return row._replace(algorithm=str(row.algorithm)).draft()
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the newest whole files, the newest first."""
+    """Return the complete files, the newest first."""
     with suppress(OSError):
         files = [path for path in directory.iterdir() if FILE_NAME.fullmatch(path.name)]
         return sorted([path for path in files if path.suffix == WHOLE], reverse=True)[:MAX_WINDOWS]
@@ -245,12 +245,12 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _begin(path: Path) -> str:
-    """Return when a file was begun; it may be from a little earlier."""
+    """Return the approximate start time of a file."""
     return instant(int(path.name[:16]) // US_PER_S)
 
 
 def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:
-    """Return the newest files of a window, in their order, as many as are replayed here."""
+    """Return the newest files of a window, in their order, up to the size limit of a replay."""
     if window in WINDOWS:
         since_us = (now_s - WINDOWS[window]) * US_PER_S
         files = [path for path in files if int(path.name[:16]) >= since_us]
@@ -259,7 +259,7 @@ def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:
     found: list[Path] = []
     size = 0
     for path in files:
-        with suppress(FileNotFoundError):  # it was dropped just now
+        with suppress(FileNotFoundError):  # deleted meanwhile
             size += path.stat().st_size
             if found and size > MAX_WINDOW_BYTES:
                 break
@@ -268,7 +268,7 @@ def _within(files: Sequence[Path], window: str, now_s: float) -> list[Path]:
 
 
 async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, Any] | None, str]:
-    """Run the command; returns its report, or what is wrong."""
+    """Run the command; return its report, or the problem."""
     try:
         process = await asyncio.create_subprocess_exec(
             *COMMAND, str(os.getpid()), "backtest", *map(str, paths), "--rules", "-", "--json",
@@ -293,7 +293,7 @@ async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, A
 
 
 def _failure(status: int, told: str) -> str:
-    """Return why a command has not replayed. What it told that is no error of a command is for the log alone."""
+    """Return why a command failed. Output that is not an error message of the command is only logged."""
     if status == -signal.SIGKILL:
         return "The replay was killed, as when memory runs out. Take a shorter window, or use ratelimitd backtest."
     if status < 0:

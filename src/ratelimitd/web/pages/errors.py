@@ -1,4 +1,4 @@
-"""Why a page refuses a request: the closed set of causes, and what each is answered."""
+"""Refusals of page requests: the closed set of causes, and the answer to each."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosnif
 
 
 class Cause(enum.StrEnum):
-    """The causes, as they are counted."""
+    """The causes, by the value of their label in metrics."""
 
     CROSS_SITE = "cross_site"
-    """Another site's page made the browser send it."""
+    """Sent by a browser for a page of another site."""
     FORM_TOKEN = "form_token"  # noqa: S105 -- a cause, no secret
-    """The form is none that this visitor was given."""
+    """The form was not issued to this visitor."""
     LOGIN_REQUIRED = "login_required"
     """No session."""
     SESSION_EXPIRED = "session_expired"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
-    """What was entered is no token that may log in."""
+    """The entered token is unknown or may not log in."""
     LOGIN_LINK = "login_link"
-    """A login link that is used, late, made for another Host, or none of this node's."""
+    """A login link that is used, expired, for another Host, or not of this node."""
     TOO_MANY_LOGINS = "too_many_logins"
     NOT_ALLOWED = "not_allowed"
-    """A page that only holders of the admin role may see."""
+    """The visitor lacks the role that the page requires."""
     TOO_LARGE = "too_large"
     BAD_FORM = "bad_form"
-    """The body is no form."""
+    """The body is not a form."""
     UNKNOWN_HOST = "unknown_host"
     USER_HEADER = "user_header"
-    """USER_HEADER from a peer that is no trusted proxy: it was ignored."""
+    """USER_HEADER from a peer that is not a trusted proxy: ignored."""
     UNKNOWN_USER = "unknown_user"
-    """A trusted proxy names a user who is not in TOKENS_FILE."""
+    """A trusted proxy sent a user who is not in TOKENS_FILE."""
 
 
 class Answer(NamedTuple):
-    """What a refusal says: the HTTP status, a headline, and what to do."""
+    """The answer to a refusal: HTTP status, headline, and what to do."""
 
     status: int
     title: str
@@ -102,7 +102,7 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
 
 
 class Refused(Exception):  # noqa: N818 -- an answer, not a failure
-    """Ends a request with the answer for this cause; ``text`` says more than the table can."""
+    """Ends a request with the answer for this cause; ``text`` replaces the text of the table."""
 
     def __init__(self, cause: Cause, text: str = "") -> None:
         super().__init__(cause)
@@ -115,7 +115,7 @@ Count = Callable[[Cause], None]
 
 
 def plain(answer: Answer) -> PlainTextResponse:
-    """The answer as text, where there is no page around it."""
+    """Return the answer as plain text, for requests outside of pages."""
     return PlainTextResponse(
         f"{answer.title}\n{answer.text}\n", status_code=answer.status, headers=HEADERS
     )

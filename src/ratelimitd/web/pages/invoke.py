@@ -1,6 +1,6 @@
-"""Calls the services from pages: the methods that gRPC callers call, with the visitor's credentials.
+"""Calls the services for pages: the methods that gRPC callers use, with the visitor's credentials.
 
-Never touches a store or a limiter: roles, validation, audit trail and errors are the services' own. See ADR 0028.
+Never accesses a store or a limiter: the services handle roles, validation, audit trail and errors. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
         StatusCode.UNAVAILABLE: 503,
     }
 )
-"""HTTP status of a page with an error; 500 for others."""
+"""HTTP status of a page with an error; 500 for other codes."""
 
 
 class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
@@ -59,11 +59,11 @@ class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
 
 
 RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
-"""Returns the contract's message of a rule, as the services do."""
+"""Converts a rule to the contract's message, as the services do."""
 
 
 class ServiceCalls:
-    """The calls that pages make."""
+    """The calls of the pages."""
 
     def __init__(self, methods: Methods, frame: Frame, rate_limit_of: RateLimitOf) -> None:
         self._methods = methods
@@ -71,10 +71,10 @@ class ServiceCalls:
         self._rate_limit_of = rate_limit_of
 
     async def create(self, request: Request, form: RuleForm) -> str:
-        """Store a new rule; returns its id.
+        """Store a new rule; return its id.
 
         Raises:
-            Rejected: it was not stored. So do all of these.
+            Rejected: it was not stored. All methods raise it.
         """
         rate_limit = self._rate_limit_of(replace(form.checked(), etag=""))
         message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
@@ -95,7 +95,7 @@ class ServiceCalls:
     async def revert(
         self, request: Request, to: int, *, dry_run: bool = False, since: int = 0
     ) -> ratelimiter_pb2.ApplyRateLimitsResponse:
-        """Bring the rules back to the revision ``to``, unless one was changed after ``since``; 0 = whatever was."""
+        """Restore the rules of the revision ``to``, unless one was changed after ``since``; 0 = unconditionally."""
         message = ratelimiter_pb2.ApplyRateLimitsRequest(as_of=to, dry_run=dry_run, revision=since)
         answer = await self._ask(request, f"{CONFIG}/ApplyRateLimits", message)
         return ratelimiter_pb2.ApplyRateLimitsResponse.FromString(answer)
@@ -103,14 +103,14 @@ class ServiceCalls:
     async def check(
         self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.RateLimitResponse:
-        """Check."""
+        """Check a request."""
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
 
     async def explain(
         self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.Explanation:
-        """Ask what a check would be answered, and why; spends nothing."""
+        """Return what a check would be answered, and why; spends nothing."""
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
 

@@ -1,4 +1,4 @@
-"""Logging in with a token or a link, and out again."""
+"""Login with a token or a link, and logout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_
 from ratelimitd.web.pages.sessions import Sessions
 
 Login = Callable[[Call], str | None]
-"""The name of a call's token, empty for the admin token; ``None``: it may not log in.
+"""Returns the name of a call's token, empty for the admin token; ``None`` if it may not log in.
 
-Raises ``RpcError`` after too many wrong ones.
+Raises ``RpcError`` after too many wrong tokens.
 """
 
 
@@ -37,7 +37,7 @@ class LoginPages:
         self._login = login
 
     def routes(self) -> list[BaseRoute]:
-        """Where they are found."""
+        """Return their routes."""
         return [
             Route("/login", self._show),
             Route("/login", self._log_in, methods=["POST"]),
@@ -47,7 +47,7 @@ class LoginPages:
     async def _show(self, request: Request) -> Response:
         self._frame.visitor(request)
         code = request.query_params.get("code")
-        # A HEAD request asks whether the page is there, and must not use the link up.
+        # A HEAD request only probes the page and must not consume the link.
         if code is None or request.method == "HEAD":
             return self._form(request, local_path(request.query_params.get("next", "/")))
         if not self._sessions.opened_by(code, request.headers.get("host", "")):

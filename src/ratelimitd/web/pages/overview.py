@@ -1,7 +1,7 @@
-"""``/``: the node and its cluster as they are now, and ``/events``, which keeps an open page up to date.
+"""``/``: the current state of the node and its cluster, and ``/events``, which keeps an open page up to date.
 
-Whole without scripts: they only renew what the page was loaded with. Names of identifiers are shown to who holds the
-admin role and asks for them; the log says who did, and no name.
+Complete without scripts, which only refresh the loaded content. Shows the names of identifiers to holders of the admin
+role on request; the log records the requester, not the names.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from ratelimitd.web.pages.overview_view import (
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 
 MAX_BEHIND: Final = 3
-"""Events that a page may not have taken yet: six seconds."""
+"""Events queued for a slow page: six seconds."""
 
 STREAM_S: Final = 600.0
-"""A stream ends after ten minutes; the page reconnects, and its session is checked again."""
+"""Duration of a stream: ten minutes; then the page reconnects, and its session is checked again."""
 
 RETRY_MS: Final = 2_000
 
 ROWS_PER_EVENT: Final = 100
-"""Samples of the past that are put together in one turn of the event loop, in less than 1 ms."""
+"""Samples of the history processed per event-loop iteration, in less than 1 ms."""
 
 NAMES: Final = "names"
 SHOWN: Final = "shown"
-"""The query that asks for names: ``?names=shown``."""
+"""Query value that requests names: ``?names=shown``."""
 
 SPAN_WORDS: Final = {"5m": "5 minutes", "15m": "15 minutes", "1h": "hour", "24h": "24 hours"}
-"""The spans in words, behind "the last"."""
+"""The spans in words, as they follow "the last"."""
 
 
 class Look(NamedTuple):
-    """What a page is asked to show: names of denied identifiers, and which of SPANS its charts are of."""
+    """The display options of a page: whether to show names of denied identifiers, and the span of its charts."""
 
     named: bool = False
     span: str = DEFAULT_SPAN
 
     def address(self, path: str = "/", **changes: Any) -> str:
-        """The address of a path for this look, with changes."""
+        """Return the address of a path with these options, some of them changed."""
         named, span = self._replace(**changes)
         given = {NAMES: SHOWN if named else "", "range": span if span != DEFAULT_SPAN else ""}
         query = urlencode({name: value for name, value in given.items() if value})
@@ -65,7 +65,7 @@ class Look(NamedTuple):
 
 
 Fragments = Callable[[Look], Awaitable[dict[str, str]]]
-"""The parts of the page that change, as HTML, by their ids. Made in several event-loop iterations."""
+"""Returns the changing parts of the page as HTML, by id. Takes several event-loop iterations."""
 
 
 class LiveStream:
@@ -77,9 +77,9 @@ class LiveStream:
         self._readers: set[_Reader] = set()
 
     async def events(self, may_go_on: Callable[[], bool], look: Look) -> AsyncIterator[bytes]:
-        """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node.
+        """Yield the events for one page, as bytes; ends when dropped, after :data:`STREAM_S`, and with the node.
 
-        ``may_go_on`` is asked before each: the token of the visitor may have ended.
+        Calls ``may_go_on`` before each: the visitor's token may have ended.
         """
         reader = _Reader(look, asyncio.get_running_loop().time() + STREAM_S)
         if not self._readers:
@@ -100,7 +100,7 @@ class LiveStream:
                 self._live.unlisten(self._stepped)
 
     async def _stepped(self) -> None:
-        """One step is done: compute once for each kind of reader, and hand on."""
+        """Handle a step: render once per kind of reader, and queue the result."""
         if self._live.ended:
             for reader in self._readers:
                 reader.end()
@@ -119,7 +119,7 @@ class LiveStream:
 
 
 class _Reader:
-    """One open page. ``until_s``: when its stream ends at the latest, on the event loop's time."""
+    """One open page. ``until_s``: deadline of its stream, on the event loop's clock."""
 
     def __init__(self, look: Look, until_s: float) -> None:
         self.look = look
@@ -127,18 +127,18 @@ class _Reader:
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def take(self, event: bytes) -> bool:
-        """Keep an event until the page has taken it; false: it is too far behind."""
+        """Queue an event; return false if the page is too far behind."""
         if self._events.qsize() >= MAX_BEHIND:
             return False
         self._events.put_nowait(event)
         return True
 
     def end(self) -> None:
-        """No more events."""
+        """End the events."""
         self._events.put_nowait(None)
 
     async def next(self) -> bytes | None:
-        """The next event; ``None`` at the end."""
+        """Return the next event; ``None`` at the end."""
         try:
             async with asyncio.timeout_at(self._until_s):
                 return await self._events.get()
@@ -152,10 +152,10 @@ def _event(name: str, data: object) -> bytes:
 
 
 FRAGMENTS: Final = ("state", "nodes", "denials", "holds", "summary")
-"""The parts of the page that change, by their ids; each is the template ``overview_<id>.html``."""
+"""The changing parts of the page, by id; each has the template ``overview_<id>.html``."""
 
 Words = Callable[[Request], Awaitable[Response]]
-"""``/`` for programs: what this is, in words."""
+"""Returns ``/`` for programs: a description in plain text."""
 
 _log = logging.getLogger(__name__)
 
@@ -163,8 +163,8 @@ _log = logging.getLogger(__name__)
 class OverviewPage:
     """The page and its stream.
 
-    ``may_administer`` guards names; ``actor`` says who the log names for asking; ``on_breaker_open`` is the setting,
-    empty where there is no choice.
+    ``may_administer`` guards names; ``actor`` returns the name that the log records for such a request;
+    ``on_breaker_open`` is the setting, empty if not configurable.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class OverviewPage:
         self._stream = LiveStream(live, self._fragments)
 
     def routes(self) -> list[BaseRoute]:
-        """Where they are found."""
+        """Return their routes."""
         page = self._frame.reading(self._page)
 
         async def front(request: Request) -> Response:
@@ -215,7 +215,7 @@ class OverviewPage:
 
     async def _events(self, request: Request) -> Response:
         look = self._look(request)
-        if request.method == "HEAD":  # a stream would take a place
+        if request.method == "HEAD":  # a stream would occupy a slot
             return Response(media_type="text/event-stream")
         if self._live.ended:
             headers = {"Retry-After": "10"}
@@ -242,7 +242,7 @@ class OverviewPage:
         context = self._context(look)
         parts = {}
         for name in FRAGMENTS:
-            # Each in an event-loop iteration: with 20 nodes all of them take some milliseconds.
+            # One per event-loop iteration: with 20 nodes all of them take some milliseconds.
             await asyncio.sleep(0)
             parts[name] = self._frame.fragment(f"overview_{name}.html", **context)
         return parts

@@ -1,6 +1,6 @@
-"""What the overview page says of an overview: every figure as text, every judgement as a word. Pure.
+"""The content of the overview page: every figure as text, every judgement as a word. Pure.
 
-The page and the live stream show the same, so one that a script keeps up to date reads as one that was just loaded.
+The page and the live stream use the same content, so an updated page equals a reloaded one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ratelimitd.web.pages.rendering import (
 
 P99: Final = 6
 HIT_RATIO: Final = 7
-"""Columns of a row that the chart summaries use."""
+"""Columns of a row used by the chart summaries."""
 
 
 @lru_cache(maxsize=2 * sum(span.most for span in SPANS.values()))
 def row(sample: Sample) -> Sequence[float | None]:
-    """A sample as the charts take it.
+    """Return a sample as a row of the charts.
 
-    Time in ms, allowed, blocked and fail-open a second, the 50th, 95th and 99th percentile in ms, hit ratio, buckets.
+    Time in ms, allowed, blocked and fail-open per second, the 50th, 95th and 99th percentile in ms, hit ratio, buckets.
     """
     return [
         sample.at_ms,
@@ -58,23 +58,23 @@ def row(sample: Sample) -> Sequence[float | None]:
 
 
 RECENT_SAMPLES: Final = 5
-"""Ratios and percentiles are of the last ten seconds: of two there would be too few checks."""
+"""Ratios and percentiles cover the last ten seconds: two seconds have too few checks."""
 
 BREAKER_WORDS: Final = {"closed": "closed", "open": "open", "half_open": "half open"}
 
 GOOD: Final = "good"
 WARN: Final = "warn"
 BAD: Final = "bad"
-"""How a figure is marked, beside what it says."""
+"""Marks of a figure, in addition to its text."""
 
 _POINT: Final = 0.01
-"""A ratio is rounded to so much."""
+"""Precision of a rounded ratio."""
 
 _TOO_FEW: Final = ", once there are checks enough to tell"
 
 
 class Tile(NamedTuple):
-    """One figure; ``note`` is what it is compared with, ``tone`` empty or one of the marks."""
+    """One figure; ``note`` gives its reference, ``tone`` is empty or one of the marks."""
 
     label: str
     value: str
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """One of the four conditions of health, of the node that is worst off."""
+    """One of the four conditions of health, for the node with the worst value."""
 
     name: str
     value: str
@@ -92,7 +92,7 @@ class Condition(NamedTuple):
 
 
 class NodeRow(NamedTuple):
-    """One line of the table of nodes; each figure with its mark, empty for most."""
+    """One line of the table of nodes; each figure has a mark, empty for most."""
 
     name: str
     is_this: bool
@@ -106,23 +106,23 @@ class NodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the overview says of the state of the nodes."""
+    """The state of the nodes on the overview."""
 
     verdict: str
     tone: str
     health_text: str
     conditions: Sequence[Condition]
     unheard: str
-    """For how long what the other nodes do is not known; empty: it is."""
+    """How long the state of the other nodes has been unknown; empty if known."""
     tiles: Sequence[Tile]
     nodes: Sequence[NodeRow]
     gone: int
     advice: str
-    """What to set instead, while a breaker is open; empty for nothing."""
+    """The setting to use instead, while a breaker is open; empty if none."""
 
 
 def view_of(overview: Overview, history: Sequence[Sample], on_breaker_open: str) -> View:
-    """The view; ``history`` ends with the sample of now, or is empty. ``on_breaker_open``: the setting of this node."""
+    """Return the view. ``history`` ends with the current sample or is empty; ``on_breaker_open`` is the setting."""
     alive = overview.alive
     newest = max(status.rules_revision for status in alive)
     unheard = "" if overview.unheard_s is None else seconds(round(overview.unheard_s))
@@ -141,7 +141,7 @@ def view_of(overview: Overview, history: Sequence[Sample], on_breaker_open: str)
 
 
 def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
-    """What the charts show, in words: for who does not see them."""
+    """Return the charts in words, for visitors who cannot see them."""
     if not history:
         return ()
     rows = [*map(row, history)]
@@ -168,7 +168,7 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
 
 
 class TableRow(NamedTuple):
-    """One line of the table that stands in for the charts."""
+    """One line of the table that replaces the charts."""
 
     until: str
     figures: Sequence[str]
@@ -178,7 +178,7 @@ TABLE_HEADINGS: Final = ("Allowed", "Blocked", "Fail-open", "99 % within", "Hit 
 
 
 def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
-    """The charts as a table, newest first: means of a twelfth of the span each."""
+    """Return the charts as a table, newest first: means of a twelfth of the span each."""
     return [
         TableRow(
             time_of_day(one.at_ms // 1_000),
@@ -196,14 +196,14 @@ def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
 
 
 def _recent(overview: Overview, history: Sequence[Sample]) -> Sample:
-    """The last ten seconds in one; of what is read more rarely, the last sample."""
+    """Return the sum of the last ten seconds, or the last sample at longer intervals."""
     since_ms = overview.total.at_ms - 10_000
     last = islice(reversed(history), RECENT_SAMPLES)
     return summed([one for one in last if one.at_ms > since_ms] or [overview.total])
 
 
 def _verdict(alive: Sequence[NodeStatus], unheard: str) -> tuple[str, str]:
-    """Say the worst of what any node says of itself, and nothing of nodes that were not heard."""
+    """Return the worst state that any node reports; ignores nodes whose status could not be read."""
     if not all(status.healthy for status in alive):
         return "DEGRADED", WARN
     return ("UNKNOWN", WARN) if unheard else ("HEALTHY", GOOD)
@@ -231,7 +231,7 @@ def _conditions(alive: Sequence[NodeStatus], *, shares: bool) -> Sequence[Condit
         latency_wanted += _TOO_FEW
     is_reached = cut_off.shared_state_connected
     reached = ("reached" if is_reached else "away") if shares else "this node's memory"
-    # Without a check there is no latency, not one of 0.
+    # Without checks there is no latency, rather than one of 0.
     latency = milliseconds(slowest.average_latency_ms or None)
     found = (
         (cut_off, Condition("Shared state", reached, "", is_reached)),
@@ -257,7 +257,7 @@ def _conditions(alive: Sequence[NodeStatus], *, shares: bool) -> Sequence[Condit
 
 
 def _hit_ratio(status: NodeStatus) -> str:
-    """One that is too low is not rounded up to its bound, which it would seem to meet."""
+    """Return the hit ratio; a value below the bound is not rounded up to it."""
     if status.hit_ratio < MIN_CACHE_HIT_RATIO:
         return percent(min(status.hit_ratio, MIN_CACHE_HIT_RATIO - _POINT))
     return percent(status.hit_ratio)
@@ -288,7 +288,7 @@ def _tiles(overview: Overview, recent: Sample) -> Sequence[Tile]:
 
 
 def _breaker(alive: Sequence[NodeStatus]) -> Tile:
-    """Of the node that has to wait longest, if any has."""
+    """Return the tile of the node whose breaker waits longest, if any."""
     worst = max(alive, key=lambda one: (one.breaker_state == "open", one.retry_s))
     if worst.breaker_state == "closed":
         return Tile("Breaker", "closed", "checks are decided as usual", GOOD)
@@ -309,7 +309,7 @@ def _advice(alive: Sequence[NodeStatus], on_breaker_open: str) -> str:
 
 
 def _over_admission(alive: Sequence[NodeStatus], *, fails_open: bool) -> Tile:
-    """Of the node that was furthest over, beyond its promise before all; an embedded node is exact."""
+    """Return the tile of the node furthest beyond its bound, else with the most excess; an embedded node is exact."""
     worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
     if not worst.excess_bound_ratio:
         return Tile("Over-admission", "none", "a single node is exact")

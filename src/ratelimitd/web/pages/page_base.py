@@ -1,7 +1,7 @@
 """Shared page plumbing: session, authorization, CSRF, templates.
 
-Never knows what a page shows. Who may read is decided by the requirement it is given, the one that guards the services.
-See ADR 0017 and ADR 0028.
+Independent of page content. The requirement it is given, the one that guards the services, decides who may read. See
+ADR 0017 and ADR 0028.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ FORM_TOKEN_FIELD: Final = "form_token"  # noqa: S105 -- the name of a field
 MAX_FORM_BYTES: Final = 65_536
 MAX_FORM_FIELDS: Final = 50
 MAX_LOGIN_URL: Final = 2_048
-"""A longer one leads to the front page: a header of 100 KB is more than the other side reads."""
+"""Longest login URL: clients refuse a header of 100 KB. A longer one omits the way back."""
 
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 _NONCE: Final = re.compile(r"[0-9a-f]{32}")
 _LOCAL_PATH: Final = re.compile(r"/(?:[A-Za-z0-9_?&=.%+~-][A-Za-z0-9_?&=.%+~/-]*)?")
-"""A path of this node with its query; nothing that a browser could take for another site."""
+"""A path of this node with its query; matches nothing that a browser could interpret as another site."""
 
 Fields = Mapping[str, str]
-"""The fields of a form; the last of repeated ones."""
+"""The fields of a form; of repeated ones, the last."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 FormEndpoint = Callable[[Request, Fields], Awaitable[Response]]
 
 
 class Visitor(NamedTuple):
-    """The visitor of a page. ``authorization`` is passed to the services; if empty, the address counts."""
+    """The visitor of a page. ``authorization`` is passed to the services; if empty, the address determines the role."""
 
     authorization: str
     nonce: str
@@ -80,7 +80,7 @@ class Frame:
         self._users = users or ProxyUsers()
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap ``endpoint`` for visitors that may read; others are refused or sent to the login."""
+        """Wrap ``endpoint`` for visitors who may read; others are refused or redirected to the login."""
 
         async def guarded(request: Request) -> Response:
             self.admit(request)
@@ -117,7 +117,7 @@ class Frame:
         return visitor
 
     def posting(self, endpoint: FormEndpoint) -> Endpoint:
-        """Wrap ``endpoint`` for forms of visitors that may read; it gets the fields of the form."""
+        """Wrap ``endpoint`` for forms of visitors who may read; it receives the fields of the form."""
 
         async def guarded(request: Request) -> Response:
             visitor = self.admit(request)
@@ -164,7 +164,7 @@ class Frame:
         )
 
     def visitor(self, request: Request) -> Visitor:
-        """Return a visitor without a session: forms, but no role."""
+        """Return a visitor without a session, who may use forms but has no role."""
         known = request.cookies.get(FORM_COOKIE, "")
         new = _NONCE.fullmatch(known) is None
         visitor = Visitor("", self._sessions.nonce() if new else known, new=new)
@@ -172,10 +172,10 @@ class Frame:
         return visitor
 
     async def form_of(self, request: Request, visitor: Visitor) -> Fields:
-        """Return the fields of a form that was given to this visitor.
+        """Return the fields of a form that was issued to this visitor.
 
         Raises:
-            Refused: it is no form, too large, or somebody else's.
+            Refused: it is not a form, is too large, or was issued to another visitor.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != FORM_TYPE:
@@ -201,8 +201,8 @@ class Frame:
         return fields
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """Return the answer to a refused request; GET is sent to the login."""
-        assert isinstance(error, Refused)  # noqa: S101 -- what it is registered for
+        """Return the answer to a refused request; redirects GET to the login."""
+        assert isinstance(error, Refused)  # noqa: S101 -- registered for this exception
         cause = error.cause
         login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
         if login and request.method == "GET" and accepts_html(request):
@@ -214,7 +214,7 @@ class Frame:
         return self.message(request, answer.title, error.text, answer.status, login=login)
 
     def demand(self, request: Request, requirement: Requirement) -> None:
-        """Refuse a visitor who lacks a role beyond that of reading.
+        """Refuse a visitor who lacks a role beyond the reading role.
 
         Raises:
             Refused: the visitor lacks it.
@@ -227,7 +227,7 @@ class Frame:
     def message(
         self, request: Request, title: str, text: str, status_code: int, *, login: bool = False
     ) -> Response:
-        """Return a page with one message; ``login``: with the way to log in."""
+        """Return a page with one message; ``login`` adds a link to the login."""
         return self.page(
             request,
             "message.html",
@@ -243,7 +243,7 @@ class Frame:
         return field.format(FORM_TOKEN_FIELD, self._sessions.form_token(visitor.nonce))
 
     def _user(self, request: Request) -> Visitor | None:
-        """Return the visitor whom a trusted proxy names, before any session; ``None``: none names anybody."""
+        """Return the user that a trusted proxy names, before any session; ``None`` if it names none."""
         if not self._users.sends_header(request.headers):
             return None
         if not self._users.trusts(request.client.host if request.client else ""):
@@ -265,12 +265,12 @@ def visitor_of(request: Request) -> Visitor:
 
 
 def accepts_html(request: Request) -> bool:
-    """Return whether a browser asks."""
+    """Return whether the client accepts HTML."""
     return "text/html" in request.headers.get("accept", "")
 
 
 def login_url(request: Request) -> str:
-    """Return the login page that leads back here."""
+    """Return the login page that redirects back here."""
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     url = f"/login?next={quote(target, safe='/')}"
     return url if len(url) <= MAX_LOGIN_URL else "/login"

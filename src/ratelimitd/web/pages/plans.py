@@ -1,7 +1,7 @@
-"""``/plans``: which identity is assigned to which plan; a search, and the forms that assign and unassign.
+"""``/plans``: the plan of each identity, with a search and forms to assign and unassign.
 
-Identifiers are in forms only, never in an address: addresses stay behind in histories and logs. So a search and a later
-page are forms, too.
+Identifiers appear in forms only, never in addresses, which remain in histories and logs. Therefore searches and further
+pages are forms, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DONE: Final = {
     "assigned": "The plan was assigned. It holds from now on.",
     "unassigned": "The assignment was removed.",
 }
-"""What the page after a write says."""
+"""Messages after a write."""
 
 STALE: Final = "Somebody changed this assignment meanwhile, so nothing was stored."
 
@@ -38,13 +38,13 @@ _SEARCH_FIELDS: Final = ("plan", "identifier_type", "identifier_prefix", "page_t
 
 
 def _search(fields: Mapping[str, str]) -> ratelimiter_pb2.ListAssignmentsRequest:
-    """Return what the service is asked for a search."""
+    """Return the request to the service for a search."""
     given = {name: fields.get(name, "") for name in _SEARCH_FIELDS}
     return ratelimiter_pb2.ListAssignmentsRequest(**given, page_size=PAGE_ASSIGNMENTS)
 
 
 class AssignForm(NamedTuple):
-    """An assignment as it was typed."""
+    """An assignment as typed."""
 
     identifier_type: str = IdentifierType.USER
     identifier: str = ""
@@ -55,22 +55,22 @@ class AssignForm(NamedTuple):
 
     @classmethod
     def of_fields(cls, fields: Fields) -> Self:
-        """From the fields of a form."""
+        """Return the assignment in the fields of a form."""
         return cls(**{name: fields.get(name, "") for name in cls._fields})
 
     @property
     def identity(self) -> ratelimiter_pb2.Identity:
-        """Whose assignment it is."""
+        """Return the identity to assign."""
         return ratelimiter_pb2.Identity(
             identifier_type=self.identifier_type, identifier=self.identifier
         )
 
 
 class PlansPage:
-    """The endpoints.
+    """The endpoints of the page.
 
-    ``book`` is the book of this moment; ``assignments`` are those in force on this node; ``types`` are those that
-    requests may name; ``now_s`` is Unix time.
+    ``book`` returns the current rule book; ``assignments`` are those in force on this node; ``types`` are accepted in
+    requests; ``now_s`` is Unix time.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PlansPage:
         self._now_s = now_s
 
     def routes(self) -> list[BaseRoute]:
-        """Where they are."""
+        """Return their routes."""
         reading, posting = self._frame.reading, self._frame.posting
         return [
             Route("/plans", reading(self.show)),
@@ -101,14 +101,14 @@ class PlansPage:
         ]
 
     async def show(self, request: Request) -> Response:
-        """The first page of all assignments, and the forms; ``plan`` and ``identifier_type`` of the address select."""
+        """Show the first page of assignments and the forms; ``plan`` and ``identifier_type`` of the address select."""
         given = request.query_params
         selected = {name: given.get(name, "") for name in ("plan", "identifier_type")}
         done = DONE.get(given.get("done", ""), "")
         return await self._page(request, _search(selected), done=done)
 
     async def search(self, request: Request, fields: Fields) -> Response:
-        """A page of what is looked for."""
+        """Show a page of search results."""
         return await self._page(request, _search(fields))
 
     async def assign(self, request: Request, fields: Fields) -> Response:
@@ -117,7 +117,7 @@ class PlansPage:
         try:
             expire_time = expire_time_of(form.expires.strip(), self._now_s())
         except ValueError as error:
-            # The service refuses the time, too, and names whatever else is wrong.
+            # The service refuses the time, too, and reports other errors.
             expire_time, errors = -1, {"expire_time": str(error)}
         try:
             await self._services.assign(
@@ -142,7 +142,7 @@ class PlansPage:
         return RedirectResponse("/plans?done=assigned", 303)
 
     async def unassign(self, request: Request, fields: Fields) -> Response:
-        """Ask whether to unassign an identity, and do so if that is confirmed and nobody changed it meanwhile."""
+        """Ask for confirmation; unassign an identity once confirmed, if it has not changed meanwhile."""
         form = AssignForm.of_fields(fields)
         if fields.get("step") != "store":
             return self._frame.page(request, "unassign.html", form=form)
@@ -195,7 +195,7 @@ class PlansPage:
         return () if book is None else book.plans
 
     def _unnamed(self) -> Mapping[str, Any]:
-        """The assigned plans that no rule names, and the first of them with the number of their assignments."""
+        """Return the assigned plans that no rule names, and the first of them with the number of their assignments."""
         held = self._assignments.plans
         unnamed = held.keys() - {*RESERVED_PLANS, *self._named_plans()}
         first = [(plan, held[plan]) for plan in nsmallest(MAX_UNNAMED, unnamed)]

@@ -1,6 +1,6 @@
-"""Templates and static files: read once when the node starts, so that no page waits for the disk.
+"""Templates and static files: read once at the start of the node, so that no page waits for the disk.
 
-Everything that a template prints is escaped. See ADR 0028.
+All template output is escaped. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MEDIA_TYPES: Final = {
 }
 
 LASTING: Final = "public, max-age=31536000, immutable"
-"""For an address that names its content by a hash: another content has another address."""
+"""Cache-Control for addresses with a content hash: changed content has another address."""
 
 
 class StaticFile(NamedTuple):
-    """One file as it is sent. ``version`` is a hash of it."""
+    """One file with its headers. ``version`` is a hash of its content."""
 
     content: bytes
     media_type: str
@@ -42,18 +42,18 @@ class StaticFiles:
         self._files = {path.name: _read(path) for path in sorted(directory.iterdir())}
 
     def url(self, name: str) -> str:
-        """The address of a file, with the hash of what it holds."""
+        """Return the address of a file, with the hash of its content."""
         return f"/static/{name}?v={self._files[name].version}"
 
     def route(self) -> Route:
-        """Where they are found; ``name`` is the last part of the path."""
+        """Return the route; ``name`` is the last part of the path."""
         return Route("/static/{name}", self._answer)
 
     async def _answer(self, request: Request) -> Response:
         found = self._files.get(request.path_params["name"])
         if found is None:
             return Response(status_code=404)
-        # A module that another one imports has no hash in its address: it is asked for again each time.
+        # A module imported by another has no hash in its address, so browsers revalidate it.
         named = request.query_params.get("v") == found.version
         etag = f'"{found.version}"'
         headers = {"Cache-Control": LASTING if named else "no-cache", "ETag": etag}
@@ -64,13 +64,13 @@ class StaticFiles:
 
 @cache
 def look() -> tuple[StaticFiles, Environment]:
-    """The files and templates of the package: the same for every node of a process, so made once."""
+    """Return the files and templates of the package; loaded once per process, for all its nodes."""
     static = StaticFiles()
     return static, environment(static)
 
 
 def environment(static: StaticFiles, directory: Path = HERE / "templates") -> Environment:
-    """The templates, compiled."""
+    """Compile the templates."""
     found = Environment(
         loader=FileSystemLoader(directory),
         autoescape=True,
@@ -88,12 +88,12 @@ def environment(static: StaticFiles, directory: Path = HERE / "templates") -> En
 
 
 def number(value: float) -> str:
-    """With a thin space between thousands."""
+    """Format a number with a thin space between thousands."""
     return f"{value:,}".replace(",", "\u202f")
 
 
 def duration(seconds: int) -> str:
-    """In the largest units that say it exactly, such as ``1 h 30 min``."""
+    """Format a duration in the largest units that represent it exactly, such as ``1 h 30 min``."""
     parts = []
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
         count, seconds = divmod(seconds, size)
@@ -103,22 +103,22 @@ def duration(seconds: int) -> str:
 
 
 def instant(at: datetime | int) -> str:
-    """A point in time as people read it, in UTC; a number is in Unix seconds."""
+    """Format a point in time in UTC; a number is in Unix seconds."""
     moment: Any = datetime.fromtimestamp(at, UTC) if isinstance(at, int) else at
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 TABLE_ROWS: Final = 12
-"""Rows of a table that stands in for a chart."""
+"""Rows of a table that replaces a chart."""
 
 
 def course(now: float, highest: float) -> str:
-    """A rate over a stretch of time, in words."""
+    """Describe a rate over a period in words."""
     return f"now {short(now)} a second, at most {short(highest)}"
 
 
 def time_of_day(at_s: int) -> str:
-    """The time of a moment in Unix seconds, in UTC."""
+    """Format the time of day of a moment in Unix seconds, in UTC."""
     return f"{datetime.fromtimestamp(at_s, UTC):%H:%M:%S}"
 
 
@@ -135,11 +135,11 @@ FOUR_DIGITS: Final = 1_000
 MS_PER_S: Final = 1_000
 
 _GAP: Final = "\u202f"
-"""A thin space that no line ends at."""
+"""A thin space that does not break lines."""
 
 
 def short(value: float) -> str:
-    """With decimals only while they matter: ``0``, ``0.04``, ``3.5``, ``420``, ``12 345``."""
+    """Format with decimals only for small values: ``0``, ``0.04``, ``3.5``, ``420``, ``12 345``."""
     if value < 0:
         return "−" + short(-value)
     if 0 < value < NEXT_TO_NOTHING:
@@ -151,12 +151,12 @@ def short(value: float) -> str:
 
 
 def faded(value: float) -> str:
-    """A count that fades with time: what little is left of it is not told to the hundredth."""
+    """Format a count that fades over time, below 1 without decimals."""
     return f"<{_GAP}1" if value < 1 else short(value)
 
 
 def milliseconds(value_ms: float | None) -> str:
-    """A latency: ``35 µs``, ``1.5 ms`` or ``4.5 s``."""
+    """Format a latency: ``35 µs``, ``1.5 ms`` or ``4.5 s``."""
     if value_ms is None:
         return NONE
     if value_ms < 1:
@@ -167,7 +167,7 @@ def milliseconds(value_ms: float | None) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """A duration from milliseconds to minutes."""
+    """Format a duration from milliseconds to minutes."""
     if 0 < abs(value_s) < 1:
         sign = "−" if value_s < 0 else ""
         return sign + milliseconds(abs(value_s) * 1_000)
@@ -184,7 +184,7 @@ def percent(ratio: float | None) -> str:
 
 
 def size(octets: int) -> str:
-    """Memory, in the unit in which it has one to three digits before the point."""
+    """Format a memory size in the unit that leaves one to three digits before the point."""
     value = float(octets)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < FOUR_DIGITS:

@@ -1,6 +1,6 @@
-"""What a change of a rule would do, in words: for the preview that stands before each write. Pure.
+"""The effect of a rule change in words, for the preview before each write. Pure.
 
-The words are those of docs/algorithms.md, "When a rule changes". See ADR 0008.
+Uses the wording of docs/algorithms.md, "When a rule changes". See ADR 0008.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LABELS: Final[Mapping[str, str]] = {
     "plans": "Plans",
     "enabled": "Enabled",
 }
-"""The fields of a rule, in the order in which they are shown."""
+"""The fields of a rule, in display order."""
 
 _NOT_LIMITS: Final = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading stored limits or plans raises, if they are none."""
+"""Errors raised while reading invalid stored limits or plans."""
 
 
 class Difference(NamedTuple):
-    """One field before and after; empty where there is no rule."""
+    """One field before and after; empty where the rule does not exist."""
 
     label: str
     before: str
@@ -48,19 +48,19 @@ class Difference(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether it is another value."""
+        """Return whether the value changed."""
         return self.before != self.after
 
 
 def differences(before: Rule | None, after: Rule | None) -> list[Difference]:
-    """Each field of two versions of a rule."""
+    """Return each field of two versions of a rule."""
     return fields_differences(_fields_of(before), _fields_of(after))
 
 
 def fields_differences(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """As :func:`differences`, for fields of which nothing is certain."""
+    """Like :func:`differences`, for unvalidated fields."""
     found: list[Difference] = []
     for name, label in LABELS.items():
         row = Difference(label, _shown(name, before), _shown(name, after))
@@ -72,7 +72,7 @@ def fields_differences(
 
 
 def _limit_differences(row: Difference) -> list[Difference]:
-    """A row for each limit of two lists as they are stored, and one for their order; nothing where there are none."""
+    """Return a row per limit of two stored lists, and one for their order; empty if neither is a list."""
     try:
         was, will = _list_shown(row.before), _list_shown(row.after)
     except _NOT_LIMITS:
@@ -91,7 +91,7 @@ def _limit_differences(row: Difference) -> list[Difference]:
 def assignment_differences(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """As :func:`fields_differences`, of an assignment."""
+    """Like :func:`fields_differences`, for an assignment."""
     return [
         Difference(label, _shown_of_assignment(name, before), _shown_of_assignment(name, after))
         for name, label in (("plan", "Plan"), ("expire_time", "Until"), ("note", "Note"))
@@ -110,7 +110,7 @@ def _fields_of(rule: Rule | None) -> dict[str, Any] | None:
 
 
 def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> list[str]:
-    """What the change means for callers; ``book`` still holds ``before``."""
+    """Return the effects of the change on callers; ``book`` still holds ``before``."""
     if before and after and not any(one.changed for one in differences(before, after)):
         return ["Nothing changes."]
     was = before if before and before.enabled else None
@@ -127,13 +127,13 @@ def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> lis
 
 
 def summary(rule: Rule) -> str:
-    """The rule in a few words."""
+    """Summarise a rule."""
     plans = ", ".join(plan.name for plan in rule.plans)
     return "; ".join(map(limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
 
 
 def limit_summary(limit: Limit | LimitDraft) -> str:
-    """A limit in a few words, without its name."""
+    """Summarise a limit, without its name."""
     name = limit.algorithm.replace("_", " ")
     burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
@@ -167,7 +167,7 @@ _AFRESH: Final = (
 
 
 OF_BUCKET: Final = ("algorithm", "window_seconds", "calendar")
-"""The fields of a limit of which other values lead to other buckets."""
+"""The fields of a limit whose change leads to other buckets."""
 
 
 def _edited(was: Rule, will: Rule) -> list[str]:
@@ -230,7 +230,7 @@ def _limit_edited(was: Limit, will: Limit) -> str:
 
 
 def _begins(will: Rule, before: Rule | None, book: RuleBook) -> str:
-    """Whose checks it decides from now on, and what decided them until now."""
+    """Return whose checks the rule decides from now on, and what decided them until now."""
     until_now = _next_best(will, before, book)
     return f"{_whose(will)} are decided by this rule from now on. Until now: {until_now}."
 
@@ -252,7 +252,7 @@ def _whose(rule: Rule) -> str:
 
 
 def _next_best(rule: Rule, without: Rule | None, book: RuleBook) -> str:
-    """What decides the checks of ``rule`` when neither it nor ``without`` does."""
+    """Return what decides the checks of ``rule`` if neither it nor ``without`` does."""
     others: Sequence[Rule] = book.candidates(rule.endpoint, rule.identifier_type)
     for other in others:
         if other.enabled and (without is None or other.id != without.id):
@@ -275,7 +275,7 @@ def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
 
 
 def _list_shown(stored: str) -> dict[str, str]:
-    """The limits of a stored list by their names; raises an error if it is none."""
+    """Return the limits of a stored list by name; raises an error if it is invalid."""
     if not stored:
         return {}
     first, *more = json.loads(stored)
@@ -288,7 +288,7 @@ def _list_shown(stored: str) -> dict[str, str]:
 
 
 def _plans_shown(stored: str) -> str:
-    """Stored plans; as they are stored if they are none."""
+    """Return stored plans in words, or unchanged if invalid."""
     try:
         return "; ".join(
             f"{plan}: "

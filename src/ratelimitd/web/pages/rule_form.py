@@ -1,4 +1,4 @@
-"""The form of a rule: reads what was typed, makes a validated rule of it, and names the wrong fields. Pure."""
+"""The form of a rule: parses the typed values into a validated rule and reports invalid fields. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PERIODS: Final = tuple(Period)
 DEFAULT_WINDOW_S: Final = "60"
 
 OWN_FIELDS: Final = ("window_seconds", "burst", "period", "time_zone", "anchor_day")
-"""The fields of the first limit that can be wrong as such, and that a form has."""
+"""Fields of the form whose errors belong to the first limit."""
 
 LINE_WORDS: Final = 4
-"""Words of a line of further limits, without those that not every limit has."""
+"""Words of a line for a further limit, without optional ones."""
 
 _WORDS: Final = {"burst": "burst=", "time_zone": "zone=", "anchor_day": "anchor="}
-"""What begins a word for a field that not every limit has, in the order of the line."""
+"""Prefixes of the words for optional fields, in their order in the line."""
 
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
@@ -31,7 +31,7 @@ _OF_PLAN: Final = re.compile(r"plans\[([^\]]*)\]")
 
 
 class RuleForm(NamedTuple):
-    """A rule as it was typed."""
+    """A rule as typed."""
 
     endpoint: str = ""
     identifier_type: str = IdentifierType.USER
@@ -41,19 +41,19 @@ class RuleForm(NamedTuple):
     enabled: bool = True
     name: str = ""
     more: str = ""
-    """Further limits, one a line: name, limit, window in seconds or period, algorithm, then what it has of ``burst=N``,
-    ``zone=NAME`` and ``anchor=DAY``, and ``observe`` if it only does that."""
+    """Further limits, one per line: name, limit, window in seconds or period, algorithm, then optionally ``burst=N``,
+    ``zone=NAME``, ``anchor=DAY`` and ``observe``."""
     observe: bool = False
     burst: str = ""
     period: str = ""
     time_zone: str = ""
     anchor_day: str = ""
     plans: str = ""
-    """Limits of plans, one a line: the plan, then as in ``more``."""
+    """Limits of plans, one per line: the plan, then as in ``more``."""
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
-        """From the fields of a form; a box that is not ticked is not among them."""
+        """Return the rule in the fields of a form; an unticked box is not among them."""
         return cls(
             endpoint=fields.get("endpoint", ""),
             identifier_type=fields.get("identifier_type", ""),
@@ -73,7 +73,7 @@ class RuleForm(NamedTuple):
 
     @classmethod
     def of_rule(cls, rule: Rule) -> Self:
-        """With the values of a rule."""
+        """Return a form with the values of a rule."""
         return cls(
             endpoint=rule.endpoint,
             identifier_type=rule.identifier_type,
@@ -95,7 +95,7 @@ class RuleForm(NamedTuple):
 
     @classmethod
     def promoting(cls, rule: Rule, name: str) -> Self | None:
-        """With the values of a rule whose limit ``name`` enforces, in the place of the first.
+        """Return a form with the values of a rule in which limit ``name`` enforces and replaces the first limit.
 
         ``None`` if no limit of this name only observes.
         """
@@ -109,10 +109,10 @@ class RuleForm(NamedTuple):
         return None
 
     def checked(self) -> Rule:
-        """The rule, without an id.
+        """Return the validated rule, without an id.
 
         Raises:
-            RuleInvalidError: names every field that is wrong, by its path in the contract.
+            RuleInvalidError: names every invalid field by its path in the contract.
         """
         draft = RuleDraft(
             endpoint=self.endpoint,
@@ -131,7 +131,7 @@ class RuleForm(NamedTuple):
         return validated(draft, rule_id="", revision=0)
 
     def _first_limit(self, draft: RuleDraft) -> LimitDraft:
-        # What the window is unless it is typed, is no window that was meant beside a period.
+        # With a period, the form's default window does not count as typed.
         is_window = self.period not in PERIODS or self.window_seconds not in {"", DEFAULT_WINDOW_S}
         return LimitDraft(
             self.name,
@@ -146,7 +146,7 @@ class RuleForm(NamedTuple):
         ).completed()
 
     def errors(self) -> dict[str, str]:
-        """What is wrong with which field; empty when nothing is."""
+        """Return the error of each invalid field; empty if the rule is valid."""
         try:
             self.checked()
         except RuleInvalidError as error:
@@ -155,7 +155,7 @@ class RuleForm(NamedTuple):
 
 
 def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
-    """What is wrong with which field of the form, of the violations of a rule or an assignment."""
+    """Return the errors of the form's fields for the violations of a rule or an assignment."""
     errors: dict[str, str] = {}
     for path, description in violations:
         field = path.removeprefix("rate_limit.").removeprefix("assignment.")
@@ -175,7 +175,7 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
 
 
 def _plans(text: str) -> tuple[PlanDraft, ...]:
-    """The plans of lines as they were typed, in the order of their names."""
+    """Parse lines of plans, sorted by name."""
     found: dict[str, list[LimitDraft]] = {}
     for line in text.splitlines():
         if line.strip():
@@ -185,7 +185,7 @@ def _plans(text: str) -> tuple[PlanDraft, ...]:
 
 
 def _line_of(limit: Limit) -> str:
-    """A further limit as it is typed."""
+    """Return the line of a further limit."""
     calendar = limit.calendar
     words = [limit.name, limit.limit, calendar.period if calendar else limit.window_seconds]
     words.append(limit.algorithm)
@@ -206,7 +206,7 @@ def _anchor_day(limit: Limit) -> str:
 
 
 def _line(text: str) -> LimitDraft:
-    """A further limit as it was typed; what is missing is left for the validation to refuse."""
+    """Parse the line of a further limit; validation reports missing values."""
     words = text.split()
     name, limit, window, *more = *words, "", "", ""
     options = words[LINE_WORDS:]
@@ -228,5 +228,5 @@ def _line(text: str) -> LimitDraft:
 
 
 def whole_number(text: str) -> Any:
-    """The number; any other text as it is, for the validation to refuse."""
+    """Return the number; other text unchanged, for validation to refuse."""
     return int(text) if _WHOLE.fullmatch(text) else text

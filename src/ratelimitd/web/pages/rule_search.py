@@ -1,4 +1,4 @@
-"""The rules that are looked for, in the order that is asked for, a page at a time."""
+"""The search in the rules: filter, sort order and pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratelimitd.rules.validation import MAX_ENDPOINT_CHARS
 
 PAGE_RULES: Final = 50
 RULES_PER_TURN: Final = 100
-"""About 0.5 ms, if they are sorted by their traffic."""
+"""Rules per event-loop iteration: about 0.5 ms when sorting by traffic."""
 
 STATES: Final = ("enabled", "disabled")
 
@@ -32,7 +32,7 @@ SORTS: Final[Mapping[str, Callable[[Rule, TrafficOf], Any]]] = {
     "blocked": lambda rule, traffic: traffic(rule.id).blocked,
     "match": lambda rule, traffic: _match(traffic(rule.id)),
 }
-"""What rules are sorted by; among equals by endpoint, then identifier type."""
+"""Sort keys; ties sort by endpoint, then identifier type."""
 
 
 def _match(traffic: Traffic) -> int:
@@ -41,28 +41,28 @@ def _match(traffic: Traffic) -> int:
 
 DEFAULT_SORT: Final = "endpoint"
 MOST_FIRST: Final = frozenset({"allowed", "blocked", "match"})
-"""Sorted from the top down when they are first chosen."""
+"""Sorted in descending order when first selected."""
 
 NEAR: Final = 2
-"""Numbers of pages on each side of the current one that there are links to."""
+"""Number of linked pages on each side of the current one."""
 
 _PAGE: Final = re.compile(r"[1-9][0-9]{0,5}")
 
 
 class RuleQuery(NamedTuple):
-    """What is looked for, in which order, and which page of it; an empty field selects all."""
+    """A filter, a sort order and a page; an empty field selects all."""
 
     text: str = ""
     identifier_type: str = ""
     algorithm: str = ""
     state: str = ""
     sort: str = DEFAULT_SORT
-    """One of SORTS; with a ``-`` in front from the top down."""
+    """One of SORTS; a leading ``-`` sorts in descending order."""
     page: int = 1
 
     @classmethod
     def of_parameters(cls, given: Mapping[str, str]) -> Self:
-        """From the parameters of an address; what makes no sense is left out."""
+        """Return the query in the parameters of an address, without invalid ones."""
         sort, page = given.get("sort", ""), given.get("page", "")
         number = int(page) if _PAGE.fullmatch(page) else 1
         return cls(
@@ -76,11 +76,11 @@ class RuleQuery(NamedTuple):
 
     @property
     def selects_all(self) -> bool:
-        """Whether every rule matches."""
+        """Return whether every rule matches."""
         return not any(self[:4])
 
     def matches(self, rule: Rule) -> bool:
-        """Whether it is looked for, on whichever page."""
+        """Return whether a rule matches the filter."""
         return (
             self.text.casefold() in rule.endpoint.casefold()
             and self.identifier_type in {"", rule.identifier_type}
@@ -89,7 +89,7 @@ class RuleQuery(NamedTuple):
         )
 
     def address(self, **changes: Any) -> str:
-        """The address of this query with changes."""
+        """Return the address of this query with changes."""
         *texts, sort, page = self._replace(**changes)
         parameters = dict(zip(("q", "type", "algorithm", "state"), texts, strict=True))
         parameters["sort"] = "" if sort == DEFAULT_SORT else sort
@@ -98,17 +98,17 @@ class RuleQuery(NamedTuple):
         return "/rules" + ("?" + urlencode(parameters) if parameters else "")
 
     def sorted_by(self, name: str) -> str:
-        """The address of the rules sorted by ``name``; in the other direction if they are already."""
+        """Return the address of the rules sorted by ``name``, with the direction reversed if already sorted by it."""
         first, second = (f"-{name}", name) if name in MOST_FIRST else (name, f"-{name}")
         return self.address(sort=second if self.sort == first else first, page=1)
 
     def direction(self, name: str) -> str:
-        """How the rules are sorted by ``name``, as ARIA says it; empty if they are not."""
+        """Return the sort direction of ``name`` as an ARIA value; empty if not sorted by it."""
         return {name: "ascending", f"-{name}": "descending"}.get(self.sort, "")
 
 
 class Found(NamedTuple):
-    """One page of results. ``first`` is the number of its first rule, from 1; ``page`` its own, of ``pages``."""
+    """One page of results. ``first`` is the number of its first rule, from 1; ``page`` is its number, of ``pages``."""
 
     rules: Sequence[Rule]
     first: int
@@ -118,12 +118,12 @@ class Found(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of its last rule."""
+        """Return the number of its last rule."""
         return self.first + len(self.rules) - 1
 
     @property
     def near(self) -> Sequence[int]:
-        """The pages that there are links to: the first, the last and those near this one; 0 stands for a gap."""
+        """Return the linked pages: the first, the last and those near this one; 0 marks a gap."""
         shown = {1, self.pages, *range(self.page - NEAR, self.page + NEAR + 1)}
         found: list[int] = []
         for number in sorted(shown & {*range(1, self.pages + 1)}):
@@ -134,7 +134,7 @@ class Found(NamedTuple):
 
 
 async def search(book: RuleBook, query: RuleQuery, traffic: TrafficOf) -> Found:
-    """The page of ``book`` that ``query`` asks for; behind the last page it is the last."""
+    """Return the page of ``book`` that ``query`` selects; beyond the last page, the last."""
     key_of, is_down = SORTS[query.sort.removeprefix("-")], query.sort.startswith("-")
 
     def placed(rule: Rule) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""The pages of the rules: the table with its search, and the forms that create, edit, switch and delete a rule.
+"""The pages of the rules: the table with its search, and the forms to create, edit, switch and delete a rule.
 
-Each write is shown as what it would change before it is stored, and is stored only on the version that was shown.
-Never stores anything itself: :mod:`ratelimitd.web.pages.invoke` does, through the services. See ADR 0028.
+Each write has a preview and applies only to the version previewed. Stores nothing itself:
+:mod:`ratelimitd.web.pages.invoke` does so through the services. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DONE: Final[Mapping[str, str]] = {
     "stored": "The change was stored. It holds from now on.",
     "deleted": "The rule was deleted.",
 }
-"""What the page after a write says."""
+"""Messages after a write."""
 
 TAKEN: Final = "another rule has this endpoint and identifier type"
 STALE: Final = "Somebody changed this rule meanwhile, so nothing was stored."
@@ -48,9 +48,9 @@ GONE: Final = (
 
 
 class RulesPages:
-    """The endpoints.
+    """The endpoints of the pages.
 
-    ``book`` is the book of this moment, ``None`` while there is none; ``types`` are those that requests may name.
+    ``book`` returns the current rule book, ``None`` before the first; ``types`` are accepted in requests.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RulesPages:
         self._live = live
 
     def routes(self) -> list[BaseRoute]:
-        """Where the pages are."""
+        """Return their routes."""
         reading, posting = self._frame.reading, self._frame.posting
         return [
             Route("/rules", reading(self.table)),
@@ -88,7 +88,7 @@ class RulesPages:
         ]
 
     async def table(self, request: Request) -> Response:
-        """The rules that are looked for, a page of them."""
+        """Show a page of the rules that match the search."""
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
         found = await search(book, query, self._traffic.of)
@@ -114,7 +114,7 @@ class RulesPages:
         return view_of_rule(rule.id, span, self._traffic, self._live.overview())
 
     async def new(self, request: Request) -> Response:
-        """The empty form; parameters of the address fill it, so that others can link to it."""
+        """Show the empty form; parameters of the address fill it, for links from elsewhere."""
         given = request.query_params
         form = RuleForm(
             endpoint=given.get("endpoint", ""),
@@ -123,7 +123,7 @@ class RulesPages:
         return self._form(request, form)
 
     async def create(self, request: Request, fields: Fields) -> Response:
-        """The form of a new rule, sent: to be changed again, shown as what it does, or stored."""
+        """Handle the form of a new rule: edit it again, show its preview, or store it."""
         form = RuleForm.of_fields(fields)
         if (page := self._before_storing(request, fields, form, None)) is not None:
             return page
@@ -134,7 +134,7 @@ class RulesPages:
         return RedirectResponse(f"/rules/{rule_id}?done=created", 303)
 
     async def show(self, request: Request) -> Response:
-        """The form of a rule, and what happened to it."""
+        """Show the form of a rule and its history."""
         rule = self._rule(request)
         if rule is None:
             return self._missing(request)
@@ -149,11 +149,11 @@ class RulesPages:
         )
 
     async def edit(self, request: Request, fields: Fields) -> Response:
-        """The form of a rule, sent: as :meth:`create`, but only for the version that it was made from."""
+        """Handle the form of a rule like :meth:`create`, but only for the version it was made from."""
         form, etag = RuleForm.of_fields(fields), fields.get("etag", "")
         rule = self._rule(request)
         if rule is None or rule.etag != etag:
-            # This node may not know it yet, or not any more: the database knows what there is.
+            # This node may not have the change yet, or still have the old rule: the database is authoritative.
             rule = await self._trail.stored(request.path_params["id"]) or rule
         if rule is None or rule.etag != etag:
             return await self._outdated(request, form, rule)
@@ -166,7 +166,7 @@ class RulesPages:
         return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
 
     async def preview_switch(self, request: Request) -> Response:
-        """What happens when the rule is enabled, or disabled."""
+        """Show the preview of enabling or disabling the rule."""
         rule = self._rule(request)
         if rule is None:
             return self._missing(request)
@@ -174,7 +174,7 @@ class RulesPages:
         return self._preview(request, form, rule, form.checked())
 
     async def preview_promotion(self, request: Request) -> Response:
-        """What happens when a limit that only observes takes the place of the first; the address names it."""
+        """Show the preview of enforcing an observed limit in place of the first; the address names it."""
         rule = self._rule(request)
         if rule is None:
             return self._missing(request)
@@ -185,14 +185,14 @@ class RulesPages:
         return self._preview(request, form, rule, form.checked())
 
     async def preview_delete(self, request: Request) -> Response:
-        """What happens when the rule is deleted."""
+        """Show the preview of deleting the rule."""
         rule = self._rule(request)
         if rule is None:
             return self._missing(request)
         return self._preview(request, RuleForm.of_rule(rule), rule, None)
 
     async def delete(self, request: Request, fields: Fields) -> Response:
-        """Take the rule out, if it still is the one that was shown."""
+        """Delete the rule, if it is still the previewed version."""
         rule_id = request.path_params["id"]
         try:
             await self._services.delete(request, rule_id, fields.get("etag", ""))
@@ -211,7 +211,7 @@ class RulesPages:
         return self._current_book().get(request.path_params["id"])
 
     def _errors(self, form: RuleForm, rule_id: str) -> dict[str, str]:
-        """What is wrong with which field, also that another rule is in its place, as far as this node knows."""
+        """Return the errors of the fields, including an existing rule of the same place, as far as this node knows."""
         errors = form.errors()
         if errors:
             return errors
@@ -224,7 +224,7 @@ class RulesPages:
     def _before_storing(
         self, request: Request, fields: Fields, form: RuleForm, rule: Rule | None
     ) -> Response | None:
-        """Return the page of the step that was asked for, or the form with its errors; ``None``: store it."""
+        """Return the page of the requested step, or the form with its errors; ``None`` to store the rule."""
         step = fields.get("step")
         if step == "edit":
             return self._form(request, form, rule=rule)
@@ -241,7 +241,7 @@ class RulesPages:
         status_code: int = 200,
         **context: Any,
     ) -> Response:
-        """The form, of a new rule or of ``rule``."""
+        """Return the form of a new rule or of ``rule``."""
         given = {
             "errors": {},
             "problem": "",
@@ -277,7 +277,7 @@ class RulesPages:
         problem: str = "",
         status_code: int = 200,
     ) -> Response:
-        """What would change, with the form that stores it."""
+        """Return the preview, with the form that stores the change."""
         address = f"/rules/{before.id}" if before else "/rules/new"
         return self._frame.page(
             request,
@@ -296,18 +296,18 @@ class RulesPages:
     async def _not_stored(
         self, request: Request, form: RuleForm, rule: Rule, error: Rejected
     ) -> Response:
-        """What a service said to an edit."""
+        """Return the page for an edit that a service refused."""
         if error.code is StatusCode.NOT_FOUND:
             return await self._outdated(request, form, None)
         if error.code is StatusCode.ABORTED:
-            # Old changes may have been deleted from the trail: then what this node knows has to do.
+            # Old changes may have been deleted from the trail: fall back to this node's version.
             return await self._outdated(request, form, await self._trail.stored(rule.id) or rule)
         return self._refused(request, form, rule, error)
 
     def _refused(
         self, request: Request, form: RuleForm, rule: Rule | None, error: Rejected
     ) -> Response:
-        """The form once more, with what a service said to it."""
+        """Return the form with the errors of the service."""
         errors = dict(error.fields)
         if error.code is StatusCode.ALREADY_EXISTS:
             errors["endpoint"] = TAKEN
@@ -321,7 +321,7 @@ class RulesPages:
         )
 
     async def _outdated(self, request: Request, form: RuleForm, stored: Rule | None) -> Response:
-        """What was typed, beside what became of the rule meanwhile."""
+        """Return the typed rule beside its current version."""
         if stored is None:
             return self._form(request, form, problem=GONE, status_code=409)
         latest = await self._trail.page(stored.id, None)

@@ -1,9 +1,9 @@
-"""Sessions of people who logged in, and the tokens in their forms. Holds nothing for each: a cookie says all.
+"""Sessions of logged-in visitors, and the tokens in their forms. Stores nothing per session: the cookie holds it all.
 
-A session is a signed cookie whose key comes from the admin token: every node with that token takes it, and a new token
-ends all of them. One that a token of TOKENS_FILE opened also ends with that token. Without an admin token there are no
-sessions, and forms are bound to a random cookie. A login link carries a signed code, which opens one session. See ADR
-0028, ADR 0042 and ADR 0059.
+A session is a signed cookie whose key is derived from the admin token: every node with that token accepts it, and a new
+token ends all sessions. A session opened with a token of TOKENS_FILE also ends with that token. Without an admin token
+there are no sessions, and forms are bound to a random cookie. A login link carries a signed code that opens one
+session. See ADR 0028, ADR 0042 and ADR 0059.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ratelimitd.settings.urls import reachable
 from ratelimitd_wire.addresses import ClientAddresses
 
 SESSION_S: Final = 8 * 3600
-"""A session ends that long after its login, used or not."""
+"""Lifetime of a session from its login, used or not."""
 
 LINK_S: Final = 30
-"""A login link is good for that long, once. Printed at the start, it ends up wherever stdout goes."""
+"""Lifetime of a login link, which works once. It is printed at the start, and stdout may be stored anywhere."""
 
 NONCE_BYTES: Final = 16
 MAX_COOKIE_CHARS: Final = 512
@@ -36,17 +36,18 @@ _FORM_KEY: Final = b"ratelimitd page forms"
 
 
 SessionOf = Callable[[str], tuple[bytes, str] | None]
-"""Maps the name of a token to its digest and to what its sessions present to the services; ``None``: none in force."""
+"""Maps the name of a token to its digest and the credentials of its sessions for the services; ``None`` if not in
+force."""
 
 
 def no_session(_name: str) -> None:
-    """Know no name: the :data:`SessionOf` without TOKENS_FILE."""
+    """Return ``None``: the :data:`SessionOf` without TOKENS_FILE."""
 
 
 class Session(NamedTuple):
-    """Who logged in: ``nonce`` is different for each login. ``expired``: it was ours and has ended.
+    """A login: ``nonce`` differs for each. ``expired``: it was valid and has ended.
 
-    ``authorization`` is what it presents to the services.
+    ``authorization`` holds the credentials for the services.
     """
 
     nonce: str
@@ -55,11 +56,11 @@ class Session(NamedTuple):
 
 
 UserOf = Callable[[str], str | None]
-"""Maps the name of a user to what its requests present to the services; ``None``: there is no such user."""
+"""Maps a user name to the credentials of its requests for the services; ``None`` if unknown."""
 
 
 class ProxyUsers:
-    """Users whom trusted proxies name in ``header``; an empty one: none. See ADR 0060.
+    """Users that trusted proxies name in ``header``; disabled if empty. See ADR 0060.
 
     ``trusted_proxies`` are addresses and networks; a peer without an address is never one of them.
     """
@@ -80,9 +81,9 @@ class ProxyUsers:
         return bool(peer) and self._proxies.trusts(peer)
 
     def find(self, headers: Headers) -> tuple[str, str] | None:
-        """Return the user that a trusted proxy names, and what it presents to the services; ``None``: nobody known.
+        """Return the user that a trusted proxy names, and the credentials for the services; ``None`` if unknown.
 
-        A proxy that adds its header to one of the caller names two, and so nobody.
+        If a proxy adds its header to one sent by the caller, two users are named, so neither counts.
         """
         values = headers.getlist(self._header)
         authorization = self._user_of(values[0]) if len(values) == 1 else None
@@ -106,15 +107,15 @@ class Sessions:
         self._signed = _signer(key, _SALT)
         self._links = _signer(key, _LINK_SALT)
         self._used_links: dict[str, float] = {}
-        """Nonce of each link that was used → when it ends. Only who holds the admin token can make it grow."""
+        """Nonces of used links and their expiry. Only holders of the admin token can make it grow."""
 
     @property
     def possible(self) -> bool:
-        """Whether one can log in: there is an admin token."""
+        """Return whether login is possible: an admin token is set."""
         return bool(self._admin_token)
 
     def nonce(self) -> str:
-        """Return an unguessable text."""
+        """Return a random, unguessable text."""
         return secrets.token_hex(NONCE_BYTES)
 
     def link_code(self, host: str) -> str:
@@ -122,7 +123,7 @@ class Sessions:
         return str(self._links.dumps([self.nonce(), int(self._now_s()) + LINK_S, host]))
 
     def opened_by(self, code: str, host: str) -> bool:
-        """Whether a request to ``host`` may open a session with the code of a link; it is used up if so."""
+        """Return whether the code of a link may open a session for a request to ``host``; consumes the code if so."""
         if not self.possible or len(code) > MAX_COOKIE_CHARS:
             return False
         try:
@@ -137,12 +138,12 @@ class Sessions:
         return True
 
     def open(self, name: str = "") -> str:
-        """The cookie of a new session, for the token of this name; empty is the admin token."""
+        """Return the cookie of a new session for the token of this name; empty is the admin token."""
         bound = [name, self._mark(name)] if name else []
         return str(self._signed.dumps([self.nonce(), int(self._now_s()) + SESSION_S, *bound]))
 
     def read(self, cookie: str) -> Session | None:
-        """The session of a cookie; ``None`` when it is not one of ours."""
+        """Return the session of a cookie; ``None`` if the signature is not ours."""
         if not self.possible or len(cookie) > MAX_COOKIE_CHARS:
             return None
         try:
@@ -160,16 +161,16 @@ class Sessions:
         return Session(nonce, expired, "" if expired else authorization)
 
     def _mark(self, name: str) -> str:
-        """Return what binds a session to the present token of ``name``.
+        """Return the mark that binds a session to the current token of ``name``.
 
-        Keyed, since the cookie is not encrypted: who copied it could else test guesses of the token offline.
+        Keyed, because the cookie is not encrypted: an attacker with a copy could otherwise test token guesses offline.
         """
         found = self._session_of(name)
         digest = b"" if found is None else found[0]
         return hmac.new(self._admin_token.encode(), digest, sha256).hexdigest()[:32]
 
     def user_nonce(self, name: str) -> str:
-        """Return what binds forms to a user whom a proxy names. Keyed: a page of another site could else make it."""
+        """Return the nonce of forms for a user named by a proxy. Keyed: other sites could otherwise compute it."""
         return hmac.new(self._key, _USER_SALT + name.encode(), sha256).hexdigest()[
             : 2 * NONCE_BYTES
         ]
@@ -177,7 +178,7 @@ class Sessions:
     def form_token(self, nonce: str) -> str:
         """Return the CSRF token of a visitor's forms, derived from the cookie.
 
-        It does not depend on the admin token: a visitor of the login form could otherwise test guesses offline.
+        Independent of the admin token: a visitor of the login form could otherwise test guesses offline.
         """
         return hmac.new(_FORM_KEY, nonce.encode("utf-8", "surrogatepass"), sha256).hexdigest()
 
@@ -189,7 +190,7 @@ def _signer(key: bytes, salt: str) -> URLSafeSerializer:
 
 
 def login_link(scheme: str, http_address: str, admin_token: str, now_s: float) -> str:
-    """Return the address of a page that logs in who opens it first, within :data:`LINK_S` of ``now_s``, Unix time."""
+    """Return the address that logs in its first visitor, within :data:`LINK_S` of ``now_s``, Unix time."""
     host = reachable(http_address)
     code = Sessions(admin_token, lambda: now_s).link_code(host)
     return f"{scheme}://{host}/login?code={code}"

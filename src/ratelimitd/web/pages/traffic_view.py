@@ -1,4 +1,4 @@
-"""What the pages of the rules say of their traffic: figures as text, the sparkline of the table. Pure."""
+"""The traffic on the pages of the rules: figures as text, and the sparkline of the table. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SORT_WORDS: Final = {
     "-match": "latest match",
     "match": "longest without a match",
 }
-"""The orders that the form of the table offers."""
+"""The sort orders that the form of the table offers."""
 
 NEVER: Final = "never since start"
 BESIDE: Final = "only beside other rules"
@@ -35,7 +35,7 @@ SPARK_POINTS: Final = 30
 
 
 class Spark(NamedTuple):
-    """The last quarter of an hour as two lines, of all checks and of blocked ones, and in words."""
+    """The last quarter of an hour as two lines, of all checks and of blocked ones, and as text."""
 
     asked: str
     blocked: str
@@ -45,7 +45,7 @@ class Spark(NamedTuple):
 class RuleRow(NamedTuple):
     """The traffic of one line of the table of rules; ``spark`` is ``None`` for all but the busiest.
 
-    ``together``: what the nodes decide by it that tell of it; empty if there is no other node, or none tells.
+    ``together``: the decisions by this rule on all nodes that report it; empty without other nodes or reports.
     """
 
     allowed: str
@@ -56,7 +56,7 @@ class RuleRow(NamedTuple):
 
 
 def traffic_of(rule_id: str, traffic: RuleTraffic, overview: Overview) -> RuleRow:
-    """The traffic of a rule for the table."""
+    """Return the traffic of a rule for the table."""
     now = traffic.of(rule_id)
     counts = (number(now.allowed), number(now.blocked)) if now.counted else ("–", "–")
     spark = _spark(traffic.rates(rule_id, SPANS["15m"]))
@@ -64,7 +64,7 @@ def traffic_of(rule_id: str, traffic: RuleTraffic, overview: Overview) -> RuleRo
 
 
 def last_match(traffic: Traffic) -> str:
-    """When a rule last decided a check, in UTC, or why that is not known."""
+    """Return when a rule last decided a check, in UTC, or why that is unknown."""
     if not traffic.counted:
         return TOGETHER
     if traffic.last_ms:
@@ -84,7 +84,7 @@ def _spark(rates: Sequence[Rates]) -> Spark | None:
 
 
 def _path(values: Sequence[float], top: float) -> str:
-    """The highest values of equal parts, as the path of an SVG."""
+    """Return the maxima of equal parts, as an SVG path."""
     part = len(values) // SPARK_POINTS
     points = [max(values[start : start + part]) for start in range(0, len(values), part)]
     width = SPARK_WIDTH / (len(points) - 1)
@@ -97,7 +97,7 @@ def _path(values: Sequence[float], top: float) -> str:
 
 
 class RuleView(NamedTuple):
-    """The traffic of one rule on its own page. ``rows`` are those of the chart, in JSON; empty without a past."""
+    """The traffic of one rule on its own page. ``rows`` are those of the chart, in JSON; empty without a history."""
 
     row: RuleRow
     path: str
@@ -107,21 +107,21 @@ class RuleView(NamedTuple):
 
     @property
     def span_ms(self) -> int:
-        """How long the chart is."""
+        """The length of the chart."""
         return SPANS[self.span].kept_s * 1_000
 
     @property
     def step_ms(self) -> int:
-        """How long each of its rows is."""
+        """The length of each of its rows."""
         return SPANS[self.span].step_s * 1_000
 
     def address(self, span: str) -> str:
-        """Where the chart is of another span."""
+        """Return the address of the chart with another span."""
         return self.path + ("" if span == DEFAULT_SPAN else f"?range={span}")
 
 
 def view_of_rule(rule_id: str, span: str, traffic: RuleTraffic, overview: Overview) -> RuleView:
-    """The traffic of a rule for its page; a span that there is not is the default."""
+    """Return the traffic of a rule for its page; an unknown span is replaced by the default."""
     span = span if span in SPANS else DEFAULT_SPAN
     rates = traffic.rates(rule_id, SPANS[span])
     rows = [[at_ms, round(allowed, 3), round(blocked, 3)] for at_ms, allowed, blocked in rates]
@@ -145,7 +145,7 @@ def _together(rule_id: str, overview: Overview) -> str:
 
 
 def _table(rates: Sequence[Rates], stretch_ms: int) -> Sequence[tuple[str, str, str]]:
-    """Means of equal stretches of time, the newest first."""
+    """Return means of equal periods, the newest first."""
     found = []
     for _, group in groupby(rates, key=lambda one: one.at_ms // stretch_ms):
         some = [*group]

@@ -1,6 +1,6 @@
-"""``/try``: a check made by hand, with its whole answer in words, and the reset of one identifier.
+"""``/try``: a manual check with its whole answer in words, and the reset of one identifier.
 
-Identifiers are in forms only, never in an address: addresses stay behind in histories and logs.
+Identifiers appear in forms only, never in addresses, which remain in histories and logs.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SAID: Final[Mapping[tuple[bool, bool], str]] = {
     (True, True): "only observes: allows",
     (True, False): "only observes: would deny",
 }
-"""What a limit says, by whether it only observes, and whether it allows."""
+"""The result of a limit in words, by whether it only observes, and whether it allows."""
 
 COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
 WAIT_PROBLEM: Final = f"must be a whole number from 0 to {MAX_WAIT_MS}"
 
 ALSO: Final = "also-"
-"""Begin of the name of a field for a further identity; the type follows."""
+"""Prefix of the field name for a further identity; the type follows."""
 
 
 class CheckForm(NamedTuple):
-    """A check as it was typed; ``also`` are the further identifiers, by their type."""
+    """A check as typed; ``also`` holds further identifiers by type."""
 
     identifier: str = ""
     identifier_type: str = IdentifierType.USER
@@ -67,7 +67,7 @@ class CheckForm(NamedTuple):
 
     @classmethod
     def of_fields(cls, fields: Fields, types: Sequence[str]) -> CheckForm:
-        """From the fields of a form; a box that is not ticked is not among them."""
+        """Return the check in the fields of a form; an unticked box is not among them."""
         return cls(
             fields.get("identifier", ""),
             fields.get("identifier_type", ""),
@@ -80,7 +80,7 @@ class CheckForm(NamedTuple):
 
     @property
     def subject(self) -> dict[str, Any]:
-        """The fields that the messages of a check and of a reset have."""
+        """Return the fields that the messages of a check and of a reset share."""
         also = [
             ratelimiter_pb2.Identity(identifier_type=kind, identifier=identifier)
             for kind, identifier in self.also.items()
@@ -93,7 +93,7 @@ class CheckForm(NamedTuple):
         }
 
     def errors(self, refused: Mapping[str, str]) -> dict[str, str]:
-        """Return the errors of the fields of the form, of those that a service has refused."""
+        """Return the errors of the form's fields among those that a service refused."""
         found: dict[str, str] = {}
         types = list(self.also)
         for field, text in refused.items():
@@ -107,7 +107,7 @@ _IN_ALSO: Final = re.compile(r"also\[(\d+)\]")
 
 
 class TryPage:
-    """The endpoints. ``now_s`` is Unix time, for how long it is until a moment; ``types`` are those of checks."""
+    """The endpoints of the page. ``now_s`` is Unix time, for relative times; ``types`` are accepted in checks."""
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class TryPage:
         self._now_s = now_s
 
     def routes(self) -> list[BaseRoute]:
-        """Where they are."""
+        """Return their routes."""
         return [
             Route("/try", self._frame.reading(self.show)),
             Route("/try", self._frame.posting(self.act), methods=["POST"]),
         ]
 
     async def show(self, request: Request) -> Response:
-        """Both forms; parameters of the address fill in the endpoint and the type."""
+        """Show both forms; parameters of the address fill in the endpoint and the type."""
         given = request.query_params
         form = CheckForm(
             endpoint=given.get("endpoint", ""),
@@ -138,7 +138,7 @@ class TryPage:
         return self._page(request, form)
 
     async def act(self, request: Request, fields: Fields) -> Response:
-        """A check, a reset, or the question whether to reset."""
+        """Handle a check, a reset, or the confirmation of a reset."""
         form = CheckForm.of_fields(fields, self._types)
         action = fields.get("action", "check")
         try:
@@ -146,7 +146,7 @@ class TryPage:
                 await self._services.reset(request, ratelimiter_pb2.ResetRequest(**form.subject))
                 return self._page(request, form, was_reset=True)
             if action == "ask":
-                # A peek, so that errors in the form show before the check is confirmed.
+                # Peek first, so that errors in the form show before the check is confirmed.
                 message = ratelimiter_pb2.RateLimitRequest(**form.subject, peek=True)
                 await self._services.check(request, message)
                 return self._frame.page(request, "reset.html", form=form)
@@ -220,7 +220,7 @@ class TryPage:
 
 
 class _ExplainedRule:
-    """A rule that was looked at, as the template shows it."""
+    """An evaluated rule, for the template."""
 
     def __init__(self, message: ratelimiter_pb2.RuleExplanation) -> None:
         self.message = message
@@ -231,7 +231,7 @@ class _ExplainedRule:
 def _said(
     limits: Iterable[ratelimiter_pb2.LimitStatus],
 ) -> list[tuple[ratelimiter_pb2.LimitStatus, str]]:
-    """Return each limit with what it says."""
+    """Return each limit with its result in words."""
     return [
         (
             limit,
@@ -244,7 +244,7 @@ def _said(
 
 
 class _Answer:
-    """An answer, as the template shows it."""
+    """An answer, for the template."""
 
     def __init__(self, answer: ratelimiter_pb2.RateLimitResponse, now_s: int) -> None:
         self.message = answer

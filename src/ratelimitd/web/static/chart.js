@@ -1,9 +1,9 @@
-// A line chart in an SVG: lines over a grid with ticks, and the values of the moment that the pointer is at.
-// Colours and strokes are those of the style sheet.
+// A line chart in SVG: lines over a grid with ticks, and the values at the pointer. The style sheet sets colours and
+// strokes.
 
 const SVG = 'http://www.w3.org/2000/svg';
 const ROOM = { left: 54, right: 14, top: 10, bottom: 24 }; // around the lines, for the labels
-const MIN_GAP_MS = 25_000; // where nothing is known for longer there is no line
+const MIN_GAP_MS = 25_000; // longer gaps between samples interrupt the line
 const TICKS_MS = [1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360].map((minutes) => minutes * 60_000);
 const PX_PER_TICK = 56;
 
@@ -12,7 +12,7 @@ const ofTick = clock({});
 const ofMoment = clock({ second: '2-digit' });
 const compact = new Intl.NumberFormat('en', { notation: 'compact', maximumSignificantDigits: 3 });
 
-// A value with at most three digits that matter, and all of those before the point.
+// Formats a value with three significant digits, or all digits before the point if there are more.
 export const plain = (value) => (value < 100 ? value.toPrecision(3) / 1 : Math.round(value)).toLocaleString('en');
 
 function add(parent, name, attributes, text = '') {
@@ -23,16 +23,15 @@ function add(parent, name, attributes, text = '') {
   return made;
 }
 
-// The next number above that people read easily.
+// Rounds up to a number that is easy to read.
 function rounded(least) {
   const size = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 2.5, 5, 10].find((factor) => factor * size >= least * .999) * size;
 }
 
 export class Chart {
-  // A figure whose rows begin with their time in ms; `columns` says which values of a row are its lines, `format` how one
-  // is written, `top` what the highest line of the grid is where it is always the same, `live` that the newest row is of
-  // now.
+  // A figure element. Rows begin with their time in ms. `columns`: indexes of the drawn values; `format`: formats a
+  // value; `top`: fixed maximum of the grid, if any; `live`: the newest row is current.
   constructor(figure, { columns, format = plain, top, live = true }) {
     Object.assign(this, { columns, format, fixed: top, live, rows: [], at: null });
     this.svg = figure.querySelector('svg');
@@ -73,7 +72,7 @@ export class Chart {
     }
     const most = Math.max(2, Math.floor((this.width - ROOM.left - ROOM.right) / PX_PER_TICK));
     const every = TICKS_MS.find((ms) => this.spanMs / ms <= most) ?? TICKS_MS.at(-1);
-    const zone = new Date(this.end).getTimezoneOffset() * 60_000; // ticks at whole hours of the clock on the wall
+    const zone = new Date(this.end).getTimezoneOffset() * 60_000; // ticks at whole hours of local time
     const start = this.end - this.spanMs;
     for (let at = Math.ceil((start - zone) / every) * every + zone; at <= this.end; at += every) {
       const x = this.x(at);
@@ -111,7 +110,7 @@ export class Chart {
     this.show();
   }
 
-  // The values of the row next to the pointer, else of the newest one.
+  // Shows the values of the row nearest to the pointer, else of the newest row.
   show() {
     if (!this.rows.length) return;
     const distance = (row) => Math.abs(row[0] - (this.at ?? this.end));

@@ -1,12 +1,12 @@
-// Keeps the overview up to date: the past for the charts, then with each event the parts of the page as the node
-// would show them now. Without it the page stays as it was loaded.
+// Keeps the overview up to date: receives the history for the charts, then with each event the changed parts of the
+// page. Without scripts the page stays as loaded.
 import { Chart, plain } from './chart.js';
 
 const SILENCE_MS = 8_000;
 const REFUSED_MS = 20_000;
 
 const { spanMs: SPAN_MS, stepMs: STEP_MS } = document.querySelector('.charts').dataset;
-const PER_S = 1, LATENCY = 4, RATIO = 7, BUCKETS = 8; // where a row has what; it begins with its time
+const PER_S = 1, LATENCY = 4, RATIO = 7, BUCKETS = 8; // indexes in a row, which begins with its time
 const charts = Object.entries({
   checks: { columns: [PER_S, PER_S + 1, PER_S + 2] },
   latency: { columns: [LATENCY, LATENCY + 1, LATENCY + 2], format: (value) => `${plain(value)} ms` },
@@ -20,8 +20,7 @@ function draw() {
   for (const chart of charts) chart.draw(rows, Number(SPAN_MS), Number(STEP_MS));
 }
 
-// Makes a part of the page equal to another one, and leaves alone what is equal already: focus, selection and opened
-// details stay.
+// Makes a part of the page equal to another one and keeps equal nodes: focus, selection and opened details stay.
 function renew(old, fresh) {
   if (old.isEqualNode(fresh)) return;
   if (old.nodeName !== fresh.nodeName || old.childNodes.length !== fresh.childNodes.length) {
@@ -58,10 +57,10 @@ function say(text) {
 
 function take(event) {
   const { row, parts } = JSON.parse(event.data);
-  // Nothing is drawn for who does not look; what is missed comes with the next event.
+  // A hidden page is not drawn; the next event contains what it missed.
   last = Date.now();
   say('Live, every two seconds.');
-  // A sample that is not finished takes the place of what it was two seconds ago.
+  // An unfinished sample replaces its version of two seconds ago.
   const stretch = ([at]) => Math.floor(at / STEP_MS);
   rows = rows.filter((one) => one[0] > row[0] - SPAN_MS && stretch(one) < stretch(row));
   rows.push(row);
@@ -70,8 +69,8 @@ function take(event) {
   draw();
 }
 
-// A browser opens a stream again that broke, but not one that was refused: by a balancer without a node for a moment,
-// or because this visitor has to log in again.
+// A browser reopens a broken stream, but not a refused one: a balancer may briefly have no node, or the visitor must
+// log in again.
 function watch() {
   const events = new EventSource(state.dataset.events);
   events.addEventListener('open', () => { rows = []; });

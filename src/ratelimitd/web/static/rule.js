@@ -1,4 +1,4 @@
-// The chart of one rule, as of the moment that its page was loaded.
+// The chart of one rule, as of the loading of its page.
 import { Chart } from './chart.js';
 
 const charts = document.querySelector('.charts');

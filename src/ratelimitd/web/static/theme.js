@@ -1,5 +1,5 @@
-// Tells the style sheet that scripts run, and which of the two looks is chosen: the system's, or one chosen here. Runs
-// before the page is shown, so that it does not flash in another one.
+// Informs the style sheet that scripts run and which colour scheme is selected: the system's or one chosen here. Runs
+// before the page is shown, so that it does not flash in another scheme.
 const CHOICES = ['system', 'light', 'dark'];
 const root = document.documentElement;
 

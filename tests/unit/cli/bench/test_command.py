@@ -1,4 +1,4 @@
-"""`bench`, against a node of canned answers: what is sent and what is printed."""
+"""`bench` against a node with canned answers: the checks sent and the output."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ def generous(node):
     node.limit = 1_000_000
 
 
-def test_what_came_of_it_is_shown_with_a_picture(ask):
+def test_results_are_shown_with_charts(ask):
     ended = ask("bench", "--duration", "0.1", "--concurrency", "2")
     assert (ended.status, ended.err) == (0, "")
     assert " allowed, 0 denied, 0 fail open\n" in ended.out
@@ -42,19 +42,19 @@ def test_json_has_all_figures(ask):
         (["--identifier-type", "ip"], ["198.18.0.0", "198.18.0.1", "198.18.0.2"]),
     ],
 )
-def test_identifiers_are_sent_in_turn_with_the_credentials(ask, node, options, names):
+def test_identifiers_are_sent_in_rotation_with_the_credentials(ask, node, options, names):
     ask(
         *("bench", "--duration", "0.5", "--concurrency", "1", "--keys", "3", "--token", "t"),
         *("--endpoint", "/x", "--peek", *options),
     )
     asked = [call.request.identifier for call in node.seen]
-    # The first one only connects.
+    # The first check only connects.
     assert asked[:5] == [names[0], *names, names[0]]
     assert node.seen[-1].metadata["authorization"] == "Bearer t"
     assert (node.seen[-1].request.endpoint, node.seen[-1].request.peek) == ("/x", True)
 
 
-def test_checks_that_are_not_answered_are_status_1(ask, node):
+def test_unanswered_checks_are_status_1(ask, node):
     node.errors_after = 3
     node.error = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
     ended = ask("bench", "--duration", "0.1")
@@ -67,13 +67,13 @@ def test_checks_that_are_not_answered_are_status_1(ask, node):
     assert "p50" not in ended.out
 
 
-def test_a_node_that_is_away_is_status_2(run, unused_tcp_port):
+def test_unreachable_node_is_status_2(run, unused_tcp_port):
     ended = run("bench", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert ended.status == 2
     assert "cannot reach a node" in ended.err
 
 
-def test_ctrl_c_ends_it_early_with_what_there_is(ask, node):
+def test_ctrl_c_ends_early_with_partial_results(ask, node):
     saw = node._saw
 
     def interrupt(request, context):
@@ -87,7 +87,7 @@ def test_ctrl_c_ends_it_early_with_what_there_is(ask, node):
     assert " checks in " in ended.out
 
 
-def test_the_same_seed_sends_the_same_keys(ask, node):
+def test_same_seed_sends_the_same_keys(ask, node):
     asked = []
     for _ in range(2):
         node.seen.clear()
@@ -100,12 +100,12 @@ def test_the_same_seed_sends_the_same_keys(ask, node):
     assert asked[0] == asked[1]
 
 
-def test_the_hot_key_is_the_first(ask, node):
+def test_hot_key_is_the_first(ask, node):
     ask("bench", "--duration", "0.1", "--distribution", "hot", "--hot-share", "1")
     assert {call.request.identifier for call in node.seen} == {"bench-0"}
 
 
-def test_the_picture_is_a_file(ask, tmp_path):
+def test_picture_is_written_to_a_file(ask, tmp_path):
     file = tmp_path / "load.svg"
     ended = ask("bench", "--duration", "0.1", "--rate", "50", "--picture", file)
     assert ended.status == 0
@@ -113,20 +113,20 @@ def test_the_picture_is_a_file(ask, tmp_path):
     assert file.read_text(encoding="utf-8").startswith("<svg ")
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_sent(ask, node, tmp_path):
+def test_unwritable_picture_is_refused_before_anything_is_sent(ask, node, tmp_path):
     ended = ask("bench", "--picture", tmp_path / "none" / "load.svg")
     assert (ended.status, node.seen) == (2, [])
     assert "--picture: cannot write" in ended.err
 
 
-def test_a_picture_that_cannot_be_written_at_the_end_is_an_error(ask, tmp_path):
+def test_picture_that_becomes_unwritable_is_an_error(ask, tmp_path):
     ended = ask("bench", "--duration", "0.1", "--picture", tmp_path)
     assert ended.status == 1
     assert " checks in " in ended.out
     assert "--picture: cannot write" in ended.err
 
 
-def test_an_arrival_without_a_rate_is_refused(run):
+def test_arrival_without_a_rate_is_refused(run):
     ended = run("bench", "--arrival", "poisson")
     assert ended.status == 2
     assert "--arrival needs --rate" in ended.err

@@ -1,4 +1,4 @@
-"""Load on a real node: what is sent, what is counted, and when it ends."""
+"""Load on a real node: the checks sent, the counts, and the end."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def check_of(key):
 
 
 class SteppingClock:
-    """Time that passes by so much whenever it is read."""
+    """A clock that advances by a fixed step at each reading."""
 
     def __init__(self, step_s):
         self.now_s = 0.0
@@ -71,27 +71,27 @@ async def address():
 TOKEN = (("authorization", "Bearer word"),)
 
 
-async def test_all_checks_are_counted_and_each_identifier_has_its_turn(address):
+async def test_all_checks_are_counted_and_identifiers_rotate(address):
     result = await sent(address, metadata=TOKEN, connections=2)
     assert result.latencies.count == result.allowed + result.denied > 6
     assert (result.allowed, result.fail_open, result.errors) == (6, 0, {})
     assert result.seconds > 1.0
 
 
-async def test_one_that_is_not_let_in_ends_before_it_begins(address):
+async def test_refused_credentials_end_the_load_before_it_begins(address):
     with pytest.raises(grpc.RpcError) as refused:
         await sent(address)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_stop_ends_it(address):
+async def test_stop_ends_a_closed_loop(address):
     stop = asyncio.Event()
     stop.set()
     result = await sent(address, metadata=TOKEN, stop=stop, seconds=3_600)
     assert result.latencies.count == 0
 
 
-async def test_a_stop_ends_it_also_where_the_next_check_is_due_in_an_hour(address):
+async def test_stop_ends_an_open_loop_with_a_distant_due_time(address):
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stop.set)
     result = await sent(
@@ -106,7 +106,7 @@ async def test_a_stop_ends_it_also_where_the_next_check_is_due_in_an_hour(addres
     assert result.latencies.count == 1
 
 
-async def test_at_a_rate_so_many_are_sent(address):
+async def test_open_loop_sends_at_the_rate(address):
     result = await sent(
         address, metadata=TOKEN, seconds=0.2, rate=100, time_s=time.perf_counter, concurrency=3
     )
@@ -115,8 +115,8 @@ async def test_at_a_rate_so_many_are_sent(address):
     assert sum(slot.answers for slot in result.timeline.slots(result.seconds)) == 20
 
 
-async def test_at_a_rate_a_check_that_had_to_wait_is_as_late_as_it_is(address):
-    # Time runs away: the second check was due 0.01 s after the first, and can be sent only seconds later.
+async def test_open_loop_counts_latency_from_the_due_time(address):
+    # Time advances fast: the second check was due 0.01 s after the first, and is sent only seconds later.
     result = await sent(
         address,
         metadata=TOKEN,
@@ -132,7 +132,7 @@ async def test_at_a_rate_a_check_that_had_to_wait_is_as_late_as_it_is(address):
     assert result.waited == 4
 
 
-async def test_at_a_rate_that_cannot_be_kept_it_ends_a_timeout_late_and_tells_how_many_are_missing(
+async def test_unreachable_rate_ends_after_a_timeout_with_the_number_of_unsent_checks(
     address,
 ):
     result = await sent(
@@ -143,15 +143,15 @@ async def test_at_a_rate_that_cannot_be_kept_it_ends_a_timeout_late_and_tells_ho
     assert result.seconds < 10
 
 
-async def test_a_check_is_sent_when_it_is_due_and_not_before(address, monkeypatch):
-    # Due after 0.1 s; the clock says 0.001 s more whenever it is read, and no timer waits for it.
+async def test_check_is_not_sent_before_its_due_time(address, monkeypatch):
+    # Due after 0.1 s; the clock advances 0.001 s per reading, and no timer waits for it.
     monkeypatch.setattr(load, "TIMER_S", 1.0)
     result = await sent(address, metadata=TOKEN, seconds=0.15, rate=10, time_s=SteppingClock(0.001))
     assert result.latencies.count == 2
     assert result.delays.max_us < 20_000
 
 
-async def test_checks_that_are_not_answered_are_counted_by_why(address):
+async def test_unanswered_checks_are_counted_by_status(address):
     def wrong_of(key):
         return pb.RateLimitRequest(identifier="ab"[key:], identifier_type="user", endpoint="/b")
 
@@ -163,7 +163,7 @@ async def test_checks_that_are_not_answered_are_counted_by_why(address):
     )
 
 
-async def test_a_node_without_rules_for_a_time_is_fail_open_and_told(tmp_path):
+async def test_node_without_rules_fails_open_and_is_counted(tmp_path):
     database = f"sqlite:///{tmp_path}/none/rules.db"
     async with running_node(database_url=database) as node:
         result = await sent(node.grpc_address)

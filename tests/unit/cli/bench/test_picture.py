@@ -1,4 +1,4 @@
-"""The picture of a load: what is drawn, read from the file."""
+"""The picture of a load, parsed from the file."""
 
 import re
 from xml.etree import ElementTree as ET
@@ -19,14 +19,14 @@ def texts(root):
     return [text.text for text in root.iter(f"{SVG}text")]
 
 
-def test_it_has_a_title_a_description_and_a_dark_form():
+def test_picture_has_a_title_a_description_and_a_dark_form():
     root = drawn(result([1_000] * 50), load())
     assert root.find(f"{SVG}title").text == "5 checks a second over 10.0 s"
     assert "p99.9 1.000 ms" in root.find(f"{SVG}desc").text
     assert "prefers-color-scheme: dark" in root.find(f"{SVG}style").text
 
 
-def test_both_axes_are_labelled_as_far_as_there_are_answers():
+def test_both_axes_are_labelled_over_the_range_of_answers():
     labels = texts(drawn(result([150] * 900 + [70_000] * 100), load()))
     assert [label for label in labels if label.startswith("p")] == [
         "p0",
@@ -41,7 +41,7 @@ def test_both_axes_are_labelled_as_far_as_there_are_answers():
     assert {"0 s", "2 s", "10 s"} <= set(labels)
 
 
-def test_the_curve_of_percentiles_rises_from_the_shortest_latency_to_the_longest():
+def test_percentile_curve_rises_from_the_lowest_latency_to_the_highest():
     root = drawn(result([1_000] * 90 + [10_000] * 10), load())
     [curve, *_] = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("class") == "line"]
     heights = [float(y) for y in re.findall(r"V([\d.]+)", curve)]
@@ -50,7 +50,7 @@ def test_the_curve_of_percentiles_rises_from_the_shortest_latency_to_the_longest
     assert f"H{p90:.1f}" in curve
 
 
-def test_a_planned_rate_is_a_line_and_what_failed_is_marked():
+def test_planned_rate_is_a_line_and_failures_are_marked():
     made = result([1_000] * 50)
     made.timeline.failed(3.0)
     kinds = [part.get("class") for part in drawn(made, load(rate=8.0)).iter()]
@@ -61,11 +61,11 @@ def test_a_planned_rate_is_a_line_and_what_failed_is_marked():
 
 
 @pytest.mark.parametrize("latencies_us", [[], [0], [1], [1_000_000]])
-def test_hardly_anything_is_drawn_as_well(latencies_us):
+def test_very_few_answers_are_drawn(latencies_us):
     assert drawn(result(latencies_us), load()).tag == f"{SVG}svg"
 
 
-def test_a_load_that_took_no_time_is_drawn_without_time():
+def test_load_without_duration_has_no_chart_over_time():
     made = result()
     made.seconds = 0.0
     assert "answers a second" not in texts(drawn(made, load()))

@@ -1,4 +1,4 @@
-"""What is printed of a load, and what makes its figures doubtful."""
+"""The printed results of a load, and warnings about its figures."""
 
 import io
 
@@ -37,7 +37,7 @@ def printed(*arguments):
     return stream.getvalue()
 
 
-def test_the_rate_over_time_is_a_line_of_columns():
+def test_rate_over_time_is_a_line_of_columns():
     even = printed(result([1_000] * 1_000), load())
     assert even.splitlines()[-1].split() == ["a", "second", "█" * 50, "up", "to", "100"]
     grown = result([1_000] * 10)
@@ -46,7 +46,7 @@ def test_the_rate_over_time_is_a_line_of_columns():
     assert "▁" in printed(grown, load()).splitlines()[-1]
 
 
-def test_without_answers_there_is_no_picture():
+def test_no_answers_have_no_chart():
     text = printed(result(errors={"UNAVAILABLE": 3}), load())
     assert text.startswith("0 checks in 10.00 s: 0 a second\n")
     assert text.endswith("3 not answered: UNAVAILABLE\n")
@@ -73,24 +73,24 @@ def test_without_answers_there_is_no_picture():
         ),
     ],
 )
-def test_the_load_is_told_in_words(chosen, told):
+def test_load_is_described_in_words(chosen, told):
     assert description(chosen) == told
 
 
-def test_checks_that_were_sent_in_time_need_no_warning():
+def test_timely_checks_need_no_warning():
     assert warnings(result(delays_us=[100] * 99 + [5_000])) == []
 
 
 @pytest.mark.parametrize(
     ("waited", "why"), [(0, "the generator did not keep up"), (2, "--concurrency allows")]
 )
-def test_checks_that_were_sent_late_are_warned_of_with_the_reason(waited, why):
+def test_late_checks_are_warned_of_with_the_reason(waited, why):
     [warning] = warnings(result(delays_us=[5_000] * 100, waited=waited))
     assert "1 check in 100 was sent 5.0 ms late" in warning
     assert why in warning
 
 
-def test_checks_that_were_never_sent_are_warned_of():
+def test_unsent_checks_are_warned_of():
     made = result([1_000], unsent=1_234)
     assert warnings(made) == [
         "about 1,234 checks were due and never sent: latencies would be longer with them"
@@ -98,7 +98,7 @@ def test_checks_that_were_never_sent_are_warned_of():
     assert "warning: about 1,234 checks" in printed(made, load(rate=1.0))
 
 
-def test_json_has_everything_of_the_load_and_of_what_came():
+def test_json_has_load_and_results():
     made = result([1_000, 3_000], [200, 400], waited=1, allowed=2)
     seen = as_json(made, load(rate=0.2, distribution=Distribution.ZIPF))
     assert (seen["loop"], seen["rate_per_s"], seen["arrival"]) == ("open", 0.2, "constant")
@@ -109,7 +109,7 @@ def test_json_has_everything_of_the_load_and_of_what_came():
     assert seen["warnings"] == []
 
 
-def test_json_of_a_closed_loop_has_nothing_to_say_of_a_rate():
+def test_json_of_a_closed_loop_has_no_rate():
     seen = as_json(result([1_000]), load(distribution=Distribution.HOT))
     assert (seen["loop"], seen["rate_per_s"], seen["arrival"]) == ("closed", None, None)
     assert (seen["latency_from"], seen["sent_late_ms"], seen["hot_share"]) == ("sent", None, 0.5)

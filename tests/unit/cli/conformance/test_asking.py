@@ -1,4 +1,4 @@
-"""Checks that are asked: which of them a server refused, and what ends the asking."""
+"""Sending checks: which ones a server refused, and which errors end the run."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def asking(node):
 
 @pytest.fixture
 def refuses(node, monkeypatch):
-    """Let the node refuse every call with a check of this endpoint in it."""
+    """Make the node refuse every call that contains a check of this endpoint."""
 
     def refuse(endpoint, code=grpc.StatusCode.INVALID_ARGUMENT):
         saw = node._saw
@@ -40,12 +40,12 @@ def refuses(node, monkeypatch):
     return refuse
 
 
-def test_one_check_is_answered_alone(asking, node):
+def test_single_check_is_answered(asking, node):
     assert asking.alone(REQUESTS[3]).allowed
     assert node.seen[0].request == REQUESTS[3]
 
 
-def test_a_hold_is_made_for_the_longest_time_and_settled_by_its_name(asking, node):
+def test_hold_has_the_longest_time_and_is_settled_by_name(asking, node):
     held, settled = pb.RateLimitRequest(identifier="alice", tokens_requested=7), REQUESTS[1]
     assert asking.alone(held, hold="a").allowed
     assert asking.alone(settled, settles=[("a", 4)]).allowed
@@ -56,51 +56,51 @@ def test_a_hold_is_made_for_the_longest_time_and_settled_by_its_name(asking, nod
     ]
 
 
-def test_where_a_hold_is_not_known_the_check_is_not_asked(asking, node):
+def test_check_is_not_sent_if_its_hold_is_unknown(asking, node):
     asking.alone(REQUESTS[0], hold="a")
     node.held.clear()
     assert asking.alone(REQUESTS[1], settles=[("a", 4)]) == Refusal("hold a is not known")
     assert node.methods() == ["Hold", "Settle"]
 
 
-def test_a_server_without_holds_is_known_by_its_status(asking, node):
+def test_server_without_holds_is_recognised_by_its_status(asking, node):
     asking.alone(REQUESTS[0], hold="a")
     node.error = status(grpc.StatusCode.UNIMPLEMENTED, "no")
     assert asking.alone(REQUESTS[0], hold="b") is NO_HOLDS
     assert asking.alone(REQUESTS[0], settles=[("a", 4)]) is NO_HOLDS
 
 
-def test_a_hold_that_is_refused_has_the_words_of_the_server(asking, node):
+def test_refused_hold_has_the_servers_error(asking, node):
     node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "no")
     assert asking.alone(REQUESTS[0], hold="a") == Refusal("INVALID_ARGUMENT: no")
 
 
-def test_many_checks_are_asked_in_one_batch(asking, node):
+def test_many_checks_are_sent_in_one_batch(asking, node):
     node.limit = 3
     answers = asking.together(REQUESTS)
     assert [answer.allowed for answer in answers] == [True, True, True, False, False]
     assert node.methods() == ["BatchRateLimit"]
 
 
-def test_more_checks_than_a_batch_holds_are_asked_in_several(asking, node):
+def test_checks_beyond_one_batch_are_sent_in_several(asking, node):
     node.limit = 1_001
     answers = asking.together(REQUESTS[:1] * 1_002)
     assert [len(call.request.requests) for call in node.seen] == [1_000, 2]
     assert [answer.allowed for answer in answers] == [True] * 1_001 + [False]
 
 
-def test_no_checks_are_not_asked(asking, node):
+def test_no_checks_send_no_call(asking, node):
     assert asking.together([]) == []
     assert node.seen == []
 
 
-def test_a_check_that_is_refused_has_the_words_of_the_server(asking, refuses):
+def test_refused_check_has_the_servers_error(asking, refuses):
     refuses("/1")
     assert asking.alone(REQUESTS[1]) == Refusal("INVALID_ARGUMENT: too much")
     assert asking.alone(REQUESTS[2]).allowed
 
 
-def test_which_check_of_a_refused_batch_it_was_is_found(asking, node, refuses):
+def test_refused_check_of_a_refused_batch_is_found(asking, node, refuses):
     node.limit = 10
     refuses("/1", grpc.StatusCode.INTERNAL)
     answers = asking.together(REQUESTS)
@@ -108,20 +108,20 @@ def test_which_check_of_a_refused_batch_it_was_is_found(asking, node, refuses):
     assert [answer.allowed for answer in answers if answer is not answers[1]] == [True] * 4
 
 
-def test_a_check_that_is_not_valid_is_refused_in_its_answer(asking, node):
+def test_invalid_check_is_refused_in_its_answer(asking, node):
     node.answer = pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="cost: too large")
     refusal = Refusal("INVALID_REQUEST: cost: too large")
     assert asking.alone(REQUESTS[0]) == refusal
     assert asking.together(REQUESTS) == [refusal] * 5
 
 
-def test_a_server_that_says_nothing_beside_is_quoted_by_the_name(asking, node):
+def test_refusal_without_a_text_is_quoted_by_its_name(asking, node):
     node.answer = pb.RateLimitResponse(reason=pb.INVALID_REQUEST)
     assert asking.alone(REQUESTS[0]) == Refusal("INVALID_REQUEST")
 
 
 @pytest.mark.parametrize("name", sorted(ENDS_ALL))
-def test_what_is_about_more_than_a_check_ends_all(asking, node, name):
+def test_error_that_concerns_all_checks_ends_the_run(asking, node, name):
     node.error = status(grpc.StatusCode[name], "no")
     with pytest.raises(grpc.RpcError):
         asking.alone(REQUESTS[0])
@@ -130,7 +130,7 @@ def test_what_is_about_more_than_a_check_ends_all(asking, node, name):
     assert len(node.seen) == 2
 
 
-def test_a_batch_has_as_many_answers_as_checks():
+def test_batch_must_have_as_many_answers_as_checks():
     asking = Asking(SimpleNamespace(check_batch=lambda _requests: []))
     with pytest.raises(CliError, match=r"^the server gave 0 answers to a batch of 5$"):
         asking.together(REQUESTS)

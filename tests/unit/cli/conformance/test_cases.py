@@ -1,4 +1,4 @@
-"""The vectors: what is in the files is valid by their schema, and read as it is there."""
+"""The vectors: valid against their schema, and read as written."""
 
 import json
 from copy import deepcopy
@@ -24,13 +24,13 @@ def vectors(name):
 SCHEMA, POLICIES_SCHEMA = vectors("vectors.schema.json"), vectors("policies.schema.json")
 
 
-def test_the_schemas_are_some():
+def test_schemas_exist():
     Draft202012Validator.check_schema(SCHEMA)
     Draft202012Validator.check_schema(POLICIES_SCHEMA)
 
 
 @pytest.mark.parametrize("name", [*FILES, POLICIES, HOLDS])
-def test_every_file_is_valid_by_its_schema(name):
+def test_every_file_is_valid_against_its_schema(name):
     schema = SCHEMA if name in FILES else POLICIES_SCHEMA
     Draft202012Validator(schema).validate(vectors(name))
 
@@ -50,7 +50,7 @@ def test_every_file_is_valid_by_its_schema(name):
         ("remaining", {"remaining": -1}),
     ],
 )
-def test_the_schema_refuses_what_no_runner_reads(what, change):
+def test_schema_refuses_cases_that_no_runner_reads(what, change):
     changed = deepcopy(vectors(FILES[0]))
     case = changed["cases"][0]
     [name] = change
@@ -69,7 +69,7 @@ def test_the_schema_refuses_what_no_runner_reads(what, change):
         ("one time without the other", {"reset_time": 1_700_006_400}),
     ],
 )
-def test_the_schema_refuses_holds_that_no_runner_reads(what, change):
+def test_schema_refuses_holds_that_no_runner_reads(what, change):
     changed = deepcopy(vectors(HOLDS))
     step = next(
         step for case in changed["cases"] for step in case["steps"] if "reset_time" not in step
@@ -79,7 +79,7 @@ def test_the_schema_refuses_holds_that_no_runner_reads(what, change):
         Draft202012Validator(POLICIES_SCHEMA).validate(changed)
 
 
-def test_every_case_of_every_file_is_read_as_it_is_there():
+def test_every_case_of_every_file_is_read_as_written():
     read = cases()
     there = [
         (name.removesuffix(".json"), case)
@@ -98,7 +98,7 @@ def test_every_case_of_every_file_is_read_as_it_is_there():
     assert read[0].steps[0] == Step(first["at_us"], first["cost"], expected)
 
 
-def test_a_case_of_policies_is_read_as_it_is_there():
+def test_policy_case_is_read_as_written():
     there = vectors(POLICIES)["cases"]
     read = [case for case in cases() if case.algorithm == "policies"]
     assert [case.name for case in read] == [case["name"] for case in there]
@@ -116,7 +116,7 @@ def test_a_case_of_policies_is_read_as_it_is_there():
     assert case.rule_ids("/x/1") != case.rule_ids("/x/2")
 
 
-def test_a_case_with_holds_is_read_as_it_is_there():
+def test_case_with_holds_is_read_as_written():
     read = {case.name: case for case in cases() if case.algorithm == "holds"}
     assert list(read) == [case["name"] for case in vectors(HOLDS)["cases"]]
     assert all(case.has_holds == (case.algorithm == "holds") for case in cases())
@@ -148,14 +148,14 @@ def test_holds_are_allowed_before_they_are_settled_and_only_slots_have_no_times(
                 assert (told.reset_time == ANY) == (told.name in slots), case.name
 
 
-def test_no_rule_for_other_endpoints_is_among_those_that_judge_a_policy():
+def test_rules_of_policies_include_every_checked_endpoint_and_type():
     for case in cases():
         rules = {(rule.endpoint, rule.identifier_type) for rule in case.rules}
         for step in case.steps if rules else ():
             assert {(step.endpoint, kind) for kind, _ in step.identities} <= rules, case.name
 
 
-def test_the_policies_show_what_is_to_be_shown():
+def test_policies_cover_the_required_features():
     rules = [rule for case in cases() for rule in case.rules]
     assert {rule.identifier_type for rule in rules} >= {"user", "ip", "ip+user", "all"}
     assert "**" in {rule.endpoint for rule in rules}
@@ -169,7 +169,7 @@ def test_the_policies_show_what_is_to_be_shown():
     }  # fmt: skip
 
 
-def test_a_case_knows_its_rule_and_whether_its_time_goes_back():
+def test_case_has_a_rule_and_detects_a_time_that_goes_back():
     [onward, back] = [
         next(case for case in cases() if case.name.startswith(name))
         for name in ("no burst", "a late timestamp")

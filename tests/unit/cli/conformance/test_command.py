@@ -1,4 +1,4 @@
-"""`conformance`, against a node of canned answers: what it prints and how it ends."""
+"""`conformance` against a node with canned answers: its output and exit status."""
 
 import json
 import time
@@ -20,7 +20,7 @@ def canned(**fields):
     return pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, **fields)
 
 
-def test_a_server_that_differs_is_status_1_and_its_rules_are_gone(ask, node):
+def test_differing_server_is_status_1_and_its_rules_are_deleted(ask, node):
     node.answer = canned(reset_time=1_700_006_460)
     ended = ask("conformance", "--token", "t")
     assert (ended.status, ended.err) == (1, "")
@@ -31,7 +31,7 @@ def test_a_server_that_differs_is_status_1_and_its_rules_are_gone(ask, node):
     assert creation.request.rate_limit.endpoint.startswith("/conformance-")
 
 
-def test_a_server_that_refuses_checks_of_one_case_is_asked_all_others(ask, node, monkeypatch):
+def test_refused_checks_of_one_case_do_not_stop_the_others(ask, node, monkeypatch):
     saw = node._saw
 
     def refused(request, context):
@@ -48,7 +48,7 @@ def test_a_server_that_refuses_checks_of_one_case_is_asked_all_others(ask, node,
     assert node.rules == {}
 
 
-def test_every_run_has_endpoints_and_identifiers_of_its_own(ask, node):
+def test_every_run_has_its_own_endpoints_and_identifiers(ask, node):
     node.answer = canned(reset_time=1_700_006_460)
     for _ in range(2):
         ask("conformance")
@@ -58,7 +58,7 @@ def test_every_run_has_endpoints_and_identifiers_of_its_own(ask, node):
     assert first.identifier.split()[0] != last.identifier.split()[0]
 
 
-def test_json_tells_every_check(ask, node):
+def test_json_contains_every_check(ask, node):
     node.answer = canned(reset_time=1_700_006_460)
     report = json.loads(ask("conformance", "--json", "--one-batch").out)
     assert (report["target"], report["ok"], len(report["cases"])) == (node.address, False, ALL)
@@ -66,7 +66,7 @@ def test_json_tells_every_check(ask, node):
     assert ways == ["alone"] * 5 + ["in batches"] * 5 + ["in one batch"] * 5
 
 
-def test_a_server_with_a_clock_of_its_own_is_status_2(ask, node):
+def test_server_with_its_own_clock_is_status_2(ask, node):
     node.answer = canned(reset_time=1_795_000_000)
     ended = ask("conformance")
     assert (ended.status, ended.out) == (2, "")
@@ -74,7 +74,7 @@ def test_a_server_with_a_clock_of_its_own_is_status_2(ask, node):
     assert node.rules == {}
 
 
-def test_in_real_time_no_check_carries_a_time(ask, node, monkeypatch):
+def test_real_time_checks_carry_no_time(ask, node, monkeypatch):
     node.answer = canned()
     monkeypatch.setattr(command, "SystemTime", lambda: SetTime(ManualClock()))
     ended = ask("conformance", "--real-time", "--longest", "1", "--json")
@@ -91,7 +91,7 @@ def test_misuse_is_status_2(run, options):
     assert run("conformance", *options).status == 2
 
 
-def test_the_clock_of_this_machine_is_waited_for():
+def test_system_time_waits_for_the_clock():
     clock = SystemTime()
     assert abs(clock.now_us() - time.time() * 1_000_000) < 5_000_000
     at_us = clock.now_us() + 1_000

@@ -1,4 +1,4 @@
-"""The rules of a run: there while it lasts, gone afterwards, and nobody else's are touched."""
+"""The rules of a run: they exist during it, are deleted afterwards, and other rules are untouched."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ POLICY = next(case for case in cases() if len(case.rules) > 1)
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """As in a terminal: a shell that runs the tests in its background has them ignore Ctrl-C."""
+    """Enable Ctrl-C as in a terminal: tests in the background of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -37,7 +37,7 @@ def with_rules(node):
     return run
 
 
-def test_each_case_has_its_rule_while_the_run_lasts(with_rules, node):
+def test_each_case_has_its_rule_during_the_run(with_rules, node):
     seen = []
     places = with_rules(lambda: seen.extend(node.rules.values()))
     assert places == [("/c/0", ""), ("/c/1", ""), ("/c/2", "")]
@@ -50,7 +50,7 @@ def test_each_case_has_its_rule_while_the_run_lasts(with_rules, node):
     assert list(node.rules) == ["others"]
 
 
-def test_a_policy_has_all_its_rules_under_ids_of_its_own(with_rules, node):
+def test_policy_has_all_its_rules_with_their_own_ids(with_rules, node):
     seen = []
     assert with_rules(lambda: seen.extend(node.rules.values()), [POLICY]) == [("/c/0", "")]
     assert [(rule.id, rule.endpoint, rule.identifier_type) for rule in seen[1:]] == [
@@ -61,7 +61,7 @@ def test_a_policy_has_all_its_rules_under_ids_of_its_own(with_rules, node):
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS])
-def test_a_policy_whose_rules_are_not_taken_is_told_and_the_others_have_theirs(
+def test_policy_with_refused_rules_is_reported_and_the_others_have_theirs(
     with_rules, node, monkeypatch, code
 ):
     saw = node._saw
@@ -77,7 +77,7 @@ def test_a_policy_whose_rules_are_not_taken_is_told_and_the_others_have_theirs(
     assert list(node.rules) == ["others"]
 
 
-def test_they_are_deleted_when_the_run_fails(with_rules, node):
+def test_rules_are_deleted_when_the_run_fails(with_rules, node):
     def fail():
         raise RuntimeError
 
@@ -87,7 +87,7 @@ def test_they_are_deleted_when_the_run_fails(with_rules, node):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_they_are_deleted_when_a_signal_ends_the_run(with_rules, node, number):
+def test_rules_are_deleted_when_a_signal_ends_the_run(with_rules, node, number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         with_rules(lambda: signal.raise_signal(number))
@@ -95,7 +95,7 @@ def test_they_are_deleted_when_a_signal_ends_the_run(with_rules, node, number):
     assert signal.getsignal(number) is before
 
 
-def test_a_rule_that_was_being_made_when_ctrl_c_came_is_deleted_too(with_rules, node, monkeypatch):
+def test_rule_being_created_at_ctrl_c_is_deleted(with_rules, node, monkeypatch):
     saw = node._saw
 
     def interrupted(request, context):
@@ -114,7 +114,7 @@ def test_a_rule_that_was_being_made_when_ctrl_c_came_is_deleted_too(with_rules, 
     assert list(node.rules) == ["others"]
 
 
-def test_ctrl_c_does_not_disturb_the_deletion(with_rules, node, monkeypatch):
+def test_ctrl_c_does_not_interrupt_the_deletion(with_rules, node, monkeypatch):
     saw, before = node._saw, signal.getsignal(signal.SIGINT)
 
     def interrupted(request, context):
@@ -128,7 +128,7 @@ def test_ctrl_c_does_not_disturb_the_deletion(with_rules, node, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_node_that_is_away_at_the_end_is_named_with_what_is_left(with_rules, node):
+def test_unreachable_node_at_the_end_is_named_with_the_rules_left(with_rules, node):
     def gone():
         node.error = status(grpc.StatusCode.UNAVAILABLE, "draining")
 
@@ -145,13 +145,13 @@ def test_a_node_that_is_away_at_the_end_is_named_with_what_is_left(with_rules, n
         (grpc.StatusCode.INVALID_ARGUMENT, r"^no rule for fixed_window: counts down, .*: no$"),
     ],
 )
-def test_where_no_rule_could_be_made_only_that_is_told(with_rules, node, code, told):
+def test_only_the_first_error_is_reported_if_no_rule_could_be_created(with_rules, node, code, told):
     node.error = status(code, "no")
     with pytest.raises(CliError, match=told):
         with_rules()
 
 
-def test_in_another_thread_they_are_deleted_as_well(with_rules, node):
+def test_rules_are_deleted_in_another_thread(with_rules, node):
     thread = threading.Thread(target=with_rules)
     thread.start()
     thread.join()

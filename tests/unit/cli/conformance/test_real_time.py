@@ -1,4 +1,4 @@
-"""Which cases can be run on a server's clock, and when their checks are due."""
+"""Which cases can run on a server's clock, and the due times of their checks."""
 
 import random
 
@@ -26,18 +26,18 @@ def named(start):
         ("limit 1 allows one", ""),
     ],
 )
-def test_a_case_is_left_out_with_the_reason(start, why):
+def test_case_is_left_out_with_the_reason(start, why):
     assert left_out(named(start), LONGEST_US, TOLERANCE_US) == why
 
 
-def test_how_long_a_case_takes_has_the_wait_for_its_window_in_it():
+def test_duration_of_a_case_includes_the_wait_for_its_window():
     case = named("windows are aligned")
     took_us = case.steps[-1].at_us - case.steps[0].at_us
     assert left_out(case, took_us + 7 * S, TOLERANCE_US) == ""
     assert left_out(case, took_us + 7 * S - 1, TOLERANCE_US) == "it takes longer"
 
 
-def test_the_first_check_is_due_as_soon_as_its_place_in_the_window_comes_again():
+def test_first_check_is_due_at_the_next_equal_place_in_a_window():
     case = named("windows are aligned")
     first = timetable(case, NOW_US, TOLERANCE_US)[0]
     assert NOW_US <= first.at_us < NOW_US + 7 * S
@@ -45,7 +45,7 @@ def test_the_first_check_is_due_as_soon_as_its_place_in_the_window_comes_again()
     assert first.expected.reset_time - first.at_us // S == 6
 
 
-def test_other_checks_are_due_a_tolerance_later_each_and_doubtful_denials_are_not_sent():
+def test_further_checks_are_due_a_tolerance_later_each_and_uncertain_denials_are_omitted():
     case = named("refill lands exactly on the microsecond")
     start_us = case.steps[0].at_us + 5 * S
     due = timetable(case, start_us, TOLERANCE_US)
@@ -61,7 +61,7 @@ def test_other_checks_are_due_a_tolerance_later_each_and_doubtful_denials_are_no
 @pytest.mark.parametrize(
     "case", [case for case in cases() if not left_out(case, LONGEST_US, TOLERANCE_US)], ids=str
 )
-def test_whenever_checks_arrive_within_the_tolerance_a_right_server_passes(case):
+def test_correct_server_passes_with_any_arrivals_within_the_tolerance(case):
     chance = random.Random(case.name)
     decide, rule = DECIDE[case.algorithm], case.rule("/")
     checks = timetable(case, NOW_US, TOLERANCE_US)

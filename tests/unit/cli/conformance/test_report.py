@@ -33,7 +33,7 @@ def printed(*results, how=None):
     return stream.getvalue().splitlines()
 
 
-def test_a_case_as_expected_is_one_row():
+def test_passed_case_is_one_row():
     head, row, _, sentence = printed(RIGHT)
     assert head.split() == ["algorithm", "case", "checks", "expected", "got", "ok"]
     assert row.split("  ")[0] == "fixed_window"
@@ -41,7 +41,7 @@ def test_a_case_as_expected_is_one_row():
     assert sentence == "1 cases as expected"
 
 
-def test_a_difference_is_told_field_by_field_below_its_case():
+def test_difference_is_shown_by_field_below_its_case():
     lines = printed(WRONG)
     assert lines[1].endswith("NO")
     assert lines[2].strip().startswith("check 2 alone, cost 1")
@@ -50,20 +50,20 @@ def test_a_difference_is_told_field_by_field_below_its_case():
     assert lines[-1] == "1 of 1 cases differ"
 
 
-def test_only_the_first_differences_are_told_and_how_many_there_are_more():
+def test_only_the_first_differences_are_shown_with_the_number_of_others():
     many = CaseResult(CASE, [checked(number, limit=9) for number in range(5)])
     text = "\n".join(printed(many))
     assert text.count("limit 2") == 3
     assert "  and 2 more checks" in text
 
 
-def test_a_case_that_was_not_judged_says_why():
+def test_case_without_a_result_shows_the_reason():
     lines = printed(RIGHT, LEFT_OUT)
     assert "not judged: it takes longer" in lines[2]
     assert lines[-2:] == ["1 cases as expected", "1 not judged"]
 
 
-def test_a_check_that_was_refused_is_told_below_its_case_with_the_words_of_the_server():
+def test_refused_check_is_shown_below_its_case_with_the_servers_error():
     lines = printed(REFUSED)
     assert re.split(" {2,}", lines[1])[2:] == [
         "1",
@@ -77,13 +77,13 @@ def test_a_check_that_was_refused_is_told_below_its_case_with_the_words_of_the_s
     assert lines[-1] == "1 of 1 cases differ"
 
 
-def test_a_case_whose_first_check_was_refused_has_no_verdicts():
+def test_case_with_a_refused_first_check_has_no_verdicts():
     lines = printed(CaseResult(CASE, [], refused=Refused(0, "beforehand", 1, "INTERNAL")))
     assert re.split(" {2,}", lines[1])[-3:] == ["0 allowed, 0 denied", "0 allowed, 0 denied", "NO"]
     assert lines[2].strip().startswith("check 1 beforehand, cost 1")
 
 
-def test_json_has_every_check_with_the_names_of_the_contract():
+def test_json_has_every_check_with_the_contracts_names():
     report = as_json([WRONG, LEFT_OUT], "h:1", None)
     assert (report["target"], report["clock"], report["ok"]) == ("h:1", "caller", False)
     wrong, left_out = report["cases"]
@@ -99,7 +99,7 @@ def test_json_has_every_check_with_the_names_of_the_contract():
     }
 
 
-def test_json_has_all_that_was_said_to_a_check_that_was_refused():
+def test_json_has_the_whole_error_of_a_refused_check():
     [refused] = as_json([REFUSED], "h:1", None)["cases"]
     assert not refused["ok"]
     assert refused["refused"] == {
@@ -110,14 +110,14 @@ def test_json_has_all_that_was_said_to_a_check_that_was_refused():
     }
 
 
-def test_a_run_in_which_nothing_was_judged_has_not_passed():
+def test_run_without_results_has_not_passed():
     assert passed([RIGHT, LEFT_OUT])
     assert not passed([WRONG, RIGHT])
     assert not passed([REFUSED, RIGHT])
     assert not passed([LEFT_OUT])
 
 
-def test_in_real_time_the_tolerances_are_told():
+def test_real_time_report_has_the_tolerances():
     how = RealTime(30_000_000, 20_000)
     assert printed(RIGHT, how=how)[-1] == (
         "in real time: every answer came within 20 ms, and may tell times that differ by 1 s"

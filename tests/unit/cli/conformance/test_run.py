@@ -1,4 +1,4 @@
-"""Runs against a real node whose clock is set by hand, and against one that answers wrongly."""
+"""Runs against a real node with a manual clock, and against one with wrong answers."""
 
 import asyncio
 from collections import Counter
@@ -17,11 +17,11 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 HOW = RealTime(30_000_000, 20_000)
 
 CHOSEN = [case for case in cases() if len(case.steps) in {5, 9, 11, 13, 14} or case.goes_back]
-"""Some of all algorithms: a rule takes its time."""
+"""A few cases of all algorithms: creating a rule takes time."""
 
 
 class SetTime:
-    """Wall time that is the node's, and moves when somebody waits for it."""
+    """The node's wall time, which advances when it is waited for."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -40,7 +40,7 @@ def run_in_real_time(address, time):
         return Runner(client, chosen, places, name="c", time=time).with_real_time(HOW)
 
 
-async def test_in_real_time_the_cases_that_can_be_are_as_expected():
+async def test_eligible_cases_pass_in_real_time():
     clock = ManualClock(1_795_000_000_300_000)
     async with running_node(clock=clock, http_listen="") as node:
         results = await asyncio.to_thread(run_in_real_time, node.grpc_address, SetTime(clock))
@@ -59,7 +59,7 @@ async def test_in_real_time_the_cases_that_can_be_are_as_expected():
 
 
 class Answering:
-    """A server that gives these answers to every batch, the last one again and again; alone, a refusal."""
+    """A server with given answers to batches, the last one repeated; refuses single checks."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -92,7 +92,7 @@ SLOTS = next(case for case in cases() if case.name.startswith("a hold takes a sl
 IN_FORCE = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_700_006_460)
 
 
-def test_rules_that_come_into_force_late_are_waited_for():
+def test_rules_that_come_into_force_late_are_awaited():
     client = Answering(pb.RateLimitResponse(reason=pb.NO_RULE), IN_FORCE)
     run, time = runner(client, CASE)
     run.with_virtual_time(one_batch=False)
@@ -107,7 +107,7 @@ def test_rules_that_never_come_into_force_end_the_run():
     assert time.clock.monotonic_us() == 10_000_000
 
 
-def test_a_server_that_refuses_every_check_ends_the_run_with_its_words():
+def test_server_that_refuses_every_check_ends_the_run_with_its_error():
     refused = pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="timestamp: too old")
     run, _ = runner(Answering(refused), CASE)
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_a_server_that_refuses_every_check_ends_the_run_with_its_words():
         run.with_virtual_time(one_batch=False)
 
 
-def test_a_server_with_a_clock_of_its_own_is_recognised_before_anything_is_spent():
+def test_server_with_its_own_clock_is_detected_before_anything_is_spent():
     now = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_795_000_060)
     client = Answering(now)
     run, _ = runner(client, CASE)
@@ -125,7 +125,7 @@ def test_a_server_with_a_clock_of_its_own_is_recognised_before_anything_is_spent
     assert [request.peek for batch in client.asked for request in batch] == [True]
 
 
-def test_a_case_whose_rules_are_not_taken_is_not_asked():
+def test_case_with_refused_rules_is_skipped():
     client = Answering(IN_FORCE)
     places = [Place("/0"), Place("/1", "one limit")]
     run = Runner(client, [CASE, POLICY], places, name="c", time=SetTime(ManualClock()))
@@ -135,7 +135,7 @@ def test_a_case_whose_rules_are_not_taken_is_not_asked():
     assert {request.endpoint for batch in client.asked[:1] for request in batch} == {"/0"}
 
 
-async def test_cases_with_holds_are_run_one_by_one():
+async def test_cases_with_holds_run_one_by_one():
     with_holds = [CASE, HELD, SLOTS]
 
     def run(address):
@@ -155,7 +155,7 @@ async def test_cases_with_holds_are_run_one_by_one():
 
 
 class WithoutHolds(Answering):
-    """A server that was made before there were holds."""
+    """A server of a release without holds."""
 
     def hold(self, _request):
         raise Unimplemented
@@ -166,8 +166,8 @@ class Unimplemented(grpc.RpcError):
         return grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_on_a_server_without_holds_the_other_cases_are_judged():
-    # Its first step is a check, of which nothing is told either.
+def test_other_cases_are_judged_on_a_server_without_holds():
+    # Its first step is a check, whose result is omitted, too.
     check_first = HELD._replace(steps=(HELD.steps[1], *HELD.steps))
     run, _ = runner(WithoutHolds(IN_FORCE), check_first, CASE)
     without, other = run.with_virtual_time(one_batch=True)
@@ -176,7 +176,7 @@ def test_on_a_server_without_holds_the_other_cases_are_judged():
     assert len(other.checks) == 3 * len(CASE.steps)
 
 
-def test_a_hold_that_is_refused_ends_its_case():
+def test_refused_hold_ends_its_case():
     client = Answering(IN_FORCE)
     client.hold = lambda request: pb.HoldResponse(answer=IN_FORCE, hold="h")
     client.settle = lambda hold, actual: pb.SettleResponse()
@@ -186,7 +186,7 @@ def test_a_hold_that_is_refused_ends_its_case():
     assert [check.number for check in result.checks] == [0, 1]
 
 
-def test_slots_that_are_free_by_the_clock_of_the_server_do_not_tell_whose_time_counts():
+def test_slots_do_not_show_which_clock_the_server_uses():
     now = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_795_000_060)
     client = WithoutHolds(now)
     run, _ = runner(client, SLOTS)
@@ -205,7 +205,7 @@ def test_wrong_answers_are_results():
 
 
 class Refusing(Answering):
-    """A server that answers, but for some checks of one endpoint that are asked in one way."""
+    """A server that refuses some checks of one endpoint, when sent in one way."""
 
     def __init__(self, endpoint, *, way, after=0, upto=1_000):
         super().__init__(IN_FORCE)
@@ -230,7 +230,7 @@ class Refusing(Answering):
         return self.answer(pb.RateLimitRequest(**dict(zip(names, arguments, strict=True))))
 
 
-def test_a_check_that_is_refused_ends_its_case_and_no_other():
+def test_refused_check_ends_only_its_case():
     client = Refusing("/1", way="alone", after=2)
     run, _ = runner(client, CASE, CASE, CASE)
     first, refused, last = run.with_virtual_time(one_batch=False)
@@ -243,7 +243,7 @@ def test_a_check_that_is_refused_ends_its_case_and_no_other():
     assert client.seen["c in batches", "/1"] == 0
 
 
-def test_in_one_batch_nothing_counts_that_comes_after_a_check_that_is_refused():
+def test_checks_after_a_refused_one_in_a_batch_do_not_count():
     run, _ = runner(Refusing("/0", after=1, upto=2, way="in one batch"), CASE, CASE)
     refused, other = run.with_virtual_time(one_batch=True)
     assert refused.refused == Refused(1, "in one batch", CASE.steps[1].cost, "INVALID_REQUEST: no")
@@ -251,7 +251,7 @@ def test_in_one_batch_nothing_counts_that_comes_after_a_check_that_is_refused():
     assert [check.way for check in other.checks].count("in one batch") == len(CASE.steps)
 
 
-def test_a_check_that_is_refused_beforehand_is_not_asked():
+def test_case_refused_beforehand_is_skipped():
     client = Refusing("/0", way="beforehand")
     run, _ = runner(client, CASE, CASE)
     refused, other = run.with_virtual_time(one_batch=False)
@@ -261,7 +261,7 @@ def test_a_check_that_is_refused_beforehand_is_not_asked():
     assert client.seen["c alone", "/0"] == 0
 
 
-def test_in_real_time_a_check_that_is_refused_ends_its_case_and_no_other():
+def test_refused_check_in_real_time_ends_only_its_case():
     case = next(case for case in cases() if case.name == "limit 1 allows one")
     for asked, refused_as in (0, "beforehand"), (1, "on its clock"):
         client = Refusing("/0", way=refused_as)
@@ -274,14 +274,14 @@ def test_in_real_time_a_check_that_is_refused_ends_its_case_and_no_other():
         assert client.seen["c on its clock", "/0"] == asked
 
 
-def test_what_is_not_judged_is_not_refused():
+def test_case_without_a_result_is_not_refused():
     case = next(case for case in cases() if case.goes_back)
     run, _ = runner(Refusing("/0", way="beforehand"), case, CASE)
     left_out = run.with_real_time(HOW)[0]
     assert (left_out.not_judged, left_out.refused) == ("its time goes back", None)
 
 
-def test_a_case_whose_answers_come_too_late_is_not_judged():
+def test_case_with_late_answers_has_no_result():
     case = next(case for case in cases() if case.name == "limit 1 allows one")
     run, time = runner(Answering(IN_FORCE), case)
     time.late_us = 25_000

@@ -1,4 +1,4 @@
-"""Children of a command: real processes that end when they are told, when they like, or when they must."""
+"""Children of a command: real processes that end on request, on their own, or when killed."""
 
 import os
 import pwd
@@ -27,7 +27,7 @@ async def started(children, code=SLEEP, name="child"):
     return child
 
 
-async def test_a_child_that_is_stopped_was_asked_to_end(children):
+async def test_stopped_child_ended_on_request(children):
     child = await started(children)
     assert child.runs
     await children.stop()
@@ -36,14 +36,14 @@ async def test_a_child_that_is_stopped_was_asked_to_end(children):
     assert await children.ended(child) is False
 
 
-async def test_a_child_that_ends_by_itself_was_not(children):
+async def test_child_that_ends_on_its_own_is_unexpected(children):
     child = await started(children)
     os.kill(child.pid, signal.SIGKILL)
     assert await children.ended(child) is True
     assert str(failure(child)) == "child ended with SIGKILL: it wrote nothing"
 
 
-async def test_those_that_were_started_last_end_first(children, monkeypatch):
+async def test_children_end_in_reverse_order(children, monkeypatch):
     ended = []
     stop = module._stop
 
@@ -58,26 +58,26 @@ async def test_those_that_were_started_last_end_first(children, monkeypatch):
     assert ended == ["node", "server"]
 
 
-async def test_a_child_that_does_not_end_is_killed(children, monkeypatch):
+async def test_child_that_does_not_end_is_killed(children, monkeypatch):
     monkeypatch.setattr(module, "STOP_S", 0.05)
     child = await started(children, OBSTINATE)
     await children.stop()
     assert child.process.returncode == -signal.SIGKILL
 
 
-async def test_a_paused_child_ends_too(children):
+async def test_paused_child_is_ended(children):
     child = await started(children)
     os.kill(child.pid, signal.SIGSTOP)
     await children.stop()
     assert child.process.returncode == -signal.SIGTERM
 
 
-async def test_a_child_does_not_hear_the_terminal(children):
+async def test_child_is_detached_from_the_terminal(children):
     child = await started(children)
     assert os.getpgid(child.pid) != os.getpgid(0)
 
 
-async def test_what_would_set_a_node_is_not_handed_down(children, tmp_path, monkeypatch):
+async def test_settings_of_a_node_are_not_inherited(children, tmp_path, monkeypatch):
     monkeypatch.setenv("RATELIMITD_LISTEN", "127.0.0.1:1")
     monkeypatch.setenv("OTHER", "kept")
     await children.run("env", python("import os; print('\\n'.join(os.environ))"))
@@ -86,7 +86,7 @@ async def test_what_would_set_a_node_is_not_handed_down(children, tmp_path, monk
     assert "OTHER" in names
 
 
-async def test_a_run_that_fails_says_what_its_last_line_was(children):
+async def test_failed_run_quotes_its_last_line(children):
     code = "import sys; print('first', flush=True); sys.exit('Error: no \\x1b[1mroom\\n\\n')"
     with pytest.raises(CliError) as caught:
         await children.run("tool", python(code))
@@ -107,7 +107,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of it")
-def test_a_child_ends_when_the_command_is_killed(tmp_path):
+def test_child_ends_when_the_command_is_killed(tmp_path):
     with subprocess.Popen([*python(STARTS_ONE), tmp_path], stdout=subprocess.PIPE) as command:
         child = os.pidfd_open(int(command.stdout.readline()))
         try:
@@ -131,11 +131,11 @@ asyncio.run(main())
 """
 
 
-def test_a_program_runs_as_whom_it_is_told(tmp_path):
+def test_program_runs_as_the_given_user(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root may run programs as somebody else")
-    # In a process of its own, as the command is one: to become somebody else takes a fork, which gRPC's threads, left
-    # here by other tests, need not survive.
+    # In a separate process, like the command: changing the user takes a fork, which gRPC's threads left by other tests
+    # may not survive.
     subprocess.run([*python(AS_NOBODY), tmp_path], check=True)
     assert (tmp_path / "id.log").read_text() == "nobody\n"
     assert (tmp_path / "groups.log").read_text() == f"{pwd.getpwnam('nobody').pw_gid}\n"

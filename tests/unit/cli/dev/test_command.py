@@ -1,4 +1,4 @@
-"""`dev cluster`: options in, a plan and its run out."""
+"""`dev cluster`: from options to a plan and its run."""
 
 import pytest
 
@@ -11,7 +11,7 @@ RULES = "rules: [{endpoint: /a, identifier_type: tenant, limit: 1, window: 1m}]"
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Stand in for the run; collects the plans."""
+    """Replace the run; collects the plans."""
     runs = []
 
     class Recorded:
@@ -26,13 +26,13 @@ def runs(monkeypatch):
     return runs
 
 
-def test_the_group_shows_what_is_in_it(run):
+def test_group_help_lists_its_commands(run):
     ended = run("dev", "--help")
     assert ended.status == 0
     assert "cluster  " in ended.out
 
 
-def test_three_nodes_on_the_usual_ports(run, runs):
+def test_default_is_three_nodes_on_the_usual_ports(run, runs):
     assert run("dev", "cluster") == (0, "", "")
     [(nodes, options)] = runs
     addresses = [(node.grpc_address, node.http_address) for node in nodes]
@@ -41,7 +41,7 @@ def test_three_nodes_on_the_usual_ports(run, runs):
     assert options == {**unset, "sqlite": False, "identifier_types": ""}
 
 
-def test_everything_may_be_chosen(run, runs, tmp_path):
+def test_everything_can_be_chosen(run, runs, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES)
     ended = run(
@@ -57,7 +57,7 @@ def test_everything_may_be_chosen(run, runs, tmp_path):
     assert options == {"rules_file": rules, "sqlite": True, "identifier_types": "tenant"}
 
 
-def test_a_wrong_rule_is_named_before_anything_is_started(run, runs, tmp_path):
+def test_invalid_rule_is_reported_before_anything_starts(run, runs, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES)
     ended = run("dev", "cluster", "--sqlite", "--rules-file", rules)
@@ -70,7 +70,7 @@ def test_a_wrong_rule_is_named_before_anything_is_started(run, runs, tmp_path):
 @pytest.mark.parametrize(
     "wrong", [("--nodes", 0), ("--grpc-port", 0), ("--http-port", 65_536), ("--rules-file", "/no")]
 )
-def test_a_wrong_option_is_a_usage_error(run, runs, wrong):
+def test_invalid_option_is_a_usage_error(run, runs, wrong):
     assert run("dev", "cluster", *wrong).status == 2
     assert not runs
 

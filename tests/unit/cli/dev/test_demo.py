@@ -1,4 +1,4 @@
-"""The API of the demonstration, its callers, and when a browser is opened."""
+"""The API of the demo, its callers, and when a browser is opened."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ async def api(limiter):
     await server.stop()
 
 
-async def test_a_caller_is_let_through_up_to_the_limit_and_sees_it(api):
+async def test_caller_is_allowed_up_to_the_limit_and_sees_it(api):
     caller, other = Caller("ann", 10_000), Caller("ben", 1)
     calling = asyncio.create_task(caller.call(api))
     async with asyncio.timeout(30):
@@ -42,7 +42,7 @@ async def test_a_caller_is_let_through_up_to_the_limit_and_sees_it(api):
     assert other.reading(1.0) == ("ben", 0, 0, "", "▁")
 
 
-async def test_a_path_is_limited_by_the_rule_for_it(api, limiter):
+async def test_path_is_limited_by_its_rule(api, limiter):
     limiter.limit("/reports", "user", limit=1, window_seconds=60)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api}") as client:
         statuses = [
@@ -60,7 +60,7 @@ async def test_callers_without_a_name_are_limited_as_one(api):
     assert statuses == [200, 200, 200, 429]
 
 
-async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
+async def test_caller_continues_while_the_api_is_unreachable(unused_tcp_port):
     calling = asyncio.create_task(Caller("ann", 10_000).call(unused_tcp_port))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -79,14 +79,14 @@ async def test_a_caller_goes_on_when_the_api_is_away(unused_tcp_port):
         ("darwin", {}, True),
     ],
 )
-def test_a_browser_is_opened_on_a_desktop_only(monkeypatch, platform, environ, opened):
+def test_browser_is_opened_on_a_desktop_only(monkeypatch, platform, environ, opened):
     monkeypatch.setattr("sys.platform", platform)
     assert module.may_open_page(environ) is opened
 
 
 @pytest.fixture
 def demos(monkeypatch):
-    """Stand in for the runs; collects their ports. Those in ``taken`` are lost to another process at the start."""
+    """Replace the runs; collects their ports. Other processes take those in ``taken`` at the start."""
 
     class Demos(list):
         taken = ()
@@ -115,7 +115,7 @@ def demos(monkeypatch):
     ("taken", "then"),
     [(9090, [9091, 8080, 8000]), (8080, [9090, 8081, 8000]), (8000, [9090, 8080, 8001])],
 )
-def test_a_port_that_is_taken_at_the_start_is_left_out_too(run, demos, taken, then):
+def test_port_taken_at_the_start_is_skipped(run, demos, taken, then):
     demos.taken = (taken,)
     assert run("demo").status == 0
     assert demos == [[9090, 8080, 8000], then]
@@ -127,7 +127,7 @@ def test_ports_are_chosen_again_once(run, demos):
     assert len(demos) == 2
 
 
-def test_what_fails_with_free_ports_is_not_tried_again(run, demos):
+def test_failure_with_free_ports_is_not_retried(run, demos):
     demos.fails = True
     assert run("demo") == (1, "", "Error: n1 ended with status 1\n")
     assert len(demos) == 1

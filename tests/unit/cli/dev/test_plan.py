@@ -1,4 +1,4 @@
-"""The plan of a cluster to try out."""
+"""The plan of a local cluster."""
 
 import socket
 from pathlib import Path
@@ -14,7 +14,7 @@ from ratelimitd.settings.table import Settings
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
-    """The ports that others listen on."""
+    """The ports that other processes listen on."""
     taken = set()
     monkeypatch.setattr(run, "is_free", lambda port: port not in taken)
     return taken
@@ -29,7 +29,7 @@ def test_nodes_are_on_successive_ports():
     assert planned[1].http_address == "127.0.0.1:8081"
 
 
-def test_ports_that_are_taken_are_left_out(taken):
+def test_taken_ports_are_skipped(taken):
     taken |= {9090, 8081}
     planned = nodes(2, grpc_port=9090, http_port=8080)
     assert planned == [NodePlan("n1", 9091, 8080), NodePlan("n2", 9092, 8082)]
@@ -40,12 +40,12 @@ def test_no_port_is_used_twice():
     assert planned == [NodePlan("n1", 8080, 8082), NodePlan("n2", 8081, 8083)]
 
 
-def test_too_few_ports_are_an_error_that_says_so():
+def test_too_few_ports_are_a_clear_error():
     with pytest.raises(UsageError, match="no 2 free ports from 65535 on"):
         nodes(2, grpc_port=LAST_PORT, http_port=8080)
 
 
-def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
+def test_command_line_of_a_node_has_valid_settings():
     command = NodePlan("n1", 9090, 8080).command(
         Path("/d"),
         redis_url="unix:///d/s",
@@ -66,12 +66,12 @@ def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
     assert settings.state_dir == Path("/d/n1-state")
 
 
-def test_the_rules_to_begin_with_are_rules():
+def test_default_rules_are_valid():
     [rule] = parse_rules(RULES.encode())
     assert (rule.endpoint, rule.limit, rule.window_seconds) == ("*", 10, 60)
 
 
-def test_what_to_try_names_the_nodes_and_the_processes():
+def test_suggestions_name_the_nodes_and_the_processes():
     planned = nodes(3, grpc_port=9090, http_port=8080)
     lines = list(suggestions(planned, 123, 456))
     assert "--target 127.0.0.1:9090 " in lines[0]
@@ -95,7 +95,7 @@ def test_what_to_try_names_the_nodes_and_the_processes():
         ("endpoint: /a, identifier_type: user, enabled: false", None),
     ],
 )
-def test_with_other_rules_a_check_is_by_one_of_them_and_says_nothing_of_numbers(rule, tried):
+def test_suggestion_matches_one_of_other_rules_without_naming_its_limit(rule, tried):
     rules = parse_rules(f"rules: [{{{rule}, limit: 3, window: 1d}}]".encode())
     planned = nodes(2, grpc_port=9090, http_port=8080)
     listing, *lines = suggestions(planned, 123, 456, rules)
@@ -108,7 +108,7 @@ def test_with_other_rules_a_check_is_by_one_of_them_and_says_nothing_of_numbers(
     assert " of 10" not in "".join(lines)
 
 
-def test_a_port_that_somebody_listens_on_is_taken_until_they_stop():
+def test_port_is_taken_while_another_process_listens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert not is_free(port)

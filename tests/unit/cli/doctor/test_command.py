@@ -1,4 +1,4 @@
-"""The command as a whole: what is printed, with which status, and that no secret is."""
+"""The command as a whole: its output, its exit status, and that it prints no secret."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_new_directory_is_well_and_stays_empty(run, here):
+def test_new_directory_has_no_problem_and_stays_empty(run, here):
     ended = run("doctor")
     assert (ended.status, ended.err) == (0, "")
     assert "ok       settings      each is valid\n" in ended.out
@@ -25,7 +25,7 @@ def test_a_new_directory_is_well_and_stays_empty(run, here):
     assert not list(here.iterdir())
 
 
-def test_a_problem_is_status_1_with_what_to_do(run, here):
+def test_problem_is_status_1_with_a_remedy(run, here):
     ended = run("doctor", "--database-url", "sqlite:///none/rules.db")
     assert ended.status == 1
     assert "problem  DATABASE_URL  there is no directory" in ended.out
@@ -38,7 +38,7 @@ def test_json_is_a_list_of_findings(run, here):
     assert {finding["level"] for finding in findings} == {"ok"}
 
 
-def test_settings_that_are_wrong_are_findings_and_what_else_can_be_seen_is(run, here, monkeypatch):
+def test_invalid_settings_are_findings_beside_other_checks(run, here, monkeypatch):
     token = here / "token"
     token.write_text("t0ken-text")
     token.chmod(0o644)
@@ -56,13 +56,13 @@ def test_settings_that_are_wrong_are_findings_and_what_else_can_be_seen_is(run, 
     assert "t0ken" not in ended.out
 
 
-def test_a_warning_is_no_problem(run, here):
+def test_warning_is_not_a_problem(run, here):
     ended = run("doctor", "--listen", "0.0.0.0:0")
     assert ended.status == 0
     assert "warning  TLS_CERT" in ended.out
 
 
-async def test_an_option_is_taken_as_serve_takes_it(run, here):
+async def test_options_are_those_of_serve(run, here):
     async with sqlite_store(here) as store:
         await store.create(RuleDraft("/a", "user", 1, 60, "token_bucket"), "test")
     (here / "key").write_text("k" * 32)

@@ -1,4 +1,4 @@
-"""Databases as they are met: real ones, right and wrong."""
+"""Real databases, valid and invalid."""
 
 import os
 import sqlite3
@@ -28,7 +28,7 @@ async def fill(url):
         await store.create(DRAFT, "test")
 
 
-async def test_a_file_with_rules_is_well_and_left_as_it_is(tmp_path):
+async def test_file_with_rules_is_fine_and_unchanged(tmp_path):
     url = f"sqlite:///{tmp_path}/rules.db"
     await upgrade(url)
     await fill(url)
@@ -39,13 +39,13 @@ async def test_a_file_with_rules_is_well_and_left_as_it_is(tmp_path):
     assert (tmp_path / "rules.db").read_bytes() == before
 
 
-async def test_a_database_without_a_rule_is_told(postgresql_url):
+async def test_database_without_a_rule_is_reported(postgresql_url):
     finding = await look(postgresql_url)
     assert finding.level == "warning"
     assert "rules apply" in finding.remedy
 
 
-async def test_a_file_that_is_not_there_will_be_made(tmp_path, monkeypatch):
+async def test_missing_file_will_be_created(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path}/rules.db"
     assert (await look(url)).what.endswith("will be made")
     assert (await look(f"sqlite:///{tmp_path}/none/rules.db")).remedy.startswith("mkdir -p ")
@@ -54,7 +54,7 @@ async def test_a_file_that_is_not_there_will_be_made(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_file_of_somebody_else_is_a_problem(tmp_path):
+async def test_file_of_another_program_is_a_problem(tmp_path):
     connection = sqlite3.connect(tmp_path / "theirs.db")
     connection.execute("CREATE TABLE t (a)")
     connection.close()
@@ -62,18 +62,18 @@ async def test_a_file_of_somebody_else_is_a_problem(tmp_path):
     assert (finding.level, "not ratelimitd's" in finding.what) == ("problem", True)
 
 
-async def test_a_server_with_rules_is_well(postgresql_url):
+async def test_server_with_rules_is_fine(postgresql_url):
     await fill(postgresql_url)
     finding = await look(postgresql_url)
     assert (finding.level, "1 rules, revision 1" in finding.what) == ("ok", True)
 
 
-async def test_a_server_without_the_tables_wants_the_upgrade(postgres):
+async def test_server_without_the_tables_needs_the_upgrade(postgres):
     finding = await look(postgres.new_database("template0"))
     assert (finding.level, finding.remedy) == ("problem", "ratelimitd db upgrade")
 
 
-async def test_a_wrong_password_is_told_without_it(postgres):
+async def test_wrong_password_is_reported_without_it(postgres):
     database_name = postgres.new_database().rpartition("/")[2]
     url = postgres.url(database_name, user="guarded:s3cret-word")
     finding = await look(url)
@@ -81,7 +81,7 @@ async def test_a_wrong_password_is_told_without_it(postgres):
     assert "s3cret" not in str(finding)
 
 
-async def test_each_permission_that_nodes_need_is_missed(postgres, postgresql_url):
+async def test_each_missing_permission_is_reported(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     postgres.sql(
         "CREATE ROLE reader LOGIN",
@@ -100,20 +100,20 @@ async def test_each_permission_that_nodes_need_is_missed(postgres, postgresql_ur
     postgres.sql("DROP OWNED BY reader", "DROP ROLE reader", database=name)
 
 
-async def test_a_server_that_takes_no_writes_is_a_problem(postgres, postgresql_url):
+async def test_read_only_server_is_a_problem(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     postgres.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
     finding = await look(postgresql_url)
     assert (finding.level, "read-only" in finding.what) == ("problem", True)
 
 
-async def test_a_server_that_is_not_there_is_a_problem(unused_tcp_port):
+async def test_unreachable_server_is_a_problem(unused_tcp_port):
     finding = await look(f"postgresql://u@127.0.0.1:{unused_tcp_port}/d")
     assert (finding.level, "cannot be reached" in finding.what) == ("problem", True)
     assert "operations" in finding.remedy
 
 
-async def test_rules_for_types_that_are_not_declared_are_told(tmp_path):
+async def test_rules_for_undeclared_types_are_reported(tmp_path):
     url = f"sqlite:///{tmp_path}/rules.db"
     await upgrade(url)
     async with store_at(url, types=("user", "tenant", "org")) as store:
@@ -127,7 +127,7 @@ async def test_rules_for_types_that_are_not_declared_are_told(tmp_path):
     )
 
 
-async def test_assignments_are_counted_and_those_without_effect_are_told(tmp_path):
+async def test_assignments_are_counted_and_those_without_effect_reported(tmp_path):
     url = f"sqlite:///{tmp_path}/rules.db"
     await upgrade(url)
     limits = (LimitDraft("", 9, 60, "token_bucket"),)

@@ -44,7 +44,7 @@ def private(path, content=b"x"):
     return path
 
 
-def test_the_token_that_a_node_makes_is_told_with_its_place(tmp_path):
+def test_generated_token_is_reported_with_its_place(tmp_path):
     given = {"state_dir": tmp_path}
     finding = one(check_admin_token(settings(**given)))
     assert (finding.area, finding.level) == ("ADMIN_TOKEN", "ok")
@@ -63,17 +63,17 @@ def test_nodes_of_a_cluster_should_have_one_token(tmp_path, shared):
     assert (finding.level, "one ADMIN_TOKEN_FILE" in finding.remedy) == ("warning", True)
 
 
-def test_a_token_that_a_node_would_refuse_is_a_problem(tmp_path):
+def test_token_that_a_node_would_refuse_is_a_problem(tmp_path):
     private(tmp_path / "admin-token", b"")
     finding = one(check_admin_token(settings(state_dir=tmp_path)))
     assert (finding.level, "is empty" in finding.what) == ("problem", True)
 
 
-def test_a_token_that_is_set_needs_no_word(tmp_path):
+def test_configured_token_has_no_finding(tmp_path):
     assert not list(check_admin_token(settings(state_dir=tmp_path, admin_token="t")))
 
 
-def test_a_tokens_file_that_a_node_would_refuse_is_a_problem(tmp_path):
+def test_tokens_file_that_a_node_would_refuse_is_a_problem(tmp_path):
     path = write(tmp_path / "tokens", entry("alice") | {"sha256": token_of("alice")})
     finding = one(check_tokens_file(settings(tokens_file=path), NOW))
     assert (finding.area, finding.level) == ("TOKENS_FILE", "problem")
@@ -100,7 +100,7 @@ def test_users_of_a_proxy_need_the_header(tmp_path):
     assert one(check_tokens_file(given, NOW)).level == "ok"
 
 
-def test_a_token_that_is_set_elsewhere_is_a_problem(tmp_path):
+def test_token_that_is_set_elsewhere_is_a_problem(tmp_path):
     path = write(tmp_path / "tokens", entry("alice", token="t"))
     finding = one(check_tokens_file(settings(tokens_file=path, admin_token="t"), NOW))
     assert (finding.level, "that of ADMIN_TOKEN" in finding.what) == ("problem", True)
@@ -118,7 +118,7 @@ def test_loopback_as_a_credential_is_warned_of():
     ("mode", "level", "word"),
     [(0o600, "ok", "private"), (0o640, "ok", "private"), (0o604, "warning", "read"), (0o602, "warning", "written")],
 )  # fmt: skip
-def test_a_secret_is_not_for_everybody(tmp_path, mode, level, word):
+def test_readable_secret_is_reported(tmp_path, mode, level, word):
     path = private(tmp_path / "token")
     path.chmod(mode)
     finding = one(check_secrets({"ADMIN_TOKEN_FILE": path}))
@@ -126,14 +126,14 @@ def test_a_secret_is_not_for_everybody(tmp_path, mode, level, word):
     assert word in finding.what
 
 
-def test_a_secret_that_is_not_there_is_a_problem(tmp_path):
+def test_missing_secret_file_is_a_problem(tmp_path):
     finding = one(check_secrets({"X_FILE": tmp_path / "none"}))
     assert (finding.level, "No such file" in finding.what) == ("problem", True)
 
 
 @pytest.fixture
 def tls(tmp_path):
-    """Write a certificate that expires when it is told, and return the settings."""
+    """Write a certificate with the given expiry, and return the settings."""
 
     def make(expires=NOW + timedelta(days=365), key_mode=0o600):
         ca = trustme.CA()
@@ -148,7 +148,7 @@ def tls(tmp_path):
     return make
 
 
-def test_certificates_that_are_valid_for_long_are_well(tls):
+def test_long_valid_certificates_are_fine(tls):
     findings = list(check_tls(tls(), NOW))
     assert [(finding.area, finding.level) for finding in findings] == [
         ("TLS_CERT", "ok"),
@@ -162,22 +162,22 @@ def test_certificates_that_are_valid_for_long_are_well(tls):
     ("left", "level"),
     [(SOON + timedelta(seconds=1), "ok"), (SOON - timedelta(seconds=1), "warning"), (timedelta(), "problem")],
 )  # fmt: skip
-def test_an_end_that_comes_soon_is_told_in_time(tls, left, level):
+def test_certificate_that_expires_soon_is_reported(tls, left, level):
     assert next(check_tls(tls(NOW + left), NOW)).level == level
 
 
-def test_a_key_that_everybody_can_read_is_told(tls):
+def test_key_readable_by_everybody_is_reported(tls):
     assert list(check_tls(tls(key_mode=0o644), NOW))[-1].level == "warning"
 
 
-def test_pages_that_others_reach_without_tls_are_told(tls):
+def test_remote_pages_without_tls_are_reported(tls):
     chosen = replace(tls(), http_listen=Address("192.0.2.1", 8080))
     assert next(check_tls(chosen, NOW))[:2] == ("HTTP_TLS", "warning")
     for well in ({"http_tls": True}, {"http_listen": None}):
         assert next(check_tls(replace(chosen, **well), NOW)).area == "TLS_CERT"
 
 
-def test_a_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
+def test_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
     chosen = tls()
     (tmp_path / "key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
     finding = one(check_tls(chosen, NOW))
@@ -186,16 +186,16 @@ def test_a_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_without_tls_a_node_of_this_machine_alone_is_well(host):
+def test_local_node_without_tls_is_fine(host):
     assert not list(check_tls(settings(listen=f"{host}:9090"), NOW))
 
 
-def test_without_tls_a_node_that_others_reach_is_told():
+def test_remote_node_without_tls_is_reported():
     finding = one(check_tls(settings(listen="0.0.0.0:9090"), NOW))
     assert (finding.area, finding.level) == ("TLS_CERT", "warning")
 
 
-def test_a_rules_file_is_read_as_a_node_would(tmp_path):
+def test_rules_file_is_read_as_by_a_node(tmp_path):
     path = tmp_path / "rules.yaml"
     assert not list(check_rules_file(settings()))
     assert one(check_rules_file(settings(rules_file=path))).level == "problem"
@@ -212,7 +212,7 @@ def test_a_rules_file_is_read_as_a_node_would(tmp_path):
     assert "not a regular file" in one(check_rules_file(settings(rules_file=path))).what
 
 
-def test_a_state_directory_that_is_not_there_will_be_made(tmp_path):
+def test_missing_state_directory_will_be_created(tmp_path):
     finding = one(check_state_dir(settings(state_dir=tmp_path / "a" / "b")))
     assert (finding.level, "will be made" in finding.what) == ("ok", True)
     assert not (tmp_path / "a").exists()
@@ -220,16 +220,16 @@ def test_a_state_directory_that_is_not_there_will_be_made(tmp_path):
 
 @pytest.fixture
 def not_allowed(monkeypatch):
-    """Tests may run as root, to whom everything is allowed."""
+    """Deny access: tests may run as root, who has all permissions."""
     monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
 
 
-def test_a_directory_that_cannot_be_made_or_written_is_a_problem(tmp_path, not_allowed):
+def test_directory_that_cannot_be_created_or_written_is_a_problem(tmp_path, not_allowed):
     for path in (tmp_path / "a", tmp_path):
         assert one(check_state_dir(settings(state_dir=path))).level == "problem"
 
 
-def test_a_state_directory_in_use_says_so(tmp_path):
+def test_state_directory_in_use_is_reported(tmp_path):
     path = tmp_path / "state"
     with_lock = StateDir.lock(path)
     assert one(check_state_dir(settings(state_dir=path))).what.endswith("in use by a running node")
@@ -241,7 +241,7 @@ def test_a_state_directory_in_use_says_so(tmp_path):
     assert one(check_state_dir(settings(state_dir=path))).level == "warning"
 
 
-def test_a_disk_that_is_nearly_full_is_told(tmp_path, monkeypatch):
+def test_nearly_full_disk_is_reported(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=5 << 20))
     first, _ = check_state_dir(settings(state_dir=Path(tmp_path)))

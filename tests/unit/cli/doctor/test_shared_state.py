@@ -1,4 +1,4 @@
-"""REDIS_URL in each topology, against real servers, with what goes wrong in each."""
+"""REDIS_URL in each topology, with real servers and the faults of each."""
 
 import dataclasses
 import importlib.util
@@ -21,12 +21,12 @@ def worst(findings):
     return [finding for finding in findings if finding.level != "ok"]
 
 
-async def test_a_node_by_itself_has_none():
+async def test_embedded_node_has_no_shared_state():
     [finding] = await look("")
     assert (finding.area, finding.level) == ("REDIS_URL", "ok")
 
 
-async def test_workers_without_one_share_a_private_valkey(tmp_path, monkeypatch):
+async def test_workers_without_a_url_share_a_private_valkey(tmp_path, monkeypatch):
     async def found():
         settings = Settings.load({}, {"WORKERS": "2", "STATE_DIR": str(tmp_path)})
         [finding] = [finding async for finding in check_shared_state(settings)]
@@ -51,13 +51,13 @@ async def test_workers_without_one_share_a_private_valkey(tmp_path, monkeypatch)
         ({"REDIS_URL": ""}, None),
     ],
 )
-def test_what_is_answered_while_it_is_away_is_told_where_local_would_limit(given, says):
+def test_answer_during_an_outage_is_reported_where_local_would_limit(given, says):
     settings = Settings.load({}, {"REDIS_URL": "redis://store", **given})
     told = [finding.what for finding in check_answer_without(settings)]
     assert [says in what for what in told] == ([True] if says else [])
 
 
-async def test_one_server_is_looked_at(tmp_path):
+async def test_single_server_is_checked(tmp_path):
     with Valkey(tmp_path, password="s3cret-word") as valkey:
         findings = await look(valkey.url)
         assert not worst(findings)
@@ -70,7 +70,7 @@ async def test_one_server_is_looked_at(tmp_path):
         assert (replica.level, replica.what) == ("problem", "the server is a replica")
 
 
-async def test_nodes_with_different_admin_tokens_are_told(tmp_path):
+async def test_nodes_with_different_admin_tokens_are_reported(tmp_path):
     def put(name, digest):
         status = dataclasses.replace(STATUS, admin_token_digest=digest)
         valkey.ask("ZADD", "rl1:{00}:members", 2**52, name)
@@ -94,12 +94,12 @@ async def test_nodes_with_different_admin_tokens_are_told(tmp_path):
         assert "ADMIN_TOKEN_FILE" in finding.remedy
 
 
-async def test_a_server_that_is_not_there_is_a_problem():
+async def test_unreachable_server_is_a_problem():
     [finding] = await look(f"redis://127.0.0.1:{free_port()}")
     assert (finding.level, "no connection" in finding.what) == ("problem", True)
 
 
-async def test_a_certificate_that_is_not_there_is_a_problem(tmp_path):
+async def test_missing_certificate_is_a_problem(tmp_path):
     [finding] = await look(f"rediss://127.0.0.1:1?ssl_ca_certs={tmp_path}/none")
     assert (finding.level, "ssl_ca_certs" in finding.what) == ("problem", True)
 
@@ -110,7 +110,7 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-async def test_each_primary_of_a_cluster_is_looked_at(cluster):
+async def test_each_primary_of_a_cluster_is_checked(cluster):
     findings = await look(cluster.url)
     assert not worst(findings)
     assert findings[0].what == "a Cluster of 3 primaries, all slots served"
@@ -118,19 +118,19 @@ async def test_each_primary_of_a_cluster_is_looked_at(cluster):
     assert {finding.area for finding in findings[1:]} == areas
 
 
-async def test_a_member_of_a_cluster_by_itself_is_a_problem(cluster):
+async def test_single_server_url_of_a_cluster_member_is_a_problem(cluster):
     found = worst(await look(f"redis://{cluster.nodes[0].address}"))
     assert found
     assert all("redis+cluster://" in finding.remedy for finding in found)
 
 
-async def test_a_server_alone_is_no_cluster(tmp_path):
+async def test_cluster_url_of_a_single_server_is_a_problem(tmp_path):
     with Valkey(tmp_path) as valkey:
         found = worst(await look(f"redis+cluster://{valkey.address}"))
     assert [finding.level for finding in found] == ["warning", "problem"]
 
 
-async def test_slots_that_nobody_has_are_a_problem(cluster):
+async def test_unassigned_slots_are_a_problem(cluster):
     first = cluster.nodes[0]
     slots = cluster.slots(0)
     for node in cluster.nodes:
@@ -141,7 +141,7 @@ async def test_slots_that_nobody_has_are_a_problem(cluster):
     until(lambda: all(map(cluster._is_whole, cluster.nodes)), "all know of it")
 
 
-async def test_sentinels_name_the_primary_and_those_that_are_silent_are_told(tmp_path):
+async def test_sentinels_name_the_primary_and_silent_ones_are_reported(tmp_path):
     with ValkeySentinel(tmp_path, replicas=0, sentinels=2) as servers:
         findings = await look(servers.url)
         assert not worst(findings)

@@ -1,4 +1,4 @@
-"""One server of the shared state, a real one: whether a node may do there all that it does."""
+"""One real server of the shared state: whether a node has all permissions and settings it needs."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ def valkey(shared):
 
 
 async def look(valkey, login=NO_LOGIN, *, timeout_ms=20, step_s=0.001, ahead_s=0.0):
-    """Findings by a clock that moves by ``step_s`` whenever it is read, against a wall that is off."""
+    """Return findings with a clock that advances by ``step_s`` at each reading, and a wall clock that is off."""
     connection = await connect(
         Server("127.0.0.1", valkey.port),
         Handshake(login),
@@ -60,7 +60,7 @@ def worst(findings):
     return [(finding.level, finding.what) for finding in findings if finding.level != "ok"]
 
 
-async def test_a_server_that_is_set_as_it_should_be_is_well_and_left_clean(valkey):
+async def test_well_configured_server_is_fine_and_left_clean(valkey):
     findings = await look(valkey)
     assert not worst(findings)
     assert any(finding.what.startswith("valkey ") for finding in findings)
@@ -68,7 +68,7 @@ async def test_a_server_that_is_set_as_it_should_be_is_well_and_left_clean(valke
     until(lambda: not valkey.ask("KEYS", "*"), "what was tried has expired")
 
 
-async def test_the_user_that_the_page_gives_is_well(valkey):
+async def test_documented_user_is_fine(valkey):
     findings = await look(valkey, LOGIN)
     assert not worst(findings)
     assert any("may not run INFO" in finding.what for finding in findings)
@@ -80,7 +80,7 @@ COMMANDS = sorted(word[1:] for word in NODES if word.startswith("+"))
 @pytest.mark.parametrize(
     "command", [c for c in COMMANDS if c not in {"ping", "role", "client|setname"}]
 )
-async def test_each_permission_of_the_page_is_missed(valkey, command):
+async def test_each_missing_permission_of_the_documented_user_is_reported(valkey, command):
     valkey.ask("ACL", "SETUSER", "ratelimitd", f"-{command}")
     found = worst(await look(valkey, LOGIN))
     assert found
@@ -88,14 +88,14 @@ async def test_each_permission_of_the_page_is_missed(valkey, command):
     assert any(command in what for _, what in found)
 
 
-async def test_channels_and_keys_of_others_are_missed(valkey):
+async def test_missing_channels_and_keys_are_reported(valkey):
     valkey.ask("ACL", "SETUSER", "ratelimitd", "resetchannels", "resetkeys", "~other:*")
     found = [what for _, what in worst(await look(valkey, LOGIN))]
     assert any("set, get, mget" in what and "publish" in what for what in found)
     assert any("channels" in what for what in found)
 
 
-async def test_a_policy_that_drops_buckets_is_told_and_worse_where_it_acts(valkey):
+async def test_evicting_policy_is_reported_and_a_problem_with_a_memory_limit(valkey):
     valkey.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     [(level, what)] = worst(await look(valkey))
     assert (level, "allkeys-lru" in what) == ("warning", True)
@@ -104,8 +104,8 @@ async def test_a_policy_that_drops_buckets_is_told_and_worse_where_it_acts(valke
     assert level == "problem"
 
 
-async def test_a_server_that_is_nearly_full_is_told_and_one_that_is_full_is_a_problem(valkey):
-    # Of 16 MB the buffers of a client are little; of an empty server they are a tenth, and may fill it.
+async def test_nearly_full_server_is_a_warning_and_a_full_one_a_problem(valkey):
+    # Client buffers are small relative to 16 MB; in an empty server they are a tenth, and may fill it.
     valkey.ask("SETRANGE", "padding", 16_000_000, "x")
     used = valkey.info("memory")["used_memory"]
     valkey.ask("CONFIG", "SET", "maxmemory", int(used * 1.1))
@@ -119,12 +119,12 @@ async def test_a_server_that_is_nearly_full_is_told_and_one_that_is_full_is_a_pr
     ("version", "level"),
     [("6.2.14", "problem"), ("7.0.0", "ok"), ("7.2.4", "ok"), ("7.2-rc1", "ok"), ("10.0", "ok")],
 )
-def test_a_server_that_knows_too_little_is_a_problem(version, level):
+def test_outdated_server_is_a_problem(version, level):
     info = {"redis_version": version, "maxmemory_policy": "noeviction"}
     assert next(judged("store", info, is_cluster=False)).level == level
 
 
-def test_a_member_of_a_cluster_is_not_for_a_url_of_one_server():
+def test_member_of_a_cluster_is_refused_for_a_single_server_url():
     info = {"redis_version": "7.2.4", "redis_mode": "cluster", "maxmemory_policy": "noeviction"}
     assert [finding.level for finding in judged("store", info, is_cluster=False)] == [
         "ok",
@@ -134,18 +134,18 @@ def test_a_member_of_a_cluster_is_not_for_a_url_of_one_server():
     assert not worst(judged("store", info, is_cluster=True))
 
 
-async def test_a_slow_server_is_told_with_how_long_a_check_may_wait(valkey):
+async def test_slow_server_is_reported_with_the_timeout_of_a_check(valkey):
     [(level, what)] = worst(await look(valkey, timeout_ms=20, step_s=0.021))
     assert (level, "21.00 ms, longer than REDIS_TIMEOUT_MS (20)" in what) == ("warning", True)
 
 
 @pytest.mark.parametrize(("ahead_s", "side"), [(90.0, "ahead of"), (-90.0, "behind")])
-async def test_clocks_that_differ_are_told(valkey, ahead_s, side):
+async def test_clock_difference_is_reported(valkey, ahead_s, side):
     [(level, what)] = worst(await look(valkey, ahead_s=ahead_s))
     assert (level, side in what) == ("warning", True)
 
 
-async def test_a_server_that_asks_for_a_password_is_a_problem(tmp_path):
+async def test_server_that_requires_a_password_is_a_problem(tmp_path):
     with Valkey(tmp_path, password="x") as guarded:
         found = worst(await look_without_greeting(guarded))
         assert any("NOAUTH" in what for _, what in found)

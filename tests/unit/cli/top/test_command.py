@@ -1,4 +1,4 @@
-"""`top`, against a node of canned answers: once, again and again, while it is away, and until a key is pressed."""
+"""`top` against a node with canned answers: once, repeatedly, during an outage, and until a key is pressed."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ AWAY = status(grpc.StatusCode.UNAVAILABLE, "not now")
 
 
 def _chunks(descriptor):
-    """What a terminal was sent."""
+    """Yield the output sent to a terminal."""
     with contextlib.suppress(BlockingIOError):
         while True:
             yield os.read(descriptor, 4096)
@@ -30,7 +30,7 @@ def _chunks(descriptor):
 
 @pytest.fixture(autouse=True)
 def busy(node):
-    """The node counts ten checks more whenever it is looked at."""
+    """Make the node count ten more checks per reading."""
     rule = node.add_rule("/login", "ip")
     totals = itertools.count(10, 10)
     saw = node._saw
@@ -51,7 +51,7 @@ def busy(node):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Do not wait, and end as if by Ctrl-C after so many pauses; returns what to call before a pause."""
+    """Skip waiting: calls ``before`` ahead of each pause, and ends like Ctrl-C after ``left`` pauses."""
     told = {"left": 3, "before": lambda _number: None}
     clock = itertools.count()
 
@@ -75,7 +75,7 @@ def test_one_reading_is_printed_once(ask, pauses):
     assert "\x1b" not in ended.out
 
 
-def test_json_is_a_line_for_each_reading_and_ctrl_c_is_a_regular_end(ask, pauses):
+def test_json_is_a_line_per_reading_and_ctrl_c_is_a_regular_end(ask, pauses):
     ended = ask("top", "--json")
     readings = [json.loads(line) for line in ended.out.splitlines()]
     assert [reading["allowed_per_s"] for reading in readings] == [10.0, 10.0, 10.0]
@@ -83,20 +83,20 @@ def test_json_is_a_line_for_each_reading_and_ctrl_c_is_a_regular_end(ask, pauses
     assert ended.status == 0
 
 
-def test_into_a_pipe_go_readings_one_below_the_other(ask, pauses):
+def test_pipe_gets_readings_one_below_the_other(ask, pauses):
     ended = ask("top")
     assert ended.out.count("HEALTHY") == 3
     assert "checks/s  ███" in ended.out
     assert "\x1b" not in ended.out
 
 
-def test_a_node_that_is_away_at_first_is_status_2(run, unused_tcp_port):
+def test_unreachable_node_at_the_start_is_status_2(run, unused_tcp_port):
     ended = run("top", "--once", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert ended.status == 2
     assert "cannot reach a node" in ended.err
 
 
-def test_a_node_that_goes_away_is_shown_and_asked_again(ask, node, pauses):
+def test_node_that_becomes_unreachable_is_shown_and_retried(ask, node, pauses):
     def switch(left):
         node.error = AWAY if left == 1 else None
 
@@ -111,7 +111,7 @@ def test_a_node_that_goes_away_is_shown_and_asked_again(ask, node, pauses):
     assert lines[2]["allowed_per_s"] == pytest.approx(10 / 1)
 
 
-def test_rules_are_read_again_only_when_they_changed(ask, node, pauses):
+def test_rules_are_read_again_only_after_a_change(ask, node, pauses):
     def change(left):
         if left == 0:
             node.health_answer.rules_revision = 9
@@ -121,7 +121,7 @@ def test_rules_are_read_again_only_when_they_changed(ask, node, pauses):
     assert node.methods().count("ListRateLimits") == 2
 
 
-def test_on_a_terminal_the_view_has_the_screen_and_q_ends_it(ask, monkeypatch):
+def test_view_uses_the_whole_terminal_and_q_ends_it(ask, monkeypatch):
     ours, theirs = pty.openpty()
     frames = itertools.count()
     real = command._frames
@@ -149,7 +149,7 @@ def test_on_a_terminal_the_view_has_the_screen_and_q_ends_it(ask, monkeypatch):
     assert shown.index("\x1b[?1049l") > shown.index("HEALTHY")
 
 
-def test_the_picture_does_not_grow_for_ever(ask, pauses, monkeypatch):
+def test_history_is_bounded(ask, pauses, monkeypatch):
     seen = []
     real = command._frames
 

@@ -1,4 +1,4 @@
-"""What a node did between two looks: differences, never less than nothing, whatever the node answers."""
+"""The activity of a node between two looks: differences, never negative, regardless of its answers."""
 
 import math
 
@@ -34,12 +34,12 @@ def look(at_s, *series, counts=(), sum_s=0.0):
     return Look.of(at_s, HEALTH, pb.MetricsResponse(metrics=metrics))
 
 
-def test_every_metric_that_is_asked_for_is_one_of_a_node():
+def test_every_requested_metric_exists():
     reported = {definition.reported_name or definition.name for definition in DEFINITIONS}
     assert set(NAMES) <= reported
 
 
-def test_a_rate_is_what_was_added_by_the_time_that_passed():
+def test_rate_is_growth_per_second():
     before = look(10.0, (ALLOWED, "", 100), (BLOCKED, "", 5))
     after = look(12.0, (ALLOWED, "", 300), (BLOCKED, "", 5))
     seen = reading(before, after, rules=10)
@@ -48,18 +48,18 @@ def test_a_rate_is_what_was_added_by_the_time_that_passed():
     assert seen.rules_revision == 7
 
 
-def test_a_counter_that_began_anew_counts_from_nothing():
+def test_restarted_counter_counts_from_zero():
     seen = reading(look(0, (ALLOWED, "", 1_000)), look(2, (ALLOWED, "", 10)), rules=1)
     assert seen.allowed_per_s == 5.0
 
 
-def test_between_a_look_and_itself_nothing_happened():
+def test_no_activity_between_equal_looks():
     same = look(1, (ALLOWED, "", 10), counts=(1, 1, 1))
     seen = reading(same, same, rules=1)
     assert (seen.allowed_per_s, seen.latency) == (0.0, None)
 
 
-def test_what_a_node_does_not_say_is_unknown_and_not_nothing():
+def test_unreported_values_are_unknown_rather_than_zero():
     seen = reading(look(0), look(1, (BUCKETS, "", 0)), rules=1)
     assert (seen.buckets, seen.memory_bytes, seen.latency, seen.cluster_nodes) == (
         0,
@@ -78,12 +78,12 @@ def test_latencies_are_those_of_the_checks_in_between():
 
 
 @pytest.mark.parametrize("before", [look(0), look(0, counts=(9, 9, 9), sum_s=5)])
-def test_a_histogram_that_began_anew_is_taken_whole(before):
+def test_restarted_histogram_counts_whole(before):
     latency = reading(before, look(1, counts=(2, 2, 2), sum_s=0.002), rules=1).latency
     assert latency == (1.0, 1.0, 1.0, 1.0)
 
 
-def test_rules_with_most_blocked_come_first_and_as_many_as_are_wanted():
+def test_rules_with_most_denials_come_first_up_to_the_requested_number():
     before = look(0, (RULE_BLOCKED, "a", 0), (RULE_BLOCKED, "b", 90), (RULE_ALLOWED, "c", 0))
     after = look(
         1,

@@ -1,4 +1,4 @@
-"""How a reading looks: on a wide terminal, on a narrow one, and to a program."""
+"""A rendered reading: on a wide terminal, on a narrow one, and as JSON."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def shown(reading=READING, *, width=100, color=False, **changes):
     return stream.getvalue()
 
 
-def test_everything_is_there():
+def test_all_figures_are_shown():
     out = shown()
     for text in (
         "n1  HEALTHY  rules revision 7", "1,235/s", "2.5/s", "0/s", "closed", "0.0123 ms mean", "≤ 0.025 ms", "≤ 2 ms",
@@ -58,11 +58,11 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert sum("allowed" in line for line in lines) == 1
 
 
-def test_a_wide_terminal_has_the_measurements_side_by_side():
+def test_wide_terminal_shows_the_measurements_side_by_side():
     assert len(shown(width=80).splitlines()) < len(shown(width=79).splitlines())
 
 
-def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
+def test_clustered_node_shows_its_accuracy():
     out = shown(
         READING._replace(
             cluster_nodes=3, sync_lag_s=0.0125, excess_ratio=0.01, excess_bound_ratio=0.51
@@ -76,12 +76,12 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
     ("lag_s", "text"),
     [(0.9994, "999 ms"), (0.9996, "1.0 s"), (4.53, "4.5 s"), (5_000, "5,000.0 s")],
 )
-def test_long_times_are_seconds(lag_s, text):
+def test_long_times_are_in_seconds(lag_s, text):
     out = shown(READING._replace(cluster_nodes=3, sync_lag_s=lag_s))
     assert re.search(rf"sync lag +{re.escape(text)}", out)
 
 
-def test_what_is_unknown_is_a_dash():
+def test_unknown_values_are_dashes():
     out = shown(
         READING._replace(
             node_id="", breaker_state="", latency=None, hit_ratio=None, memory_bytes=None,
@@ -94,13 +94,13 @@ def test_what_is_unknown_is_a_dash():
     assert "RULE" not in out
 
 
-def test_a_node_that_is_away_keeps_its_last_reading_and_says_why():
+def test_unreachable_node_keeps_its_last_reading_with_the_reason():
     out = shown(lost="cannot reach a node\x1b[2J")
     assert "cannot reach a node�[2J; trying again" in out
     assert "1,235/s" in out
 
 
-def test_nothing_that_a_node_says_drives_the_terminal():
+def test_text_of_a_node_cannot_control_the_terminal():
     out = shown(
         READING._replace(node_id="\x1b]0;n", breaker_state="\x1b[7m"),
         names={"r1": "\x1b[2J[bold]x"},
@@ -112,7 +112,7 @@ def test_nothing_that_a_node_says_drives_the_terminal():
     assert "�[2J[bold]x" in out
 
 
-def test_a_program_gets_numbers_and_null_for_what_is_unknown():
+def test_json_has_numbers_and_null_for_unknown_values():
     seen = json.loads(json.dumps(as_json(READING, {"r1": "/login ip"}), allow_nan=False))
     assert seen["allowed_per_s"] == 1234.56
     assert seen["latency"] == {"mean_ms": 0.01234, "p50_ms": 0.025, "p95_ms": 2.0, "p99_ms": None}
@@ -122,5 +122,5 @@ def test_a_program_gets_numbers_and_null_for_what_is_unknown():
     assert as_json(READING._replace(latency=None), {})["latency"] is None
 
 
-def test_a_node_without_checks_has_no_picture():
+def test_node_without_checks_has_no_sparkline():
     assert "checks/s" not in shown(checks_per_s=(0, 0))

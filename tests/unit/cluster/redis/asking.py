@@ -1,4 +1,4 @@
-"""What tests need to ask a link and to wait for what it does in its own time."""
+"""Helpers to send requests over a link, and to wait for its background work."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -8,7 +8,7 @@ from ratelimitd.errors import RateLimitdError
 from ratelimitd.settings.urls import Server
 
 PATIENT = LinkOptions(timeout_s=5.0)
-"""The timeout of tests that are not about it: a busy machine must not decide them."""
+"""Timeout of tests that do not test timeouts, so that a busy machine does not affect them."""
 
 
 async def soon(condition):
@@ -18,7 +18,7 @@ async def soon(condition):
 
 
 def asked(send, *arguments):
-    """Call ``send`` with ``arguments`` and a ``done``; the future has the reply, or what it was told instead."""
+    """Call ``send`` with ``arguments`` and a ``done``; the future gets the reply or the error."""
     reply = asyncio.get_running_loop().create_future()
     send(*arguments, reply.set_result)
     assert not reply.done(), "done was called before the call returned"
@@ -26,7 +26,7 @@ def asked(send, *arguments):
 
 
 async def ask(link, *command):
-    """The reply to a command; raises the error if it is one."""
+    """Return the reply to a command; raises it if it is an error."""
     reply = await asked(link.send, command)
     if isinstance(reply, RateLimitdError):
         raise reply
@@ -34,7 +34,7 @@ async def ask(link, *command):
 
 
 def at(server):
-    """A ``locate`` for a server of the tests, or a port."""
+    """Return a ``locate`` for a server of the tests, or a port."""
 
     async def locate():
         return Server("127.0.0.1", server if isinstance(server, int) else server.port)
@@ -44,7 +44,7 @@ def at(server):
 
 @asynccontextmanager
 async def linked(locate, options=PATIENT, redirect=None):
-    """A link that is connected, or has failed once."""
+    """Yield a link that is connected, or has failed once."""
     link = Link(locate, options, redirect)
     link.start()
     await link.settled()
@@ -56,7 +56,7 @@ async def linked(locate, options=PATIENT, redirect=None):
 
 @asynccontextmanager
 async def serving(serve):
-    """The port of a server that calls ``serve(reader, writer)`` for each connection, and closes it afterwards."""
+    """Yield the port of a server that calls ``serve(reader, writer)`` for each connection, then closes it."""
     running = {}
 
     async def serve_and_close(reader, writer):
@@ -70,7 +70,7 @@ async def serving(serve):
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for _ in range(10):  # what was accepted before may be about to be served
+        for _ in range(10):  # accepted connections may not be served yet
             await asyncio.sleep(0)
         for task, writer in running.items():
             task.cancel()
@@ -81,9 +81,9 @@ async def serving(serve):
 
 @asynccontextmanager
 async def peer(*replies, greeted=True):
-    """The port of a server that sends the next of ``replies`` whenever something comes; ``b""`` hangs up.
+    """Yield the port of a server that sends the next of ``replies`` on each input; ``b""`` closes the connection.
 
-    A handshake is answered before, as a primary does it.
+    It first answers a handshake, like a primary.
     """
     left = list(replies)
 

@@ -1,4 +1,4 @@
-"""A real Valkey, and connections to it that wait for long."""
+"""A real Valkey, and connections to it with long timeouts."""
 
 import pytest
 

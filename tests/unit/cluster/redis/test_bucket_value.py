@@ -25,7 +25,7 @@ def cells(*numbers):
     return pack(f"<{len(numbers)}Q", *numbers)
 
 
-def test_what_is_not_there_has_no_state():
+def test_a_missing_value_has_no_state():
     assert state_of(None, TOKEN_BUCKET) is None
 
 
@@ -64,13 +64,13 @@ def test_a_fixed_window_has_its_count_and_that_of_the_window_before():
     assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9))
 
 
-def test_a_bucket_may_say_how_many_tokens_were_given_back():
+def test_a_bucket_may_contain_its_refunded_tokens():
     value = head(FIXED_WINDOW, form=2) + cells(3, 5, 0, 9)
     assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9), refunded=3)
     assert state_of(head(LOG, form=2) + cells(3), LOG) == SharedState(2, 3, 4, None, refunded=3)
 
 
-def test_of_a_log_all_may_be_given_back():
+def test_all_tokens_of_a_log_may_be_refunded():
     state = bucket_of(head(LOG) + cells(3, 7, 3), LOG).state
     assert runs_of(state) == [(7, 0)]
 
@@ -80,7 +80,7 @@ def test_a_log_has_entries_with_running_sums():
     assert runs_of(state) == [(7, 3), (9, 1)]
 
 
-def test_a_log_is_read_alike_by_machines_of_the_other_order(monkeypatch):
+def test_a_log_is_decoded_alike_on_big_endian_machines(monkeypatch):
     value = head(LOG) + cells(100, 7, 103)
     monkeypatch.setattr(sys, "byteorder", {"little": "big", "big": "little"}[sys.byteorder])
     backwards = array("q", value[len(head(LOG)) :])
@@ -148,7 +148,7 @@ def test_slots_have_no_state():
 
 
 @pytest.mark.parametrize(("rule", "value"), WRONG.values(), ids=WRONG)
-def test_what_is_no_bucket_is_an_error_that_does_not_show_it(rule, value):
+def test_a_malformed_bucket_is_an_error_without_the_value(rule, value):
     with pytest.raises(StoreCorruptError, match=r"something else where a bucket should be$"):
         state_of(value, rule)
 

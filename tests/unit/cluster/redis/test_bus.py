@@ -16,7 +16,7 @@ TIMEOUT_MS = 5_000
 
 
 class Node:
-    """A node as far as messages go, and what it heard."""
+    """The messages of a node, and those that it received."""
 
     def __init__(self, topology, **options):
         self.topology = topology
@@ -29,7 +29,7 @@ class Node:
 
 
 async def one_beat(_seconds):
-    """Instead of the pause between heartbeats: there is no second one."""
+    """Replaces the pause between heartbeats, so that there is no second one."""
     await asyncio.Event().wait()
 
 
@@ -54,7 +54,7 @@ async def pair(url, **options):
         yield first, second
 
 
-async def test_others_hear_what_a_node_says_and_it_does_not_hear_itself(valkey):
+async def test_a_nodes_messages_reach_the_others_and_not_itself(valkey):
     async with pair(valkey.url) as (first, second):
         first.bus.publish(0, b"one")
         first.bus.publish(255, b"two")
@@ -63,7 +63,7 @@ async def test_others_hear_what_a_node_says_and_it_does_not_hear_itself(valkey):
         assert (first.bus.undelivered_total, second.bus.undelivered_total) == (0, 0)
 
 
-async def test_a_beginning_is_a_gap(valkey):
+async def test_a_new_subscription_is_a_gap(valkey):
     async with node(valkey.url) as first:
         await soon(lambda: first.bus.connected)
         await soon(lambda: first.gaps)
@@ -87,7 +87,7 @@ def message(sender, number, payload=b"", form=1):
     return struct.pack(">B8sQ", form, sender, number) + payload
 
 
-async def test_lost_repeated_reordered_and_strange_messages_are_told_apart(valkey):
+async def test_lost_repeated_reordered_and_foreign_messages_are_distinguished(valkey):
     async with node(valkey.url, sleep=one_beat) as first:
         await soon(lambda: first.bus.connected and first.gaps == 1)
         other = b"a-sender"
@@ -108,7 +108,7 @@ async def test_lost_repeated_reordered_and_strange_messages_are_told_apart(valke
         await soon(lambda: first.gaps == 2)
 
 
-async def test_the_next_heartbeat_tells_of_a_message_that_was_lost(valkey):
+async def test_the_next_heartbeat_reveals_a_lost_message(valkey):
     async with node(valkey.url, sleep=one_beat) as first:
         await soon(lambda: first.bus.connected and first.gaps == 1)
         other = b"a-sender"
@@ -118,7 +118,7 @@ async def test_the_next_heartbeat_tells_of_a_message_that_was_lost(valkey):
         assert first.heard == [b"one"]
 
 
-async def test_a_subscription_that_was_cut_is_remade_and_is_a_gap(valkey):
+async def test_a_lost_subscription_is_renewed_and_is_a_gap(valkey):
     async with pair(valkey.url) as (first, second):
         valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
         await soon(lambda: first.gaps == 2 and second.gaps == 2)
@@ -126,9 +126,7 @@ async def test_a_subscription_that_was_cut_is_remade_and_is_a_gap(valkey):
         await soon(lambda: second.heard == [b"heard"])
 
 
-async def test_a_subscription_that_only_looks_alive_is_remade_after_some_heartbeats(
-    valkey, monkeypatch
-):
+async def test_a_silent_subscription_is_renewed_after_missing_heartbeats(valkey, monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.pubsub.SILENCE_S", 0.2)
     monkeypatch.setattr("ratelimitd.cluster.redis.pubsub.HEARTBEAT_S", 0.05)
     with ChaosProxy(valkey.port) as proxy:
@@ -140,14 +138,14 @@ async def test_a_subscription_that_only_looks_alive_is_remade_after_some_heartbe
             await soon(lambda: first.gaps >= 2 and second.gaps >= 2)
 
 
-async def test_what_the_store_does_not_take_is_counted_and_forgotten():
+async def test_undelivered_messages_are_counted_and_dropped():
     async with node(f"redis://127.0.0.1:{free_port()}", sleep=one_beat) as first:
         first.bus.publish(0, b"nobody hears it")
         await soon(lambda: first.bus.undelivered_total == 2)
         assert not first.bus.connected
 
 
-async def test_what_the_user_may_not_say_is_reported_once_until_it_may(valkey):
+async def test_a_missing_permission_to_publish_is_reported_once_until_granted(valkey):
     valkey.ask(
         "ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "&rl1:*", "+@all", "-publish"
     )
@@ -165,7 +163,7 @@ async def test_what_the_user_may_not_say_is_reported_once_until_it_may(valkey):
     valkey.ask("ACL", "DELUSER", "node")
 
 
-async def test_clusters_in_two_databases_of_one_server_do_not_hear_each_other(valkey):
+async def test_clusters_in_two_databases_of_one_server_get_no_messages_of_each_other(valkey):
     async with pair(f"{valkey.url}/1") as (first, second), node(f"{valkey.url}/2") as stranger:
         await soon(lambda: stranger.bus.connected)
         first.bus.publish(0, b"ours")
@@ -204,7 +202,7 @@ async def test_in_a_cluster_every_tag_reaches_all_nodes_over_sharded_channels(tm
             assert first.bus.undelivered_total == 0
 
 
-def test_three_heartbeats_are_silence():
+def test_three_missing_heartbeats_are_silence():
     assert SILENCE_S == 3.0
 
 

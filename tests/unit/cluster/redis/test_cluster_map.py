@@ -16,7 +16,7 @@ def valkey_of_module(tmp_path_factory):
         yield server
 
 
-def test_the_slot_of_a_tag_is_the_one_that_the_server_sees_in_its_keys(valkey):
+def test_the_slot_of_a_tag_matches_the_servers(valkey):
     for tag in (0, 1, 127, 255):
         key = b"rl1:{%02x}:s:x" % tag
         assert slot_of_tag(tag) == valkey.ask("CLUSTER", "KEYSLOT", key)
@@ -34,7 +34,7 @@ def test_each_tag_belongs_to_the_primary_of_its_slot():
         assert server == Server("10.0.0.1" if SLOT_OF_TAG[tag] < half else "10.0.0.2", 7000)
 
 
-def test_a_slot_that_no_server_has_is_nowhere():
+def test_a_slot_without_a_server_is_unmapped():
     slot = SLOT_OF_TAG[5]
     read = map_of([[slot + 1, SLOTS - 1, [b"h", 1]], [0, slot - 1, [b"h", 1]]], ASKED)
     assert [tag for tag in range(TAGS) if read[tag] is None] == [5]
@@ -50,11 +50,11 @@ def test_a_slot_that_no_server_has_is_nowhere():
         (b"?", None),
     ],
 )
-def test_a_server_may_have_a_name_or_be_the_one_that_was_asked_or_unknown(host, server):
+def test_a_server_may_be_named_the_one_asked_or_unknown(host, server):
     assert set(map_of([[0, SLOTS - 1, [host, 1]]], ASKED)) == {server}
 
 
 @pytest.mark.parametrize("reply", [None, b"x", 3, [3], [[0, 1]], [[0, 1, [b"h"]]], [[0, 1, b"h"]]])
-def test_what_is_no_map_is_corrupt(reply):
+def test_a_malformed_map_is_corrupt(reply):
     with pytest.raises(StoreCorruptError):
         map_of(reply, ASKED)

@@ -53,7 +53,7 @@ async def test_every_tag_has_the_link_to_the_primary_of_its_slot(cluster, topolo
     assert str(await topology.server_of_tag(0)) == topology.of_tag(0).name
 
 
-async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, topology, said):
+async def test_a_moved_slot_is_followed_and_the_command_runs_once(cluster, topology, said):
     tag = 7
     slot = SLOT_OF_TAG[tag]
     source = next(
@@ -73,7 +73,7 @@ async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, top
     assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 4
 
 
-async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster, topology, said):
+async def test_a_migrating_slot_answers_from_the_server_with_the_key(cluster, topology, said):
     tag = 9
     slot = SLOT_OF_TAG[tag]
     source = next(
@@ -93,7 +93,7 @@ async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster,
             node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
-async def test_a_server_that_is_named_for_the_first_time_gets_a_link(cluster, topology):
+async def test_a_redirection_to_a_new_server_creates_a_link(cluster, topology):
     link = topology.of_tag(0)
     topology._links.pop(Server(*_address(link.name)))
     reply = asyncio.get_running_loop().create_future()
@@ -108,7 +108,9 @@ def _address(name):
     return host, int(port)
 
 
-async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(cluster, topology, said):
+async def test_a_shard_that_is_down_fails_only_its_own_tags_until_it_recovers(
+    cluster, topology, said
+):
     tags = {topology.of_tag(tag).name: tag for tag in range(TAGS)}
     dead, *living = cluster.nodes
     link = topology.of_tag(tags[dead.address])
@@ -123,12 +125,12 @@ async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(clust
         dead.start()
     await soon(lambda: topology.of_tag(tags[dead.address]).connected)
     reply = b""
-    while reply != b"OK":  # it serves once the others have greeted it
+    while reply != b"OK":  # it serves once the others have accepted it
         reply = await asked(topology.of_tag(tags[dead.address]).send, (b"SET", key(0), 1))
         await asyncio.sleep(0.01)
 
 
-async def test_without_any_server_the_start_returns_and_everything_fails_until_one_is_there(
+async def test_without_any_server_the_start_returns_and_requests_fail_until_one_is_up(
     tmp_path,
 ):
     port, lines = free_port(), []
@@ -148,8 +150,8 @@ def slots(port, last):
     return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % (last, port)
 
 
-async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkeypatch):
-    """A server that at first knows of no Cluster, then of half of one, then is busy, then knows it whole."""
+async def test_an_incomplete_map_is_used_and_read_again_soon(monkeypatch):
+    """A server that returns no map, then half a map, then an error, then the whole map."""
     monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.01)
     lines, changes, asked_for = [], [], []
 
@@ -186,7 +188,7 @@ def tag_between(first, end):
     return next(tag for tag in range(TAGS) if first <= SLOT_OF_TAG[tag] < end)
 
 
-async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(cluster):
+async def test_a_server_that_left_the_cluster_finishes_requests_in_flight(cluster):
     paused = asyncio.Event()
 
     async def sleep(_seconds):
@@ -208,7 +210,7 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
     await topology.close()
 
 
-async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(cluster):
+async def test_an_unavailable_server_that_left_the_cluster_is_reported(cluster):
     lines = []
     options = PATIENT._replace(handshake=Handshake(wants_primary=False), report=lines.append)
     topology = ClusterTopology(parse_redis_url(cluster.url), options)
@@ -221,7 +223,7 @@ async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(c
     await topology.close()
 
 
-async def test_a_cluster_that_stays_away_is_reported_once(monkeypatch):
+async def test_an_unavailable_cluster_is_reported_once(monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.001)
     lines, pauses = [], []
 
@@ -244,7 +246,7 @@ async def test_shards_that_were_never_started_can_be_closed(cluster):
     await ClusterTopology(parse_redis_url(cluster.url), PATIENT).close()
 
 
-async def test_a_server_that_cannot_tell_its_map_now_is_passed_over():
+async def test_an_error_instead_of_the_map_is_raised():
     async with peer(b"-LOADING wait\r\n") as port, linked(at(port)) as link:
         with pytest.raises(StoreUnavailableError, match="LOADING"):
             await _reply(link)

@@ -1,4 +1,4 @@
-"""Checks of one turn that travel together, to a real Valkey."""
+"""Checks of one event-loop iteration that share a script call, with a real Valkey."""
 
 import asyncio
 from dataclasses import replace
@@ -30,7 +30,7 @@ NAME = b"a" * 16
 
 @pytest.fixture
 async def combiner(topology):
-    """One that has sent nothing yet, though the server has the script."""
+    """A combiner that has sent nothing yet; the server has the script."""
     await decide(Combiner(topology, DECIDE, decided), 4)
     return Combiner(topology, DECIDE, decided)
 
@@ -43,7 +43,7 @@ def script_calls(valkey):
     return valkey.info("commandstats")["cmdstat_evalsha"]["calls"]
 
 
-async def test_checks_of_one_turn_are_one_call_each_with_its_own_answer(combiner, valkey):
+async def test_checks_of_one_iteration_share_a_call_with_an_answer_each(combiner, valkey):
     before = script_calls(valkey)
     names = [b"a%015d" % number for number in range(CHECKS_PER_CALL)]
     outcomes = await asyncio.gather(*(decide(combiner, name=name) for name in (*names, NAME)))
@@ -51,12 +51,12 @@ async def test_checks_of_one_turn_are_one_call_each_with_its_own_answer(combiner
     assert script_calls(valkey) == before + 2
 
 
-async def test_those_of_one_bucket_are_decided_in_their_order(combiner):
+async def test_checks_of_one_bucket_are_decided_in_order(combiner):
     outcomes = await asyncio.gather(decide(combiner, 4), decide(combiner, 3), decide(combiner, 2))
     assert [outcome[:2] for outcome in outcomes] == [(True, 2), (False, 2), (True, 0)]
 
 
-async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
+async def test_in_a_cluster_checks_of_one_hash_tag_share_a_call(
     combiner, topology, valkey, monkeypatch
 ):
     monkeypatch.setattr(topology, "is_cluster", True, raising=False)
@@ -71,7 +71,7 @@ async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
     assert flushed == [2], "both in one write"
 
 
-async def test_a_call_counts_as_the_work_that_it_is(topology, monkeypatch):
+async def test_the_weight_of_a_call_grows_with_its_checks(topology, monkeypatch):
     weights = []
 
     def run(_link, _script, _keys, _arguments, _done, weight):
@@ -85,7 +85,7 @@ async def test_a_call_counts_as_the_work_that_it_is(topology, monkeypatch):
     assert weights == [1 + CHECKS_PER_CALL // CHECKS_PER_WEIGHT, 1]
 
 
-async def test_they_leave_at_the_end_of_their_turn_and_not_of_the_next(combiner, monkeypatch):
+async def test_checks_are_sent_at_the_end_of_their_iteration(combiner, monkeypatch):
     sent = []
     monkeypatch.setattr(Link, "flush", lambda link: sent.append(link.in_flight))
     answer = decide(combiner)
@@ -95,7 +95,7 @@ async def test_they_leave_at_the_end_of_their_turn_and_not_of_the_next(combiner,
     assert (await answer)[1] == 5
 
 
-async def test_a_check_that_comes_alone_leaves_at_once_if_the_last_one_did(combiner, monkeypatch):
+async def test_a_single_check_is_sent_at_once_after_a_single_one(combiner, monkeypatch):
     await decide(combiner)
     sent, flush = [], Link.flush
 
@@ -116,7 +116,7 @@ async def test_a_check_that_comes_alone_leaves_at_once_if_the_last_one_did(combi
     assert len(sent) == 3
 
 
-async def test_two_that_come_again_and_again_do_not_leave_apart(combiner, valkey):
+async def test_repeated_pairs_of_checks_share_calls(combiner, valkey):
     await decide(combiner)
     before = script_calls(valkey)
     for _ in range(3):
@@ -124,9 +124,7 @@ async def test_two_that_come_again_and_again_do_not_leave_apart(combiner, valkey
     assert script_calls(valkey) == before + 4
 
 
-async def test_checks_of_a_slot_that_is_being_moved_are_sent_again_one_by_one(
-    combiner, monkeypatch
-):
+async def test_checks_of_a_migrating_slot_are_sent_again_one_by_one(combiner, monkeypatch):
     run, lengths = Link.run, []
 
     def moving(link, script, keys, arguments, done, weight):  # noqa: PLR0917 - as run
@@ -144,7 +142,7 @@ async def test_checks_of_a_slot_that_is_being_moved_are_sent_again_one_by_one(
     assert lengths == [3, 1, 1, 1]
 
 
-async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
+async def test_an_encoding_error_fails_all_checks_of_the_call(combiner):
     unheard_of = decide(combiner, rule=replace(RULE, limit=2**40))
     answers = await asyncio.gather(unheard_of, decide(combiner))
     assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
@@ -152,7 +150,7 @@ async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
     assert type(await decide(combiner, rule=replace(RULE, limit=2**40))) is StoreCorruptError
 
 
-async def test_what_cannot_be_read_is_one_too(topology):
+async def test_a_decoding_error_fails_all_checks_of_the_call(topology):
     def read(_checks, _reply):
         message = "no reply"
         raise StoreCorruptError(message)
@@ -162,14 +160,14 @@ async def test_what_cannot_be_read_is_one_too(topology):
     assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
 
 
-async def test_without_a_connection_each_hears_the_error(valkey):
+async def test_without_a_connection_each_check_gets_the_error(valkey):
     combiner = Combiner(standalone(parse_redis_url(valkey.url), PATIENT), DECIDE, decided)
     answers = await asyncio.gather(decide(combiner), decide(combiner))
     assert [type(answer) for answer in answers] == [StoreUnavailableError] * 2
 
 
-async def test_a_check_on_several_buckets_is_never_in_two_calls(combiner, valkey):
-    await decide(combiner, name=b"b" * 16)  # it came alone, and so would the next leave at once
+async def test_a_check_on_several_buckets_is_never_split(combiner, valkey):
+    await decide(combiner, name=b"b" * 16)  # a single check, so the next would be sent at once
     before = script_calls(valkey)
     names = [b"a%015d" % number for number in range(CHECKS_PER_CALL + 5)]
     asking = [

@@ -15,7 +15,7 @@ from tests.unit.cluster.redis.asking import peer
 
 
 class Authority:
-    """A certificate authority, with a server of its own and what its clients trust."""
+    """A certificate authority, with a server and the files for its clients."""
 
     def __init__(self, directory):
         self._ca = trustme.CA()
@@ -52,13 +52,13 @@ async def pong(server, tls=None):
     return await ask_once(server, Handshake(), tls, b"PING")
 
 
-async def test_one_command_may_have_a_connection_of_its_own(valkey):
+async def test_one_command_can_use_its_own_connection(valkey):
     assert await pong(Server("127.0.0.1", valkey.port)) == b"PONG"
     assert await pong(Server("localhost", valkey.port)) == b"PONG"
     assert await pong(Server(str(valkey.unix_path), 0)) == b"PONG"
 
 
-async def test_the_error_of_one_command_is_that_of_the_server(valkey):
+async def test_an_error_reply_to_one_command_is_raised(valkey):
     server = Server("127.0.0.1", valkey.port)
     with pytest.raises(StoreMisconfiguredError, match="ERR"):
         await ask_once(server, Handshake(), None, b"CLUSTER", b"SLOTS")
@@ -85,7 +85,7 @@ async def test_a_certificate_for_another_name_or_of_another_authority_is_a_misco
             await pong(server, Authority(tmp_path).client(check_hostname=False))
 
 
-async def test_a_server_that_speaks_no_tls_is_not_spoken_to_in_the_clear(valkey, authority):
+async def test_a_server_without_tls_gets_no_plaintext(valkey, authority):
     server = Server("127.0.0.1", valkey.port)
     with pytest.raises(StoreUnavailableError):
         await ask_once(server, Handshake(), authority.client(), b"PING", within_s=0.05)
@@ -99,13 +99,13 @@ async def test_a_server_that_speaks_no_tls_is_not_spoken_to_in_the_clear(valkey,
         (Server("no-such-host.invalid", 6379), "no connection: the name of the host is not known"),
     ],
 )
-async def test_a_server_that_cannot_be_reached_is_unavailable_for_a_reason(server, cause):
+async def test_an_unreachable_server_is_unavailable_with_the_cause(server, cause):
     with pytest.raises(StoreUnavailableError) as away:
         await pong(server._replace(port=server.port or free_port()))
     assert str(away.value) == cause
 
 
-async def test_a_server_that_does_not_greet_is_given_up():
+async def test_a_server_without_a_handshake_reply_times_out():
     async with peer(greeted=False) as port:
         with pytest.raises(StoreUnavailableError, match=r"no connection within 0\.01 s"):
             await connect(Server("127.0.0.1", port), Handshake(), None, unconnected, within_s=0.01)
@@ -116,7 +116,7 @@ def test_several_addresses_that_fail_have_no_single_cause():
     assert cause_of(socket.gaierror(-2, "x")) == "the name of the host is not known"
 
 
-def test_the_system_is_asked_to_notice_a_peer_that_is_gone(monkeypatch):
+def test_keepalive_is_enabled(monkeypatch):
     with socket.socket() as peer:
         keep_alive(peer)
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

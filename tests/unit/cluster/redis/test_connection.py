@@ -26,7 +26,7 @@ PING = pack((b"PING",))
 
 
 class Transport:
-    """The side of a transport that a connection uses."""
+    """The part of a transport that a connection uses."""
 
     def __init__(self):
         self.writes = []
@@ -40,7 +40,7 @@ class Transport:
 
 
 class Setup:
-    """A connection with a clock that is set by hand, and all that it said."""
+    """A connection with a manual clock, and a record of its callbacks."""
 
     def __init__(self, **options):
         self.now_s = 100.0
@@ -57,19 +57,19 @@ class Setup:
         self.connection.connection_made(self.transport)
 
     def ask(self, packed=PING, *, weight=1):
-        """What the request is told, as it comes."""
+        """Submit a request; return the list that receives its replies."""
         told = []
         self.connection.submit(Request(packed, told.append, weight=weight))
         return told
 
     async def asked(self, packed=PING, *, weight=1):
-        """Likewise, and the request has left."""
+        """Submit a request and flush it."""
         told = self.ask(packed, weight=weight)
         await turn()
         return told
 
     def timer(self, late_s=0.0):
-        """The timer fires, so much after its time."""
+        """Fire the timer, so much after its time."""
         self.now_s = self.connection._timer_due_s + late_s
         self.connection._timer.cancel()
         self.connection.look()
@@ -80,7 +80,7 @@ async def turn():
         await asyncio.sleep(0)
 
 
-async def test_requests_of_one_turn_leave_in_one_write():
+async def test_requests_of_one_iteration_are_sent_in_one_write():
     setup = Setup()
     for _ in range(3):
         setup.ask()
@@ -91,7 +91,7 @@ async def test_requests_of_one_turn_leave_in_one_write():
     assert setup.transport.writes == [3 * PING, PING]
 
 
-async def test_replies_are_taken_in_order_however_they_are_cut():
+async def test_split_replies_are_matched_in_order():
     setup = Setup()
     first, second = setup.ask(), await setup.asked()
     for octet in b"$5\r\nfirst\r\n$6\r\ns":
@@ -101,7 +101,7 @@ async def test_replies_are_taken_in_order_however_they_are_cut():
     assert (second, setup.connection.in_flight) == ([b"second"], 0)
 
 
-async def test_an_error_reply_goes_to_the_owner_with_its_request():
+async def test_an_error_reply_is_passed_to_on_error_with_its_request():
     setup = Setup()
     told = await setup.asked()
     setup.connection.data_received(b"-OOM no room\r\n")
@@ -111,7 +111,7 @@ async def test_an_error_reply_goes_to_the_owner_with_its_request():
     assert told == ["told by the owner"]
 
 
-async def test_a_request_that_is_not_answered_in_time_is_told_and_its_late_reply_is_swallowed():
+async def test_a_request_that_times_out_fails_and_its_late_reply_is_dropped():
     setup = Setup()
     first = await setup.asked()
     setup.timer()
@@ -122,7 +122,7 @@ async def test_a_request_that_is_not_answered_in_time_is_told_and_its_late_reply
     assert (len(first), second, setup.errors) == (1, [b"second"], [])
 
 
-async def test_only_those_whose_time_is_over_are_told():
+async def test_only_requests_past_their_deadline_fail():
     setup = Setup()
     first = await setup.asked()
     setup.now_s += TIMEOUT_S / 2
@@ -133,7 +133,7 @@ async def test_only_those_whose_time_is_over_are_told():
     assert (len(first), len(second)) == (1, 1)
 
 
-async def test_many_requests_at_once_have_the_time_that_a_server_needs_for_them():
+async def test_the_timeout_grows_with_the_requests_ahead():
     setup = Setup()
     asked = [setup.ask() for _ in range(1_000)]
     await turn()
@@ -149,7 +149,7 @@ async def test_many_requests_at_once_have_the_time_that_a_server_needs_for_them(
     setup.connection.drop(StoreUnavailableError("end"))
 
 
-async def test_those_that_were_answered_meanwhile_are_not_told():
+async def test_answered_requests_do_not_time_out():
     setup = Setup()
     first, second, third = setup.ask(), setup.ask(), await setup.asked()
     setup.connection.data_received(b"+1\r\n")
@@ -162,7 +162,7 @@ async def test_those_that_were_answered_meanwhile_are_not_told():
     assert (len(second), len(third), len(fourth)) == (1, 1, 1)
 
 
-async def test_nothing_in_flight_needs_no_timer():
+async def test_an_idle_connection_has_no_timer():
     setup = Setup()
     await setup.asked()
     setup.connection.data_received(b"+1\r\n")
@@ -173,7 +173,7 @@ async def test_nothing_in_flight_needs_no_timer():
     setup.connection.drop(StoreUnavailableError("end"))
 
 
-async def test_a_timer_for_a_silence_comes_earlier_for_a_new_request():
+async def test_a_new_request_replaces_a_later_timer():
     setup = Setup()
     await setup.asked()
     setup.timer()
@@ -202,7 +202,7 @@ async def test_a_connection_that_is_silent_for_a_second_is_dropped():
     assert str(third[0]) == "the shared state was silent for 1 s"
 
 
-async def test_with_a_timeout_of_a_second_what_is_late_is_told_before_the_connection_is_dropped():
+async def test_with_a_timeout_of_a_second_requests_fail_before_the_connection_is_dropped():
     setup = Setup()
     setup.connection.timeout_s = SILENCE_S
     told = await setup.asked()
@@ -213,7 +213,7 @@ async def test_with_a_timeout_of_a_second_what_is_late_is_told_before_the_connec
     assert str(setup.lost[0]) == "the shared state was silent for 1.5 s"
 
 
-async def test_a_process_that_slept_reads_what_came_meanwhile_before_it_judges():
+async def test_a_delayed_process_reads_the_socket_before_it_applies_timeouts():
     setup = Setup()
     told = await setup.asked()
     setup.timer(late_s=0.2)
@@ -225,7 +225,7 @@ async def test_a_process_that_slept_reads_what_came_meanwhile_before_it_judges()
     assert setup.lost == []
 
 
-async def test_a_process_that_slept_longer_than_a_silence_does_not_blame_the_server():
+async def test_a_process_delayed_longer_than_the_silence_keeps_the_connection():
     setup = Setup()
     told = await setup.asked()
     setup.timer(late_s=2 * SILENCE_S)
@@ -234,7 +234,7 @@ async def test_a_process_that_slept_longer_than_a_silence_does_not_blame_the_ser
     assert (told, setup.lost) == ([b"in time"], [])
 
 
-async def test_as_long_as_replies_come_after_a_sleep_the_rest_of_them_is_waited_for():
+async def test_a_delayed_process_waits_while_replies_come():
     setup = Setup()
     asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
     await turn()
@@ -248,7 +248,7 @@ async def test_as_long_as_replies_come_after_a_sleep_the_rest_of_them_is_waited_
     assert setup.connection.lost is None
 
 
-async def test_a_process_that_is_late_judges_in_the_end_although_replies_come():
+async def test_a_delayed_process_applies_timeouts_in_the_end_although_replies_come():
     setup = Setup()
     asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
     await turn()
@@ -260,7 +260,7 @@ async def test_a_process_that_is_late_judges_in_the_end_although_replies_come():
     assert [len(told) for told in asked] == [1] * len(asked)
 
 
-async def test_a_process_that_is_always_late_judges_at_the_second_look():
+async def test_a_process_that_is_always_late_applies_timeouts_at_the_second_timer():
     setup = Setup()
     told = await setup.asked()
     setup.timer(late_s=2 * LATE_S)
@@ -269,8 +269,8 @@ async def test_a_process_that_is_always_late_judges_at_the_second_look():
     assert len(told) == 1
 
 
-async def test_a_loop_that_was_held_up_gets_its_replies(valkey):
-    """With a real socket: the reply lies there when the timer is overdue."""
+async def test_a_blocked_event_loop_gets_its_replies(valkey):
+    """With a real socket, in which the reply waits when the timer is overdue."""
     import time  # noqa: PLC0415
 
     loop = asyncio.get_running_loop()
@@ -287,7 +287,7 @@ async def test_a_loop_that_was_held_up_gets_its_replies(valkey):
     connection.drop(StoreUnavailableError("end"))
 
 
-async def test_a_request_counts_by_its_weight_until_it_is_told_or_answered():
+async def test_a_request_counts_by_its_weight_until_it_fails_or_is_answered():
     setup = Setup(max_requests=40)
     late = await setup.asked(weight=20)
     assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 20 * REQUEST_S)
@@ -305,7 +305,7 @@ async def test_a_request_counts_by_its_weight_until_it_is_told_or_answered():
     setup.connection.drop(StoreUnavailableError("end"))
 
 
-async def test_what_is_flushed_leaves_at_once_and_once():
+async def test_a_flush_sends_requests_at_once_and_once():
     setup = Setup()
     setup.connection.flush()
     assert setup.transport.writes == []
@@ -337,7 +337,7 @@ async def test_more_octets_than_may_be_in_flight_are_refused():
     assert isinstance((await setup.asked(2 * PING))[0], StoreOverloadedError)
 
 
-async def test_the_end_of_a_connection_fails_what_is_in_flight_once():
+async def test_the_loss_of_a_connection_fails_requests_in_flight_once():
     setup = Setup()
     told = await setup.asked()
     setup.connection.connection_lost(None)
@@ -351,7 +351,7 @@ async def test_the_end_of_a_connection_fails_what_is_in_flight_once():
     assert [type(error) for error in refused] == [StoreUnavailableError]
 
 
-async def test_what_has_not_left_when_the_connection_ends_never_leaves():
+async def test_unsent_requests_of_a_lost_connection_are_never_sent():
     setup = Setup()
     told = setup.ask()
     setup.connection.drop(StoreUnavailableError("end"))
@@ -360,7 +360,7 @@ async def test_what_has_not_left_when_the_connection_ends_never_leaves():
     assert setup.transport.writes == []
 
 
-async def test_everybody_gets_an_error_of_their_own():
+async def test_each_request_gets_its_own_error_instance():
     setup = Setup()
     first, second = setup.ask(), await setup.asked()
     setup.connection.drop(StoreUnavailableError("end"))
@@ -377,7 +377,7 @@ async def test_everybody_gets_an_error_of_their_own():
         b"%1\r\n*0\r\n+x\r\n",  # TypeError
     ],
 )
-async def test_octets_that_are_no_reply_end_the_connection(octets):
+async def test_malformed_replies_end_the_connection(octets):
     setup = Setup()
     told = await setup.asked()
     setup.connection.data_received(octets)
@@ -389,7 +389,7 @@ async def test_octets_that_are_no_reply_end_the_connection(octets):
 @pytest.mark.parametrize(
     "before", [b"", b"+OK\r\n", b"$3\r\nabc\r\n", b"*2\r\n$70\r\n" + b"x" * 70 + b"\r\n"]
 )
-async def test_a_header_that_announces_too_much_is_not_parsed_wherever_reads_cut_it(header, before):
+async def test_a_header_that_announces_too_much_is_not_parsed_even_if_split(header, before):
     for first in range(len(before), len(before + header)):
         for second in range(first, len(before + header) + 1):
             setup = Setup()
@@ -410,7 +410,7 @@ async def test_a_reply_as_long_as_the_bound_is_read():
     assert told == [[1] * 99_999]
 
 
-async def test_a_reply_that_does_not_end_is_not_kept():
+async def test_an_endless_reply_ends_the_connection():
     setup = Setup()
     told = await setup.asked()
     setup.connection.data_received(b"*99999\r\n")
@@ -422,7 +422,7 @@ async def test_a_reply_that_does_not_end_is_not_kept():
     assert str(told[0]) == "the shared state does not speak its protocol"
 
 
-async def test_many_long_replies_are_no_long_reply():
+async def test_many_long_replies_do_not_exceed_the_limit_of_one():
     setup = Setup()
     element = b"$999999\r\n" + bytes(999_999) + b"\r\n"
     for _ in range(40):
@@ -446,9 +446,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("octets", GARBAGE)
 @pytest.mark.parametrize("cut", [1, 7, 10_000])
-async def test_whatever_comes_in_place_of_a_reply_each_request_is_told_once_and_in_time(
-    octets, cut
-):
+async def test_each_request_is_resolved_once_and_in_time_on_any_input(octets, cut):
     setup = Setup()
     told = [await setup.asked() for _ in range(2)]
     for first in range(0, len(octets), cut):
@@ -460,7 +458,7 @@ async def test_whatever_comes_in_place_of_a_reply_each_request_is_told_once_and_
     assert [len(one) for one in told] == [1, 1]
 
 
-async def test_a_reply_that_drips_ends_at_the_deadline_of_its_request():
+async def test_a_dripping_reply_fails_at_the_deadline_of_its_request():
     setup = Setup()
     told = await setup.asked()
     for _ in range(20):
@@ -473,13 +471,13 @@ async def test_a_reply_that_drips_ends_at_the_deadline_of_its_request():
     assert setup.transport.aborted
 
 
-async def test_an_answer_to_nothing_ends_the_connection():
+async def test_an_unrequested_reply_ends_the_connection():
     setup = Setup()
     setup.connection.data_received(b"+hello\r\n")
     assert str(setup.lost[0]) == "the shared state answered what was not asked"
 
 
-async def test_an_owner_may_take_what_was_not_asked_and_go_on():
+async def test_a_subclass_may_handle_unrequested_replies_and_continue():
     class Listener(Connection):
         def unasked(self, reply):
             self.heard = reply
@@ -490,13 +488,13 @@ async def test_an_owner_may_take_what_was_not_asked_and_go_on():
     assert listener.heard == b"two"
 
 
-async def test_a_server_that_hangs_up_says_why():
+async def test_an_error_before_a_close_is_the_reason_of_the_loss():
     setup = Setup()
     setup.connection.data_received(b"-ERR max number of clients reached\r\n")
     assert str(setup.lost[0]) == "the shared state has as many clients as it takes"
 
 
-async def test_a_caller_may_end_the_connection_from_its_callback():
+async def test_a_callback_may_drop_the_connection():
     setup = Setup()
     setup.connection.submit(
         Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
@@ -506,7 +504,7 @@ async def test_a_caller_may_end_the_connection_from_its_callback():
     assert [str(error) for error in told] == ["enough"]
 
 
-async def test_a_caller_that_times_out_may_end_the_connection_for_the_others():
+async def test_a_timeout_callback_may_drop_the_connection():
     setup = Setup()
     setup.connection.submit(
         Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))

@@ -42,19 +42,19 @@ def test_a_batch_without_updates_is_its_number():
     assert settle_request(TAG, batch_of()) == ([b"rl1:{a7}:s:node"], [pack("<Q", 7)])
 
 
-def test_an_update_of_one_run_is_written_like_any_other():
+def test_an_update_of_one_run_is_encoded_like_any_other():
     _, [one] = settle_request(TAG, batch_of(one=Update(RULE, 5, ((100, 2),))))
     assert one == pack("<QBiQIIIIIQQ", 7, 1, 5, 3, 10, 20, 60, 1, 0, 100, 2)
 
 
-def test_an_update_carries_its_runs_and_then_its_asks():
+def test_an_update_contains_its_runs_then_its_asks():
     update = Update(WINDOW, None, ((100, 2), (101, 1)), (Ask(102, 9),))
     _, [argument] = settle_request(TAG, batch_of(one=update))
     head = pack("<QBiQIIIII", 7, 2, -1, 4, 11, 0, 61, 2, 1)
     assert argument == head + pack("<6Q", 100, 2, 101, 1, 102, 9)
 
 
-def test_a_reply_holds_states_and_grants_by_key():
+def test_a_reply_contains_states_and_grants_by_key():
     asks = (Ask(1, 1), Ask(2, 1))
     batch = batch_of(one=Update(RULE, 0, (), asks), other=Update(WINDOW, 0, ((1, 1),)))
     reply = settle_reply(batch, [b"\1\0", 0, FULL, COUNTED])
@@ -67,11 +67,11 @@ def test_a_reply_holds_states_and_grants_by_key():
     )
 
 
-def test_a_batch_that_is_older_than_the_last_has_no_reply():
+def test_a_batch_older_than_the_last_has_no_reply():
     assert settle_reply(batch_of(), 0) is None
 
 
-def test_a_reply_tells_how_many_values_were_replaced():
+def test_a_reply_contains_the_number_of_replaced_values():
     assert replaced([b"", 2, FULL, FULL]) == 2
     assert replaced(0) == replaced([]) == replaced(None) == 0
     assert replaced([b"", -1, FULL]) == replaced([b"", 2**62, FULL]) == 0, "more than there are"
@@ -95,7 +95,7 @@ def test_a_reply_tells_how_many_values_were_replaced():
         [b"\1", b"0", FULL],
     ],
 )
-def test_what_is_no_reply_to_a_batch_is_an_error(reply):
+def test_a_malformed_reply_to_a_batch_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         settle_reply(batch_of(one=Update(RULE, 0, (), (Ask(1, 1),))), reply)
 
@@ -104,7 +104,7 @@ FIRST = StoreCheck(ONE, RULE, 1000, 2, peek=False)
 SECOND = StoreCheck(OTHER, WINDOW, 1001, 3, peek=True)
 
 
-def test_checks_go_each_with_its_bucket_rule_and_time():
+def test_each_check_is_encoded_with_its_bucket_rule_and_time():
     keys, [argument] = checks_request([FIRST, SECOND])
     assert keys == [bucket_key(ONE), bucket_key(OTHER)]
     assert argument == pack("<BBQIIIIq", 1, 0, 3, 10, 20, 60, 2, 1000) + pack(
@@ -112,12 +112,12 @@ def test_checks_go_each_with_its_bucket_rule_and_time():
     )
 
 
-def test_a_check_may_be_judged_at_the_time_of_the_store():
+def test_a_check_may_use_the_time_of_the_store():
     _, [argument] = checks_request([FIRST._replace(now_us=STORE_TIME)])
     assert argument == pack("<BBQIIIIq", 1, 0, 3, 10, 20, 60, 2, -1)
 
 
-def test_each_decision_comes_back_or_that_the_value_was_no_bucket():
+def test_each_answer_is_an_outcome_or_a_malformed_bucket():
     reply = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIIQ", 0, 2, 0, 3, 50) + bytes(18)
     assert decided([FIRST, SECOND, FIRST], reply) == [
         (True, 9, 50, 0, Reason.WITHIN_LIMIT, None),
@@ -132,9 +132,9 @@ NO_ANSWERS = [
     pack("<BBIIQ", *fields)
     for fields in [
         (1, 99, 9, 0, 50),
-        (0, 4, 9, 0, 50),  # a reason that is not the store's to give
+        (0, 4, 9, 0, 50),  # a reason that the store never returns
         (0, 6, 9, 0, 50),
-        (0, 1, 9, 0, 50),  # denied for being within the limit
+        (0, 1, 9, 0, 50),  # denied as within the limit
         (1, 2, 0, 3, 50),
         (2, 1, 9, 0, 50),
         (1, 1, 2**31, 0, 50),
@@ -145,7 +145,7 @@ NO_ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", NO_ANSWERS)
-def test_an_answer_that_cannot_be_is_an_error_of_its_check_alone(answer):
+def test_an_impossible_answer_is_an_error_of_its_check_alone(answer):
     allowed = pack("<BBIIQ", 1, 1, 9, 0, 50)
     first, none, last = decided([FIRST] * 3, allowed + answer + LARGEST)
     assert (first[:2], none, last[0]) == ((True, 9), None, False)
@@ -157,7 +157,7 @@ def test_an_answer_that_cannot_be_is_an_error_of_its_check_alone(answer):
 
 
 @pytest.mark.parametrize("answer", [None, 7, b"", [], pack("<BBIIQ", 1, 1, 9, 0, 50)])
-def test_a_first_check_without_an_answer_or_a_bucket_costs_its_neighbours_nothing(answer):
+def test_a_malformed_first_check_answer_does_not_affect_its_neighbours(answer):
     sound = pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL
     _, (first, none) = first_checked([FIRST, FIRST], [0, sound, answer])
     assert first == ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), SharedState(0, 3, 10, None))
@@ -165,12 +165,12 @@ def test_a_first_check_without_an_answer_or_a_bucket_costs_its_neighbours_nothin
 
 
 @pytest.mark.parametrize("reply", [None, 7, b"", [], bytes(19), bytes(36)])
-def test_what_is_no_reply_to_checks_is_an_error(reply):
+def test_a_malformed_reply_to_checks_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         decided([FIRST], reply)
 
 
-def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_were_none():
+def test_first_checks_return_outcomes_buckets_and_the_number_of_malformed_values():
     allowed, denied = pack("<BBIIQ", 1, 1, 9, 0, 50), pack("<BBIIQ", 0, 2, 0, 3, 50)
     assert first_checked([FIRST, SECOND], [1, allowed + FULL, denied + COUNTED]) == (
         1,
@@ -194,7 +194,7 @@ def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_wer
         [0, pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL, b""],
     ],
 )
-def test_what_is_no_reply_to_first_checks_is_an_error(reply):
+def test_a_malformed_reply_to_first_checks_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         first_checked([FIRST], reply)
 
@@ -211,6 +211,6 @@ def test_a_reset_names_each_bucket_with_its_rule():
 
 
 @pytest.mark.parametrize("reply", [None, 0, [], [FULL, FULL], [None]])
-def test_what_is_no_reply_to_a_reset_is_an_error(reply):
+def test_a_malformed_reply_to_a_reset_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         reset_reply([RULE], reply)

@@ -1,4 +1,4 @@
-"""The bytes of holds, on their way to the store and back."""
+"""Encoding of holds for the store, and decoding of its replies."""
 
 from struct import pack
 
@@ -49,23 +49,23 @@ def test_a_step_names_the_same_keys():
 
 
 @pytest.mark.parametrize("made", [made for made in Made if made is not Made.FOUND])
-def test_what_became_of_a_hold_is_read(made):
+def test_the_result_of_a_hold_is_decoded(made):
     corrupt, held = hold_reply(CALL, pack("<BQI", made, 500, 2) + ANSWER + NONE)
     assert (corrupt, held) == (2, (made, 500, [LEFT, None], [ONE, OTHER]))
 
 
-def test_of_a_hold_that_was_found_the_buckets_are_read_that_it_has():
+def test_the_buckets_of_a_found_hold_are_decoded():
     found = pack("<BQI", Made.FOUND, 500, 0) + THIRD + ANSWER
     assert hold_reply(CALL, found) == (0, (Made.FOUND, 500, [LEFT], [THIRD]))
 
 
 @pytest.mark.parametrize("made", [Made.OF_ANOTHER_CHECK, Made.OVER])
-def test_a_hold_that_is_refused_for_its_id_says_nothing_of_its_buckets(made):
+def test_a_hold_refused_for_its_id_contains_no_buckets(made):
     assert hold_reply(CALL, pack("<BQI", made, 0, 0)) == (0, (made, 0, (), ()))
 
 
 @pytest.mark.parametrize("stepped", Stepped)
-def test_what_became_of_a_step_is_read(stepped):
+def test_the_result_of_a_step_is_decoded(stepped):
     reply = step_reply(STEP, pack("<BQQQ", stepped, 500, 2, 3) + ANSWER + NONE)
     assert reply == (stepped, 500, 2, 3, [LEFT, None])
     assert step_reply(STEP, pack("<BQQQ", stepped, 500, 2, 3)).outcomes == ()
@@ -91,7 +91,7 @@ def test_what_became_of_a_step_is_read(stepped):
         pack("<BQI", 1, MAX_TIME_US + 1, 0) + ANSWER * 2,
     ],
 )
-def test_what_is_no_reply_to_a_hold_is_an_error(reply):
+def test_a_malformed_reply_to_a_hold_is_an_error(reply):
     with pytest.raises(StoreCorruptError, match="answered a hold with something else"):
         hold_reply(CALL, reply)
 
@@ -107,6 +107,6 @@ def test_what_is_no_reply_to_a_hold_is_an_error(reply):
         pack("<BQQQ", 1, MAX_TIME_US + 1, 0, 0),
     ],
 )
-def test_what_is_no_reply_to_a_step_is_an_error(reply):
+def test_a_malformed_reply_to_a_step_is_an_error(reply):
     with pytest.raises(StoreCorruptError, match="answered a step of a hold with something else"):
         step_reply(STEP, reply)

@@ -1,4 +1,4 @@
-"""Holds in a real Valkey: what else lies at their keys, what it forgets, and what its user has to be allowed."""
+"""Holds in a real Valkey: foreign values at their keys, expiry, lost data, and required permissions."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ RULES = {A: WINDOW, S: SLOTS}
 
 
 class Scene:
-    """A store, and what is asked of it."""
+    """A store, and requests to it."""
 
     def __init__(self, topology):
         self.store = RedisStore(topology)
@@ -44,7 +44,7 @@ class Scene:
         return await self.step(Step.SETTLE, *names, amount=actual, number=number)
 
     async def left(self, name, cost=1):
-        """What a check says is left, without what it would take itself."""
+        """Return the tokens left, by a peek."""
         check = StoreCheck(name, RULES[name], STORE_TIME, cost, 1)
         outcome = await asked(self.store.decide, check)
         return outcome if isinstance(outcome, Exception) else outcome[1]
@@ -67,32 +67,34 @@ async def test_a_hold_is_made_and_settled_once(scene):
     assert scene.store.corrupt_total == 0
 
 
-async def test_everything_of_a_hold_is_forgotten_at_some_time(valkey, scene):
+async def test_all_keys_of_a_hold_expire(valkey, scene):
     await scene.hold(A, S, ttl_s=600)
     expected = {RECORD: 660, bucket_key(S): 3_660, holds_key(A): 3_660}
     for key, seconds in expected.items():
         assert seconds - 5 <= valkey.ask("TTL", key) <= seconds
     await scene.step(Step.EXTEND, A, S, amount=3_600 * US_PER_S)
-    assert 655 <= valkey.ask("TTL", RECORD) <= 660  # of slots, one window after it was made
+    assert (
+        655 <= valkey.ask("TTL", RECORD) <= 660
+    )  # with slots: at most one window after the hold was made
     await scene.settle(0, A, S)
     assert {*valkey.ask("KEYS", "*")} == {RECORD, bucket_key(A)}
 
 
-async def test_a_bucket_lives_at_least_as_long_as_a_hold_that_is_extended(valkey, scene):
+async def test_an_extended_hold_extends_the_life_of_its_bucket(valkey, scene):
     await scene.hold(A)
     valkey.ask("EXPIRE", bucket_key(A), 100)
     await scene.step(Step.EXTEND, A, amount=3_600 * US_PER_S)
     assert valkey.ask("TTL", bucket_key(A)) >= 3_595
 
 
-async def test_a_call_that_is_repeated_is_answered_as_at_first(scene):
+async def test_a_repeated_call_gets_the_first_answer(scene):
     held = await scene.hold(A, S)
     assert await scene.hold(A, S) == held
     assert await scene.hold(A, S, attempt=b"attempt2") == held._replace(made=Made.FOUND)
     assert (await scene.left(A), await scene.left(S)) == (3, 1)
 
 
-async def test_a_hold_that_is_settled_is_not_made_again(scene):
+async def test_a_settled_hold_is_not_made_again(scene):
     await scene.hold(A, S)
     await scene.settle(0, A, S)
     assert await scene.hold(A, S) == (Made.OVER, 0, (), ())
@@ -106,7 +108,7 @@ async def test_a_denied_hold_leaves_nothing(valkey, scene):
     assert {key: valkey.ask("DUMP", key) for key in valkey.ask("KEYS", "*")} == keys
 
 
-async def test_an_attempt_that_is_withdrawn_leaves_no_record(valkey, scene):
+async def test_a_withdrawn_attempt_leaves_no_record(valkey, scene):
     await scene.hold(A, S, attempt=b"attempt1")
     await scene.hold(A, S, attempt=b"attempt2")
     for attempt, is_gone in ((b"attempt3", False), (b"attempt1", False), (b"attempt2", True)):
@@ -115,7 +117,7 @@ async def test_an_attempt_that_is_withdrawn_leaves_no_record(valkey, scene):
     assert (await scene.left(A), await scene.left(S)) == (9, 2)
 
 
-async def test_after_too_many_attempts_a_hold_stays(scene):
+async def test_a_hold_with_too_many_attempts_is_not_withdrawn(scene):
     attempts = [b"attempt%d" % number for number in range(9)]
     for attempt in attempts:
         await scene.hold(A, attempt=attempt)
@@ -138,7 +140,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 @pytest.mark.parametrize("key", [RECORD, bucket_key(A), holds_key(A), bucket_key(S), holds_key(S)])
-async def test_what_else_lies_at_a_key_is_replaced_and_harms_no_other(valkey, scene, key, garbage):
+async def test_a_foreign_value_at_a_key_is_replaced_and_affects_no_other(
+    valkey, scene, key, garbage
+):
     command, *values = garbage
     valkey.ask(command, key, *values)
     held = await scene.hold(A, S)
@@ -150,7 +154,7 @@ async def test_what_else_lies_at_a_key_is_replaced_and_harms_no_other(valkey, sc
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-async def test_what_comes_to_lie_there_meanwhile_gives_nothing_back(valkey, scene, garbage):
+async def test_a_foreign_value_set_after_the_hold_gets_no_refund(valkey, scene, garbage):
     command, *values = garbage
     for key in (bucket_key(A), holds_key(A), bucket_key(S)):
         await scene.hold(A, S, number=OTHER_NUMBER, cost=1)
@@ -163,26 +167,26 @@ async def test_what_comes_to_lie_there_meanwhile_gives_nothing_back(valkey, scen
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-async def test_a_record_that_is_none_is_no_hold(valkey, scene, garbage):
+async def test_a_malformed_record_is_an_unknown_hold(valkey, scene, garbage):
     command, *values = garbage
     valkey.ask(command, RECORD, *values)
     for step in Step:
         assert (await scene.step(step, A, S)).stepped is Stepped.UNKNOWN
 
 
-async def test_of_something_else_than_slots_a_check_says_so_once(valkey, scene):
+async def test_a_check_reports_a_foreign_value_of_slots_once(valkey, scene):
     valkey.ask("SET", bucket_key(S), "x")
     assert isinstance(await scene.left(S), StoreCorruptError)
     assert (await scene.left(S), scene.store.corrupt_total) == (2, 1)
 
 
-async def test_a_set_that_lacks_what_it_counts_denies_until_it_is_forgotten(valkey, scene):
+async def test_a_set_with_missing_slots_denies_until_it_expires(valkey, scene):
     valkey.ask("ZADD", bucket_key(S), -2, "")
     check = StoreCheck(S, SLOTS, STORE_TIME, 1, 1)
     assert (await asked(scene.store.decide, check))[:2] == (False, 0)
 
 
-async def test_scripts_that_the_server_forgot_are_loaded_again(valkey, scene):
+async def test_flushed_scripts_are_loaded_again(valkey, scene):
     await scene.hold(A, S)
     valkey.ask("SCRIPT", "FLUSH")
     assert (await scene.hold(A, S)).made is Made.MADE
@@ -191,17 +195,17 @@ async def test_scripts_that_the_server_forgot_are_loaded_again(valkey, scene):
     assert (await scene.settle(0, A, S)).given_back == 6
 
 
-async def test_a_hold_whose_record_was_evicted_is_unknown_and_stays_charged(valkey, scene):
+async def test_a_hold_with_an_evicted_record_is_unknown_and_stays_charged(valkey, scene):
     await scene.hold(A, S)
     valkey.ask("DEL", RECORD)
     assert (await scene.settle(0, A, S)).stepped is Stepped.UNKNOWN
     assert (await scene.left(A), await scene.left(S)) == (3, 1)
-    # Held again, it takes no second slot.
+    # A repeated hold takes no second slot.
     assert (await scene.hold(A, S, cost=2)).made is Made.MADE
     assert await scene.left(S) == 1
 
 
-async def test_a_bucket_that_was_evicted_since_is_given_nothing_back(valkey, scene):
+async def test_an_evicted_bucket_gets_no_refund(valkey, scene):
     await scene.hold(A, S)
     valkey.ask("DEL", bucket_key(A), bucket_key(S))
     assert (await scene.hold(A, number=OTHER_NUMBER, cost=6)).made is Made.MADE
@@ -211,13 +215,13 @@ async def test_a_bucket_that_was_evicted_since_is_given_nothing_back(valkey, sce
     assert (await scene.settle(0, A, number=OTHER_NUMBER)).given_back == 6
 
 
-async def test_a_bucket_that_was_lost_says_nothing(valkey, scene):
+async def test_a_lost_bucket_has_no_outcome(valkey, scene):
     await scene.hold(A, S)
     valkey.ask("DEL", bucket_key(A))
     assert [one and one[:2] for one in (await scene.settle(9, A, S)).outcomes] == [None, (True, 2)]
 
 
-async def test_a_reset_frees_slots_and_ends_what_may_be_given_back(scene):
+async def test_a_reset_frees_slots_and_ends_refunds(scene):
     await scene.hold(A, S)
     for name, rule in RULES.items():
         shared = await asked(scene.store.reset, name, rule, 7)
@@ -230,7 +234,7 @@ async def test_a_reset_frees_slots_and_ends_what_may_be_given_back(scene):
     assert await scene.left(A) == 9
 
 
-async def test_the_user_of_the_page_may_do_all_of_it(valkey, topology):
+async def test_the_documented_user_may_use_holds(valkey, topology):
     [command] = re.findall(
         r"^(ACL SETUSER ratelimitd on >PASSWORD resetkeys .+)$",
         CLUSTER_PAGE.read_text("utf-8"),

@@ -26,7 +26,7 @@ async def no_pause(_seconds):
 
 
 class Naps:
-    """Pauses that last until the test says so."""
+    """Pauses that last until the test ends them."""
 
     def __init__(self):
         self.slept = []
@@ -38,7 +38,7 @@ class Naps:
         await self.over.wait()
 
 
-async def test_a_command_gets_its_reply_whatever_its_type(valkey):
+async def test_a_command_gets_a_reply_of_any_type(valkey):
     async with linked(at(valkey)) as link:
         assert await ask(link, b"SET", b"k", 12) == b"OK"
         assert await ask(link, b"GET", b"k") == b"12"
@@ -48,7 +48,7 @@ async def test_a_command_gets_its_reply_whatever_its_type(valkey):
         assert link.name == valkey.address
 
 
-async def test_replies_find_the_requests_they_belong_to(valkey):
+async def test_replies_are_matched_to_their_requests(valkey):
     async with linked(at(valkey)) as link:
         replies = [asked(link.send, (b"ECHO", number)) for number in range(2_000)]
         assert link.in_flight == 2_000
@@ -56,7 +56,7 @@ async def test_replies_find_the_requests_they_belong_to(valkey):
         assert link.in_flight == 0
 
 
-async def test_a_script_that_the_store_does_not_know_runs_once_for_each_request(valkey):
+async def test_an_unknown_script_runs_once_for_each_request(valkey):
     async with linked(at(valkey)) as link:
         replies = [asked(link.run, INCREMENT, (b"k",), (1,)) for _ in range(50)]
         assert sorted(await asyncio.gather(*replies)) == list(range(1, 51))
@@ -64,7 +64,7 @@ async def test_a_script_that_the_store_does_not_know_runs_once_for_each_request(
         assert valkey.info("commandstats")["cmdstat_script|load"]["calls"] == 1
 
 
-async def test_a_script_is_loaded_again_when_the_store_forgot_it(valkey):
+async def test_a_flushed_script_is_loaded_again(valkey):
     async with linked(at(valkey)) as link:
         assert await asked(link.run, ECHO, (), (b"a",)) == b"a"
         valkey.ask("SCRIPT", "FLUSH")
@@ -84,7 +84,7 @@ async def test_a_store_that_keeps_no_scripts_is_unavailable():
     assert isinstance(reply, StoreUnavailableError)
 
 
-async def test_an_error_in_a_script_is_told_without_what_it_was_given(valkey):
+async def test_a_script_error_is_reported_without_its_arguments(valkey):
     failing = Script(b"return redis.call('GET', KEYS[1], ARGV[1])")
     async with linked(at(valkey)) as link:
         reply = await asked(link.run, failing, (b"key-of-somebody",), (b"secret",))
@@ -125,7 +125,7 @@ async def test_requests_wait_for_the_first_connection(valkey):
     await link.close()
 
 
-async def test_requests_do_not_wait_longer_for_a_connection_than_for_a_reply():
+async def test_requests_wait_for_a_connection_at_most_as_long_as_for_a_reply():
     async with peer(greeted=False) as port:
         link = Link(at(port), PATIENT._replace(timeout_s=0.01))
         link.start()
@@ -134,7 +134,7 @@ async def test_requests_do_not_wait_longer_for_a_connection_than_for_a_reply():
         await link.close()
 
 
-async def test_no_more_wait_for_a_connection_than_may_be_in_flight():
+async def test_requests_that_wait_for_a_connection_are_bounded():
     async with peer(greeted=False) as port:
         link = Link(at(port), PATIENT._replace(max_requests=1))
         link.start()
@@ -144,7 +144,7 @@ async def test_no_more_wait_for_a_connection_than_may_be_in_flight():
         await link.close()
 
 
-async def test_those_that_wait_count_by_their_weight():
+async def test_requests_that_wait_for_a_connection_count_by_weight():
     async with peer(greeted=False) as port:
         link = Link(at(port), PATIENT._replace(max_requests=30))
         link.start()
@@ -155,7 +155,7 @@ async def test_those_that_wait_count_by_their_weight():
         await link.close()
 
 
-async def test_a_lost_connection_is_remade_and_what_comes_meanwhile_waits_for_it(valkey):
+async def test_a_lost_connection_is_renewed_and_requests_wait_for_it(valkey):
     async with linked(at(valkey), PATIENT._replace(sleep=no_pause)) as link:
         pending = asked(link.send, (b"BLPOP", b"nothing", 0))
         await soon(lambda: valkey.info("clients")["blocked_clients"] == 1)
@@ -165,7 +165,7 @@ async def test_a_lost_connection_is_remade_and_what_comes_meanwhile_waits_for_it
         assert link.connections_total == 2
 
 
-async def test_what_was_in_flight_when_the_connection_was_lost_is_not_sent_again(valkey):
+async def test_requests_in_flight_on_a_lost_connection_are_not_sent_again(valkey):
     with ChaosProxy(valkey.port) as proxy:
         async with linked(at(proxy.port), PATIENT._replace(sleep=no_pause)) as link:
             await ask(link, b"PING")
@@ -179,7 +179,7 @@ async def test_what_was_in_flight_when_the_connection_was_lost_is_not_sent_again
             assert await ask(link, b"INCR", b"k") == 2
 
 
-async def test_a_late_reply_finds_nobody_and_the_next_ones_their_own_requests(valkey):
+async def test_a_late_reply_is_dropped_and_later_ones_are_matched(valkey):
     with ChaosProxy(valkey.port) as proxy:
         async with linked(at(proxy.port), PATIENT._replace(timeout_s=0.05)) as link:
             proxy.down.hold = True
@@ -193,7 +193,7 @@ async def test_a_late_reply_finds_nobody_and_the_next_ones_their_own_requests(va
                 assert reply == word or isinstance(reply, StoreUnavailableError)
 
 
-async def test_a_server_that_is_away_is_tried_again_with_growing_pauses_and_reported_once(valkey):
+async def test_an_unavailable_server_is_retried_with_growing_pauses_and_reported_once(valkey):
     port, naps, lines = free_port(), Naps(), []
     options = PATIENT._replace(sleep=naps.sleep, random=lambda: 0.0, report=lines.append)
     async with linked(at(port), options) as link:
@@ -211,7 +211,7 @@ async def test_a_server_that_is_away_is_tried_again_with_growing_pauses_and_repo
             assert await ask(link, b"PING") == b"PONG"
 
 
-async def test_nobody_knows_where_the_server_is_until_somebody_does(valkey):
+async def test_an_unknown_server_address_is_retried_until_known(valkey):
     knows, nobody = asyncio.Event(), StoreUnavailableError("no sentinel answers")
 
     async def locate():
@@ -228,14 +228,14 @@ async def test_nobody_knows_where_the_server_is_until_somebody_does(valkey):
         await soon(lambda: link.connected)
 
 
-async def test_a_connection_that_does_not_last_is_not_remade_without_a_pause():
+async def test_a_short_lived_connection_is_renewed_after_a_pause():
     naps = Naps()
     async with peer(b"") as port, linked(at(port), PATIENT._replace(sleep=naps.sleep)) as link:
         assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
         await soon(lambda: naps.slept)
 
 
-async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkeypatch):
+async def test_a_long_lived_connection_is_renewed_without_a_pause(valkey, monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.link.LONG_LIFE_S", 0.0)
     naps = Naps()
     async with linked(at(valkey), PATIENT._replace(sleep=naps.sleep)) as link:
@@ -246,7 +246,7 @@ async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkey
         assert not naps.slept
 
 
-async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, monkeypatch):
+async def test_a_connection_to_a_superseded_server_is_not_used(valkey, monkeypatch):
     made = []
 
     async def connect_and_hear_of_a_switch(*arguments):
@@ -268,14 +268,14 @@ async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, 
     await link.close()
 
 
-async def test_to_drop_a_link_that_is_not_connected_does_nothing():
+async def test_dropping_an_unconnected_link_has_no_effect():
     link = Link(at(1), PATIENT)
     link.drop("no reason")
     assert not link.connected
     await link.close()
 
 
-async def test_a_wrong_password_is_a_misconfiguration_until_it_is_mended(tmp_path):
+async def test_a_wrong_password_is_a_misconfiguration_until_corrected(tmp_path):
     lines = []
     wrong = PATIENT._replace(
         handshake=Handshake(Login(password="wrong-secret")), report=lines.append, sleep=no_pause
@@ -292,7 +292,7 @@ async def test_a_wrong_password_is_a_misconfiguration_until_it_is_mended(tmp_pat
             assert len(lines) == 2
 
 
-async def test_a_permission_that_lacks_is_reported_once_for_a_connection(valkey):
+async def test_a_missing_permission_is_reported_once_per_connection(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "~*", "+@all", "-get")
     lines = []
     options = PATIENT._replace(handshake=Handshake(Login("node", "pw")), report=lines.append)
@@ -303,7 +303,7 @@ async def test_a_permission_that_lacks_is_reported_once_for_a_connection(valkey)
     assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
 
 
-async def test_a_primary_that_became_a_replica_is_left(valkey):
+async def test_a_connection_to_a_primary_that_became_a_replica_is_closed(valkey):
     naps = Naps()
     async with linked(at(valkey), PATIENT._replace(sleep=naps.sleep)) as link:
         valkey.ask("REPLICAOF", "127.0.0.1", free_port())
@@ -325,9 +325,7 @@ async def test_a_primary_that_became_a_replica_is_left(valkey):
 @pytest.mark.parametrize(
     ("option", "code"), [("maxmemory", "OOM"), ("min-replicas-to-write", "NOREPLICAS")]
 )
-async def test_a_server_that_cannot_write_now_is_unavailable_although_it_reads(
-    valkey, option, code
-):
+async def test_a_server_that_cannot_write_is_unavailable_although_it_reads(valkey, option, code):
     async with linked(at(valkey)) as link:
         valkey.ask("CONFIG", "SET", option, 1)
         try:
@@ -342,7 +340,7 @@ async def test_a_server_that_cannot_write_now_is_unavailable_although_it_reads(
         assert link.connections_total == 1
 
 
-async def test_a_server_with_as_many_clients_as_it_takes_is_unavailable(valkey):
+async def test_a_server_at_its_maximum_of_clients_is_unavailable(valkey):
     lines = []
     valkey.ask("CONFIG", "SET", "maxclients", 1)
     try:
@@ -371,7 +369,7 @@ async def test_a_server_that_runs_an_endless_script_is_unavailable(valkey):
         assert isinstance(await pending, StoreCorruptError)
 
 
-async def test_more_than_may_be_in_flight_is_an_overload_of_ours(valkey):
+async def test_too_many_requests_in_flight_are_an_overload(valkey):
     async with linked(at(valkey), PATIENT._replace(max_requests=2)) as link:
         replies = [asked(link.send, (b"PING",)) for _ in range(3)]
         first, second, third = await asyncio.gather(*replies)
@@ -392,7 +390,7 @@ async def test_a_redirection_outside_of_a_cluster_is_a_misconfiguration():
         (b"-MOVED 1 :7001\r\n", Server("127.0.0.1", 7001), False),
     ],
 )
-async def test_a_redirection_is_handed_on_once(reply, server, asking):
+async def test_a_redirection_is_passed_on_once(reply, server, asking):
     handed = []
 
     def redirect(request, to):
@@ -404,7 +402,17 @@ async def test_a_redirection_is_handed_on_once(reply, server, asking):
     assert handed == [(server, asking)]
 
 
-@pytest.mark.parametrize("reply", [b"-MOVED 1 ?:7001\r\n", b"-MOVED\r\n", b"-ASK 1 host:port\r\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-MOVED 1 ?:7001\r\n",
+        b"-MOVED\r\n",
+        b"-ASK 1 host:port\r\n",
+        b"-MOVED 1 host:65536\r\n",
+        b"-MOVED 1 host:0\r\n",
+        b"-MOVED 1 host:" + b"7" * 5_000 + b"\r\n",
+    ],
+)
 async def test_a_redirection_to_nowhere_is_not_followed(reply):
     handed = []
 
@@ -418,7 +426,7 @@ async def test_a_redirection_to_nowhere_is_not_followed(reply):
     assert handed == []
 
 
-async def test_a_request_that_asks_says_so_before_it(valkey):
+async def test_an_asking_request_is_preceded_by_asking(valkey):
     async with linked(at(valkey)) as link:
         reply = asyncio.get_running_loop().create_future()
         request = Request(pack((b"GET", b"k")), reply.set_result)
@@ -428,7 +436,7 @@ async def test_a_request_that_asks_says_so_before_it(valkey):
         assert await reply is None
 
 
-async def test_a_callback_that_fails_costs_others_nothing(valkey):
+async def test_a_failing_callback_does_not_affect_others(valkey):
     failures = []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: failures.append(context["exception"])
@@ -443,7 +451,7 @@ async def test_a_callback_that_fails_costs_others_nothing(valkey):
     assert [type(failure) for failure in failures] == [ValueError]
 
 
-async def test_octets_that_are_no_protocol_end_the_connection():
+async def test_malformed_replies_end_the_connection():
     naps = Naps()
     async with (
         peer(b"HTTP/1.1 400 Bad Request\r\n") as port,
@@ -454,8 +462,8 @@ async def test_octets_that_are_no_protocol_end_the_connection():
         assert not link.connected
 
 
-async def test_whatever_the_network_does_each_request_is_told_once_and_runs_at_most_once(valkey):
-    """No reply is ever another's (redis-py#2624 was), and what was told to have run has run."""
+async def test_each_request_is_resolved_once_and_runs_at_most_once_on_any_network_fault(valkey):
+    """No request gets another's reply (as in redis-py#2624), and every request reported as run has run."""
     told, sent = {}, 0
     with ChaosProxy(valkey.port, seed=1) as proxy:
         options = PATIENT._replace(timeout_s=0.05, sleep=no_pause)
@@ -491,7 +499,7 @@ async def test_a_server_with_a_socket_is_reached_by_its_path(valkey):
         assert link.name == str(valkey.unix_path)
 
 
-async def test_a_connection_that_is_lost_right_after_its_greeting_does_not_come_into_service(
+async def test_a_connection_lost_right_after_its_handshake_is_not_used(
     valkey,
 ):
     link = Link(at(valkey), PATIENT)

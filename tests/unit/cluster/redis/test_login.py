@@ -39,7 +39,7 @@ async def test_the_default_user_needs_a_password_only(guarded):
     assert b" user=default " in await info(connection)
 
 
-async def test_a_user_database_and_name_are_told_to_the_server(guarded):
+async def test_user_database_and_name_are_sent_to_the_server(guarded):
     guarded.ask("ACL", "SETUSER", "all", "on", ">pw", "+@all")
     connection = await greeted(guarded.port, Handshake(Login("all", "pw"), 3, "ratelimitd:a/0"))
     told = await info(connection)
@@ -47,8 +47,8 @@ async def test_a_user_database_and_name_are_told_to_the_server(guarded):
         assert part in told
 
 
-async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
-    """It may neither PING, nor tell its name, nor ask for the role of the server."""
+async def test_a_user_without_optional_permissions_can_log_in(guarded):
+    """It may not use PING, CLIENT SETNAME or ROLE."""
     connection = await greeted(guarded.port, Handshake(Login("node", "pw"), 0, "ratelimitd"))
     assert await ask(connection, b"GET", b"rl1:{00}:absent") is None
     connection.drop(StoreUnavailableError("end"))
@@ -64,9 +64,7 @@ async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
         (Handshake(Login(password=PASSWORD), 99), "refuses us: ERR"),
     ],
 )
-async def test_what_the_server_refuses_is_a_misconfiguration_without_the_secret(
-    guarded, handshake, code
-):
+async def test_a_refused_login_is_a_misconfiguration_without_the_secret(guarded, handshake, code):
     with pytest.raises(StoreMisconfiguredError, match=code) as refused:
         await greeted(guarded.port, handshake)
     assert "secret" not in str(refused.value)
@@ -77,7 +75,7 @@ async def test_a_password_for_a_server_without_one_is_a_misconfiguration(valkey)
         await greeted(valkey.port, Handshake(Login(password="x")))
 
 
-async def test_a_replica_is_not_taken_for_a_primary(valkey):
+async def test_a_replica_is_unavailable(valkey):
     valkey.ask("REPLICAOF", "127.0.0.1", free_port())
     try:
         with pytest.raises(StoreUnavailableError, match="replica"):
@@ -101,7 +99,7 @@ async def test_a_server_that_hangs_up_is_unavailable():
             await ask(connection, b"GET", b"k")
 
 
-async def test_a_greeting_that_is_cut_off_is_unavailable():
+async def test_an_incomplete_handshake_is_unavailable():
     async with peer(b"", greeted=False) as port:
         with pytest.raises(StoreUnavailableError, match="lost"):
             await greeted(port, Handshake())
@@ -114,7 +112,7 @@ async def test_an_error_reply_is_raised_with_its_text(valkey):
     connection.drop(StoreUnavailableError("end"))
 
 
-async def test_a_reply_that_nobody_awaits_any_more_is_dropped(valkey):
+async def test_a_reply_after_the_caller_left_is_dropped(valkey):
     connection = await greeted(valkey.port, Handshake())
     waiting = asyncio.create_task(ask(connection, b"PING"))
     await asyncio.sleep(0)

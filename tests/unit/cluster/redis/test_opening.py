@@ -15,7 +15,7 @@ from tests.chaos_proxy import ChaosProxy
 from tests.unit.cluster.redis.asking import ask, asked, soon
 
 
-async def test_a_url_leads_to_links_that_are_named_at_the_server(valkey):
+async def test_links_of_a_url_are_named_at_the_server(valkey):
     topology = open_topology(
         parse_redis_url(f"{valkey.url}/3"), timeout_ms=5_000, client_name="ratelimitd:node-1"
     )
@@ -26,14 +26,14 @@ async def test_a_url_leads_to_links_that_are_named_at_the_server(valkey):
     assert b" db=3 " in told
 
 
-async def test_a_socket_is_a_server_too(valkey):
+async def test_a_unix_socket_is_supported(valkey):
     topology = open_topology(parse_redis_url(f"unix://{valkey.unix_path}"), timeout_ms=5_000)
     await topology.start()
     assert await ask(topology.of_tag(0), b"PING") == b"PONG"
     await topology.close()
 
 
-async def test_a_certificate_that_is_not_there_is_told_at_once():
+async def test_a_missing_certificate_is_a_startup_error():
     url = parse_redis_url("rediss://valkey.example?ssl_ca_certs=/absent/ca.pem")
     with pytest.raises(StartupError, match="ssl_ca_certs"):
         open_topology(url, timeout_ms=5)
@@ -47,7 +47,7 @@ async def test_a_certificate_that_is_not_there_is_told_at_once():
         ("redis+cluster://h", ClusterTopology, False),
     ],
 )
-async def test_each_topology_has_its_kind_of_shards(url, kind, wants_primary):
+async def test_each_scheme_selects_its_topology(url, kind, wants_primary):
     topology = open_topology(parse_redis_url(url), timeout_ms=5, max_requests=7, random=lambda: 0.5)
     assert type(topology) is kind
     assert topology.is_cluster == (kind is ClusterTopology)
@@ -70,10 +70,10 @@ PERMISSIONS = (
         "+subscribe",
     ),
 )
-"""What a node needs of one server: nothing that shows, changes or ends anything that is not its own."""
+"""Permissions of a node on one server; none shows, changes or ends foreign data."""
 
 
-async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
+async def test_a_user_with_few_permissions_suffices_for_a_node(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">p%40ss", *PERMISSIONS)
     url = parse_redis_url(f"redis://node:p%2540ss@{valkey.address}")
     lines, heard = [], []
@@ -97,7 +97,7 @@ async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
     assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
 
 
-async def test_a_url_with_tls_is_checked_by_the_authority_that_it_names(valkey, tmp_path):
+async def test_a_tls_url_uses_the_authority_that_it_names(valkey, tmp_path):
     ca, context = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ca.issue_cert("localhost").configure_cert(context)
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")

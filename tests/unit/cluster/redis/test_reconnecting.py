@@ -4,12 +4,12 @@ from ratelimitd.cluster.redis.link import FIRST_S, LONGEST_S, pauses, repeat_ste
 from tests.unit.cluster.redis.asking import soon
 
 
-def test_a_server_that_is_back_is_found_within_a_second():
+def test_a_recovered_server_is_found_within_a_second():
     backoff = pauses(lambda: 0.0)
     assert [backoff.next_s() for _ in range(7)] == [FIRST_S, 0.1, 0.2, 0.4, 0.8, 1.0, LONGEST_S]
 
 
-async def test_a_defect_is_reported_and_not_the_end():
+async def test_a_defect_is_reported_and_the_loop_continues():
     reported, slept, steps = [], [], []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: reported.append(type(context["exception"]))

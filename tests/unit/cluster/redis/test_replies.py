@@ -38,7 +38,7 @@ SECRET = "hunter2"
         ("", StoreCorruptError),
     ],
 )
-def test_an_error_reply_has_one_meaning_and_its_arguments_are_not_repeated(text, kind):
+def test_each_error_reply_maps_to_an_error_without_its_arguments(text, kind):
     error = error_of(text)
     assert type(error) is kind
     assert SECRET not in str(error)
@@ -58,7 +58,7 @@ def test_an_error_in_a_script_names_its_line():
         "ERR The user executing the script can't access at least one of the keys",
     ],
 )
-def test_what_a_user_may_not_do_in_a_script_is_a_missing_permission(text):
+def test_a_forbidden_command_in_a_script_is_a_missing_permission(text):
     error = error_of(f"{text} script: 0123, on @user_script:12.")
     assert type(error) is StoreMisconfiguredError
     assert str(error) == "the shared state answered NOPERM in line 12 of a script"
@@ -81,5 +81,5 @@ def test_the_code_is_the_first_word_in_capitals():
         ("MOVED 1 127.0.0.1:7000", StoreUnavailableError),
     ],
 )
-def test_at_the_beginning_what_is_not_temporary_is_a_wrong_setting(text, kind):
+def test_a_permanent_error_of_the_handshake_is_a_wrong_setting(text, kind):
     assert type(login_error_of(text)) is kind

@@ -3,11 +3,11 @@ import asyncio
 from ratelimitd.cluster.redis.connection import Request, pack
 
 
-def test_a_command_is_packed_as_the_server_reads_it():
+def test_a_command_is_packed_in_resp():
     assert pack((b"SET", "k", 12)) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n12\r\n"
 
 
-def test_a_caller_is_told_once():
+def test_done_is_called_once():
     told = []
     request = Request(b"", told.append)
     request.tell(1)
@@ -16,7 +16,7 @@ def test_a_caller_is_told_once():
     assert request.done is None
 
 
-async def test_a_caller_that_fails_is_reported_and_nobody_else_suffers():
+async def test_a_failing_callback_is_reported_and_affects_no_other():
     reported = []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: reported.append(context["exception"])

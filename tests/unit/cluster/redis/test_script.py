@@ -12,17 +12,17 @@ SCRIPTS = {
     "hold": ("concurrency.lua", "holds.lua"),
     "hold_step": ("concurrency.lua", "holds.lua"),
 }
-"""What each shares with others beyond the library."""
+"""Files that each script includes beyond the library."""
 
 
-def test_a_script_knows_the_digest_by_which_a_server_finds_it():
+def test_a_script_has_the_digest_that_the_server_uses():
     script = Script(b"return 1")
     assert script.text == b"return 1"
     assert script.sha == b"e0e1f9fabfc9d4800c877a703b823ac0578ff8db"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_loaded_script_is_whole_and_always_the_same(name):
+def test_a_loaded_script_is_complete_and_deterministic(name):
     script = load(name, *SCRIPTS[name])
     assert script.text.startswith(SHEBANG.encode())
     for part in (*LIBRARY, *SCRIPTS[name], f"{name}.lua"):

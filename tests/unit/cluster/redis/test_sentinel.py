@@ -19,7 +19,7 @@ def sentinel(tmp_path_factory):
         yield servers
 
 
-async def test_the_primary_is_asked_for_and_the_sentinel_that_answers_is_asked_first_later(
+async def test_the_sentinel_that_answered_is_asked_first_next_time(
     sentinel,
 ):
     dead = Server("127.0.0.1", free_port())
@@ -31,7 +31,7 @@ async def test_the_primary_is_asked_for_and_the_sentinel_that_answers_is_asked_f
     assert sentinels.preferred == live
 
 
-async def test_a_service_that_the_sentinels_do_not_know_is_a_misconfiguration(sentinel):
+async def test_a_service_unknown_to_the_sentinels_is_a_misconfiguration(sentinel):
     url = parse_redis_url(sentinel.url.replace(sentinel.service, "other"))
     with pytest.raises(StoreMisconfiguredError, match="do not know the service"):
         await Sentinels(url, PATIENT).primary()
@@ -44,7 +44,7 @@ async def test_no_sentinel_at_all_is_unavailable():
 
 
 def fail_over(sentinel):
-    """As soon as the sentinel has seen that the replica is fit for it."""
+    """Fail over as soon as the sentinel accepts the replica."""
     with suppress(redis.ResponseError):  # NOGOODSLAVE
         return sentinel.sentinels[0].ask("SENTINEL", "FAILOVER", sentinel.service)
     return None
@@ -75,8 +75,8 @@ def reply(*words):
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words)
 
 
-async def test_the_link_leaves_a_primary_that_still_answers_when_the_sentinels_name_another(valkey):
-    """A primary that is cut off from the others goes on as if nothing had happened."""
+async def test_the_link_leaves_a_primary_that_still_answers_after_a_failover(valkey):
+    """A primary that is partitioned from the others keeps answering."""
     host, port = b"127.0.0.1", b"%d" % valkey.port
     other = b"%d" % free_port()
     said = asyncio.Event()
@@ -104,7 +104,7 @@ async def test_the_link_leaves_a_primary_that_still_answers_when_the_sentinels_n
         await topology.close()
 
 
-async def test_sentinels_have_a_login_of_their_own():
+async def test_sentinels_use_their_own_login():
     url = RedisUrl(
         TopologyKind.SENTINEL,
         (Server("h", 1),),
@@ -116,8 +116,21 @@ async def test_sentinels_have_a_login_of_their_own():
     assert not Sentinels(url, PATIENT).handshake.wants_primary
 
 
-async def test_an_error_of_a_sentinel_is_that_of_the_login():
+async def test_a_login_error_at_a_sentinel_is_reported():
     async with peer(b"+PONG\r\n", b"-NOAUTH Authentication required.\r\n", greeted=False) as port:
         url = parse_redis_url(f"redis+sentinel://127.0.0.1:{port}/limits")
         with pytest.raises(StoreMisconfiguredError, match="NOAUTH"):
             await Sentinels(url, PATIENT).primary()
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [(b"\xff", b"port"), (b"h", b"65536"), (b"h", b"7" * 5_000), (b"?", b"7")]
+)
+async def test_a_sentinel_that_names_no_server_is_passed_over(sentinel, host, port):
+    named = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(host), host, len(port), port)
+    live = Server("127.0.0.1", sentinel.sentinels[0].port)
+    async with peer(b"+PONG\r\n", named, greeted=False) as odd:
+        servers = (Server("127.0.0.1", odd), live)
+        url = RedisUrl(TopologyKind.SENTINEL, servers, service=sentinel.service)
+        primary = await Sentinels(url, PATIENT).primary()
+    assert primary == Server("127.0.0.1", sentinel.primary.port)

@@ -1,4 +1,4 @@
-"""The shared state as a node asks for it, in a real Valkey."""
+"""Requests of a node to the shared state, in a real Valkey."""
 
 import asyncio
 from dataclasses import replace
@@ -37,7 +37,7 @@ async def store(topology):
 
 
 class Liar:
-    """Topology of which the one server answers everything with ``reply``."""
+    """Topology whose only server answers every request with ``reply``."""
 
     is_cluster = False
     name = "liar:1"
@@ -79,13 +79,13 @@ async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
     return await asked(store.beat, name, ttl_us, fingerprint)
 
 
-async def test_the_one_server_is_named_and_batches_are_of_several_tags(store, valkey):
+async def test_one_server_is_named_and_takes_batches_of_several_tags(store, valkey):
     assert {store.server_of(tag) for tag in range(TAGS)} == {valkey.address}
     assert store.tags_per_batch == TAGS_PER_BATCH
     assert store.is_connected(7)
 
 
-async def test_a_batch_is_applied_once_and_read_again_as_it_was_answered(store):
+async def test_a_repeated_batch_is_applied_once_and_gets_the_same_answer(store):
     sender = Sender("node/1")
     first = await settle(store, sender, (NAME, update(4)))
     again = await asked(store.settle, NAME[0], sender.outstanding)
@@ -94,7 +94,7 @@ async def test_a_batch_is_applied_once_and_read_again_as_it_was_answered(store):
     assert await asked(store.read, NAME, RULE) == first.settled[NAME].shared
 
 
-async def test_a_batch_that_is_older_than_the_last_of_its_sender_is_refused(store):
+async def test_a_batch_older_than_the_last_of_its_sender_is_refused(store):
     sender = Sender("node/1")
     reply = await settle(store, sender, (NAME, update(1)))
     old = sender.acknowledged(reply)
@@ -102,12 +102,12 @@ async def test_a_batch_that_is_older_than_the_last_of_its_sender_is_refused(stor
     assert await asked(store.settle, NAME[0], old) is None
 
 
-async def test_checks_that_a_batch_takes_along_are_decided(store):
+async def test_checks_in_a_batch_are_decided(store):
     reply = await settle(store, Sender("node/1"), (NAME, update(8, 2, 1)))
     assert reply.settled[NAME].grants == (True, False)
 
 
-async def test_buckets_of_one_turn_are_read_together_each_with_its_own_answer(store, valkey):
+async def test_reads_of_one_iteration_share_a_command_with_an_answer_each(store, valkey):
     await settle(store, Sender("node/1"), (NAME, update(4)))
     names = [b"a%015d" % number for number in range(READS_PER_COMMAND)]
     states = await asyncio.gather(*(asked(store.read, name, RULE) for name in (*names, NAME)))
@@ -115,7 +115,7 @@ async def test_buckets_of_one_turn_are_read_together_each_with_its_own_answer(st
     assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 2
 
 
-async def test_in_a_cluster_each_bucket_is_read_by_itself(topology, valkey, monkeypatch):
+async def test_in_a_cluster_each_bucket_is_read_separately(topology, valkey, monkeypatch):
     monkeypatch.setattr(topology, "is_cluster", True, raising=False)
     store = RedisStore(topology)
     assert store.tags_per_batch == 1
@@ -125,7 +125,7 @@ async def test_in_a_cluster_each_bucket_is_read_by_itself(topology, valkey, monk
     assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 3
 
 
-async def test_a_first_check_is_decided_and_the_bucket_comes_with_its_answer(store):
+async def test_a_first_check_returns_its_outcome_and_the_bucket(store):
     await settle(store, Sender("node/1"), (NAME, update(4)))
     outcome, shared = await first_check(store, 5)
     assert outcome == (True, 1, 1_700_006_400 + 3_600, 0, WITHIN_LIMIT, None)
@@ -135,7 +135,7 @@ async def test_a_first_check_is_decided_and_the_bucket_comes_with_its_answer(sto
     assert (outcome[4], same) == (LIMIT_EXCEEDED, shared)
 
 
-async def test_one_that_only_asks_writes_nothing(store, valkey):
+async def test_a_first_peek_writes_nothing(store, valkey):
     outcome, shared = await first_check(store, 3, peek=True)
     assert (outcome[:2], shared) == ((True, 7), SharedState(0, 3, 10))
     assert valkey.ask("EXISTS", bucket_key(NAME)) == 0
@@ -154,20 +154,20 @@ async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
     assert await asked(store.read, NAME, RULE) == shared
 
 
-async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
+async def test_a_first_check_replaces_a_malformed_bucket(store, valkey):
     valkey.ask("SET", bucket_key(NAME), b"not ours")
     outcome, _ = await first_check(store, 4)
     assert (outcome[:2], store.corrupt_total) == ((True, 6), 1)
     assert (await asked(store.read, NAME, RULE)).state == (4, NOW_US)
 
 
-async def test_a_check_of_a_value_that_is_no_bucket_is_an_error_once(store, valkey):
+async def test_a_check_of_a_malformed_bucket_is_an_error_once(store, valkey):
     valkey.ask("SET", bucket_key(NAME), b"not ours")
     first, second = await asyncio.gather(decide(store, 4), decide(store, 4))
     assert (type(first), second[:2], store.corrupt_total) == (StoreCorruptError, (True, 6), 1)
 
 
-async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing():
+async def test_a_malformed_first_check_answer_does_not_affect_those_beside_it():
     answer = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIQI", 1, 2, 0, 3, 10)
     store = RedisStore(Liar([0, answer, b"not ours"]))
     first, second = await asyncio.gather(first_check(store), first_check(store))
@@ -175,9 +175,7 @@ async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing(
     assert store.corrupt_total == 1
 
 
-async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
-    store, valkey
-):
+async def test_a_malformed_bucket_counts_as_full_and_the_next_batch_replaces_it(store, valkey):
     valkey.ask("SET", bucket_key(NAME), b"not ours")
     assert await asked(store.read, NAME, RULE) is None
     assert store.corrupt_total == 1
@@ -187,9 +185,7 @@ async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch
 
 
 @pytest.mark.parametrize("gone", [2**40, 2])
-async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_anew(
-    store, valkey, gone
-):
+async def test_a_log_with_impossible_sums_starts_full(store, valkey, gone):
     rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
     check = StoreCheck(NAME, rule, NOW_US, 4, peek=False)
     times_us = NOW_US - 61_000_000, NOW_US
@@ -211,7 +207,7 @@ async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_an
         (1, (NOW_US - 61_000_000, 1), (2**52, 9)),
     ],
 )
-async def test_a_log_whose_times_do_not_ascend_begins_anew(store, valkey, broken, ask):
+async def test_a_log_whose_times_do_not_ascend_starts_full(store, valkey, broken, ask):
     cost, *entries = broken
     rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
     check = StoreCheck(NAME, rule, NOW_US, cost, peek=False)
@@ -226,14 +222,14 @@ async def test_a_log_whose_times_do_not_ascend_begins_anew(store, valkey, broken
     assert runs_of(shared.state)[-1] == (NOW_US, cost)
 
 
-async def test_one_check_is_decided_by_the_store(store):
+async def test_the_store_decides_a_check(store):
     allowed = await decide(store, 7)
     assert allowed[:2] == (True, 3)
     assert (await decide(store, 3, peek=True))[:2] == (True, 0)
     assert (await decide(store, 4))[4] is LIMIT_EXCEEDED
 
 
-async def test_without_a_time_the_store_has_its_own(store, valkey):
+async def test_without_a_time_the_store_uses_its_own(store, valkey):
     await decide(store, 7, now_us=STORE_TIME)
     state = (await asked(store.read, NAME, RULE)).state
     seconds, _ = valkey.ask("TIME")
@@ -249,12 +245,12 @@ async def test_a_reset_is_a_full_bucket_of_the_next_generation(store):
     assert (await asked(store.reset, NAME, RULE, 50)).generation == 51
 
 
-async def test_a_probe_finds_that_the_server_writes(store, valkey):
+async def test_a_probe_succeeds_if_the_server_writes(store, valkey):
     assert await asked(store.probe, 7) is None
     assert await asked(store.probe, 7) is None
 
 
-async def test_a_probe_finds_that_it_does_not(store, valkey):
+async def test_a_probe_fails_if_the_server_does_not_write(store, valkey):
     valkey.ask("CONFIG", "SET", "min-replicas-to-write", 1)
     try:
         assert isinstance(await asked(store.probe, 7), StoreUnavailableError)
@@ -262,7 +258,7 @@ async def test_a_probe_finds_that_it_does_not(store, valkey):
         valkey.ask("CONFIG", "SET", "min-replicas-to-write", 0)
 
 
-async def test_signs_of_life_tell_who_is_alive_and_the_time_of_the_store(store, valkey):
+async def test_heartbeats_return_the_nodes_alive_and_the_stores_time(store, valkey):
     now_us, fingerprint, names = await beat(store, "one/1")
     assert (fingerprint, names) == ("ours", ("one/1",))
     seconds, _ = valkey.ask("TIME")
@@ -274,20 +270,20 @@ async def test_signs_of_life_tell_who_is_alive_and_the_time_of_the_store(store, 
     assert names == ("one/1",)
 
 
-async def test_who_was_alive_before_the_clock_went_back_is_not(store, valkey):
+async def test_heartbeats_from_before_a_clock_step_back_are_dropped(store, valkey):
     seconds, _ = valkey.ask("TIME")
     valkey.ask("ZADD", "rl1:{00}:members", (seconds + 3_600) * 1_000_000, "dead/1")
     assert (await beat(store, "one/1"))[2] == ("one/1",)
 
 
-async def test_a_name_that_is_no_text_is_counted_all_the_same(store, valkey):
+async def test_a_name_with_invalid_utf_8_is_counted(store, valkey):
     seconds, _ = valkey.ask("TIME")
     valkey.ask("ZADD", "rl1:{00}:members", seconds * 1_000_000, b"\xff")
     assert len((await beat(store, "one/1"))[2]) == 2
 
 
 @pytest.mark.parametrize("kind", ["list", "text"])
-async def test_what_others_put_where_signs_of_life_are_is_removed(store, valkey, kind):
+async def test_foreign_values_at_the_heartbeat_keys_are_removed(store, valkey, kind):
     for key in ("rl1:{00}:members", "rl1:{00}:secret"):
         valkey.ask(*(("RPUSH", key, "x") if kind == "list" else ("SET", key, b"\xff no text")))
     _, fingerprint, names = await beat(store, "one/1")
@@ -296,7 +292,7 @@ async def test_what_others_put_where_signs_of_life_are_is_removed(store, valkey,
 
 
 @pytest.mark.parametrize("command", ["get", "set"])
-async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is_full(
+async def test_a_user_without_a_permission_of_the_scripts_is_refused_and_changes_no_bucket(
     store, valkey, command
 ):
     sender = Sender("node/1")
@@ -330,7 +326,7 @@ async def ask_everything(store):
     ]
 
 
-async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
+async def test_an_unavailable_server_is_an_error_of_each_request():
     topology = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
     await topology.start()
     store = RedisStore(topology)
@@ -341,7 +337,7 @@ async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
 
 
 @pytest.mark.parametrize("reply", [b"not ours", [], 7, None])
-async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
+async def test_a_foreign_reply_is_an_error_of_each_request(reply):
     answers = await ask_everything(RedisStore(Liar(reply)))
     assert all(isinstance(answer, StoreCorruptError) for answer in answers)
 
@@ -355,11 +351,11 @@ async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
         [b"1", b"ours", [b"one/1", 7]],
     ],
 )
-async def test_a_time_or_a_name_that_cannot_be_is_no_reply_to_a_sign_of_life(reply):
+async def test_an_impossible_time_or_name_is_no_reply_to_a_heartbeat(reply):
     assert type(await beat(RedisStore(Liar(reply)), "one/1")) is StoreCorruptError
 
 
-async def test_who_cannot_take_what_was_read_costs_others_of_the_same_turn_nothing(store):
+async def test_a_failing_callback_of_a_read_does_not_affect_others_of_the_iteration(store):
     reported = []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: reported.append(context["exception"])

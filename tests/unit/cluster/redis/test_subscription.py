@@ -13,7 +13,7 @@ GREETED = b"+PONG\r\n*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n"
 
 
 class Heard:
-    """A subscription and what came of it."""
+    """A subscription, with a record of its messages and reports."""
 
     def __init__(self, locate, channel=Channel(b"c"), options=PATIENT, **more):  # noqa: B008
         self.began = 0
@@ -42,7 +42,7 @@ async def no_pause(_seconds):
     await asyncio.sleep(0)
 
 
-async def test_messages_are_heard_from_the_beginning_on(valkey):
+async def test_messages_are_received_from_the_start_of_the_subscription(valkey):
     async with Heard(at(valkey)) as heard:
         await soon(lambda: heard.began)
         assert heard.subscription.connected
@@ -60,7 +60,7 @@ async def test_a_subscription_that_was_never_started_can_be_closed(valkey):
     assert heard.began == 0
 
 
-async def test_a_lost_connection_begins_anew(valkey):
+async def test_a_lost_connection_is_renewed(valkey):
     async with Heard(at(valkey), options=PATIENT._replace(sleep=no_pause)) as heard:
         await soon(lambda: heard.began == 1)
         valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
@@ -69,7 +69,7 @@ async def test_a_lost_connection_begins_anew(valkey):
         await soon(lambda: heard.messages == [b"again"])
 
 
-async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkeypatch):
+async def test_a_long_lived_connection_is_renewed_without_a_pause(valkey, monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.pubsub.LONG_LIFE_S", 0.0)
     slept = []
     options = PATIENT._replace(sleep=slept.append)
@@ -80,7 +80,7 @@ async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkey
     assert slept == []
 
 
-async def test_a_server_that_is_away_is_tried_again_in_silence():
+async def test_an_unavailable_server_is_retried_without_reports():
     pauses, lines = [], []
 
     async def sleep(seconds):
@@ -94,7 +94,7 @@ async def test_a_server_that_is_away_is_tried_again_in_silence():
     assert (lines, heard.began) == ([], 0)
 
 
-async def test_a_channel_that_the_user_may_not_hear_is_reported_once_until_it_may(valkey):
+async def test_a_missing_permission_to_subscribe_is_reported_once_until_granted(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "+@all")
     lines = []
     options = PATIENT._replace(
@@ -109,7 +109,7 @@ async def test_a_channel_that_the_user_may_not_hear_is_reported_once_until_it_ma
     valkey.ask("ACL", "DELUSER", "node")
 
 
-async def test_a_server_that_hangs_up_before_it_subscribes_is_tried_again():
+async def test_a_connection_closed_before_the_subscription_is_retried():
     connections = []
 
     async def serve(reader, writer):
@@ -129,7 +129,7 @@ async def test_a_server_that_hangs_up_before_it_subscribes_is_tried_again():
         assert (heard.began, len(connections)) == (1, 2)
 
 
-async def test_a_channel_that_the_server_gives_up_is_looked_for_again():
+async def test_a_channel_dropped_by_the_server_is_located_again():
     connections = []
 
     async def serve(reader, writer):
@@ -149,13 +149,13 @@ async def test_a_channel_that_the_server_gives_up_is_looked_for_again():
         await soon(lambda: heard.began == 2)
 
 
-async def test_silence_that_is_not_allowed_ends_the_connection(valkey):
+async def test_too_long_a_silence_ends_the_connection(valkey):
     options = PATIENT._replace(sleep=no_pause)
     async with Heard(at(valkey), Channel(b"c", silence_s=0.01), options) as heard:
         await soon(lambda: heard.began >= 2)
 
 
-async def test_a_process_that_slept_hears_first_what_was_said_meanwhile(valkey):
+async def test_a_delayed_process_reads_messages_first(valkey):
     clock = [0.0]
     channel = Channel(b"c", silence_s=0.1)
     async with Heard(at(valkey), channel, time_s=lambda: clock[0]) as heard:
@@ -167,8 +167,8 @@ async def test_a_process_that_slept_hears_first_what_was_said_meanwhile(valkey):
         assert heard.began == 1
 
 
-async def test_what_came_while_the_process_slept_is_heard_before_it_judges_the_silence(valkey):
-    """The clock jumps, once, when the silence is looked at."""
+async def test_messages_during_a_delay_are_read_before_the_silence_is_checked(valkey):
+    """The clock jumps once, when the silence is checked."""
     clock = chain([0.0, 0.0, 100.0], repeat(0.0))
     channel = Channel(b"c", silence_s=0.02)
     async with Heard(at(valkey), channel, time_s=lambda: next(clock)) as heard:
@@ -178,7 +178,7 @@ async def test_what_came_while_the_process_slept_is_heard_before_it_judges_the_s
         assert heard.began == 1
 
 
-async def test_a_listener_that_fails_is_reported_and_hears_on(valkey):
+async def test_a_failing_listener_is_reported_and_gets_further_messages(valkey):
     reported = []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: reported.append(type(context["exception"]))

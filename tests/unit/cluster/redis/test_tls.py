@@ -10,7 +10,7 @@ from ratelimitd.settings.urls import TlsFiles
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The paths of an authority, a certificate of it and the key to that."""
+    """Paths of an authority, a certificate of it, and its key."""
     directory = tmp_path_factory.mktemp("tls")
     ca, paths = trustme.CA(), {}
     certificate = ca.issue_cert("node-1")
@@ -24,7 +24,7 @@ def files(tmp_path_factory):
     return paths
 
 
-def test_the_authorities_of_the_system_hold_unless_others_are_named(files):
+def test_the_systems_authorities_are_trusted_unless_others_are_named(files):
     context = client_context(TlsFiles())
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
@@ -34,13 +34,13 @@ def test_the_authorities_of_the_system_hold_unless_others_are_named(files):
     assert len(context.get_ca_certs()) == before
 
 
-def test_the_name_of_the_host_may_be_left_unchecked_and_never_the_certificate():
+def test_only_the_check_of_the_host_name_can_be_disabled():
     context = client_context(TlsFiles(check_hostname=False))
     assert not context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
 
 
-def test_a_certificate_of_ours_needs_its_key(files):
+def test_a_client_certificate_needs_its_key(files):
     client_context(TlsFiles(certfile=files["cert"], keyfile=files["key"]))
     with pytest.raises(StartupError, match="ssl_certfile or ssl_keyfile cannot be used"):
         client_context(TlsFiles(certfile=files["cert"], keyfile=files["ca"]))

@@ -16,14 +16,14 @@ async def test_one_server_has_all_tags(valkey):
     assert not link.connected
 
 
-async def test_a_start_returns_when_the_server_refuses_and_goes_on_in_the_background(valkey):
+async def test_a_start_returns_when_the_server_refuses_and_continues_in_the_background(valkey):
     topology = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
     await topology.start()
     assert not topology.of_tag(0).connected
     await topology.close()
 
 
-async def test_a_start_does_not_wait_for_ever_for_a_server_that_hangs(monkeypatch):
+async def test_a_start_waits_a_bounded_time_for_a_hanging_server(monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.topology.START_S", 0.01)
     async with peer(greeted=False) as port:
         topology = standalone(parse_redis_url(f"redis://127.0.0.1:{port}"), PATIENT)
@@ -34,5 +34,5 @@ async def test_a_start_does_not_wait_for_ever_for_a_server_that_hangs(monkeypatc
         await soon(waiting.done)
 
 
-async def test_no_links_are_settled_at_once():
+async def test_without_links_settled_returns_at_once():
     await settled([])

@@ -1,4 +1,4 @@
-"""A span for each batch; what is settled, and what is told of it, is the store's."""
+"""A span for each batch; settling and its results are unchanged."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.unit.services.test_traced_methods import Recorded
 
 
 async def settled(url, tracer):
-    """What settling an empty batch came to."""
+    """Return the result of settling an empty batch."""
     topology = open_topology(parse_redis_url(url), timeout_ms=5_000)
     await topology.start()
     try:
@@ -27,7 +27,7 @@ async def settled(url, tracer):
 
 
 @pytest.mark.parametrize("samples", [True, False])
-async def test_a_batch_that_is_settled_has_a_span_if_it_is_sampled(tmp_path, samples):
+async def test_a_settled_batch_has_a_span_if_it_is_sampled(tmp_path, samples):
     tracer = Recorded()
     tracer.samples = samples
     with Valkey(tmp_path) as valkey:
@@ -39,7 +39,7 @@ async def test_a_batch_that_is_settled_has_a_span_if_it_is_sampled(tmp_path, sam
             assert tracer.notes == {"ratelimitd.buckets": 0, "server.address": valkey.address}
 
 
-async def test_a_batch_that_fails_says_how():
+async def test_the_span_of_a_failed_batch_has_its_error():
     tracer = Recorded()
     reply = await settled(f"redis://127.0.0.1:{free_port()}", tracer)
     assert isinstance(reply, StoreUnavailableError)

@@ -1,4 +1,4 @@
-"""A process that is killed while it applies a whole set of rules: the set is in the file, or nothing of it is."""
+"""A process killed while it applies a whole set of rules: the file holds all of the set or none of it."""
 
 import asyncio
 import sys
@@ -42,7 +42,7 @@ asyncio.run(main())
     ("writes", "reached"),
     [(1, "in the middle"), (5, "in the middle"), (20, "in the middle"), (10**6, "applied")],
 )
-async def test_a_set_is_applied_whole_or_not_at_all(tmp_path, writes, reached):
+async def test_kill_leaves_all_or_none_of_a_set_applied(tmp_path, writes, reached):
     drafts = [RuleDraft(f"/{n}", "user", 1, 60, "token_bucket") for n in range(RULES - 1)]
     async with sqlite_store(tmp_path) as store:
         await store.apply(drafts, "me", prune=False, dry_run=False, since=0)

@@ -17,14 +17,14 @@ from tests.rule_stores import store_at
         ("postgresql://user:pw@127.0.0.1:5/rules", PostgresqlDatabase, "127.0.0.1:5/rules"),
     ],
 )
-async def test_a_url_opens_its_kind_of_database_without_connecting(url, kind, place):
+async def test_url_opens_its_kind_of_database_without_connecting(url, kind, place):
     database = open_database(url)
     assert isinstance(database, kind)
     assert database.place == place
     await database.close()
 
 
-def test_a_url_of_neither_kind_is_a_wrong_setting_and_is_not_repeated():
+def test_unknown_url_scheme_is_refused_without_repeating_the_url():
     with pytest.raises(SettingsError, match=r"^DATABASE_URL must be") as caught:
         open_database("mysql://user:secret@host/rules")
     assert "secret" not in str(caught.value)
@@ -37,7 +37,7 @@ def url(request, tmp_path):
     return f"sqlite:///{tmp_path}/rules.db"
 
 
-async def test_rules_are_counted_and_nothing_is_changed(url):
+async def test_inspection_counts_rules_and_changes_nothing(url):
     await upgrade(url)
     assert await inspect(url) == Contents(rules=0, revision=0, types=[])
     async with store_at(url) as store:
@@ -51,6 +51,6 @@ async def test_rules_are_counted_and_nothing_is_changed(url):
         assert len((await store.changes_since(None)).changed) == 1
 
 
-async def test_a_database_that_cannot_be_used_is_an_error(tmp_path):
+async def test_inspection_of_an_unusable_database_raises(tmp_path):
     with pytest.raises(StoreUnavailableError):
         await inspect(f"sqlite:///{tmp_path}/none/rules.db")

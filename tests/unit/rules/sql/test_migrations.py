@@ -37,7 +37,7 @@ def contents(path):
         return list(connection.iterdump())
 
 
-async def test_a_missing_file_is_made_with_the_newest_schema(path):
+async def test_upgrade_creates_a_missing_file_with_the_newest_schema(path):
     await upgrade(f"sqlite:///{path}")
     assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [(NEWEST,)]  # noqa: S608
     assert run(path, "SELECT revision FROM rule_revision") == [(0,)]
@@ -46,7 +46,7 @@ async def test_a_missing_file_is_made_with_the_newest_schema(path):
 
 @pytest.fixture
 async def first_release(monkeypatch):
-    """Makes the tables of the first release."""
+    """Create the tables of the first release."""
 
     async def make(url):
         with monkeypatch.context() as then:
@@ -60,9 +60,7 @@ def _upgrade_to(real, revision, config, _newest):
     real(config, revision)
 
 
-async def test_a_file_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
-    path, first_release
-):
+async def test_upgrade_keeps_the_content_of_a_file_of_the_first_release(path, first_release):
     await first_release(f"sqlite:///{path}")
     run(path, AUDIT)
     with pytest.raises(StoreUnavailableError, match=r"of an older release \(schema 0001\)"):
@@ -72,14 +70,14 @@ async def test_a_file_of_the_first_release_is_brought_up_to_date_with_what_is_in
     assert run(path, "SELECT revision, actor, rule_id FROM rule_audit") == [(1, "ada", "r")]
 
 
-async def test_the_audit_trail_of_one_rule_is_found_by_an_index(path):
+async def test_index_serves_the_audit_trail_of_one_rule(path):
     await upgrade(f"sqlite:///{path}")
     of_one = "SELECT actor FROM rule_audit WHERE rule_id = 'r' AND revision < 9"
     [plan] = run(path, f"EXPLAIN QUERY PLAN {of_one} ORDER BY revision DESC LIMIT 20")
     assert "USING INDEX rule_audit_rule" in plan[-1]
 
 
-async def test_the_migrated_schema_is_the_one_the_code_uses(path):
+async def test_migrated_schema_matches_the_code(path):
     await upgrade(f"sqlite:///{path}")
     engine = sa.create_engine(f"sqlite:///{path}")
     with engine.connect() as connection:
@@ -98,7 +96,7 @@ def checks(table):
     return {constraint.name: str(constraint.sqltext) for constraint in constraints}
 
 
-async def test_a_current_database_is_left_as_it_is(path):
+async def test_upgrade_leaves_a_current_database_unchanged(path):
     await upgrade(f"sqlite:///{path}")
     before = contents(path)
     await upgrade(f"sqlite:///{path}")
@@ -117,7 +115,7 @@ async def test_a_current_database_is_left_as_it_is(path):
         "'2', '/taken', 'user', 1, 1, 'fixed_window'",
     ],
 )
-async def test_the_database_itself_refuses_what_is_no_rule(path, row):
+async def test_database_constraints_refuse_invalid_rules(path, row):
     await upgrade(f"sqlite:///{path}")
     insert = "INSERT INTO rules VALUES ({}, 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)"
     run(path, insert.format("'1', '/taken', 'user', 1, 1, 'fixed_window'"))
@@ -125,12 +123,12 @@ async def test_the_database_itself_refuses_what_is_no_rule(path, row):
         run(path, insert.format(row.replace("'1'", "'9'")))
 
 
-async def test_several_upgrades_at_once_are_one(path):
+async def test_concurrent_upgrades_migrate_once(path):
     await asyncio.gather(*(upgrade(f"sqlite:///{path}") for _ in range(3)))
     assert run(path, "SELECT count(*) FROM rule_revision") == [(1,)]
 
 
-async def test_a_foreign_database_is_refused_and_left_alone(path):
+async def test_foreign_database_is_refused_and_unchanged(path):
     run(path, "CREATE TABLE customers (name TEXT)")
     before = contents(path)
     with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
@@ -138,7 +136,7 @@ async def test_a_foreign_database_is_refused_and_left_alone(path):
     assert contents(path) == before
 
 
-async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
+async def test_database_of_a_newer_release_is_refused_and_unchanged(path):
     await upgrade(f"sqlite:///{path}")
     run(path, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
     before = contents(path)
@@ -147,31 +145,31 @@ async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
     assert contents(path) == before
 
 
-async def test_a_file_that_is_no_database_is_damaged_and_left_alone(path):
+async def test_file_that_is_not_a_database_is_reported_and_unchanged(path):
     path.write_text("rules: []\n" * 1000)
     with pytest.raises(StoreUnavailableError, match="is not a SQLite database"):
         await upgrade(f"sqlite:///{path}")
     assert path.read_text() == "rules: []\n" * 1000
 
 
-async def test_a_directory_that_is_missing_may_come(tmp_path):
+async def test_missing_directory_is_retryable(tmp_path):
     with pytest.raises(StoreUnavailableError) as caught:
         await upgrade(f"sqlite:///{tmp_path / 'missing/rules.db'}")
     assert str(caught.value) == f"the rule database cannot be opened: {tmp_path}/missing/rules.db"
 
 
-async def test_a_directory_in_place_of_the_file_is_a_mistake(tmp_path):
+async def test_directory_in_place_of_the_file_is_permanent(tmp_path):
     with pytest.raises(StartupError, match=f"cannot be opened: {tmp_path}$"):
         await upgrade(f"sqlite:///{tmp_path}")
 
 
-async def test_a_missing_file_is_not_made_when_it_must_be_there(path):
+async def test_missing_file_is_not_created_without_create(path):
     with pytest.raises(StoreUnavailableError, match="cannot be opened"):
         await upgrade(f"sqlite:///{path}", create=False)
     assert not path.exists()
 
 
-async def test_a_database_that_stays_locked_is_one_clear_line(path):
+async def test_locked_database_yields_a_one_line_error(path):
     await upgrade(f"sqlite:///{path}")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -179,7 +177,7 @@ async def test_a_database_that_stays_locked_is_one_clear_line(path):
             await upgrade(f"sqlite:///{path}", busy_timeout_s=0.01)
 
 
-async def test_a_migration_that_fails_half_way_leaves_the_database_as_it_was(path, monkeypatch):
+async def test_failed_migration_rolls_back(path, monkeypatch):
     run(path, "PRAGMA journal_mode=WAL")
     real = command.upgrade
 
@@ -200,7 +198,7 @@ async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
     assert "alembic" not in {record.name.split(".")[0] for record in caplog.records}
 
 
-async def test_another_kind_of_url_is_refused():
+async def test_other_url_scheme_is_refused():
     with pytest.raises(SettingsError):
         await upgrade("mysql://h/d")
 
@@ -213,11 +211,11 @@ def empty_url(postgres):
 
 @pytest.fixture
 def ask(postgres):
-    """Runs a statement on the database of a URL."""
+    """Run a statement on the database of a URL."""
     return lambda url, statement: postgres.sql(statement, database=url.rpartition("/")[2])
 
 
-async def test_an_empty_postgresql_gets_the_newest_schema_and_a_current_one_is_left_alone(
+async def test_upgrade_migrates_an_empty_postgresql_and_leaves_a_current_one_unchanged(
     empty_url, ask
 ):
     for _ in range(2):
@@ -226,7 +224,7 @@ async def test_an_empty_postgresql_gets_the_newest_schema_and_a_current_one_is_l
         assert ask(empty_url, "SELECT revision FROM rule_revision") == ["0"]
 
 
-async def test_a_postgresql_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
+async def test_upgrade_keeps_the_content_of_a_postgresql_of_the_first_release(
     empty_url, ask, first_release
 ):
     await first_release(empty_url)
@@ -239,7 +237,7 @@ async def test_a_postgresql_of_the_first_release_is_brought_up_to_date_with_what
     assert "rule_audit_rule" in ask(empty_url, "SELECT indexname FROM pg_indexes")
 
 
-async def test_the_schema_on_postgresql_is_the_one_the_code_uses(postgresql_url):
+async def test_migrated_schema_on_postgresql_matches_the_code(postgresql_url):
     def compare(connection):
         context = MigrationContext.configure(
             connection, opts={"version_table": VERSION_TABLE, "compare_type": True}
@@ -259,9 +257,7 @@ async def test_the_schema_on_postgresql_is_the_one_the_code_uses(postgresql_url)
     await engine.dispose()
 
 
-async def test_rules_are_ordered_by_bytes_whatever_the_language_of_the_database(
-    postgresql_url, ask
-):
+async def test_rules_are_sorted_by_bytes_in_any_database_language(postgresql_url, ask):
     collations = ask(
         postgresql_url,
         "SELECT column_name, collation_name FROM information_schema.columns"
@@ -270,12 +266,12 @@ async def test_rules_are_ordered_by_bytes_whatever_the_language_of_the_database(
     assert sorted(collations) == ["endpoint|C", "identifier_type|C"]
 
 
-async def test_several_upgrades_of_one_postgresql_at_once_are_one(empty_url, ask):
+async def test_concurrent_upgrades_of_one_postgresql_migrate_once(empty_url, ask):
     await asyncio.gather(*(upgrade(empty_url) for _ in range(4)))
     assert ask(empty_url, "SELECT count(*) FROM rule_revision") == ["1"]
 
 
-async def test_a_foreign_postgresql_is_refused_and_left_alone(empty_url, ask):
+async def test_foreign_postgresql_is_refused_and_unchanged(empty_url, ask):
     ask(empty_url, "CREATE TABLE customers (name TEXT)")
     for attempt in (upgrade, require_current):
         with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
@@ -283,16 +279,14 @@ async def test_a_foreign_postgresql_is_refused_and_left_alone(empty_url, ask):
     assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == ["customers"]
 
 
-async def test_a_postgresql_of_a_newer_release_is_refused_and_left_alone(postgresql_url, ask):
+async def test_postgresql_of_a_newer_release_is_refused_and_unchanged(postgresql_url, ask):
     ask(postgresql_url, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
     for attempt in (upgrade, require_current):
         with pytest.raises(StartupError, match=NEWER):
             await attempt(postgresql_url)
 
 
-async def test_a_migration_that_fails_half_way_leaves_postgresql_as_it_was(
-    empty_url, ask, monkeypatch
-):
+async def test_failed_migration_rolls_back_on_postgresql(empty_url, ask, monkeypatch):
     real = command.upgrade
 
     def upgrade_and_fail(*args):
@@ -305,7 +299,7 @@ async def test_a_migration_that_fails_half_way_leaves_postgresql_as_it_was(
     assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == []
 
 
-async def test_a_current_schema_is_enough_to_begin_and_a_missing_one_names_the_command(
+async def test_start_requires_a_current_schema_and_names_the_command_if_it_is_missing(
     postgresql_url, empty_url
 ):
     await require_current(postgresql_url)
@@ -316,7 +310,7 @@ async def test_a_current_schema_is_enough_to_begin_and_a_missing_one_names_the_c
         await require_current(empty_url)
 
 
-async def test_a_schema_of_its_own_is_enough_beside_somebody_elses_tables(empty_url, ask):
+async def test_own_schema_is_accepted_beside_foreign_tables(empty_url, ask):
     ask(empty_url, "CREATE TABLE rules (name TEXT)")
     ask(empty_url, "CREATE SCHEMA own")
     own = f"{empty_url}?search_path=own"

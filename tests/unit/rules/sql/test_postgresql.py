@@ -24,7 +24,7 @@ from tests.chaos_proxy import ChaosProxy
 from tests.postgres_server import PASSWORD
 
 IMPATIENT_S = 1.0
-"""Of tests that wait for it to end: long enough for what is answered on a machine that is busy."""
+"""Timeout in tests that wait for it to expire: long enough for normal answers on a busy machine."""
 
 
 @asynccontextmanager
@@ -58,7 +58,7 @@ async def write(database, statement="UPDATE rule_revision SET revision = revisio
 
 
 async def write_around(database, between, before_commit=lambda: None):
-    """One transaction that writes twice, with something that happens between and before the commit."""
+    """Write twice in one transaction, calling ``between`` between the writes and ``before_commit`` at the end."""
     async with database.writing() as connection:
         await connection.exec_driver_sql("UPDATE rule_revision SET revision = 5")
         between()
@@ -70,14 +70,14 @@ async def revision(database):
     return await read(database, "SELECT revision FROM rule_revision")
 
 
-async def test_what_is_written_is_there_and_what_fails_is_not(database):
+async def test_successful_writes_are_stored_and_failed_ones_are_not(database):
     await write(database)
     with pytest.raises(ZeroDivisionError):
         await write_around(database, lambda: 1 // 0)
     assert await revision(database) == 1
 
 
-async def test_all_statements_of_a_reading_transaction_see_one_state_and_none_may_write(database):
+async def test_reading_transaction_sees_one_state_and_refuses_writes(database):
     async with database.reading() as connection:
         before = await connection.scalar(sa.text("SELECT revision FROM rule_revision"))
         await write(database)
@@ -88,7 +88,7 @@ async def test_all_statements_of_a_reading_transaction_see_one_state_and_none_ma
             await connection.exec_driver_sql("UPDATE rule_revision SET revision = 7")
 
 
-async def test_a_writer_that_waited_for_the_lock_sees_what_its_holder_wrote(database):
+async def test_writer_sees_the_writes_of_the_previous_lock_holder(database):
     lock = "SELECT revision FROM rule_revision FOR UPDATE"
     async with database.writing() as connection:
         await connection.exec_driver_sql(lock)
@@ -102,7 +102,7 @@ async def read_locked(database, lock):
         return await connection.scalar(sa.text(lock))
 
 
-async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(postgresql_url):
+async def test_writer_waits_for_the_lock_up_to_the_busy_timeout(postgresql_url):
     async with opened(postgresql_url, busy_timeout_s=0.05) as database:
         async with database.writing() as connection:
             await connection.exec_driver_sql("UPDATE rule_revision SET revision = 5")
@@ -111,18 +111,18 @@ async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(postgr
         assert await revision(database) == 5
 
 
-async def test_the_server_ends_a_command_that_takes_too_long(postgresql_url):
+async def test_server_ends_a_command_that_exceeds_the_timeout(postgresql_url):
     async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as database:
         with pytest.raises(StoreUnavailableError, match="did not answer in time"):
             await read(database, "SELECT 1 FROM pg_sleep(60)")
         assert await read(database) == 1
 
 
-async def test_the_server_is_told_to_free_the_lock_of_a_node_that_went_silent(database):
+async def test_server_is_configured_to_release_the_lock_of_a_silent_node(database):
     assert await read(database, "SHOW idle_in_transaction_session_timeout") == "10s"
 
 
-async def test_a_restart_of_the_server_costs_no_call(postgres, database):
+async def test_server_restart_fails_no_call(postgres, database):
     await asyncio.gather(*(read(database) for _ in range(postgresql.POOL_SIZE)))
     postgres.stop()
     postgres.start()
@@ -130,7 +130,7 @@ async def test_a_restart_of_the_server_costs_no_call(postgres, database):
         await write(database)
 
 
-async def test_a_server_that_is_down_is_unavailable_until_it_is_back(postgres, database):
+async def test_stopped_server_is_unavailable_until_it_runs_again(postgres, database):
     postgres.stop()
     with pytest.raises(StoreUnavailableError, match=r"cannot be reached: .*Connect call failed"):
         await read(database)
@@ -138,16 +138,14 @@ async def test_a_server_that_is_down_is_unavailable_until_it_is_back(postgres, d
     assert await read(database) == 1
 
 
-async def test_a_server_that_shuts_down_ends_the_transaction_under_way(postgres, database):
+async def test_server_shutdown_ends_the_current_transaction(postgres, database):
     with pytest.raises(StoreUnavailableError, match=r"is shutting down|cannot be reached"):
         await write_around(database, postgres.stop)
     postgres.start()
     assert await revision(database) == 0
 
 
-async def test_a_server_that_crashes_in_the_middle_of_a_write_keeps_nothing_of_it(
-    postgres, database
-):
+async def test_server_crash_during_a_write_rolls_it_back(postgres, database):
     with pytest.raises(StoreUnavailableError, match="cannot be reached"):
         await write_around(database, postgres.crash)
     postgres.start()
@@ -155,14 +153,14 @@ async def test_a_server_that_crashes_in_the_middle_of_a_write_keeps_nothing_of_i
     await write(database)
 
 
-async def test_a_commit_without_an_answer_may_have_been_made(postgres, database):
+async def test_commit_without_an_answer_reports_an_unknown_outcome(postgres, database):
     with pytest.raises(StoreUnavailableError, match="; the change may have been made all the same"):
         await write_around(database, lambda: None, before_commit=postgres.crash)
     postgres.start()
     assert await revision(database) in {0, 6}
 
 
-async def test_a_change_whose_answer_is_lost_was_made_and_the_error_leaves_it_open(
+async def test_committed_change_with_a_lost_answer_reports_an_unknown_outcome(
     postgres, postgresql_url, database
 ):
     def lose_answers():
@@ -181,31 +179,29 @@ async def test_a_change_whose_answer_is_lost_was_made_and_the_error_leaves_it_op
     assert await revision(database) == 6
 
 
-async def test_a_server_that_hangs_is_waited_for_no_longer_than_a_command_may_take(
+async def test_wait_for_a_hanging_server_ends_at_the_command_timeout(
     postgres, postgresql_url, database
 ):
     async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as impatient:
         await read(impatient)
         postgres.pause()
-        for attempt in (read, write):  # on the connection there was, and on a new one
+        for attempt in (read, write):  # on the existing connection, and on a new one
             with pytest.raises(StoreUnavailableError, match="did not answer in time"):
                 await attempt(impatient)
         postgres.resume()
     assert await revision(database) == 0
 
 
-async def test_a_server_that_hangs_in_the_middle_of_a_write_keeps_nothing_of_it(
-    postgres, postgresql_url, database
-):
+async def test_server_that_hangs_during_a_write_rolls_it_back(postgres, postgresql_url, database):
     async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as impatient:
         with pytest.raises(StoreUnavailableError, match="did not answer in time"):
             await write_around(impatient, postgres.pause)
         postgres.resume()
-    await write(database)  # its lock is free
+    await write(database)  # the lock is free
     assert await revision(database) == 1
 
 
-async def test_a_call_that_is_cancelled_does_not_wait_for_a_server_that_hangs(postgres, database):
+async def test_cancelled_call_does_not_wait_for_a_hanging_server(postgres, database):
     begun = asyncio.Event()
 
     def hang():
@@ -223,7 +219,7 @@ async def test_a_call_that_is_cancelled_does_not_wait_for_a_server_that_hangs(po
     assert await revision(database) == 0
 
 
-async def test_closing_does_not_wait_for_a_server_that_hangs(postgres, postgresql_url, monkeypatch):
+async def test_close_does_not_wait_for_a_hanging_server(postgres, postgresql_url, monkeypatch):
     monkeypatch.setattr(postgresql, "CLOSE_TIMEOUT_S", 0.05)
     async with opened(postgresql_url, command_timeout_s=30.0) as database:
         await asyncio.gather(*(read(database) for _ in range(4)))
@@ -233,7 +229,7 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(postgres, postgresq
         await database.close()
 
 
-async def test_when_every_connection_is_busy_the_wait_is_bounded(postgresql_url, monkeypatch):
+async def test_wait_for_a_busy_pool_is_bounded(postgresql_url, monkeypatch):
     monkeypatch.setattr(postgresql, "POOL_SIZE", 1)
     async with opened(postgresql_url, pool_timeout_s=0.01) as database, database.reading():
         with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
@@ -260,9 +256,7 @@ async def test_when_every_connection_is_busy_the_wait_is_bounded(postgresql_url,
         ("22000", StoreUnavailableError, "failed (22000)"),
     ],
 )
-async def test_what_the_server_answers_has_a_meaning_and_no_text_of_its_own(
-    postgres, state, error, meaning
-):
+async def test_server_errors_are_described_without_their_text(postgres, state, error, meaning):
     raising = f"DO $$ BEGIN RAISE EXCEPTION 's3cret' USING ERRCODE = '{state}'; END $$"
     async with opened(postgres.url("postgres")) as database:
         with pytest.raises(StoreUnavailableError) as caught:
@@ -274,18 +268,20 @@ async def test_what_the_server_answers_has_a_meaning_and_no_text_of_its_own(
 @pytest.mark.parametrize(
     "statement", ["SELECT x FROM rules", "SELECT 1 FROM ruled", "SELECT 1 FROM a.b"]
 )
-async def test_a_table_that_is_not_there_asks_for_an_upgrade(database, statement):
+async def test_missing_table_asks_for_an_upgrade(database, statement):
     with pytest.raises(StoreUnavailableError, match="run `ratelimitd db upgrade`"):
         await read(database, statement)
 
 
-async def test_a_database_that_does_not_exist_is_a_mistake(postgres):
+async def test_missing_database_is_a_configuration_error(postgres):
     async with opened(postgres.url("nonesuch")) as database:
         with pytest.raises(StoreMisconfiguredError, match="the rule database does not exist"):
             await read(database)
 
 
-async def test_a_wrong_password_is_a_mistake_and_is_not_repeated(postgres, postgresql_url):
+async def test_wrong_password_is_a_configuration_error_and_is_not_repeated(
+    postgres, postgresql_url
+):
     name = postgresql_url.rpartition("/")[2]
     async with opened(postgres.url(name, user="guarded:s3cret")) as database:
         with pytest.raises(StoreMisconfiguredError, match="refuses the user or the pass") as caught:
@@ -293,7 +289,9 @@ async def test_a_wrong_password_is_a_mistake_and_is_not_repeated(postgres, postg
     assert "s3cret" not in str(caught.value)
 
 
-async def test_a_password_may_hold_anything_and_a_role_may_be_too_weak(postgres, postgresql_url):
+async def test_password_may_contain_any_character_and_insufficient_role_is_reported(
+    postgres, postgresql_url
+):
     name = postgresql_url.rpartition("/")[2]
     async with opened(postgres.url(name, user=f"guarded:{quote(PASSWORD, safe='')}")) as database:
         assert await read(database) == 1
@@ -303,7 +301,7 @@ async def test_a_password_may_hold_anything_and_a_role_may_be_too_weak(postgres,
 
 @pytest.fixture
 def tls_url(postgres, postgresql_url, tmp_path):
-    """A server that speaks TLS, with the authority of its certificate in ``ca.pem``."""
+    """The URL of a server with TLS; ``ca.pem`` holds the authority of its certificate."""
     ca, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert("127.0.0.1").configure_cert(tls)
     tls.set_alpn_protocols(["postgresql"])
@@ -314,7 +312,7 @@ def tls_url(postgres, postgresql_url, tmp_path):
         yield f"{url}?sslnegotiation=direct"
 
 
-async def test_a_certificate_is_verified_against_the_authority_that_is_named(tls_url, tmp_path):
+async def test_certificate_is_verified_against_the_configured_authority(tls_url, tmp_path):
     async with opened(f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/ca.pem") as database:
         assert await read(database) == 1
     other = f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/other.pem"
@@ -323,7 +321,7 @@ async def test_a_certificate_is_verified_against_the_authority_that_is_named(tls
             await read(database)
 
 
-async def test_the_name_of_the_server_is_verified_with_verify_full_only(tls_url, tmp_path):
+async def test_server_name_is_verified_only_with_verify_full(tls_url, tmp_path):
     named = tls_url.replace("127.0.0.1", "localhost")
     for mode in ("require", "verify-ca"):
         url = f"{named}&sslmode={mode}&sslrootcert={tmp_path}/ca.pem"
@@ -342,17 +340,17 @@ async def test_the_name_of_the_server_is_verified_with_verify_full_only(tls_url,
         ("sslmode=verify-full", (StoreMisconfiguredError, "as DATABASE_URL says")),
     ],
 )
-async def test_tls_is_as_the_url_asks_or_not_at_all(
+async def test_tls_follows_sslmode_or_fails(
     postgresql_url, monkeypatch, *, tmp_path, options, refused
 ):
     error, meaning = refused
-    monkeypatch.setenv("HOME", str(tmp_path))  # where libpq's users keep a certificate
+    monkeypatch.setenv("HOME", str(tmp_path))  # where users of libpq keep a certificate
     async with opened(f"{postgresql_url}?{options}") as database:
         with pytest.raises(error, match=meaning):
             await read(database)
 
 
-async def test_without_a_server_of_the_kind_that_is_asked_for_there_is_none(postgresql_url):
+async def test_no_server_of_the_required_kind_is_unavailable(postgresql_url):
     async with opened(f"{postgresql_url}?target_session_attrs=standby") as database:
         with pytest.raises(StoreUnavailableError, match=r"cannot be reached$"):
             await read(database)
@@ -360,13 +358,13 @@ async def test_without_a_server_of_the_kind_that_is_asked_for_there_is_none(post
         assert await read(database) == 1
 
 
-async def test_the_first_server_that_is_up_is_used(postgres, postgresql_url):
+async def test_first_running_server_is_used(postgres, postgresql_url):
     several = postgresql_url.replace("127.0.0.1", "127.0.0.1:1,127.0.0.1")
     async with opened(several) as database:
         assert await read(database) == 1
 
 
-async def test_a_socket_on_this_host_does_as_well(postgres, postgresql_url):
+async def test_local_socket_is_supported(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     url = f"postgresql://postgres@/{name}?host={postgres.directory}&port={postgres.port}"
     async with opened(url) as database:
@@ -374,7 +372,7 @@ async def test_a_socket_on_this_host_does_as_well(postgres, postgresql_url):
 
 
 class DriverError(Exception):
-    """What SQLAlchemy wraps an error of the driver in."""
+    """Wraps an error of the driver, as SQLAlchemy does."""
 
     def __init__(self, cause):
         self.driver_exception = cause
@@ -396,13 +394,13 @@ class DriverError(Exception):
          StoreUnavailableError, "the rule database failed (DataError)"),
     ],
 )  # fmt: skip
-def test_what_never_reached_the_server_has_a_meaning_too(error, kind, meaning):
+def test_errors_before_a_connection_are_described(error, kind, meaning):
     found = error_of(error)
     assert type(found) is kind
     assert str(found) == meaning
 
 
-async def test_an_upgrade_waits_for_another_that_is_under_way(database):
+async def test_upgrade_waits_for_a_concurrent_upgrade(database):
     order = []
 
     async def upgrade(name):
@@ -415,7 +413,7 @@ async def test_an_upgrade_waits_for_another_that_is_under_way(database):
     assert [line.split()[1] for line in order] == ["begins", "ends"] * 2
 
 
-async def test_an_upgrade_that_fails_says_where(postgres, database):
+async def test_failed_upgrade_names_the_database(postgres, database):
     for url, error, meaning in (
         (postgres.url("nonesuch"), StoreMisconfiguredError, "does not exist"),
         ("postgresql://postgres@127.0.0.1:1/rules", StoreUnavailableError, "cannot be reached.*"),
@@ -426,7 +424,7 @@ async def test_an_upgrade_that_fails_says_where(postgres, database):
                     pytest.fail("it opened what is not there")
 
 
-async def test_a_database_that_could_not_hold_every_endpoint_is_refused(postgres):
+async def test_database_with_an_unsuitable_encoding_is_refused(postgres):
     postgres.sql("CREATE DATABASE latin TEMPLATE template0 ENCODING latin1 LOCALE 'C'")
     async with opened(postgres.url("latin")) as database:
         with pytest.raises(StartupError, match="is encoded in LATIN1; it must be UTF8"):

@@ -1,4 +1,4 @@
-"""What the SQL adapter does beyond the protocol; the protocol itself: tests/conformance/test_rule_store.py."""
+"""The SQL store beyond the protocol, which tests/conformance/test_rule_store.py covers."""
 
 import asyncio
 import itertools
@@ -51,7 +51,7 @@ async def store(tmp_path, clock):
         yield opened
 
 
-async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, behind, clock):
+async def test_audit_trail_records_actor_time_and_content_of_each_change(store, behind, clock):
     await store.create(ORDERS, "ops@10.0.0.1")
     clock.advance(seconds=1)
     await store.update(ID, RuleChanges(limit=20), "", "alice")
@@ -71,7 +71,7 @@ async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, b
     assert before_and_after == [[None, created], [created, updated], [updated, None]]
 
 
-async def test_a_set_of_rules_keeps_when_each_was_made_and_notes_each_beside_the_trail(
+async def test_apply_keeps_creation_times_and_records_each_rule_in_the_audit_trail(
     store, behind, clock
 ):
     await store.create(ORDERS, "me")
@@ -104,7 +104,7 @@ async def test_a_set_of_rules_keeps_when_each_was_made_and_notes_each_beside_the
         ),
     ],
 )
-async def test_rules_do_not_go_back_by_a_trail_with_gaps(store, behind, statement, problem):
+async def test_revert_is_refused_after_gaps_in_the_audit_trail(store, behind, statement, problem):
     await store.create(ORDERS, "me")
     await store.update(ID, RuleChanges(limit=20), "", "me")
     wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
@@ -115,7 +115,7 @@ async def test_rules_do_not_go_back_by_a_trail_with_gaps(store, behind, statemen
     assert [rule.id for rule in await store.page("", "", None, 9)] == [NEVER]
 
 
-async def test_no_more_rules_go_back_than_a_set_may_have(store, behind, monkeypatch):
+async def test_revert_is_bounded_by_the_size_of_a_set(store, behind, monkeypatch):
     monkeypatch.setattr("ratelimitd.rules.sql.reverting.MAX_APPLIED", 1)
     await store.create(ORDERS, "me")
     wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
@@ -124,19 +124,19 @@ async def test_no_more_rules_go_back_than_a_set_may_have(store, behind, monkeypa
         await store.revert(1, "me", dry_run=False, since=0)
 
 
-async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, insert_many):
+async def test_create_all_leaves_a_store_with_rules_and_no_revision_unchanged(store, insert_many):
     insert_many(1)
     assert await store.create_all([ORDERS], "me") == 0
 
 
-async def test_filling_a_store_leaves_a_row_of_the_audit_trail_for_each_rule(store, behind):
+async def test_create_all_records_each_rule_in_the_audit_trail(store, behind):
     await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window", id=NEVER)], "me")
     rows = behind("SELECT revision, actor, action, rule_id, after FROM rule_audit")
     assert [row[:4] for row in rows] == [(1, "me", "create", ID), (2, "me", "create", NEVER)]
     assert json.loads(rows[1][4])["endpoint"] == "/b"
 
 
-async def test_a_change_that_changes_nothing_and_a_refused_one_leave_no_trace(store, behind):
+async def test_unchanged_and_refused_updates_are_not_recorded(store, behind):
     await store.create(ORDERS, "me")
     await store.update(ID, RuleChanges(limit=10), "", "me")
     with pytest.raises(RuleInvalidError):
@@ -146,7 +146,7 @@ async def test_a_change_that_changes_nothing_and_a_refused_one_leave_no_trace(st
     assert behind("SELECT count(*) FROM rule_audit") == [(1,)]
 
 
-async def test_creation_and_update_times_are_kept_in_utc(store, behind, clock):
+async def test_creation_and_update_times_are_stored_in_utc(store, behind, clock):
     await store.create(ORDERS, "me")
     clock.advance(seconds=60)
     await store.update(ID, RuleChanges(limit=20), "", "me")
@@ -165,7 +165,7 @@ async def test_creation_and_update_times_are_kept_in_utc(store, behind, clock):
         ("revision = 'new'", "revision: the revision must be a whole number"),
     ],
 )
-async def test_a_row_made_bad_behind_the_api_is_skipped_and_the_others_served(
+async def test_row_damaged_outside_the_service_is_skipped_and_others_are_served(
     store, behind, damage, reason
 ):
     await store.create(ORDERS, "me")
@@ -175,7 +175,7 @@ async def test_a_row_made_bad_behind_the_api_is_skipped_and_the_others_served(
     assert list(await store.page("", "", None, 10)) == [good]
 
 
-async def test_broken_text_is_a_bad_row_and_does_not_fail_the_load(store, behind):
+async def test_invalid_text_is_an_invalid_row_and_does_not_fail_the_load(store, behind):
     await store.create(ORDERS, "me")
     behind("UPDATE rules SET endpoint = CAST(x'2fff' AS TEXT)")
     changes = await store.changes_since(None)
@@ -183,7 +183,7 @@ async def test_broken_text_is_a_bad_row_and_does_not_fail_the_load(store, behind
     assert changes.skipped == [SkippedRow(ID, "endpoint: the endpoint must be valid Unicode")]
 
 
-async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind):
+async def test_invalid_row_can_be_repaired_or_deleted_through_the_store(store, behind):
     await store.create(ORDERS, "me")
     behind('UPDATE rules SET "limit" = ?', b"\x00")
     with pytest.raises(RuleInvalidError, match="whole number"):
@@ -195,7 +195,7 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
     assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
-async def test_a_bad_row_takes_no_place_on_a_page(store, behind, insert_many):
+async def test_invalid_row_does_not_count_towards_a_page(store, behind, insert_many):
     insert_many(ROWS_PER_STEP + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
     page = await store.page("", "", None, 3)
@@ -206,7 +206,7 @@ async def test_a_bad_row_takes_no_place_on_a_page(store, behind, insert_many):
     ]
 
 
-async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_revision(tmp_path):
+async def test_changes_since_a_revision_include_deleted_rules(tmp_path):
     async with sqlite_store(tmp_path) as store:
         one = await store.create(ORDERS, "me")
         two = await store.create(RuleDraft("/b", "user", 1, 1, "fixed_window"), "me")
@@ -217,19 +217,19 @@ async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_rev
         assert removed == [{one.id, two.id}, {two.id}, set()]
 
 
-async def test_nothing_changed_since_the_revision_of_the_last_change(store):
+async def test_no_changes_since_the_last_revision(store):
     await store.create(ORDERS, "me")
     assert (await store.changes_since(1))[:5] == (1, [], [], [], False)
 
 
-async def test_a_lost_revision_row_counts_as_zero(store, behind):
+async def test_missing_revision_row_counts_as_zero(store, behind):
     await store.create(ORDERS, "me")
     behind("DELETE FROM rule_revision")
     assert await store.revision() == 0
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "7"])
-async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, behind, text):
+async def test_audit_text_without_fields_is_read_as_none(store, behind, text):
     await store.create(ORDERS, "me")
     behind("UPDATE rule_audit SET before = ?", text)
     [entry] = await store.audit("", None, 10)
@@ -238,7 +238,7 @@ async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, be
 
 
 async def loaded(store, monkeypatch, module, reader):
-    """Load everything; return it, and how many rows were read in each iteration of the loop."""
+    """Load everything; return it, and the number of rows read in each event-loop iteration."""
     rows_of, iteration, read = Counter(), itertools.count(), getattr(module, reader)
     now = next(iteration)
 
@@ -259,16 +259,14 @@ async def loaded(store, monkeypatch, module, reader):
     return changes, rows_of
 
 
-async def test_a_long_load_is_whole_and_lets_the_loop_run_between_batches(
-    store, insert_many, monkeypatch
-):
+async def test_long_load_is_complete_and_yields_between_batches(store, insert_many, monkeypatch):
     insert_many(2 * ROWS_PER_STEP + 1)
     changes, rows_of = await loaded(store, monkeypatch, sql_store, "rule_from_row")
     assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
 
 
-async def test_a_failed_write_leaves_nothing_behind(store, behind):
+async def test_failed_write_stores_nothing(store, behind):
     behind("CREATE TRIGGER refuse BEFORE INSERT ON rule_audit BEGIN SELECT RAISE(ABORT, 'no'); END")
     with pytest.raises(StoreUnavailableError):
         await store.create(ORDERS, "me")
@@ -276,9 +274,7 @@ async def test_a_failed_write_leaves_nothing_behind(store, behind):
     assert await store.page("", "", None, 10) == []
 
 
-async def test_while_another_process_holds_the_lock_reading_works_and_writing_says_why(
-    store, tmp_path
-):
+async def test_reads_succeed_and_writes_fail_while_another_process_holds_the_lock(store, tmp_path):
     with closing(sqlite3.connect(tmp_path / "rules.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert await store.revision() == 0
@@ -289,7 +285,7 @@ async def test_while_another_process_holds_the_lock_reading_works_and_writing_sa
     await store.create(ORDERS, "me")
 
 
-async def test_a_database_without_the_schema_is_unavailable(tmp_path):
+async def test_database_without_the_schema_is_unavailable(tmp_path):
     sqlite3.connect(tmp_path / "rules.db").executescript("CREATE TABLE t (x)").connection.close()
     async with store_at(f"sqlite:///{tmp_path}/rules.db") as store:
         for call in (store.revision(), store.changes_since(None), store.create(ORDERS, "me")):
@@ -297,7 +293,7 @@ async def test_a_database_without_the_schema_is_unavailable(tmp_path):
                 await call
 
 
-async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, clock):
+async def test_secret_uses_the_given_randomness_and_has_a_date(tmp_path, behind, clock):
     async with sqlite_store(tmp_path, clock=clock, random_bytes=lambda n: b"r" * n) as store:
         assert await store.secret("key") == b"r" * 32
     assert behind("SELECT name, value, created_at FROM secrets") == [
@@ -307,7 +303,7 @@ async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, c
 
 @pytest.fixture
 def raced(postgres, postgresql_url):
-    """A database in which somebody who does not take the lock is always quicker by a hair."""
+    """A database in which a writer without the lock always inserts first."""
     postgres.sql(
         "CREATE FUNCTION race() RETURNS trigger LANGUAGE plpgsql AS"
         " $$ BEGIN RAISE unique_violation; END $$",
@@ -318,7 +314,7 @@ def raced(postgres, postgresql_url):
     return postgresql_url
 
 
-async def test_who_loses_to_a_writer_that_takes_no_lock_is_told_that_the_rule_exists(raced):
+async def test_create_reports_an_existing_rule_after_losing_to_an_unlocked_writer(raced):
     async with store_at(raced) as store:
         rule = await store.create(ORDERS, "me")
         with pytest.raises(RuleExistsError, match="was created concurrently"):
@@ -329,7 +325,7 @@ async def test_who_loses_to_a_writer_that_takes_no_lock_is_told_that_the_rule_ex
         assert await store.revision() == 1
 
 
-async def test_of_nodes_that_create_one_pair_at_once_one_wins_and_the_others_are_told(
+async def test_one_of_concurrent_creates_of_one_pair_succeeds(
     postgresql_url,
 ):
     async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
@@ -341,8 +337,8 @@ async def test_of_nodes_that_create_one_pair_at_once_one_wins_and_the_others_are
         assert await two.revision() == 1
 
 
-async def test_a_call_that_finds_every_connection_busy_waits_for_one(postgresql_url):
-    """Of as many calls at once as no pool has connections, each is answered: none is bound by the clock of the test."""
+async def test_call_waits_for_a_free_connection(postgresql_url):
+    """More concurrent calls than connections all succeed; the clock of the test limits none."""
     async with store_at(postgresql_url) as store:
         drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(5 * POOL_SIZE)]
         made = await asyncio.gather(*(store.create(draft, "me") for draft in drafts))
@@ -357,7 +353,7 @@ async def test_a_call_that_finds_every_connection_busy_waits_for_one(postgresql_
             await impatient.revision()
 
 
-async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
+async def test_reader_of_a_revision_sees_all_changes_up_to_it(postgresql_url):
     async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
         drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(40)]
         writing = asyncio.gather(
@@ -366,7 +362,7 @@ async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
         seen = 0
         while seen < 40:
             if writing.done():
-                await writing  # raises what went wrong: they would be waited for in vain
+                await writing  # raises its error instead of waiting in vain
             changes = await two.changes_since(None)
             assert sorted(rule.revision for rule in changes.changed) == list(
                 range(1, changes.revision + 1)
@@ -376,7 +372,7 @@ async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
         await writing
 
 
-async def test_rows_made_bad_behind_the_api_are_skipped_on_postgresql_too(postgres, postgresql_url):
+async def test_rows_damaged_outside_the_service_are_skipped_on_postgresql(postgres, postgresql_url):
     async with store_at(postgresql_url) as store:
         bad = await store.create(ORDERS, "me")
         good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window"), "me")
@@ -396,7 +392,7 @@ async def test_rows_made_bad_behind_the_api_are_skipped_on_postgresql_too(postgr
 
 
 @pytest.mark.parametrize("actor", ["spiffe://a\0b", "caf\udce9"])
-async def test_an_actor_in_characters_that_no_database_takes_is_noted_without_them(
+async def test_actor_is_stored_without_characters_that_databases_refuse(
     postgres, postgresql_url, actor
 ):
     async with store_at(postgresql_url) as store:
@@ -409,12 +405,13 @@ async def test_an_actor_in_characters_that_no_database_takes_is_noted_without_th
 
 GRANTS = (
     "GRANT SELECT ON ratelimitd_schema TO guarded",
-    "GRANT SELECT, INSERT, UPDATE, DELETE ON rules, rule_revision, rule_audit, secrets TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rules, rule_revision, rule_audit TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rule_audit_changes, secrets, assignments TO guarded",
 )
-"""What docs/operations.md gives to the role of the nodes."""
+"""The grants that docs/operations.md recommends for the nodes' role."""
 
 
-async def test_a_role_that_may_not_change_the_schema_is_enough_for_a_node(postgres, postgresql_url):
+async def test_node_runs_with_a_role_without_schema_permissions(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     postgres.sql(*GRANTS, database=name)
     url = postgres.url(name, user=f"guarded:{quote(PASSWORD, safe='')}")
@@ -426,9 +423,7 @@ async def test_a_role_that_may_not_change_the_schema_is_enough_for_a_node(postgr
         await store.delete(rule.id, "", "me")
 
 
-async def test_a_long_load_of_assignments_lets_the_loop_run_between_steps(
-    store, behind, monkeypatch
-):
+async def test_long_load_of_assignments_yields_between_steps(store, behind, monkeypatch):
     many_assigned = 3 * ROWS_OF_ASSIGNMENTS
     behind(
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)"
@@ -441,7 +436,7 @@ async def test_a_long_load_of_assignments_lets_the_loop_run_between_steps(
     assert max(rows_of.values()) <= ROWS_OF_ASSIGNMENTS
 
 
-async def test_a_page_of_assignments_skips_rows_that_are_none(store, behind):
+async def test_page_of_assignments_skips_invalid_rows(store, behind):
     wanted = [Assignment("user", b"%03d" % number, "pro") for number in range(9)]
     await store.assignments.assign_all(wanted, "me")
     behind("UPDATE assignments SET plan = 'No Plan' WHERE identifier IN (x'303030', x'303032')")
@@ -452,13 +447,13 @@ async def test_a_page_of_assignments_skips_rows_that_are_none(store, behind):
     assert [one.identifier for one in page] == [b"006", b"007", b"008"]
 
 
-async def test_the_count_of_assignments_is_mended_when_it_is_wrong(store, behind):
+async def test_wrong_count_of_assignments_is_corrected(store, behind):
     behind("UPDATE rule_revision SET assignments = 2000000")
     await store.assignments.assign_all([Assignment("user", b"a", "pro")], "me")
     assert behind("SELECT assignments FROM rule_revision") == [(1,)]
 
 
-async def test_a_rule_whose_row_is_invalid_is_not_found(store, behind):
+async def test_rule_with_an_invalid_row_is_not_found(store, behind):
     await store.create(ORDERS, "me")
     assert (await store.rule(ID)).limit == 10
     behind("UPDATE rules SET endpoint = ''")

@@ -15,7 +15,7 @@ from ratelimitd.rules.sql.sqlite import SqliteDatabase
 
 @pytest.fixture
 def path(tmp_path):
-    """A database of one table in a file whose name is a trial for URLs."""
+    """A database with one table, in a file whose name is difficult in URLs."""
     path = tmp_path / "ru%les #1?.db"
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE things (name TEXT UNIQUE)")
@@ -25,7 +25,7 @@ def path(tmp_path):
 
 
 async def using(path, work, *, write=False, **options):
-    """What ``work`` returns in a transaction of a database that is opened for it."""
+    """Return the result of ``work`` in a transaction of a newly opened database."""
     database = SqliteDatabase(path, **options)
     try:
         async with database.writing() if write else database.reading() as connection:
@@ -48,13 +48,13 @@ def insert(name):
     return work
 
 
-async def test_a_connection_waits_for_readers_never_and_loses_no_commit(path):
+async def test_connection_never_waits_for_readers_and_syncs_commits(path):
     assert await using(path, sql("PRAGMA journal_mode")) == [("wal",)]
     assert await using(path, sql("PRAGMA synchronous")) == [(2,)]
 
 
 class BusyOnce:
-    """A cursor whose switch of the journal mode fails as it does while another process switches."""
+    """A cursor whose switch of the journal mode fails as during a concurrent switch."""
 
     def __init__(self, error=sqlite3.SQLITE_BUSY):
         self.statements, self._error = [], error
@@ -76,22 +76,22 @@ def test_processes_that_open_a_new_file_at_once_wait_for_each_other():
         sqlite._use_wal(BusyOnce(sqlite3.SQLITE_IOERR))
 
 
-async def test_a_missing_file_is_an_error_and_not_an_empty_database(tmp_path):
+async def test_missing_file_is_an_error_without_create(tmp_path):
     with pytest.raises(StoreUnavailableError, match="cannot be opened"):
         await using(tmp_path / "rules.db", sql("SELECT 1"))
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_missing_file_is_made_when_asked_for(tmp_path):
+async def test_missing_file_is_created_with_create(tmp_path):
     assert await using(tmp_path / "rules.db", sql("SELECT 1"), create=True) == [(1,)]
 
 
-async def test_a_file_that_is_made_is_for_its_owner_alone(tmp_path):
+async def test_created_file_is_private_to_its_owner(tmp_path):
     await using(tmp_path / "rules.db", sql("SELECT 1"), create=True)
     assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
 
 
-async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(path):
+async def test_writer_waits_for_another_up_to_the_busy_timeout(path):
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreUnavailableError, match="is locked by another process"):
@@ -101,7 +101,7 @@ async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(path):
     await using(path, insert("a"), write=True)
 
 
-async def test_reading_goes_on_while_another_process_writes(path):
+async def test_reads_succeed_while_another_process_writes(path):
     await using(path, insert("a"), write=True)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -119,7 +119,7 @@ async def test_all_statements_of_one_transaction_see_one_state(path):
     assert await using(path, work) == (0, 0)
 
 
-async def test_a_full_disk_is_named(path):
+async def test_full_disk_is_reported(path):
     async def work(connection):
         await connection.exec_driver_sql("PRAGMA max_page_count = 1")
         await connection.exec_driver_sql("INSERT INTO things VALUES (?)", ("x" * 100_000,))
@@ -128,7 +128,7 @@ async def test_a_full_disk_is_named(path):
         await using(path, work)
 
 
-async def test_a_read_only_database_is_named(path):
+async def test_read_only_database_is_reported(path):
     async def work(connection):
         await connection.exec_driver_sql("PRAGMA query_only = 1")
         await connection.exec_driver_sql("INSERT INTO things VALUES ('a')")
@@ -137,13 +137,13 @@ async def test_a_read_only_database_is_named(path):
         await using(path, work)
 
 
-async def test_a_file_that_is_no_database_is_named(tmp_path):
+async def test_file_that_is_not_a_database_is_reported(tmp_path):
     (tmp_path / "rules.db").write_text("rules: []\n" * 1000)
     with pytest.raises(StoreUnavailableError, match="is not a SQLite database"):
         await using(tmp_path / "rules.db", sql("SELECT 1"))
 
 
-async def test_a_message_holds_neither_statement_nor_value(path):
+async def test_message_contains_neither_statement_nor_value(path):
     await using(path, insert("s3cret"), write=True)
     with pytest.raises(StoreUnavailableError) as caught:
         await using(path, insert("s3cret"), write=True)
@@ -151,12 +151,12 @@ async def test_a_message_holds_neither_statement_nor_value(path):
     assert "s3cret" not in str(caught.value.__cause__)
 
 
-def test_an_error_that_is_not_the_drivers_has_a_message_too():
+def test_error_of_another_library_has_a_message():
     assert sqlite.meaning_of(SQLAlchemyError("x")) == "the rule database failed (SQLAlchemyError)"
     assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"))
 
 
-async def test_errors_of_our_own_pass_through(path):
+async def test_own_errors_pass_through(path):
     async def work(_connection):
         raise RuleNotFoundError(name="x")
 
@@ -164,7 +164,7 @@ async def test_errors_of_our_own_pass_through(path):
         await using(path, work)
 
 
-async def test_when_every_connection_is_busy_the_wait_is_bounded(path, monkeypatch):
+async def test_wait_for_a_busy_pool_is_bounded(path, monkeypatch):
     monkeypatch.setattr(sqlite, "POOL_SIZE", 1)
 
     async def work(_connection):
@@ -178,7 +178,7 @@ async def test_when_every_connection_is_busy_the_wait_is_bounded(path, monkeypat
     await database.close()
 
 
-async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_path):
+async def test_replaced_database_is_detected_at_the_next_transaction(path, tmp_path):
     other = tmp_path / "other.db"
     other.write_bytes(path.read_bytes())
     await using(other, insert("from the backup"), write=True)
@@ -191,7 +191,7 @@ async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_
     await database.close()
 
 
-async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
+async def test_deleted_database_is_detected_instead_of_written(path):
     database = SqliteDatabase(path)
     async with database.reading() as connection:
         await sql("SELECT 1")(connection)
@@ -201,19 +201,19 @@ async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
     await database.close()
 
 
-async def test_broken_text_is_read_as_lone_surrogates(path):
+async def test_invalid_text_is_read_as_lone_surrogates(path):
     broken = await using(path, sql("SELECT CAST(x'2fff' AS TEXT)"))
     assert broken == [("/\udcff",)]
 
 
-async def test_the_driver_never_logs_the_values_of_a_call(path, caplog):
+async def test_driver_never_logs_call_arguments(path, caplog):
     caplog.set_level(logging.DEBUG)
     asyncio.get_running_loop().set_debug(enabled=False)
     await using(path, insert("s3cret"), write=True)
     assert "s3cret" not in caplog.text
 
 
-async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_cancelled(path):
+async def test_close_waits_for_the_thread_of_a_cancelled_caller(path):
     database, held = SqliteDatabase(path), asyncio.Event()
 
     async def hold():
@@ -234,7 +234,7 @@ async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_can
 
 
 @pytest.mark.parametrize("exists", [True, False])
-async def test_connections_that_open_after_their_callers_were_cancelled_are_closed(
+async def test_connections_opened_after_their_callers_were_cancelled_are_closed(
     path, monkeypatch, exists
 ):
     begun, may_open, opened = threading.Semaphore(0), threading.Event(), []
@@ -280,29 +280,28 @@ def sqlite_error(code):
         (sqlite3.SQLITE_IOERR_WRITE, False),
     ],
 )
-def test_errors_that_a_retry_cannot_mend_are_permanent(path, code, permanent):
+def test_errors_that_a_retry_cannot_fix_are_permanent(path, code, permanent):
     assert sqlite.is_permanent(sqlite_error(code), path) is permanent
 
 
-def test_a_place_that_is_not_there_may_come_and_one_that_is_forbidden_will_not(
-    path, tmp_path, monkeypatch
-):
+def test_missing_place_is_retryable_and_forbidden_one_is_permanent(path, tmp_path, monkeypatch):
     cannot_open = sqlite_error(sqlite3.SQLITE_CANTOPEN)
     assert not sqlite.is_permanent(cannot_open, path)
     assert not sqlite.is_permanent(cannot_open, tmp_path / "absent.db")
     assert not sqlite.is_permanent(cannot_open, tmp_path / "absent" / "rules.db")
     assert sqlite.is_permanent(cannot_open, tmp_path)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may do all
+    # The tests may run as root, who may access everything.
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert sqlite.is_permanent(cannot_open, path)
     assert sqlite.is_permanent(cannot_open, tmp_path / "absent.db")
     assert not sqlite.is_permanent(cannot_open, tmp_path / "absent" / "rules.db")
 
 
-def test_an_error_without_a_code_may_pass(path):
+def test_error_without_a_code_is_retryable(path):
     assert not sqlite.is_permanent(SQLAlchemyError(), path)
 
 
-async def test_a_database_is_read_and_written_in_transactions_of_its_own(path):
+async def test_reads_and_writes_run_in_separate_transactions(path):
     database = SqliteDatabase(path)
     async with database.writing() as connection:
         await insert("a")(connection)
@@ -318,7 +317,7 @@ async def insert_into(database, name):
         await insert(name)(connection)
 
 
-async def test_an_upgrade_of_what_may_not_be_written_is_given_up(path):
+async def test_upgrade_of_a_read_only_database_is_permanent(path):
     database = SqliteDatabase(path)
     async with database.upgrading() as connection:
         await connection.exec_driver_sql("PRAGMA query_only = 1")
@@ -328,7 +327,7 @@ async def test_an_upgrade_of_what_may_not_be_written_is_given_up(path):
     await database.close()
 
 
-async def test_an_upgrade_names_the_file_it_failed_on(tmp_path):
+async def test_failed_upgrade_names_the_file(tmp_path):
     database = SqliteDatabase(tmp_path / "absent" / "rules.db")
     with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*rules\.db$"):
         async with database.upgrading():
@@ -336,7 +335,7 @@ async def test_an_upgrade_names_the_file_it_failed_on(tmp_path):
     await database.close()
 
 
-async def test_a_connection_that_is_given_up_between_execution_and_fetch_holds_no_lock(path):
+async def test_connection_discarded_between_execution_and_fetch_holds_no_lock(path):
     unread = []
 
     async def give_up(connection):

@@ -47,15 +47,15 @@ def test_each_descriptor_has_its_status_in_order():
     assert third.limit_remaining == 0
 
 
-def test_all_that_pass_are_ok():
+def test_a_request_is_ok_if_all_descriptors_pass():
     assert answer(PASSED, NO_RULE).overall_code == Response.OK
 
 
-def test_a_window_that_envoy_has_no_name_for_has_no_unit():
+def test_a_window_without_a_name_in_envoy_has_no_unit():
     assert answer(LONGER).statuses[0].current_limit.unit == 0
 
 
-def test_a_month_of_the_calendar_has_a_unit_and_thirty_days_have_none():
+def test_a_calendar_month_has_a_unit_and_thirty_days_have_none():
     days = replace(HALF, window_seconds=2_592_000)
     month = replace(days, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15))
     for rule, unit in ((days, 0), (month, 5)):
@@ -63,7 +63,7 @@ def test_a_month_of_the_calendar_has_a_unit_and_thirty_days_have_none():
         assert told.statuses[0].current_limit.unit == unit
 
 
-def test_what_was_left_of_a_second_counts_as_one_and_what_is_over_as_none():
+def test_a_part_of_a_second_counts_as_one_and_past_times_as_zero():
     assert answer(PASSED, now_us=NOW_S * 10**6 + 1).statuses[0].duration_until_reset.seconds == 20
     late = answer(PASSED, now_us=2 * NOW_S * 10**6)
     assert late.statuses[0].duration_until_reset.seconds == 0
@@ -79,7 +79,7 @@ def test_the_fields_are_those_of_the_limit_with_the_least_left():
     }
 
 
-def test_a_denial_is_told_by_the_one_that_lasts_longest():
+def test_a_denial_shows_the_limit_with_the_longest_delay():
     assert added(PASSED, LONGER, DENIED) == {
         "Retry-After": "25",
         "RateLimit-Policy": '"half";q=10;w=30',
@@ -97,10 +97,10 @@ def test_a_denial_is_told_by_the_one_that_lasts_longest():
         (NO_FIELDS, []),
     ],
 )
-def test_fields_can_be_left_out(fields, names):
+def test_fields_can_be_omitted(fields, names):
     assert [*added(DENIED, fields=fields)] == names
 
 
-def test_without_a_rule_only_a_denial_has_something_to_tell():
+def test_without_a_rule_only_a_denial_adds_fields():
     assert added(NO_RULE) == {}
     assert added(GIVEN_UP) == {"Retry-After": "5"}

@@ -61,7 +61,7 @@ def test_a_descriptor_is_a_check(entries, check):
         (3, 0, 1, True),
     ],
 )
-def test_hits_are_the_cost_and_those_of_a_descriptor_come_first(
+def test_hits_are_the_cost_and_those_of_a_descriptor_take_precedence(
     of_request, of_descriptor, cost, peek
 ):
     [check] = checks("edge", ([("user_id", "ada")], of_descriptor), hits=of_request)
@@ -103,26 +103,26 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_named(what):
+def test_violations_are_named(what):
     request, field = WRONG[what]
     with pytest.raises(CheckInvalidError) as refused:
         checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
     assert [violation.field for violation in refused.value.violations] == [field]
 
 
-def test_as_many_as_are_allowed_are_taken():
+def test_the_maximum_number_of_descriptors_is_accepted():
     entries = [*[("k", "v")] * (MAX_ENTRIES - 1), *ADA]
     assert len(checks("edge", *[entries] * MAX_DESCRIPTORS)) == MAX_DESCRIPTORS
 
 
-def test_hits_are_not_given_back_beside_checks():
+def test_refunds_together_with_checks_are_refused():
     request = request_of("edge", ADA, [("hold", "text")])
     request.descriptors[1].is_negative_hits = True
     with pytest.raises(CheckInvalidError, match=r"descriptors\[1\]\.is_negative_hits: hits are"):
         checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
 
 
-def test_no_value_is_repeated_in_what_is_wrong():
+def test_violations_repeat_no_values():
     with pytest.raises(CheckInvalidError) as refused:
         checks("edge", [("remote_address", "somewhere"), ("path", "secret" * 50)])
     assert "secret" not in str(refused.value)
@@ -133,7 +133,7 @@ TOO_WIDE = b"\x18\x81\x80\x80\x80\x10"
 """``hits_addend`` of 2^32 + 1."""
 
 
-def test_a_request_is_read_as_it_was_sent():
+def test_a_request_is_parsed_as_sent():
     sent = request_of("edge", ([("ip", "192.0.2.1")], 5), hits=3)
     read = parse_request(sent.SerializeToString() + TOO_WIDE)
     assert (read.domain, read.hits_addend) == (b"edge", 2**32 + 1)
@@ -143,18 +143,18 @@ def test_a_request_is_read_as_it_was_sent():
     assert descriptor.hits_addend.value == 5
 
 
-def test_text_that_is_no_text_is_read_all_the_same():
+def test_invalid_utf8_is_parsed():
     assert parse_request(b"\x0a\x01\xff").domain == b"\xff"
 
 
 @pytest.mark.parametrize("data", [b"\xff", bytes(MAX_REQUEST_BYTES + 1)])
-def test_bytes_that_are_no_request_are_refused(data):
+def test_malformed_bytes_of_a_request_are_refused(data):
     with pytest.raises(InvalidInputError) as refused:
         parse_request(data)
     assert [violation.field for violation in refused.value.violations] == ["request"]
 
 
-def test_answers_are_written_as_envoy_reads_them():
+def test_answers_are_encoded_as_envoy_parses_them():
     answer = Response(overall_code=Response.OVER_LIMIT)
     answer.response_headers_to_add.add(key=b"Retry-After", value=b"5")
     read = envoy_messages.Response.FromString(answer.SerializeToString())

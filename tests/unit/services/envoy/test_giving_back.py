@@ -1,4 +1,4 @@
-"""Hits that are given back: which requests are refused, and that these change nothing."""
+"""Refunds of hits: invalid requests are refused without a change."""
 
 import pytest
 
@@ -33,7 +33,7 @@ async def send(node, request):
 
 
 def free(node):
-    return node.left(ADA) + 1  # a look counts itself in
+    return node.left(ADA) + 1  # a peek answers as if it consumed one
 
 
 def named(text):
@@ -94,7 +94,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-async def test_what_is_wrong_is_named_and_nothing_is_settled(node, what):
+async def test_violations_are_named_and_nothing_is_settled(node, what):
     request_from, field = WRONG[what]
     text = await hold(node)
     with pytest.raises(InvalidInputError) as refused:
@@ -115,7 +115,7 @@ async def test_the_hits_of_the_request_are_those_of_descriptors_without_their_ow
     assert answer.statuses[0].limit_remaining == 3
 
 
-async def test_the_same_twice_in_a_request_gives_back_once(node):
+async def test_a_hold_twice_in_a_request_is_refunded_once(node):
     text = await hold(node)
     answer = await send(node, giving_back((named(text), 1), (named(text), 1)))
     assert [status.limit_remaining for status in answer.statuses] == [2, 2]
@@ -129,7 +129,7 @@ async def test_an_error_names_the_descriptor_and_leaves_the_earlier_ones_settled
     assert free(node) == 3
 
 
-async def test_a_hold_that_has_ended_keeps_what_it_charged(node):
+async def test_an_ended_hold_stays_charged(node):
     text = await hold(node)
     node.clock.advance(seconds=30)
     with pytest.raises(HoldEndedError, match=r"^descriptors\[0\]: its time is over"):
@@ -137,7 +137,7 @@ async def test_a_hold_that_has_ended_keeps_what_it_charged(node):
     assert free(node) == 3 - HELD
 
 
-async def test_where_nothing_was_held_there_is_no_limit(node):
+async def test_a_refund_of_an_empty_hold_shows_no_limit(node):
     text = await hold(node, endpoint="/without/a/rule")
     answer = await send(node, giving_back((named(text), 1)))
     assert answer.overall_code == Response.OK

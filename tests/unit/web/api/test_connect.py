@@ -37,7 +37,7 @@ def test_every_code_has_a_status_and_its_name():
         assert content == {"code": expected, "message": "text"}
 
 
-def test_details_are_there_for_programs_and_for_people():
+def test_details_are_given_in_binary_and_readable_form():
     error = rpc_error(InvalidInputError(FieldViolation("limit", "must be positive")))
     response, content = failure(error)
     assert (response.status_code, response.media_type) == (400, "application/json")
@@ -52,42 +52,42 @@ def test_details_are_there_for_programs_and_for_people():
     assert error_details_pb2.BadRequest.FromString(packed).field_violations[0].field == "limit"
 
 
-def test_who_may_try_again_is_told_when():
+def test_retry_info_becomes_retry_after():
     response, _ = failure(rpc_error(StoreUnavailableError("away")))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
-def test_who_needs_credentials_is_told_which_kind():
+def test_unauthenticated_answer_names_the_scheme():
     response, _ = failure(rich_error(StatusCode.UNAUTHENTICATED, "CREDENTIALS_REQUIRED", "no"))
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
     assert "retry-after" not in response.headers
 
 
-def test_a_body_that_is_too_long_has_a_status_of_its_own():
+def test_oversized_body_has_its_own_status():
     response, content = failure(BodyTooLargeError(StatusCode.RESOURCE_EXHAUSTED, "long"))
     assert (response.status_code, content["code"]) == (413, "resource_exhausted")
 
 
-def test_a_body_in_an_unknown_encoding_has_a_status_of_its_own_and_is_told_which_one_is_known():
+def test_unknown_encoding_has_its_own_status_and_names_the_supported_one():
     response, content = failure(EncodingUnsupportedError(StatusCode.UNIMPLEMENTED, "br"))
     assert (response.status_code, content["code"]) == (415, "unimplemented")
     assert response.headers["accept-encoding"] == "gzip"
 
 
-def test_a_timeout_is_in_milliseconds():
+def test_timeout_is_in_milliseconds():
     assert timeout_s() is None
     assert timeout_s(connect_timeout_ms="1500", connect_protocol_version="1") == 1.5
     assert timeout_s(connect_timeout_ms="0") == 0
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "1_0", "\xb2", "12345678901"])
-def test_a_malformed_timeout_is_refused(text):
+def test_malformed_timeout_is_refused(text):
     with pytest.raises(RpcError, match="Connect-Timeout-Ms") as refused:
         timeout_s(connect_timeout_ms=text)
     assert refused.value.code is StatusCode.INVALID_ARGUMENT
 
 
-def test_another_version_of_the_protocol_is_refused():
+def test_other_protocol_version_is_refused():
     with pytest.raises(RpcError, match="Connect-Protocol-Version must be 1") as refused:
         timeout_s(connect_protocol_version="2")
     assert refused.value.code is StatusCode.INVALID_ARGUMENT
@@ -102,13 +102,13 @@ async def test_bodies_may_be_compressed():
         assert pb.RateLimitRequest.FromString(message).peek
 
 
-async def test_what_inflates_to_too_much_is_refused_before_it_does():
+async def test_inflation_stops_at_the_bound():
     bomb = gzip.compress(bytes(ConnectJson.max_body_bytes + 1))
     with pytest.raises(BodyTooLargeError):
         await ConnectJson().message_of(bomb, GZIP, TYPES, at_once)
 
 
-async def test_json_goes_in_and_out():
+async def test_json_is_read_and_written():
     message = await ConnectJson().message_of(
         b'{"identifier":"u","peek":true}', PLAIN, TYPES, at_once
     )
@@ -118,7 +118,7 @@ async def test_json_goes_in_and_out():
     assert json.loads(response.body)["allowed"] is False
 
 
-async def test_messages_go_in_and_out_as_they_are():
+async def test_binary_messages_pass_unchanged():
     assert await ConnectProto().message_of(b"\xff", PLAIN, TYPES, at_once) == b"\xff"
     response = await ConnectProto().answer(b"\x08\x01", TYPES, at_once)
     assert (response.media_type, response.body) == ("application/proto", b"\x08\x01")

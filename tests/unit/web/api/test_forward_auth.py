@@ -9,9 +9,10 @@ from starlette.requests import Request
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.auth import Access, Credentials, Role
 from ratelimitd.services.convert import check_of
 from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.wire import parse_check
 from ratelimitd.web.api.forward_auth import (
     AUTH_PATH,
@@ -36,13 +37,12 @@ TEMPLATES = (
 
 
 class Node:
-    """Forward auth before a handler that remembers what it was asked."""
+    """Forward auth with a handler that records its requests."""
 
     def __init__(self, **options):
         self.stats = CheckStats()
         self.edge = ErrorEdge(self.stats)
         self.asked = []
-        self.refused = None
         self.answer = pb.RateLimitResponse(allowed=True)
         self.late = False
         chosen = {
@@ -54,15 +54,11 @@ class Node:
         self.app = ForwardAuth(
             self.handle,
             AuthOptions(**{**chosen, **options}),
-            admit=self.admit,
+            admit=lambda _call: None,
             translate=self.edge.translate,
             now_s=lambda: 1_000.0,
             revision=NEWEST_REVISION,
         )
-
-    def admit(self, call):
-        if self.refused:
-            raise self.refused
 
     def handle(self, data, call):
         self.asked.append(pb.RateLimitRequest.FromString(data))
@@ -81,7 +77,7 @@ class Node:
             return await client.request(method, url, headers=headers)
 
     async def pass_on(self, uri="/", *, query="", **headers):
-        """Ask as a proxy does."""
+        """Send a request as a proxy does."""
         forwarded = {"X-Forwarded-For": CLIENT, "X-Forwarded-Uri": uri}
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.ask({**forwarded, **named}, query=query)
@@ -99,7 +95,7 @@ def node():
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "OPTIONS", "PURGE"])
-async def test_a_request_that_passes_is_answered_200_with_the_limit(node, method):
+async def test_allowed_request_is_answered_200_with_the_limit(node, method):
     node.answer = pb.RateLimitResponse(
         allowed=True, rule_id="r", limit=10, remaining_tokens=9, window_seconds=60, reset_time=1_060
     )
@@ -111,7 +107,7 @@ async def test_a_request_that_passes_is_answered_200_with_the_limit(node, method
     assert answer.headers["cache-control"] == "no-store"
 
 
-async def test_a_request_over_the_limit_is_answered_429_and_when_to_try_again(node):
+async def test_denied_request_is_answered_429_with_retry_after(node):
     node.answer = pb.RateLimitResponse(
         rule_id="r", limit=10, window_seconds=60, reset_time=1_060, retry_after_seconds=5
     )
@@ -121,19 +117,19 @@ async def test_a_request_over_the_limit_is_answered_429_and_when_to_try_again(no
     assert answer.text == "Too many requests. Try again in 5 s.\n"
 
 
-async def test_a_proxy_that_takes_no_429_is_answered_403(node):
+async def test_denied_request_is_answered_403_on_request(node):
     node.answer = pb.RateLimitResponse()
     answer = await node.pass_on(query="deny=403")
     assert (answer.status_code, answer.text) == (403, "Too many requests.\n")
     assert (await node.pass_on(query="deny=429")).status_code == 429
 
 
-async def test_a_check_that_waits_for_the_shared_state_is_answered(node):
+async def test_check_that_waits_for_the_shared_state_is_answered(node):
     node.late = True
     assert (await node.pass_on()).status_code == 200
 
 
-async def test_the_configuration_of_the_proxy_names_cost_and_endpoint(node):
+async def test_proxy_parameters_set_cost_and_endpoint(node):
     assert (await node.pass_on("/any", query="endpoint=%2Fa%20b&cost=3")).status_code == 200
     [asked] = node.asked
     assert (asked.endpoint, asked.tokens_requested) == ("/a b", 3)
@@ -156,7 +152,7 @@ async def test_the_configuration_of_the_proxy_names_cost_and_endpoint(node):
         ("endpoint=" + "x" * 2_048, "query"),
     ],
 )
-async def test_a_wrong_parameter_is_refused_by_name(node, query, field):
+async def test_invalid_parameter_is_refused_by_name(node, query, field):
     answer = await node.pass_on(query=query)
     assert answer.status_code == 400
     assert answer.json()["message"].startswith(f"{field}: ")
@@ -165,7 +161,7 @@ async def test_a_wrong_parameter_is_refused_by_name(node, query, field):
 
 
 @pytest.mark.parametrize("query", ["endpoint=/cheap", "deny=403&endpoint=/cheap"])
-async def test_a_client_whose_query_the_proxy_passes_on_chooses_nothing(node, query):
+async def test_forwarded_client_query_is_refused(node, query):
     answer = await node.pass_on("/orders?endpoint=/cheap", query=query)
     assert answer.status_code == (403 if "deny" in query else 400)
     assert "passes on that of the client" in answer.text
@@ -191,7 +187,7 @@ async def test_a_client_whose_query_the_proxy_passes_on_chooses_nothing(node, qu
         ("/other", "GET", "", "unmatched"),
     ],
 )
-async def test_the_endpoint_is_the_first_template_that_matches(  # noqa: PLR0917 -- the parameters of a row
+async def test_endpoint_is_the_first_matching_template(  # noqa: PLR0917 -- the parameters of a row
     node, uri, method, host, endpoint
 ):
     more = {"X_Forwarded_Host": host} if host else {}
@@ -199,7 +195,7 @@ async def test_the_endpoint_is_the_first_template_that_matches(  # noqa: PLR0917
     assert [one.endpoint for one in node.asked] == [endpoint]
 
 
-async def test_without_the_headers_of_a_proxy_method_and_host_are_those_of_its_request(node):
+async def test_method_and_host_default_to_those_of_the_proxys_request(node):
     uri = {"X-Forwarded-Uri": "/search"}
     await node.ask({**uri, "Host": "shop.example"})
     await node.ask({"X-Forwarded-Uri": "/api/orders/5"}, method="DELETE")
@@ -208,7 +204,7 @@ async def test_without_the_headers_of_a_proxy_method_and_host_are_those_of_its_r
     assert found == ["shop.example/search", "/api/orders/{id}", "unmatched"]
 
 
-def test_without_templates_every_path_is_unmatched():
+def test_every_path_is_unmatched_without_templates():
     assert PathTemplates(()).endpoint_of("GET", "", [b"x"]) == "unmatched"
 
 
@@ -232,7 +228,7 @@ def test_without_templates_every_path_is_unmatched():
         ("/a?" + "x" * 60_000, "a"),
     ],
 )
-def test_a_path_is_normalised_once(uri, path):
+def test_path_is_normalised_once(uri, path):
     assert b"/".join(segments_of(uri)) == path.encode("latin-1")
 
 
@@ -253,7 +249,7 @@ def test_a_path_is_normalised_once(uri, path):
         ("/" + "a" * 65_536, "at most 8192 bytes"),
     ],
 )
-async def test_a_path_that_is_none_is_refused_and_no_error_of_the_node(node, uri, text):
+async def test_invalid_path_is_refused_without_an_error_of_the_node(node, uri, text):
     with pytest.raises(InvalidInputError, match=text):
         segments_of(uri)
     for query, status in (("", 400), ("deny=403", 403)):
@@ -264,46 +260,46 @@ async def test_a_path_that_is_none_is_refused_and_no_error_of_the_node(node, uri
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Uri", "X-Forwarded-Method", "X-Forwarded-Host"])
-async def test_a_header_of_the_proxy_that_its_client_sent_as_well_is_refused(node, name):
+async def test_repeated_forwarding_header_is_refused(node, name):
     given = [("X-Forwarded-Uri", "/")] * (name != "X-Forwarded-Uri")
     answer = await node.ask([*given, (name, "/a"), (name, "/b")])
     assert answer.status_code == 400
     assert answer.json()["message"] == f"{name}: must be sent once"
 
 
-async def test_every_identity_that_is_there_is_named(node):
+async def test_every_present_identity_is_sent(node):
     await node.pass_on(X_Api_Key="k")
     assert node.identities == {"api_key": "k", "ip": CLIENT}
 
 
-async def test_without_any_identity_the_address_of_the_client_counts():
+async def test_client_address_is_the_default_identity():
     node = Node(identifiers=("x-api-key=api_key",))
     await node.pass_on(X_Api_Key="")
     assert node.identities == {"ip": CLIENT}
 
 
-async def test_with_an_identity_the_address_counts_only_where_it_is_configured():
+async def test_address_counts_beside_an_identity_only_where_configured():
     node = Node(identifiers=("x-user=user", "x-login=user", "x-tenant=tenant"))
     await node.pass_on(X_Login="second", X_User="first", X_Tenant="t")
     assert node.identities == {"user": "first", "tenant": "t"}
 
 
-async def test_no_more_identities_are_named_than_a_check_may_have():
+async def test_number_of_identities_is_bounded():
     node = Node(identifiers=[f"x-{number}=t{number}" for number in range(10)])
     await node.pass_on(**{f"X_{number}": "v" for number in range(10)})
     assert [*node.identities] == [f"t{number}" for number in range(8)]
 
 
 @pytest.mark.parametrize("second", ["b", "a", ""])
-async def test_an_identifier_that_is_there_twice_is_refused(node, second):
-    """The application goes by one of them, and the limit must not go by the other."""
+async def test_repeated_identifier_is_refused(node, second):
+    """The application uses one of them, and the limit must not use the other."""
     forwarded = [("X-Forwarded-For", CLIENT), ("X-Forwarded-Uri", "/")]
     answer = await node.ask([*forwarded, ("X-Api-Key", "a"), ("X-Api-Key", second)])
     assert (answer.status_code, answer.json()["message"]) == (400, "x-api-key: must be sent once")
     assert not node.asked
 
 
-async def test_what_looks_like_the_hash_of_a_key_is_another_key(node):
+async def test_value_that_resembles_a_digest_is_hashed(node):
     text = f"sha256:{'0a' * 32}"
     await node.ask([("X-Forwarded-For", CLIENT), ("X-Api-Key", text)])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -311,12 +307,12 @@ async def test_what_looks_like_the_hash_of_a_key_is_another_key(node):
 
 
 @pytest.mark.parametrize("raw", [b"k" * 257, b"\xff"])
-async def test_a_value_that_no_check_can_carry_counts_by_its_hash(node, raw):
+async def test_value_that_no_check_can_carry_is_hashed(node, raw):
     await node.ask([(b"X-Forwarded-For", CLIENT.encode()), (b"X-Api-Key", raw)])
     assert node.identities["api_key"] == f"sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
-async def test_a_value_may_be_any_text(node):
+async def test_value_may_be_any_text(node):
     await node.ask([(b"X-Api-Key", "schlüssel".encode())])
     assert node.identities["api_key"] == "schlüssel"
 
@@ -324,7 +320,7 @@ async def test_a_value_may_be_any_text(node):
 @pytest.mark.parametrize(
     ("value", "address"), [("2001:db8::5", "2001:db8::"), ("nobody", CLIENT), ("", CLIENT)]
 )
-async def test_another_header_may_have_the_address(value, address):
+async def test_other_header_may_hold_the_address(value, address):
     node = Node(identifiers=("x-real-ip=ip",))
     await node.pass_on(X_Real_IP=value)
     assert node.identities == {"ip": address}
@@ -335,15 +331,15 @@ async def test_forged_entries_of_a_client_do_not_count(node):
     assert node.identities == {"ip": CLIENT}
 
 
-async def test_a_client_without_an_address_is_refused_and_shares_no_bucket():
+async def test_peer_that_has_left_is_no_trusted_proxy_and_is_refused():
     node = Node(trusted_proxies=("unix",))
-    answer = await node.ask({"X-Forwarded-For": "unknown", "X-Forwarded-Uri": "/"}, peer="")
+    answer = await node.ask({"X-Forwarded-For": CLIENT, "X-Forwarded-Uri": "/"}, peer="")
     assert answer.status_code == 400
     assert answer.json()["message"] == "X-Forwarded-For: must name the address of the client"
     assert not node.asked
 
 
-async def test_forwarding_headers_of_others_than_proxies_are_ignored_counted_and_told_once(caplog):
+async def test_forwarding_headers_of_untrusted_peers_are_ignored_counted_and_logged_once(caplog):
     node = Node(identifiers=("x-real-ip=ip", "x-forwarded-for=ip"))
     for name in ("X-Forwarded-For", "X-Forwarded-Uri", "X-Forwarded-Method", "X-Forwarded-Host"):
         headers = {name: "/api/orders/5", "X-Real-IP": CLIENT}
@@ -356,22 +352,29 @@ async def test_forwarding_headers_of_others_than_proxies_are_ignored_counted_and
     assert "203.0.113.1" not in line
 
 
-async def test_a_page_of_another_site_spends_nothing(node):
+async def test_cross_site_request_of_a_browser_spends_nothing(node):
     for peer in (PROXY, "127.0.0.1"):
         answer = await node.ask({"Sec-Fetch-Site": "cross-site"}, peer=peer)
         assert answer.status_code == 403
     assert not node.asked
-    # What a proxy passes on of such a page is its own business.
+    # For forwarded requests, the proxy decides.
     assert (await node.pass_on(Sec_Fetch_Site="cross-site")).status_code == 200
 
 
-async def test_a_caller_without_the_role_is_refused(node):
-    node.refused = RpcError(StatusCode.UNAUTHENTICATED, "no")
-    assert (await node.pass_on()).status_code == 401
+async def test_caller_without_the_role_is_refused_and_logged(node, caplog):
+    access = Access(Credentials(check_token="c" * 16), TokenGuesses(node.stats, lambda: 0))
+    node.app._admit = access.requirement(Role.CHECK)
+    sent = {"Authorization": "Bearer wrong-secret", "X_Api_Key": "key-secret"}
+    assert (await node.pass_on(**sent)).status_code == 401
     assert not node.asked
+    [line] = [one.getMessage() for one in caplog.records]
+    assert "Authorization" in line
+    assert "CHECK_TOKEN" in line
+    for secret in ("secret", CLIENT, PROXY):
+        assert secret not in line
 
 
-async def test_a_defect_is_told_to_the_log_only(node, caplog):
+async def test_defect_is_reported_in_the_log_only(node, caplog):
     node.answer = None
     answer = await node.pass_on(X_Api_Key="secret")
     assert (answer.status_code, answer.json()["message"]) == (500, "unexpected error")
@@ -390,9 +393,7 @@ _ANY_URI = st.lists(st.sampled_from([*"/.%?#a0*{}", "%2f", "%00", "\xff"]) | _AN
     hops=_ANY_TEXT,
     query=st.sampled_from(["", "deny=403"]),
 )
-async def test_nothing_that_a_client_sends_is_an_error_of_the_node(
-    *, uri, method, host, key, hops, query
-):
+async def test_no_client_input_is_an_error_of_the_node(*, uri, method, host, key, hops, query):
     node = Node()
     values = {"uri": uri, "method": method, "host": host, "for": hops}
     headers = [(f"x-forwarded-{name}".encode(), value) for name, value in values.items()]
@@ -410,7 +411,7 @@ async def test_nothing_that_a_client_sends_is_an_error_of_the_node(
         assert check.endpoint in {*TEMPLATES, "unmatched"}
 
 
-async def test_somebody_who_leaves_is_answered_nothing(node):
+async def test_disconnected_client_is_not_answered(node):
     async def never(_answer):
         await asyncio.Event().wait()
 

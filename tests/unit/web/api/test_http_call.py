@@ -38,21 +38,21 @@ def request(client=("192.0.2.1", 5), headers=()):
         (None, "unknown:"),
     ],
 )
-def test_a_peer_has_grpcs_spelling(client, peer):
+def test_peer_has_grpcs_format(client, peer):
     assert peer_of(request(client)) == peer
 
 
-def test_a_peer_that_nobody_knows_is_not_on_this_host():
+def test_unknown_peer_is_not_local():
     assert not is_loopback(http_call(request(None), "/s/m"))
     assert is_loopback(http_call(request(("127.0.0.1", 1)), "/s/m"))
 
 
-def test_who_forwards_is_seen():
+def test_forwarded_request_is_not_loopback():
     forwarded = request(("127.0.0.1", 1), [(b"x-forwarded-for", b"127.0.0.1")])
     assert not is_loopback(http_call(forwarded, "/s/m"))
 
 
-def test_a_call_has_the_headers_of_its_request_and_no_certificate_or_deadline():
+def test_call_has_the_headers_of_its_request_and_no_certificate_or_deadline():
     call = http_call(request(headers=[(b"authorization", b"Bearer a"), (b"x", b"1")]), "/s/m")
     assert call.method == "/s/m"
     assert (call.metadata("authorization"), call.metadata("x")) == ("Bearer a", "1")
@@ -61,13 +61,13 @@ def test_a_call_has_the_headers_of_its_request_and_no_certificate_or_deadline():
     assert call.time_remaining_s() is None
 
 
-def test_what_somebody_logged_in_with_stands_in_for_the_header():
+def test_login_replaces_the_authorization_header():
     headers = Headers({"authorization": "Bearer theirs", "x": "1"})
     call = HttpCall("/s/m", "unknown:", headers, "Bearer ours")
     assert (call.metadata("authorization"), call.metadata("x")) == ("Bearer ours", "1")
 
 
-async def test_an_answer_may_come_at_once_or_later():
+async def test_settled_accepts_values_and_awaitables():
     async def later():
         return b"later"
 
@@ -84,11 +84,11 @@ def handle(handler, *, receive=never, timeout_s=None):
     return handled(handler, b"in", FakeCall(), receive=receive, deadline_s=deadline_s)
 
 
-async def test_an_answer_that_is_there_at_once_is_taken():
+async def test_immediate_answer_is_returned():
     assert await handle(lambda data, call: data + call.peer.encode()[:4]) == b"inipv4"
 
 
-async def test_an_answer_is_waited_for():
+async def test_pending_answer_is_awaited():
     async def later(data, _call):
         await asyncio.sleep(0)
         return data
@@ -96,7 +96,7 @@ async def test_an_answer_is_waited_for():
     assert await handle(later, timeout_s=60) == b"in"
 
 
-async def test_an_error_comes_through():
+async def test_error_of_the_handler_is_raised():
     async def fail(_data, _call):
         raise RpcError(StatusCode.NOT_FOUND, "no")
 
@@ -104,7 +104,7 @@ async def test_an_error_comes_through():
         await handle(fail)
 
 
-async def test_nobody_is_called_after_the_deadline():
+async def test_handler_is_not_called_after_the_deadline():
     called = []
     with pytest.raises(RpcError) as refused:
         await handle(lambda data, call: called.append(data), timeout_s=0)
@@ -113,7 +113,7 @@ async def test_nobody_is_called_after_the_deadline():
 
 
 class Work:
-    """A handler that takes its time, and knows how it ended."""
+    """A handler that takes time and records how it ended."""
 
     def __init__(self):
         self.started = asyncio.Event()
@@ -128,7 +128,7 @@ class Work:
             raise
 
 
-async def test_work_ends_when_its_deadline_comes():
+async def test_work_ends_at_its_deadline():
     work = Work()
     with pytest.raises(RpcError) as refused:
         await handle(work, timeout_s=0.01)
@@ -136,7 +136,7 @@ async def test_work_ends_when_its_deadline_comes():
     assert work.cancelled
 
 
-async def test_work_ends_when_its_caller_leaves():
+async def test_work_ends_when_the_caller_disconnects():
     work = Work()
     events = [{"type": "http.request"}, {"type": "http.disconnect"}]
 
@@ -149,7 +149,7 @@ async def test_work_ends_when_its_caller_leaves():
     assert work.cancelled
 
 
-async def test_work_ends_when_the_request_is_given_up():
+async def test_work_ends_when_the_request_is_cancelled():
     work = Work()
     request = asyncio.create_task(handle(work))
     await work.started.wait()
@@ -160,7 +160,7 @@ async def test_work_ends_when_the_request_is_given_up():
 
 
 class Sent:
-    """A request whose body comes in these parts, after which the caller is gone."""
+    """A request whose body arrives in these parts, followed by a disconnect."""
 
     def __init__(self, *parts, complete=True):
         self.parts = list(parts)
@@ -175,11 +175,11 @@ class Sent:
         return {"type": "http.request", "body": body, "more_body": more_body}
 
 
-async def test_a_body_is_put_together():
+async def test_body_parts_are_joined():
     assert await body_of(Sent(b"ab", b"", b"cd").request, 4) == b"abcd"
 
 
-async def test_one_that_is_too_long_is_refused_and_read_all_the_same():
+async def test_oversized_body_is_refused_after_reading_it():
     sent = Sent(b"abc", b"de", b"f")
     with pytest.raises(BodyTooLargeError) as refused:
         await body_of(sent.request, 4)
@@ -188,19 +188,19 @@ async def test_one_that_is_too_long_is_refused_and_read_all_the_same():
     assert not sent.parts
 
 
-async def test_one_without_end_is_not_read_for_ever():
+async def test_endless_body_is_read_up_to_a_bound():
     sent = Sent(*[bytes(MAX_DISCARDED_BYTES // 2)] * 4)
     with pytest.raises(BodyTooLargeError):
         await body_of(sent.request, 4)
     assert len(sent.parts) == 1
 
 
-async def test_a_caller_may_leave_before_the_end():
+async def test_caller_may_disconnect_before_the_end_of_the_body():
     with pytest.raises(ClientDisconnect):
         await body_of(Sent(b"a", complete=False).request, 4)
 
 
-def test_a_body_is_inflated_up_to_the_bound():
+def test_body_is_inflated_up_to_the_bound():
     assert uncompressed(b"ab", "identity", 1) == b"ab"
     assert uncompressed(b"", "gzip", 2) == b""
     assert uncompressed(gzip.compress(b"ab", mtime=0), "gzip", 2) == b"ab"
@@ -212,18 +212,18 @@ def test_a_body_is_inflated_up_to_the_bound():
     ("body", "encoding", "code"),
     [
         (b"ab", "gzip", StatusCode.INVALID_ARGUMENT),
-        # Without the time of day, which would be in the names of the tests.
+        # Without the time of day, which would appear in the names of the tests.
         (gzip.compress(b"ab", mtime=0)[:-1], "gzip", StatusCode.INVALID_ARGUMENT),
         (gzip.compress(b"ab", mtime=0) + b"c", "gzip", StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_what_cannot_be_inflated_is_refused(body, encoding, code):
+def test_invalid_compression_is_refused(body, encoding, code):
     with pytest.raises(RpcError) as refused:
         uncompressed(body, encoding, 100)
     assert refused.value.code is code
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, gzip"])
-def test_another_encoding_than_gzip_is_refused(encoding):
+def test_other_encodings_than_gzip_are_refused(encoding):
     with pytest.raises(EncodingUnsupportedError, match="with gzip only"):
         uncompressed(b"ab", encoding, 100)

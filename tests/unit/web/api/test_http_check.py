@@ -29,7 +29,7 @@ async def answer(message):
     )
 
 
-def test_what_is_left_lasts_until_the_whole_limit_is_free():
+def test_remaining_tokens_are_reported_until_the_reset():
     fields = limit_fields(
         decision(remaining_tokens=4, reset_time=1_700_006_430), NOW_S, NEWEST_REVISION
     )
@@ -39,14 +39,14 @@ def test_what_is_left_lasts_until_the_whole_limit_is_free():
     }
 
 
-def test_an_allowed_check_is_not_told_to_wait_even_when_it_was_the_last():
+def test_allowed_check_has_no_retry_after_even_without_tokens_left():
     fields = limit_fields(
         decision(retry_after_seconds=6, reset_time=1_700_006_460), NOW_S, NEWEST_REVISION
     )
     assert "Retry-After" not in fields
 
 
-def test_a_denial_says_when_it_would_pass_and_no_window_ends_later():
+def test_denial_has_retry_after_and_a_bounded_reset():
     fields = limit_fields(
         denial(remaining_tokens=2, reset_time=1_700_006_460), NOW_S, NEWEST_REVISION
     )
@@ -55,26 +55,26 @@ def test_a_denial_says_when_it_would_pass_and_no_window_ends_later():
 
 
 @pytest.mark.parametrize(("reset_time", "window_s"), [(1, 0), (2_000_000_000, 60)])
-def test_a_check_judged_at_another_time_promises_nothing_absurd(reset_time, window_s):
+def test_check_at_another_time_yields_a_bounded_reset(reset_time, window_s):
     fields = limit_fields(decision(reset_time=reset_time), NOW_S, NEWEST_REVISION)
     assert fields["RateLimit"].endswith(f";t={window_s}")
 
 
 @pytest.mark.parametrize("reason", [pb.NO_RULE, pb.FAIL_OPEN_ERROR, pb.FAIL_OPEN_BREAKER])
-async def test_what_no_rule_decided_has_no_policy_and_is_let_through(reason):
+async def test_check_without_a_deciding_rule_has_no_policy_and_is_200(reason):
     response = await answer(pb.RateLimitResponse(allowed=True, reason=reason, remaining_tokens=1))
     assert response.status_code == 200
     assert not {"ratelimit", "ratelimit-policy", "retry-after"} & set(response.headers)
     assert json.loads(response.body)["reason"] == pb.Reason.Name(reason)
 
 
-async def test_a_denial_is_too_many_requests():
+async def test_denial_is_429():
     response = await answer(denial())
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
     assert json.loads(response.body)["allowed"] is False
 
 
-async def test_a_node_set_to_deny_while_its_breaker_is_open_says_when_to_come_back():
+async def test_denial_by_an_open_breaker_has_retry_after():
     message = pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, retry_after_seconds=3)
     response = await answer(message)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")

@@ -21,7 +21,7 @@ BARE_CHECK = "/RateLimiter/CheckRateLimit"
 
 
 class Node:
-    """A table of methods that remember who called them with what, behind the routes."""
+    """A method table that records callers and requests, behind the routes."""
 
     def __init__(self):
         self.calls = []
@@ -68,7 +68,7 @@ def node():
     return Node()
 
 
-async def test_every_method_of_the_contract_is_served_under_both_paths(node):
+async def test_every_method_is_served_under_both_paths(node):
     for path in node.paths:
         node.answer = b""
         assert (await node.post(path)).status_code == 200
@@ -86,7 +86,7 @@ async def test_every_method_of_the_contract_is_served_under_both_paths(node):
         ("application/grpc-web", b"\x00\x00\x00\x00\x03\n\x01u", GRPC_WEB_PROTO),
     ],
 )
-async def test_the_content_type_says_the_protocol(node, content_type, body, answer_type):
+async def test_content_type_selects_the_protocol(node, content_type, body, answer_type):
     answer = await node.post(BARE_CHECK, body, content_type)
     assert (answer.status_code, answer.headers["content-type"]) == (200, answer_type)
     assert node.calls == [(BARE_CHECK, b"\n\x01u")]
@@ -107,7 +107,7 @@ async def test_the_content_type_says_the_protocol(node, content_type, body, answ
     ],
 )
 @pytest.mark.parametrize("path", [CHECK_METHOD, "/v1/check"])
-async def test_no_other_content_type_is_taken(node, path, content_type):
+async def test_other_content_types_are_refused(node, path, content_type):
     answer = await node.post(path, b'{"identifier":"u"}', content_type)
     assert answer.status_code == 415
     assert "application/json" in answer.headers["accept-post"]
@@ -116,7 +116,7 @@ async def test_no_other_content_type_is_taken(node, path, content_type):
     assert not node.calls
 
 
-async def test_a_request_that_names_no_content_type_is_refused(node):
+async def test_request_without_a_content_type_is_refused(node):
     answer = await node.ask("POST", LIST)
     assert answer.status_code == 415
     assert not node.calls
@@ -124,13 +124,13 @@ async def test_a_request_that_names_no_content_type_is_refused(node):
 
 @pytest.mark.parametrize("path", [CHECK_METHOD, "/v1/check"])
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-async def test_calls_are_posted_and_nobody_is_told_that_others_may(node, path, method):
+async def test_calls_require_post_and_preflights_are_not_answered(node, path, method):
     answer = await node.ask(method, path, b"{}", content_type=JSON, origin="http://evil.example")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_a_caller_without_the_role_is_refused_before_its_body_is_looked_at(node):
+async def test_caller_without_the_role_is_refused_before_its_body_is_read(node):
     node.refused = RpcError(StatusCode.UNAUTHENTICATED, "no")
     answer = await node.post(LIST, b"no json")
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
@@ -138,7 +138,7 @@ async def test_a_caller_without_the_role_is_refused_before_its_body_is_looked_at
 
 
 @pytest.mark.parametrize("path", [CHECK_METHOD, BARE_CHECK, "/v1/check"])
-async def test_bad_input_is_named_and_reaches_nobody(node, path):
+async def test_invalid_input_is_reported_without_calling_the_handler(node, path):
     answer = await node.post(path, b'{"identifier":1,"colour":"red"}')
     assert answer.status_code == 400
     content = answer.json()
@@ -148,15 +148,15 @@ async def test_bad_input_is_named_and_reaches_nobody(node, path):
     assert not node.calls
 
 
-async def test_a_body_of_five_megabytes_is_refused(node):
+async def test_body_of_five_megabytes_is_refused(node):
     for content_type in (JSON, PROTO):
         answer = await node.post(CHECK_METHOD, bytes(5_000_000), content_type)
         assert answer.status_code == 413
     assert not node.calls
 
 
-async def test_a_defect_is_told_to_the_log_only(node, caplog):
-    node.answer = b"\xff"  # no message
+async def test_defect_is_reported_in_the_log_only(node, caplog):
+    node.answer = b"\xff"  # not a message
     answer = await node.post(CHECK_METHOD)
     assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert answer.json()["message"] == "unexpected error"
@@ -164,7 +164,7 @@ async def test_a_defect_is_told_to_the_log_only(node, caplog):
     assert "unexpected error in" in caplog.text
 
 
-async def test_a_deadline_that_has_passed_charges_nothing(node):
+async def test_expired_deadline_charges_nothing(node):
     answer = await node.post(CHECK_METHOD, connect_timeout_ms="0")
     assert (answer.status_code, answer.json()["code"]) == (504, "deadline_exceeded")
     answer = await node.post(
@@ -174,7 +174,7 @@ async def test_a_deadline_that_has_passed_charges_nothing(node):
     assert not node.calls
 
 
-async def test_the_check_for_http_answers_429_where_the_method_answers_200(node):
+async def test_http_check_answers_429_where_the_method_answers_200(node):
     node.answer = pb.RateLimitResponse(retry_after_seconds=5).SerializeToString()
     assert (await node.post(CHECK_METHOD)).status_code == 200
     answer = await node.post("/v1/check")
@@ -182,13 +182,13 @@ async def test_the_check_for_http_answers_429_where_the_method_answers_200(node)
     assert node.calls[1][0] == CHECK_METHOD
 
 
-async def test_the_document_is_served(node):
+async def test_openapi_document_is_served(node):
     answer = await node.ask("GET", "/openapi.json")
     assert (answer.status_code, answer.headers["content-type"]) == (200, JSON)
     assert json.loads(answer.content)
 
 
-async def test_somebody_who_leaves_is_answered_nothing(node):
+async def test_disconnected_client_is_not_answered(node):
     async def receive():
         return {"type": "http.disconnect"}
 

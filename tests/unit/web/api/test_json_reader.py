@@ -43,7 +43,7 @@ BY_TYPE = {
 
 
 def messages(message_class):
-    """Any message of a class, whatever its fields are."""
+    """Any message of a class, with any values of its fields."""
 
     def contents(field):
         if field.message_type is None:
@@ -69,7 +69,7 @@ def messages(message_class):
 def read(text, message_class=pb.RateLimitRequest):
     body = text if isinstance(text, bytes) else json.dumps(text).encode()
     reading = message_from_json(body, message_class, at_once)
-    # It waits for nothing but its next turn, which is given here, for a loop of its own would take most of the time.
+    # The reader waits only for its turn, which is granted here: a separate loop would take most of the time.
     while True:
         try:
             reading.send(None)
@@ -84,14 +84,14 @@ def complaints(text, message_class=pb.RateLimitRequest):
 
 
 @given(st.sampled_from(REQUESTS).flatmap(messages), st.booleans())
-def test_every_request_reads_back_as_the_library_writes_it(message, names_of_the_contract):
+def test_every_request_written_by_the_library_is_read_back(message, names_of_the_contract):
     text = json_format.MessageToJson(
         message, preserving_proto_field_name=names_of_the_contract, ensure_ascii=False
     )
     assert read(text.encode(), type(message)) == message
 
 
-TEXTS = st.text(st.characters(), max_size=5)  # also halves of surrogate pairs, which JSON can spell
+TEXTS = st.text(st.characters(), max_size=5)  # includes lone surrogates, which JSON can express
 SCALARS = st.none() | st.booleans() | st.floats() | INT64 | st.integers() | TEXTS
 NAMES = st.sampled_from(
     [
@@ -109,18 +109,18 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(REQUESTS), VALUES | st.dictionaries(NAMES, VALUES, max_size=5))
-def test_whatever_is_sent_is_read_or_refused_in_words_that_can_be_sent(message_class, value):
+def test_any_value_is_read_or_refused_with_an_encodable_error(message_class, value):
     try:
         read(value, message_class)
     except InvalidInputError as error:
         str(error).encode()
 
 
-def test_a_name_that_is_no_text_is_told_as_one():
+def test_invalid_name_is_reported_as_such():
     assert complaints(b'{"a\\ud800": 1}') == {"a\ufffd": "is no field of RateLimitRequest"}
 
 
-def test_an_error_quotes_the_beginning_of_a_long_name():
+def test_error_quotes_the_start_of_a_long_name():
     assert complaints(b'{"' + b"k" * 1_000 + b'": 1}') == {
         "k" * MAX_NAME + "…": "is no field of RateLimitRequest"
     }
@@ -139,7 +139,7 @@ def test_every_field_of_every_request_has_a_reader(message_class):
     st.binary(max_size=40)
     | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
 )
-def test_whatever_octets_are_sent_are_read_or_refused(body):
+def test_any_bytes_are_read_or_refused(body):
     with suppress(InvalidInputError):
         read(body)
 
@@ -164,11 +164,11 @@ def test_whatever_octets_are_sent_are_read_or_refused(body):
         (b"[" + b"{}" * MAX_VALUES, f"must hold at most {MAX_VALUES} values"),
     ],
 )
-def test_a_body_that_is_no_object_of_json_is_refused(body, description):
+def test_body_that_is_not_a_json_object_is_refused(body, description):
     assert complaints(body) == {"body": description}
 
 
-def test_every_wrong_field_is_named_and_no_value_is_quoted():
+def test_every_invalid_field_is_named_without_its_value():
     wrong = {
         "identifier": 5,
         "endpoint": ["secret"],
@@ -189,7 +189,7 @@ def test_every_wrong_field_is_named_and_no_value_is_quoted():
     assert "secret" not in str(found)
 
 
-def test_the_place_of_a_wrong_field_is_told():
+def test_place_of_an_invalid_field_is_reported():
     batch = {"requests": [{}, {"identifier": 1}, "u", None, {"tokens_requested": 2**31}]}
     assert complaints(batch, pb.BatchRateLimitRequest) == {
         "requests[1].identifier": "must be a string",
@@ -212,7 +212,7 @@ def test_the_place_of_a_wrong_field_is_told():
     }
 
 
-def test_a_field_is_given_under_one_of_its_names():
+def test_field_is_accepted_under_one_of_its_names():
     assert complaints({"tokens_requested": 1, "tokensRequested": 100}) == {
         "tokens_requested": "must be given under one of its names"
     }
@@ -225,7 +225,7 @@ def test_null_stands_for_the_default():
 
 
 @pytest.mark.parametrize("number", [12, 12.0, "12", "12.0", "1.2e1"], ids=ascii)
-def test_an_integer_may_be_spelled_in_every_way_of_json(number):
+def test_integer_may_have_any_json_form(number):
     assert read({"tokens_requested": number}).tokens_requested == 12
 
 
@@ -234,12 +234,12 @@ def test_an_integer_may_be_spelled_in_every_way_of_json(number):
     ["", " 12", "1_2", "+12", "012", "0x12", "12 ", "1" * 41, 1.5, "1.5", 1e400, True, [12]],
     ids=ascii,
 )
-def test_what_is_no_integer_of_json_is_refused(number):
+def test_value_that_is_not_an_integer_is_refused(number):
     body = json.dumps({"tokens_requested": number}).replace("Infinity", "1e400").encode()
     assert complaints(body) == {"tokens_requested": "must be an integer"}
 
 
-def test_a_number_of_a_million_digits_is_refused_without_being_counted():
+def test_number_of_a_million_digits_is_refused_without_parsing():
     assert complaints(b'{"tokens_requested":' + b"9" * 1_000_000 + b"}") == {
         "tokens_requested": "must be an integer"
     }
@@ -248,14 +248,14 @@ def test_a_number_of_a_million_digits_is_refused_without_being_counted():
     }
 
 
-def test_a_mask_takes_the_names_of_both_kinds():
+def test_mask_accepts_both_kinds_of_names():
     text = {"updateMask": "limit,windowSeconds,identifier_type"}
     mask = read(text, pb.UpdateRateLimitRequest).update_mask
     assert mask.paths == ["limit", "window_seconds", "identifier_type"]
     assert not read({"update_mask": ""}, pb.UpdateRateLimitRequest).update_mask.paths
 
 
-def test_a_mask_is_bounded():
+def test_mask_is_bounded():
     paths = ["limit"] * MAX_MASK_PATHS
     assert (
         len(read({"update_mask": ",".join(paths)}, pb.UpdateRateLimitRequest).update_mask.paths)
@@ -266,7 +266,7 @@ def test_a_mask_is_bounded():
     }
 
 
-async def test_a_long_list_is_read_in_turns_and_a_short_one_at_once():
+async def test_long_list_is_read_in_steps_and_a_short_one_at_once():
     turns = Turns()
     body = json.dumps({"requests": [{"identifier": "u"}] * (5 * SLICE_ITEMS)}).encode()
     message = await message_from_json(body, pb.BatchRateLimitRequest, turns)
@@ -280,12 +280,12 @@ async def test_a_long_list_is_read_in_turns_and_a_short_one_at_once():
     assert turns.taken == 8, "what is few bytes and many items"
 
 
-def test_what_no_error_could_name_is_not_read():
+def test_reading_stops_at_the_maximum_number_of_violations():
     wrong = complaints({"requests": [{"x": 1}] * 10 * SLICE_ITEMS}, pb.BatchRateLimitRequest)
     assert len(wrong) == MAX_VIOLATIONS
 
 
-def test_an_enum_is_a_name_of_it_or_a_number():
+def test_enum_is_given_by_name_or_number():
     def limit(enforcement):
         return {"rate_limit": {"limits": [{"enforcement": enforcement}]}}
 

@@ -46,18 +46,18 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
-def test_an_answer_is_written_as_the_library_writes_it(message):
+def test_answer_is_written_as_by_the_library(message):
     assert json.loads(written(message)) == as_the_library(message)
 
 
-def test_fields_come_in_the_order_of_the_contract_in_one_line():
+def test_fields_are_written_in_contract_order_on_one_line():
     assert written(pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)) == (
         b'{"allowed":true,"remaining_tokens":0,"reset_time":"0","retry_after_seconds":0,'
         b'"reason":"NO_RULE","limit":0,"window_seconds":0,"rule_id":"","error":"","limits":[],"limit_name":"","plan":"","wait_ms":0}\n'
     )
 
 
-async def test_a_long_list_is_written_in_turns_and_a_short_one_at_once():
+async def test_long_list_is_written_in_steps_and_a_short_one_at_once():
     turns = Turns()
     message = pb.BatchRateLimitResponse(responses=[RESPONSE] * (5 * SLICE_ITEMS))
     text = await json_of(message, turns)

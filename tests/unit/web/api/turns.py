@@ -1,13 +1,13 @@
-"""Turns of large calls, in place of the queue."""
+"""Schedulers of large calls, in place of the queue."""
 
 
 async def at_once(step):
-    """Nobody else has steps to run."""
+    """Run the step immediately."""
     return step()
 
 
 class Turns:
-    """Remembers how many steps were run."""
+    """Counts the steps that were run."""
 
     def __init__(self):
         self.taken = 0

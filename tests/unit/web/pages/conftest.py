@@ -1,4 +1,4 @@
-"""The pages of a node, as somebody without scripts uses them; a module says which node."""
+"""The pages of a node, used without scripts; each module defines its node."""
 
 import pytest
 import pytest_asyncio

@@ -31,7 +31,7 @@ async def create(visitor, endpoint):
     return answer.headers["location"].partition("?")[0].rpartition("/")[2]
 
 
-async def test_changes_are_listed_with_who_when_and_what(visitor):
+async def test_changes_are_listed_with_actor_time_and_content(visitor):
     rule_id = await create(visitor, "/orders")
     page = (await visitor.get("/audit")).text
     assert f'<a href="/rules/{rule_id}"><code>/orders user</code></a>' in page
@@ -57,7 +57,7 @@ async def test_changes_of_one_rule_can_be_listed_and_paged(visitor, monkeypatch)
     assert "Changes of one rule" in page
 
 
-async def test_changes_are_filtered_by_who_what_when_and_rule_and_pages_keep_the_filter(
+async def test_changes_are_filtered_by_actor_content_time_and_rule_across_pages(
     visitor, monkeypatch
 ):
     monkeypatch.setattr(audit, "PAGE_CHANGES", 1)
@@ -84,7 +84,7 @@ async def test_changes_are_filtered_by_who_what_when_and_rule_and_pages_keep_the
         assert "/orders/a" in (await visitor.get(f"/audit?{senseless}")).text, senseless
 
 
-async def test_the_last_day_of_a_filter_is_in_it(visitor):
+async def test_last_day_of_a_filter_is_included(visitor):
     await create(visitor, "/orders")
     today = datetime.now(UTC).date()
     page = await visitor.get(f"/audit?since={today - timedelta(1)}&until={today + timedelta(1)}")
@@ -93,7 +93,7 @@ async def test_the_last_day_of_a_filter_is_in_it(visitor):
     assert "/orders" not in page.text
 
 
-async def test_the_rules_are_reverted_from_a_row_after_a_preview(visitor):
+async def test_rules_are_reverted_from_a_row_after_a_preview(visitor):
     await create(visitor, "/orders")
     await create(visitor, "/carts")
     page = await visitor.get("/audit")
@@ -112,7 +112,7 @@ async def test_the_rules_are_reverted_from_a_row_after_a_preview(visitor):
     assert "there is nothing to revert" in (await visitor.get("/audit/revert?to=1")).text
 
 
-async def test_a_revert_tells_what_changes_in_each_rule(visitor):
+async def test_revert_preview_shows_the_changes_of_each_rule(visitor):
     rule_id = await create(visitor, "/orders")
     edit = {**RULE, "endpoint": "/other", "enabled": "on", "limit": "20", "name": "quick"}
     edit |= {"more": "monthly 500 month fixed_window zone=Europe/Berlin observe"}
@@ -129,7 +129,7 @@ async def test_a_revert_tells_what_changes_in_each_rule(visitor):
     assert "becomes /orders user; 10 in 1 min, token bucket; disabled" in preview
 
 
-async def test_a_revert_after_another_change_is_refused_and_shown_anew(visitor):
+async def test_revert_after_another_change_is_refused_and_previewed_again(visitor):
     for endpoint in ("/orders", "/carts"):
         await create(visitor, endpoint)
     fields = hidden_in((await visitor.get("/audit/revert?to=1")).text)
@@ -142,7 +142,7 @@ async def test_a_revert_after_another_change_is_refused_and_shown_anew(visitor):
 
 
 @pytest.mark.parametrize("given", ["", "0", "-1", "x", "1" * 30])
-async def test_only_a_revision_can_be_reverted_to(visitor, given):
+async def test_invalid_revision_is_refused(visitor, given):
     await create(visitor, "/orders")
     answer = await visitor.get(f"/audit/revert?to={given}")
     assert answer.status_code == 404
@@ -151,14 +151,14 @@ async def test_only_a_revision_can_be_reverted_to(visitor, given):
         assert (await visitor.post("/audit/revert", fields)).status_code == 404
 
 
-async def test_a_revision_that_there_never_was_is_refused_with_the_reason(visitor):
+async def test_unknown_revision_is_refused_with_the_reason(visitor):
     await create(visitor, "/orders")
     answer = await visitor.get("/audit/revert?to=7")
     assert answer.status_code == 422
     assert "The rules cannot be reverted to revision 7" in answer.text
 
 
-async def test_a_revert_is_refused_without_the_token_of_the_form(visitor):
+async def test_revert_without_the_form_token_is_refused(visitor):
     for endpoint in ("/orders", "/carts"):
         await create(visitor, endpoint)
     answer = await visitor.post("/audit/revert", {"to": "1", "revision": "2"}, token="forged")
@@ -166,7 +166,7 @@ async def test_a_revert_is_refused_without_the_token_of_the_form(visitor):
     assert "/carts" in (await visitor.get("/rules")).text
 
 
-async def test_an_address_that_says_nothing_sensible_lists_the_newest(visitor):
+async def test_invalid_address_lists_the_newest_changes(visitor):
     await create(visitor, "/orders")
     for given in ("before=x", "before=-1", "before=" + "9" * 400, "before=", "rule=", "who=%00"):
         assert "/orders" in (await visitor.get(f"/audit?{given}")).text
@@ -175,7 +175,7 @@ async def test_an_address_that_says_nothing_sensible_lists_the_newest(visitor):
     assert "<b></b>" not in page.text
 
 
-async def test_while_the_database_is_away_the_page_says_so_and_is_no_success(visitor, monkeypatch):
+async def test_page_reports_an_unavailable_database_with_an_error_status(visitor, monkeypatch):
     await create(visitor, "/orders")
 
     async def away(*_args):
@@ -191,7 +191,7 @@ async def test_while_the_database_is_away_the_page_says_so_and_is_no_success(vis
     assert (await visitor.get("/audit")).status_code == 200
 
 
-async def test_a_whole_set_of_rules_is_one_row(visitor):
+async def test_whole_set_of_rules_is_one_row(visitor):
     rule = {
         name: RULE[name] for name in ("identifier_type", "limit", "window_seconds", "algorithm")
     }
@@ -205,7 +205,7 @@ async def test_a_whole_set_of_rules_is_one_row(visitor):
     assert ">2 created</td>" in page
 
 
-async def test_who_may_only_read_sees_the_changes_and_cannot_revert(tmp_path):
+async def test_reader_sees_the_changes_and_cannot_revert(tmp_path):
     tokens = tmp_path / "tokens.yaml"
     digest = sha256(b"a token of a reader, long enough").hexdigest()
     tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")

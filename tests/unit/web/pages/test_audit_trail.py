@@ -22,7 +22,7 @@ def trail(store):
     return AuditTrail(store)
 
 
-async def test_changes_come_newest_first_with_the_fields_that_changed(store, trail):
+async def test_changes_come_newest_first_with_the_changed_fields(store, trail):
     rule = await store.create(ORDERS, "alice")
     await store.update(rule.id, RuleChanges(limit=20, enabled=False), "", "bob")
     newest, oldest = (await trail.page(rule.id, None)).changes
@@ -35,7 +35,7 @@ async def test_changes_come_newest_first_with_the_fields_that_changed(store, tra
     assert (oldest.entry.action, len(oldest.differences)) == ("create", 6)
 
 
-async def test_what_does_not_fit_on_a_page_is_on_the_next(store, trail):
+async def test_further_changes_are_on_the_next_page(store, trail):
     rule = await store.create(ORDERS, "me")
     for limit in range(1, PAGE_CHANGES + 1):
         await store.update(rule.id, RuleChanges(limit=100 + limit), "", "me")
@@ -46,14 +46,14 @@ async def test_what_does_not_fit_on_a_page_is_on_the_next(store, trail):
     assert rest.earlier == 0
 
 
-async def test_a_deleted_rule_is_told_by_what_it_was(store, trail):
+async def test_deleted_rule_is_named_by_its_former_content(store, trail):
     rule = await store.create(ORDERS, "me")
     await store.delete(rule.id, "", "me")
     newest = (await trail.page("", None)).changes[0]
     assert (newest.rule, newest.differences[0]) == ("/orders user", ("Endpoint", "/orders", ""))
 
 
-async def test_the_stored_rule_is_what_its_last_change_left(store, trail):
+async def test_stored_rule_is_the_result_of_its_last_change(store, trail):
     rule = await store.create(ORDERS, "me")
     assert await trail.stored(rule.id) == rule
     changed = await store.update(rule.id, RuleChanges(limit=20), "", "me")
@@ -74,14 +74,14 @@ class Reader:
         return self.entries
 
 
-async def test_a_store_that_is_away_is_said_to_be_so(caplog):
+async def test_unavailable_store_is_reported(caplog):
     trail = AuditTrail(Reader(error=StoreUnavailableError("the rule database is away")))
     assert await trail.page("", None) == ([], 0, True)
     assert await trail.stored("1") is None
     assert "the audit trail cannot be read: the rule database is away" in caplog.text
 
 
-async def test_a_row_that_holds_no_rule_is_shown_and_is_no_rule():
+async def test_row_with_invalid_fields_is_shown_without_a_rule():
     at = datetime(2023, 11, 15, tzinfo=UTC)
     trail = AuditTrail(Reader(AuditEntry(1, at, "me", "update", "x", None, {"limit": "<b>"})))
     [change] = (await trail.page("", None)).changes
@@ -89,13 +89,13 @@ async def test_a_row_that_holds_no_rule_is_shown_and_is_no_rule():
     assert await trail.stored("x") is None
 
 
-async def test_a_row_without_any_rule_is_shown():
+async def test_row_without_any_rule_is_shown():
     at = datetime(2023, 11, 15, tzinfo=UTC)
     trail = AuditTrail(Reader(AuditEntry(1, at, "me", "delete", "x", None, None)))
     assert (await trail.page("", None)).changes[0].differences == []
 
 
-async def test_a_whole_set_of_rules_is_one_change_and_one_of_each_rule_in_it(store, trail):
+async def test_whole_set_is_one_change_and_one_for_each_of_its_rules(store, trail):
     rule = await store.create(ORDERS, "me")
     wanted = [
         RuleDraft("/orders", "user", 20, 60, "token_bucket"),

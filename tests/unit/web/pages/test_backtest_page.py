@@ -21,7 +21,7 @@ NOW_US = ManualClock().now_us()
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """The machine may be slow."""
+    """Wait longer for results: the machine may be slow."""
     monkeypatch.setattr(module, "ANSWER_S", 60.0)
     monkeypatch.setattr(module, "LEFT_S", 120.0)
 
@@ -60,7 +60,7 @@ async def replay(visitor, window="the last hour", rules=TIGHT):
     return answer.status_code, text_of(answer)
 
 
-async def test_edited_rules_are_tried_before_they_are_saved(visitor, node):
+async def test_edited_rules_are_replayed_before_they_are_saved(visitor, node):
     status, text = await replay(visitor)
     assert status == 200
     assert "2 newly denied of 3 checks" in text
@@ -73,39 +73,41 @@ async def test_edited_rules_are_tried_before_they_are_saved(visitor, node):
     assert rule.limit == 9
 
 
-async def test_without_an_edit_the_rules_of_the_node_are_tried(visitor):
+async def test_rules_of_the_node_are_replayed_without_an_edit(visitor):
     text = (await replay(visitor, "the last day", "rules: []"))[1]
     assert "nothing newly denied of 4 checks" in text
     assert "default: 9 in 1 min" in text
 
 
-async def test_one_file_is_a_window(visitor):
+async def test_window_may_be_one_file(visitor):
     page = await visitor.get("/backtest")
     assert "2023-11-14 22:00:00 UTC" in page.text
     assert "of 1 checks" in (await replay(visitor, "2023-11-14 22:00:00 UTC"))[1]
 
 
-async def test_a_rule_is_there_to_be_edited(visitor, node):
+async def test_form_contains_the_rule_to_edit(visitor, node):
     [rule] = node._limiter.book.rules()
     text = text_of(await visitor.get(f"/backtest?rule={rule.id}"))
     assert "endpoint: /orders" in text
     assert "rules: []" in text_of(await visitor.get("/backtest?rule=none"))
 
 
-async def test_a_wrong_rule_is_named_at_its_place(visitor):
+async def test_invalid_rule_is_reported_at_its_place(visitor):
     status, text = await replay(visitor, rules=TIGHT.replace("limit: 1", "limit: 0"))
     assert status == 422
     assert "rules[0].limit: " in text
 
 
-async def test_of_many_wrong_rules_the_first_are_named(visitor):
+async def test_first_of_many_invalid_rules_are_reported(visitor):
     _, text = await replay(visitor, rules="rules:\n" + "- {}\n" * 1_000)
     assert text.count("is missing") == MAX_VIOLATIONS
     assert f"{4 * 1_000 - MAX_VIOLATIONS} more" in text
 
 
 @pytest.mark.parametrize("step", ["parse_rules", "_draft_of", "dump_rules_json"])
-async def test_the_event_loop_goes_on_while_rules_are_read_and_written(visitor, monkeypatch, step):
+async def test_event_loop_is_not_blocked_while_rules_are_read_and_written(
+    visitor, monkeypatch, step
+):
     loop, real = asyncio.get_running_loop(), getattr(module, step)
 
     def work(*arguments):
@@ -123,25 +125,25 @@ async def test_the_event_loop_goes_on_while_rules_are_read_and_written(visitor, 
 
 
 @pytest.mark.parametrize("window", ["", "2020-01-01 00:00:00 UTC"])
-async def test_a_window_without_checks_is_told(visitor, window):
+async def test_window_without_checks_is_reported(visitor, window):
     status, text = await replay(visitor, window)
     assert status == 409
     assert "Nothing was recorded then." in text
 
 
-async def test_a_book_that_is_too_large_is_for_the_command(visitor, monkeypatch):
+async def test_large_book_is_left_to_the_command(visitor, monkeypatch):
     monkeypatch.setattr(module, "MAX_RULES", 0)
     status, text = await replay(visitor)
     assert status == 409
     assert "more than 0 rules: use ratelimitd backtest" in text
 
 
-async def test_the_newest_files_of_a_long_window_are_replayed(visitor, monkeypatch):
+async def test_newest_files_of_a_long_window_are_replayed(visitor, monkeypatch):
     monkeypatch.setattr(module, "MAX_WINDOW_BYTES", 200)
     assert "of 3 checks" in (await replay(visitor, "the last day"))[1]
 
 
-async def test_a_broken_trace_is_named(visitor, trace):
+async def test_damaged_trace_is_reported(visitor, trace):
     file = sorted(trace.glob("*.trace"))[1]
     file.write_bytes(file.read_bytes()[:-1])
     status, text = await replay(visitor)
@@ -151,7 +153,7 @@ async def test_a_broken_trace_is_named(visitor, trace):
 
 @pytest_asyncio.fixture
 async def slow(monkeypatch):
-    """A replay that takes longer than the answer to its form; a future that is its end."""
+    """A replay that takes longer than the answer to its form; the future ends it."""
     end = asyncio.get_running_loop().create_future()
 
     async def replayed(_paths, _rules):
@@ -163,7 +165,7 @@ async def slow(monkeypatch):
 
 
 async def begun(visitor):
-    """Begin a slow replay; returns the address of its page."""
+    """Start a slow replay; return the address of its page."""
     answer = await visitor.post("/backtest", {"window": "the last hour", "rules": TIGHT})
     assert answer.status_code == 303
     return answer.headers["Location"]
@@ -179,13 +181,13 @@ async def test_one_replay_runs_at_a_time(visitor, slow):
     assert "Another replay is running" not in (await replay(visitor))[1]
 
 
-async def test_a_slow_replay_has_a_page_that_is_asked_for_until_the_result_is_there(visitor, slow):
+async def test_slow_replay_has_a_page_that_reloads_until_the_result(visitor, slow):
     page = await begun(visitor)
     answer = await visitor.get(page)
     assert answer.status_code == 200
     assert answer.headers["Refresh"] == "2"
     assert "The replay is running" in text_of(answer)
-    assert "<textarea" not in answer.text  # the next page would undo what is typed
+    assert "<textarea" not in answer.text  # the next page would overwrite typed text
     slow.set_result((None, "It was slow."))
     answer = await visitor.get(page)
     assert answer.status_code == 500
@@ -196,7 +198,7 @@ async def test_a_slow_replay_has_a_page_that_is_asked_for_until_the_result_is_th
 
 
 @pytest.mark.usefixtures("slow")
-async def test_a_replay_whose_page_is_left_ends(visitor, monkeypatch):
+async def test_replay_ends_after_its_page_is_left(visitor, monkeypatch):
     page = await begun(visitor)
     monkeypatch.setattr(module, "LEFT_S", 0.0)
     while "Refresh" in (answer := await visitor.get(page)).headers:
@@ -205,7 +207,7 @@ async def test_a_replay_whose_page_is_left_ends(visitor, monkeypatch):
     assert "The replay was ended: its page was left." in text_of(answer)
 
 
-async def test_asking_for_its_result_puts_off_the_end_of_a_replay(visitor, slow, monkeypatch):
+async def test_request_for_the_result_postpones_the_end_of_a_replay(visitor, slow, monkeypatch):
     loop, ends = asyncio.get_running_loop(), []
     real = loop.call_later
 
@@ -222,13 +224,13 @@ async def test_asking_for_its_result_puts_off_the_end_of_a_replay(visitor, slow,
     slow.set_result((None, ""))
 
 
-async def test_the_result_of_a_former_replay_is_not_another_one(visitor):
+async def test_former_replay_is_not_found(visitor):
     answer = await visitor.get("/backtest?replay=former")
     assert answer.status_code == 404
     assert "not kept any more" in text_of(answer)
 
 
-async def test_a_replay_that_takes_too_long_ends(visitor, monkeypatch):
+async def test_replay_is_ended_at_its_time_limit(visitor, monkeypatch):
     monkeypatch.setattr(module, "REPLAY_S", 0.0)
     assert "took more than 0 s: use ratelimitd backtest" in (await replay(visitor))[1]
 
@@ -244,7 +246,7 @@ async def test_a_replay_that_takes_too_long_ends(visitor, monkeypatch):
         ("raise SystemExit('Warning: of no matter\\nError: one\\n  two')", "one two"),
     ],
 )
-async def test_a_replay_that_fails_says_why(visitor, monkeypatch, program, told):
+async def test_failed_replay_reports_the_reason(visitor, monkeypatch, program, told):
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", program))
     status, text = await replay(visitor)
     assert status == 500
@@ -253,13 +255,13 @@ async def test_a_replay_that_fails_says_why(visitor, monkeypatch, program, told)
     assert "Warning" not in text
 
 
-async def test_what_a_failed_replay_told_is_logged(visitor, monkeypatch, caplog):
+async def test_output_of_a_failed_replay_is_logged(visitor, monkeypatch, caplog):
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", "raise KeyError"))
     await replay(visitor)
     assert "a replay failed with status 1: Traceback" in caplog.text
 
 
-async def test_a_replay_that_cannot_be_started_says_why(visitor, monkeypatch):
+async def test_replay_that_cannot_start_reports_the_reason(visitor, monkeypatch):
     monkeypatch.setattr(module, "COMMAND", ("/there/is/none",))
     status, text = await replay(visitor)
     assert status == 500
@@ -273,11 +275,11 @@ asyncio.run(backtest._replayed([pathlib.Path(sys.argv[1])], b"rules: []"))
 """
 
 
-def test_a_replay_ends_with_a_node_that_is_killed(tmp_path):
+def test_replay_ends_when_its_node_is_killed(tmp_path):
     trace = tmp_path / "trace"
     os.mkfifo(trace)
     node = subprocess.Popen([sys.executable, "-c", NODE, trace])
-    with trace.open("wb") as file:  # as soon as the replay reads it
+    with trace.open("wb") as file:  # opens when the replay reads it
         node.kill()
         node.wait()
         readers = select.poll()
@@ -286,7 +288,7 @@ def test_a_replay_ends_with_a_node_that_is_killed(tmp_path):
         assert event & select.POLLERR
 
 
-async def test_without_recording_there_is_nothing_to_pick():
+async def test_nothing_can_be_selected_without_recording():
     async with running_node() as node, PageVisitor(node.http_address) as visitor:
         assert "This node records no checks" in text_of(await visitor.get("/backtest"))
         status, text = await replay(visitor)
@@ -294,18 +296,18 @@ async def test_without_recording_there_is_nothing_to_pick():
         assert "Nothing was recorded then." in text
 
 
-async def test_a_directory_that_is_gone_is_as_good_as_empty(visitor, trace):
+async def test_missing_directory_counts_as_empty(visitor, trace):
     trace.rename(trace.with_name("gone"))
     assert (await visitor.get("/backtest")).status_code == 200
 
 
-async def test_it_is_for_administrators(tmp_path):
+async def test_page_requires_the_admin_role(tmp_path):
     options = {"admin_token": "t" * 16, "record_dir": tmp_path / "x"}
     async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
         assert (await visitor.get("/backtest")).status_code == 303
 
 
-async def test_results_are_for_administrators(tmp_path):
+async def test_results_require_the_admin_role(tmp_path):
     tokens = tmp_path / "tokens.yaml"
     digest = sha256(b"r" * 16).hexdigest()
     tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")

@@ -1,4 +1,4 @@
-"""The frame around a page that shows who looks at it."""
+"""Shared page plumbing: identity of the visitor, forms, cookies, refusals."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ FORM = "application/x-www-form-urlencoded"
 
 
 class Node:
-    """An application of two pages: one shows a form, the other what was sent by it."""
+    """An application with two pages: one shows a form, the other the fields sent."""
 
     def __init__(self, **credentials):
         self.refused = []
@@ -69,7 +69,7 @@ def guarded():
     return Node(admin_token=TOKEN)
 
 
-async def test_on_loopback_a_visitor_reads_and_sends_forms_without_a_login(local):
+async def test_loopback_visitor_reads_and_sends_forms_without_a_login(local):
     async with local.visitor() as visitor:
         page = await visitor.get("/try")
         assert page.status_code == 200
@@ -80,7 +80,7 @@ async def test_on_loopback_a_visitor_reads_and_sends_forms_without_a_login(local
     assert local.refused == []
 
 
-async def test_the_cookie_of_forms_is_given_once_and_to_no_script(local):
+async def test_form_cookie_is_set_once_and_hidden_from_scripts(local):
     async with local.visitor() as visitor:
         page = await visitor.get("/try")
         cookie = page.headers["set-cookie"]
@@ -95,7 +95,7 @@ async def test_the_cookie_of_forms_is_given_once_and_to_no_script(local):
 
 
 @pytest.mark.parametrize(("scheme", "secure"), [("https", True), ("http", False)])
-def test_behind_tls_a_cookie_stays_there(local, scheme, secure):
+def test_cookie_is_secure_behind_tls(local, scheme, secure):
     headers = [(b"host", b"node"), (b"x-forwarded-proto", scheme.encode())]
     request = Request({"type": "http", "scheme": "http", "path": "/", "headers": headers})
     answer = PlainTextResponse("")
@@ -104,7 +104,7 @@ def test_behind_tls_a_cookie_stays_there(local, scheme, secure):
 
 
 @pytest.mark.parametrize("client", [("192.0.2.1", 1), ("2001:db8::1", 1)])
-async def test_without_a_token_set_nobody_from_elsewhere_sees_a_page(local, client):
+async def test_remote_visitor_is_refused_without_a_token_set(local, client):
     async with local.visitor(client=client) as visitor:
         answer = await visitor.get("/try")
     assert answer.status_code == 403
@@ -113,13 +113,13 @@ async def test_without_a_token_set_nobody_from_elsewhere_sees_a_page(local, clie
     assert local.refused == [Cause.NOT_ALLOWED]
 
 
-async def test_who_forwards_for_others_is_not_local(local):
+async def test_forwarded_request_is_not_local(local):
     async with local.visitor() as visitor:
         answer = await visitor.get("/try", **{"X-Forwarded-For": "127.0.0.1"})
     assert answer.status_code == 403
 
 
-async def test_with_certificates_only_a_page_cannot_be_entered_and_says_what_it_takes():
+async def test_node_with_certificates_only_refuses_with_an_explanation():
     node = Node(admin_sans=frozenset({"ops"}))
     async with node.visitor() as visitor:
         answer = await visitor.get("/try")
@@ -127,7 +127,7 @@ async def test_with_certificates_only_a_page_cannot_be_entered_and_says_what_it_
     assert "ADMIN_SANS" in answer.text
 
 
-async def test_with_a_token_set_a_visitor_is_sent_to_log_in_and_comes_back(guarded):
+async def test_visitor_is_redirected_to_the_login_and_back(guarded):
     async with guarded.visitor() as visitor:
         answer = await visitor.get("/try?a=1&b=%2F")
         assert (answer.status_code, answer.headers["location"]) == (
@@ -141,7 +141,7 @@ async def test_with_a_token_set_a_visitor_is_sent_to_log_in_and_comes_back(guard
     assert guarded.refused == [Cause.LOGIN_REQUIRED]
 
 
-async def test_a_session_presents_the_token_and_a_header_does_too(guarded):
+async def test_session_or_header_authorizes_a_visitor(guarded):
     async with guarded.logged_in() as visitor:
         page = await visitor.get("/try")
         assert "Log out" in page.text
@@ -153,7 +153,7 @@ async def test_a_session_presents_the_token_and_a_header_does_too(guarded):
         assert (await visitor.get("/try", Authorization="Bearer no")).status_code == 303
 
 
-async def test_an_expired_session_is_refused_and_counted(guarded):
+async def test_expired_session_is_refused_and_counted(guarded):
     async with guarded.logged_in() as visitor:
         token = token_in((await visitor.get("/try")).text)
         guarded.now_s += SESSION_S
@@ -165,7 +165,7 @@ async def test_an_expired_session_is_refused_and_counted(guarded):
     assert guarded.refused == [Cause.SESSION_EXPIRED] * 2
 
 
-async def test_a_form_without_its_token_is_refused_and_counted(local, guarded):
+async def test_form_without_its_token_is_refused_and_counted(local, guarded):
     for node, visiting in ((local, local.visitor()), (guarded, guarded.logged_in())):
         async with visiting as visitor:
             for token in ("", "0" * 64, "ü"):
@@ -175,7 +175,7 @@ async def test_a_form_without_its_token_is_refused_and_counted(local, guarded):
         assert node.refused == [Cause.FORM_TOKEN] * 3
 
 
-async def test_the_token_of_one_visitor_is_none_for_another(local):
+async def test_form_token_of_another_visitor_is_refused(local):
     async with local.visitor() as theirs, local.visitor() as mine:
         token = token_in((await theirs.get("/try")).text)
         await mine.get("/try")
@@ -195,7 +195,7 @@ async def test_the_token_of_one_visitor_is_none_for_another(local):
     ],
     ids=["json", "multipart", "no_type", "no_utf8_escaped", "no_utf8", "many_fields", "large"],
 )
-async def test_what_is_no_form_is_refused_and_counted(local, content, content_type, cause):
+async def test_body_that_is_not_a_form_is_refused_and_counted(local, content, content_type, cause):
     async with local.visitor() as visitor:
         answer = await visitor.send("/sent", content, content_type)
     assert 400 <= answer.status_code < 500
@@ -203,7 +203,7 @@ async def test_what_is_no_form_is_refused_and_counted(local, content, content_ty
 
 
 @pytest.mark.parametrize("path", ["/", "/rules?q=%2Fa&x=1", "/rules/0-1", "/a/b", "/?x=1"])
-def test_a_path_of_this_node_is_where_a_login_may_lead(path):
+def test_login_may_redirect_to_a_path_of_this_node(path):
     assert local_path(path) == path
 
 
@@ -211,11 +211,11 @@ def test_a_path_of_this_node_is_where_a_login_may_lead(path):
     "path",
     ["", "//evil.example", "/\\evil", "https://evil", "/\t/evil", "rules", "/a\nb", "/@evil:"],
 )
-def test_a_login_leads_nowhere_else(path):
+def test_login_redirects_nowhere_else(path):
     assert local_path(path) == "/"
 
 
-def test_a_message_is_a_page_of_its_own(local):
+def test_message_is_a_page(local):
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
     answer = local.frame.message(Request(scope), "<title>", "What to do", 404)
     assert answer.status_code == 404
@@ -223,12 +223,12 @@ def test_a_message_is_a_page_of_its_own(local):
     assert b"What to do" in answer.body
 
 
-def test_a_piece_of_a_page_knows_nobody(local):
+def test_fragment_has_no_visitor(local):
     text = local.frame.fragment("_parts.html")
     assert "n1" not in text
 
 
-def test_each_cause_has_an_answer_that_says_what_to_do():
+def test_each_cause_has_an_answer_with_an_action():
     assert set(ANSWERS) == set(Cause)
     for cause, answer in ANSWERS.items():
         assert 400 <= answer.status < 500
@@ -236,12 +236,12 @@ def test_each_cause_has_an_answer_that_says_what_to_do():
         assert answer.text or cause is Cause.NOT_ALLOWED
 
 
-def test_a_refusal_can_say_more_than_the_table():
+def test_refusal_text_replaces_that_of_the_table():
     assert Refused(Cause.TOO_LARGE).text == ANSWERS[Cause.TOO_LARGE].text
     assert Refused(Cause.NOT_ALLOWED, "for loopback only").text == "for loopback only"
 
 
-def test_an_answer_as_text_says_both_and_is_not_kept():
+def test_plain_answer_has_title_and_text_and_is_not_cached():
     answer = plain(ANSWERS[Cause.UNKNOWN_HOST])
     assert answer.status_code == 421
     assert b"unknown Host\nHTTP_HOSTS" in answer.body

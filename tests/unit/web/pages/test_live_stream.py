@@ -9,7 +9,7 @@ from ratelimitd.web.pages.overview import MAX_BEHIND, ROWS_PER_EVENT, LiveStream
 
 
 class FakeLive:
-    """Steps when the test says so."""
+    """A live view whose steps the test triggers."""
 
     def __init__(self):
         self.past, self.ended, self.newest = [], False, []
@@ -36,7 +36,7 @@ class Scene:
         return {"state": f"named: {look.named}"}
 
     async def open(self, **look):
-        """A page that has read up to the first step."""
+        """Open a page and read up to the first step."""
         events = self.stream.events(lambda: self.allowed, Look(**look))
         assert await anext(events) == b"retry: 2000\n\n"
         return events
@@ -53,7 +53,7 @@ def parsed(event):
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
+async def test_page_receives_the_history_in_pieces_and_then_each_step(scene):
     scene.live.past = [Sample(at_ms) for at_ms in range(ROWS_PER_EVENT + 1)]
     events = await scene.open()
     pasts = [parsed(await anext(events)) for _ in range(2)]
@@ -67,7 +67,7 @@ async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
     await events.aclose()
 
 
-async def test_a_step_is_computed_once_for_each_kind_of_reader(scene):
+async def test_step_is_rendered_once_per_kind_of_reader(scene):
     pages = [await scene.open() for _ in range(3)]
     pages += [await scene.open(named=True), await scene.open(span="24h")]
     await scene.live.step()
@@ -79,7 +79,7 @@ async def test_a_step_is_computed_once_for_each_kind_of_reader(scene):
         await page.aclose()
 
 
-async def test_with_no_page_open_nobody_listens(scene):
+async def test_nothing_listens_without_an_open_page(scene):
     one, other = await scene.open(), await scene.open()
     assert len(scene.live.listeners) == 1
     await one.aclose()
@@ -88,7 +88,7 @@ async def test_with_no_page_open_nobody_listens(scene):
     assert not scene.live.listeners
 
 
-async def test_a_page_that_is_slow_to_read_is_dropped_and_the_others_go_on(scene):
+async def test_slow_page_is_dropped_and_others_continue(scene):
     slow, quick = await scene.open(), await scene.open()
     for _ in range(MAX_BEHIND + 1):
         await scene.live.step()
@@ -107,13 +107,13 @@ async def test_all_streams_end_with_the_node(scene):
     assert not scene.live.listeners
 
 
-async def test_a_stream_ends_after_a_while_and_is_asked_for_again(scene, monkeypatch):
+async def test_stream_ends_after_its_duration(scene, monkeypatch):
     monkeypatch.setattr(live_stream, "STREAM_S", 0.0)
     events = await scene.open()
     assert [event async for event in events] == []
 
 
-async def test_a_page_whose_visitor_may_read_no_more_gets_no_further_event(scene):
+async def test_stream_ends_when_its_visitor_may_no_longer_read(scene):
     events = await scene.open()
     waiting = asyncio.ensure_future(anext(events, None))
     await asyncio.sleep(0)

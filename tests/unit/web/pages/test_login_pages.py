@@ -38,7 +38,7 @@ def node():
     return Node()
 
 
-async def test_the_token_opens_a_session_and_leads_back(node):
+async def test_token_opens_a_session_and_redirects_back(node):
     async with node.visitor() as visitor:
         page = await visitor.get("/login?next=/rules?q=a")
         assert '<input type="hidden" name="next" value="/rules?q=a">' in page.text
@@ -53,7 +53,7 @@ async def test_the_token_opens_a_session_and_leads_back(node):
     assert node.refused == []
 
 
-async def test_another_token_is_told_at_the_field_and_counted(node):
+async def test_wrong_token_is_reported_at_the_field_and_counted(node):
     async with node.visitor() as visitor:
         answer = await visitor.log_in("guess")
     assert (answer.status_code, answer.headers.get("set-cookie")) == (401, None)
@@ -62,7 +62,7 @@ async def test_another_token_is_told_at_the_field_and_counted(node):
     assert node.refused == [Cause.WRONG_TOKEN]
 
 
-async def test_after_too_many_wrong_tokens_of_an_address_the_right_one_must_wait_too(node):
+async def test_right_token_must_wait_after_too_many_wrong_ones(node):
     async with node.visitor() as visitor, node.visitor("192.0.2.2") as other:
         for _ in range(TRIES):
             await visitor.log_in("guess")
@@ -73,23 +73,23 @@ async def test_after_too_many_wrong_tokens_of_an_address_the_right_one_must_wait
     assert node.refused == [Cause.WRONG_TOKEN] * TRIES + [Cause.TOO_MANY_LOGINS]
 
 
-async def test_a_login_from_a_foreign_form_is_refused(node):
+async def test_login_from_a_foreign_form_is_refused(node):
     async with node.visitor() as visitor:
         answer = await visitor.post("/login", {"token": TOKEN}, token="0" * 64)
     assert answer.status_code == 403
     assert node.refused == [Cause.FORM_TOKEN]
 
 
-async def test_a_login_never_leads_to_another_site(node):
+async def test_login_never_redirects_to_another_site(node):
     async with node.visitor() as visitor:
         answer = await visitor.post("/login", {"token": TOKEN, "next": "//evil.example"})
     assert answer.headers["location"] == "/"
 
 
-async def test_logging_out_takes_the_cookie_away(node):
+async def test_logout_deletes_the_cookie(node):
     async with node.visitor() as visitor:
         await visitor.log_in(TOKEN)
-        # The page after the login would have the form; here it is that of the door.
+        # The page after the login would contain the form; here the form of the login is used.
         nonce = Sessions(TOKEN, lambda: node.now_s).read(visitor.cookies[SESSION_COOKIE]).nonce
         token = Sessions(TOKEN, lambda: node.now_s).form_token(nonce)
         answer = await visitor.post("/logout", {}, token=token)
@@ -102,13 +102,12 @@ def code_of(node, host="localhost", token=TOKEN):
     return Sessions(token, lambda: node.now_s).link_code(host)
 
 
-async def test_a_login_link_opens_one_session(node):
+async def test_login_link_opens_one_session(node):
     async with node.visitor() as visitor, node.visitor() as other:
         path = f"/login?code={code_of(node)}"
         looked = await visitor._http.head(path)
-        assert (
-            SESSION_COOKIE not in looked.headers["set-cookie"]
-        )  # a program that looks does not use it up
+        # A HEAD request does not consume the link.
+        assert SESSION_COOKIE not in looked.headers["set-cookie"]
         node.now_s += LINK_S - 1
         answer = await visitor.get(path)
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
@@ -129,7 +128,7 @@ async def test_a_login_link_opens_one_session(node):
         ({"host": "127.0.0.1"}, 0, "localhost"),
     ],
 )
-async def test_a_link_that_is_late_or_not_for_this_address_shows_the_login(node, made, age_s, host):
+async def test_expired_or_foreign_link_shows_the_login(node, made, age_s, host):
     path = f"/login?code={code_of(node, **made)}"
     node.now_s += age_s
     async with node.visitor() as visitor:
@@ -141,28 +140,28 @@ async def test_a_link_that_is_late_or_not_for_this_address_shows_the_login(node,
 
 
 @pytest.mark.parametrize("code", ["", "x", "x.y", "a" * 10_000, "%00", "W10.x"])
-async def test_a_code_that_is_none_shows_the_login(node, code):
+async def test_invalid_code_shows_the_login(node, code):
     async with node.visitor() as visitor:
         answer = await visitor.get(f"/login?code={code}")
     assert answer.status_code == 401
     assert node.refused == [Cause.LOGIN_LINK]
 
 
-async def test_a_session_is_no_login_link(node):
+async def test_session_cookie_is_not_a_login_link(node):
     async with node.visitor() as visitor:
         await visitor.log_in(TOKEN)
         answer = await visitor.get(f"/login?code={visitor.cookies[SESSION_COOKIE]}")
     assert answer.status_code == 401
 
 
-async def test_without_an_admin_token_no_link_opens_a_session():
+async def test_no_link_opens_a_session_without_an_admin_token():
     node = Node(admin_token="")
     async with node.visitor("127.0.0.1") as visitor:
         answer = await visitor.get(f"/login?code={code_of(node, token='x')}")
     assert answer.status_code == 401
 
 
-async def test_without_an_admin_token_the_page_says_that_nobody_logs_in():
+async def test_page_explains_that_login_needs_an_admin_token():
     node = Node(admin_token="")
     async with node.visitor("127.0.0.1") as visitor:
         page = await visitor.get("/login")

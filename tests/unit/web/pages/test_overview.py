@@ -1,4 +1,4 @@
-"""The overview, asked for as a browser or a program would."""
+"""The overview, requested as by a browser or a program."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ HTML = {"accept": "text/html"}
 
 
 class FakeLive:
-    """A node with one denied identifier; unless it ``lasts``, it ends after one step that somebody listens to."""
+    """A node with one denied identifier; unless ``lasts`` is set, it ends after one step with a listener."""
 
     def __init__(self):
         self.ended, self.refreshed, self.spans = False, 0, []
@@ -97,7 +97,7 @@ def site():
     return Site()
 
 
-async def test_a_browser_is_shown_numbers_before_any_script_runs(site):
+async def test_page_shows_numbers_without_scripts(site):
     answer = await site.get("/", **HTML)
     assert answer.status_code == 200
     assert "<dt>Allowed</dt><dd><b>1</b>" in answer.text
@@ -108,18 +108,18 @@ async def test_a_browser_is_shown_numbers_before_any_script_runs(site):
         assert f'<div id="{name}">' in answer.text
 
 
-async def test_what_came_from_callers_and_nodes_is_text(site):
+async def test_input_from_callers_and_nodes_is_escaped(site):
     answer = await site.get("/", **HTML)
     for found in ("/<script> 3 ", "/<unmatched> 3 ", "/<held> user minute 2 7 000", "<n1>"):
         assert found in text_of(answer)
     assert "<script>" not in answer.text
 
 
-async def test_a_program_is_told_what_this_is(site):
+async def test_program_gets_a_plain_text_description(site):
     assert (await site.get("/", accept="*/*")).text == "a rate limiter"
 
 
-async def test_names_are_masked_unless_they_are_asked_for_which_the_log_tells(site, caplog):
+async def test_names_are_masked_unless_requested_and_requests_are_logged(site, caplog):
     with caplog.at_level(logging.INFO):
         masked = await site.get("/", **HTML)
         assert "ada… user 12 sk_l… api_key 3" in text_of(masked)
@@ -133,7 +133,7 @@ async def test_names_are_masked_unless_they_are_asked_for_which_the_log_tells(si
 
 
 @pytest.mark.parametrize("path", ["/", "/events"])
-async def test_names_are_for_administrators(site, path):
+async def test_names_require_the_admin_role(site, path):
     site.admin = False
     answer = await site.get(f"{path}?names=shown", **HTML)
     assert answer.status_code == 403
@@ -142,7 +142,7 @@ async def test_names_are_for_administrators(site, path):
 
 
 @pytest.mark.parametrize(("query", "shown"), [("", False), ("?names=shown", True)])
-async def test_the_stream_sends_the_past_and_the_parts_of_the_page(site, query, shown):
+async def test_stream_sends_the_history_and_the_parts_of_the_page(site, query, shown):
     answer = await site.get(f"/events{query}")
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert "event: past\ndata: [[998,0.0," in answer.text
@@ -150,7 +150,7 @@ async def test_the_stream_sends_the_past_and_the_parts_of_the_page(site, query, 
     assert ("ada.lovelace" in answer.text) is shown
 
 
-async def test_a_range_is_asked_for_by_a_link_and_kept_by_the_stream_and_the_other_links(site):
+async def test_links_and_stream_keep_the_selected_range(site):
     text = (await site.get("/?range=1h", **HTML)).text
     assert "The last hour" in text
     assert 'href="/?range=1h" aria-current="true">1 h</a>' in text
@@ -164,23 +164,23 @@ async def test_a_range_is_asked_for_by_a_link_and_kept_by_the_stream_and_the_oth
     assert '{"row":[990,0.0,' in answer.text
 
 
-async def test_a_range_that_there_is_not_is_a_quarter_of_an_hour(site):
+async def test_unknown_range_defaults_to_a_quarter_of_an_hour(site):
     assert "The last 15 minutes" in (await site.get("/?range=7y", **HTML)).text
 
 
-async def test_the_charts_are_a_table_for_who_has_no_scripts(site):
+async def test_charts_have_a_table_without_scripts(site):
     text = text_of(await site.get("/", **HTML))
     assert "Until Allowed Blocked Fail-open 99 % within Hit ratio Buckets 00:00:00 0 0" in text
     site.live.history = lambda span: []
     assert "No sample was taken yet." in (await site.get("/", **HTML)).text
 
 
-async def test_who_asks_for_the_head_alone_takes_no_place(site):
+async def test_head_request_occupies_no_stream(site):
     site.live.lasts = True  # as a stream would
     answer = await site.get("/events", method="HEAD")
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_a_node_that_ends_begins_no_stream(site):
+async def test_stopping_node_starts_no_stream(site):
     site.live.ended = True
     assert (await site.get("/events")).status_code == 503

@@ -48,7 +48,7 @@ def figure(row, label):
     return (found.value.replace("\u202f", " "), found.tone)
 
 
-def test_rates_are_those_of_now():
+def test_rates_are_current():
     shown = view(total=sample_of(allowed_per_s=1_234.5, blocked_per_s=0.5, fail_open_per_s=2.0))
     assert tile(shown, "Allowed") == ("1 234", "a second", "")
     assert tile(shown, "Blocked") == ("0.5", "a second", "")
@@ -56,7 +56,7 @@ def test_rates_are_those_of_now():
     assert tile(view(), "Fail-open") == ("0", "a second", "")
 
 
-def test_ratio_and_latency_are_of_the_last_ten_seconds():
+def test_ratio_and_latency_cover_the_last_ten_seconds():
     history = [
         sample_of(at_ms=NOW_MS - 12_000, looked_per_s=100.0),
         sample_of(0.0015, at_ms=NOW_MS - 2_000, looked_per_s=8.0, known_per_s=6.0),
@@ -68,7 +68,7 @@ def test_ratio_and_latency_are_of_the_last_ten_seconds():
     assert tile(view(), "Latency, 99 % within")[0] == NONE
 
 
-def test_what_nodes_hold_is_told_with_its_unit():
+def test_buckets_and_memory_have_units():
     shown = view(total=sample_of(buckets=12_000, memory_bytes=3 * 2**20))
     assert tile(shown, "Buckets")[0] == "12 000"
     assert tile(shown, "Memory") == ("3 MiB", "", "")
@@ -76,7 +76,7 @@ def test_what_nodes_hold_is_told_with_its_unit():
     assert tile(two, "Memory")[1] == "of all nodes"
 
 
-def test_the_breaker_of_the_node_that_waits_longest_is_told():
+def test_breaker_tile_shows_the_node_that_waits_longest():
     assert tile(view(), "Breaker") == ("closed", "checks are decided as usual", GOOD)
     open_one = status_of("n2", breaker_state="open", retry_s=12.4)
     alone = view(node_of(open_one))
@@ -91,7 +91,7 @@ def test_the_breaker_of_the_node_that_waits_longest_is_told():
     ("setting", "told"),
     [("fail_open", "allows every check"), ("deny", "denies every check"), ("local", ""), ("", "")],
 )
-def test_while_a_breaker_is_open_it_is_told_that_local_goes_on_limiting(setting, told):
+def test_open_breaker_shows_advice_to_use_local(setting, told):
     opened = node_of(status_of("n2", breaker_state="open"), is_this=False)
     shown = view(node_of(), opened, on_breaker_open=setting).advice
     assert told in shown
@@ -99,7 +99,7 @@ def test_while_a_breaker_is_open_it_is_told_that_local_goes_on_limiting(setting,
     assert not view(on_breaker_open=setting).advice
 
 
-def test_over_admission_stands_beside_what_is_promised():
+def test_over_admission_is_shown_beside_its_bound():
     assert tile(view(), "Over-admission") == ("none", "a single node is exact", "")
     within = status_of(excess_ratio=0.04, excess_bound_ratio=0.51)
     note = "of a limit; at most 51 % is promised"
@@ -114,20 +114,20 @@ def test_over_admission_stands_beside_what_is_promised():
     assert tile(failing, "Over-admission") == ("4 %", told, "")
 
 
-def test_of_several_nodes_that_keep_their_promise_the_largest_promise_is_told():
+def test_largest_bound_is_shown_if_all_nodes_keep_theirs():
     one, other = (status_of(excess_bound_ratio=bound) for bound in (0.51, 0.6))
     shown = tile(view(node_of(one), node_of(other)), "Over-admission")
     assert shown == ("0 %", "of a limit; at most 60 % is promised", "")
 
 
-def test_a_promise_that_was_broken_is_told_before_a_larger_excess_within_its_own():
+def test_exceeded_bound_precedes_a_larger_excess_within_its_bound():
     broken = status_of(excess_ratio=0.52, excess_bound_ratio=0.51)
     kept = status_of(excess_ratio=0.6, excess_bound_ratio=2.0)
     shown = tile(view(node_of(kept), node_of(broken)), "Over-admission")
     assert shown == ("52 %", "of a limit; at most 51 % is promised", BAD)
 
 
-def test_the_four_conditions_are_told_with_what_is_wanted():
+def test_four_conditions_are_shown_with_their_bounds():
     [shared, known, latency, fail_open] = view(
         node_of(
             status_of(
@@ -150,7 +150,7 @@ def test_the_four_conditions_are_told_with_what_is_wanted():
 @pytest.mark.parametrize(
     ("ratio", "shown"), [(0.8996, "89"), (0.9, "90"), (0.886, "89"), (0.5, "50")]
 )
-def test_a_ratio_that_is_too_low_is_not_rounded_up_to_its_bound(ratio, shown):
+def test_hit_ratio_below_its_bound_is_not_rounded_up_to_it(ratio, shown):
     known = view(node_of(status_of(hit_ratio=ratio, hit_ratio_met=False))).conditions[1]
     assert known.value == f"{shown}\u202f%"
 
@@ -158,14 +158,14 @@ def test_a_ratio_that_is_too_low_is_not_rounded_up_to_its_bound(ratio, shown):
 @pytest.mark.parametrize(
     ("condition", "few"), [(1, {"hit_ratio": 0.5}), (2, {"average_latency_ms": 2.0})]
 )
-def test_a_condition_that_is_met_because_checks_are_few_is_told_to_be_that(condition, few):
+def test_condition_met_because_of_few_checks_is_marked(condition, few):
     shown = view(node_of(status_of(**few)))
     assert shown.conditions[condition].met
     assert shown.conditions[condition].wanted.endswith("once there are checks enough to tell")
     assert not view().conditions[condition].wanted.endswith("to tell")
 
 
-def test_how_many_nodes_are_healthy_and_gone_is_told():
+def test_numbers_of_healthy_and_gone_nodes_are_shown():
     assert (view().health_text, view().gone) == ("", 0)
     ill = status_of("n2", healthy=False)
     lost = node_of(status_of("n3"), is_this=False, age_s=17.2, gone=True)
@@ -179,7 +179,7 @@ def test_how_many_nodes_are_healthy_and_gone_is_told():
     ]
 
 
-def test_a_node_with_older_rules_is_marked_unless_it_is_gone():
+def test_node_with_older_rules_is_marked_unless_gone():
     old, new = status_of(rules_revision=3), status_of("n2", rules_revision=4)
     shown = view(node_of(old), node_of(new, is_this=False))
     assert [figure(row, "Revision") for row in shown.nodes] == [("3", WARN), ("4", "")]
@@ -187,7 +187,7 @@ def test_a_node_with_older_rules_is_marked_unless_it_is_gone():
     assert [figure(row, "Revision")[1] for row in shown.nodes] == ["", ""]
 
 
-def test_a_row_has_the_figures_of_its_node():
+def test_row_has_the_figures_of_its_node():
     status = replace(
         status_of(
             breaker_state="open",
@@ -211,7 +211,7 @@ def test_a_row_has_the_figures_of_its_node():
     assert figure(row, "Over-admission") == (NONE, "")
 
 
-def test_charts_are_told_in_words():
+def test_charts_are_described_in_words():
     assert summary_of([]) == ()
     history = [
         sample_of(0.0015, allowed_per_s=30.0, looked_per_s=4.0, known_per_s=1.0, buckets=9),
@@ -224,7 +224,7 @@ def test_charts_are_told_in_words():
     assert words["Buckets"] == "now 5, at most 9"
 
 
-def test_what_was_not_heard_is_not_told():
+def test_state_of_unread_nodes_is_unknown():
     other = node_of(status_of("n2"), is_this=False, age_s=14.0)
     shown = view(node_of(), other, unheard_s=12.4)
     assert (shown.verdict, shown.tone, shown.unheard) == ("UNKNOWN", WARN, "12\u202fs")
@@ -235,7 +235,7 @@ def test_what_was_not_heard_is_not_told():
     assert view(cut_off, other, unheard_s=12.4).verdict == "DEGRADED"
 
 
-def test_the_verdict_is_of_the_worst_node_and_each_condition_names_it():
+def test_state_is_that_of_the_worst_node_and_each_condition_names_it():
     ill = status_of(
         "n2",
         healthy=False,
@@ -259,7 +259,7 @@ def test_the_verdict_is_of_the_worst_node_and_each_condition_names_it():
     assert (whole.verdict, whole.tone) == ("HEALTHY", GOOD)
 
 
-def test_nothing_is_told_of_what_is_not_there():
+def test_absent_values_are_not_shown_as_figures():
     [shared, _, latency, _] = view(
         node_of(status_of(average_latency_ms=0.0)), shares=False
     ).conditions
@@ -267,7 +267,7 @@ def test_nothing_is_told_of_what_is_not_there():
     assert (latency.value, latency.met) == (NONE, True)
 
 
-def test_a_row_is_what_the_charts_take():
+def test_row_has_the_values_of_the_charts():
     counts = (0, 0, 0, 0, 0, 0, 4, *[0] * 8)
     sample = Sample(5, 1.23456, 2.0, 3.0, 8.0, 2.0, counts, buckets=9)
     assert row(sample) == [5, 1.235, 2.0, 3.0, 1.5, 1.95, 1.99, 0.25, 9]

@@ -1,4 +1,4 @@
-"""The page of the plans, as somebody without scripts uses it."""
+"""The page of the plans, used without scripts."""
 
 import html
 import re
@@ -30,14 +30,14 @@ async def assigned(visitor, **fields):
     return await visitor.get(answer.headers["location"])
 
 
-async def test_without_assignments_the_page_says_so_and_has_the_form(visitor):
+async def test_page_without_assignments_says_so_and_has_the_form(visitor):
     answer = await visitor.get("/plans")
     assert answer.status_code == 200
     assert "No identity is assigned to a plan" in text_of(answer)
     assert '<a href="/plans" aria-current="page">Plans</a>' in answer.text
 
 
-async def test_what_is_assigned_holds_and_is_listed(visitor):
+async def test_assigned_plan_is_in_force_and_listed(visitor):
     page = await assigned(visitor, expires="1h", note="trial")
     assert "The plan was assigned. It holds from now on." in text_of(page)
     assert "user alice pro 2023-11-15 01:00:00 UTC trial" in text_of(page)
@@ -46,12 +46,12 @@ async def test_what_is_assigned_holds_and_is_listed(visitor):
     assert "Remaining 8 of 9" in text_of(await visitor.post("/try", check))
 
 
-async def test_no_address_has_an_identifier(visitor):
+async def test_no_address_contains_an_identifier(visitor):
     page = await assigned(visitor)
     assert not re.search(r'(href|action)="[^"]*alice', page.text)
 
 
-async def test_what_is_wrong_is_said_beside_the_field_and_kept(visitor):
+async def test_errors_are_shown_at_the_field_and_input_is_kept(visitor):
     wrong = {"identifier_type": "ip", "identifier": "alice", "plan": "Pro", "note": "n" * 256}
     answer = await visitor.post("/plans/assign", {**wrong, "expires": "tomorrow"})
     assert answer.status_code == 422
@@ -66,13 +66,13 @@ async def test_what_is_wrong_is_said_beside_the_field_and_kept(visitor):
     assert "No identity is assigned" in text_of(await visitor.get("/plans"))
 
 
-async def test_what_others_typed_is_shown_as_text(visitor):
+async def test_input_of_others_is_escaped(visitor):
     page = await assigned(visitor, identifier=SCRIPT, note=SCRIPT)
     assert SCRIPT not in page.text
     assert SCRIPT in html.unescape(page.text)
 
 
-async def test_a_plan_is_taken_away_after_a_question(visitor):
+async def test_plan_is_unassigned_after_confirmation(visitor):
     page = await assigned(visitor)
     row = {name: value for name, value in hidden_in(page.text).items() if name != "form_token"}
     answer = await visitor.post("/plans/unassign", row)
@@ -87,7 +87,7 @@ async def test_a_plan_is_taken_away_after_a_question(visitor):
     assert "the identity is assigned to no plan" in text_of(answer)
 
 
-async def test_what_was_changed_meanwhile_is_not_taken_away(visitor):
+async def test_assignment_changed_meanwhile_is_not_removed(visitor):
     await assigned(visitor)
     stale = {**ALICE, "etag": "stale", "step": "store"}
     answer = await visitor.post("/plans/unassign", stale)
@@ -115,7 +115,7 @@ async def test_assignments_are_searched_by_type_prefix_and_plan(visitor):
     assert "alice" not in text_of(answer)
 
 
-async def test_a_search_that_is_none_is_told_beside_the_field(visitor):
+async def test_invalid_search_is_reported_at_the_field(visitor):
     answer = await visitor.post("/plans", {"identifier_prefix": "al", "plan": "No Plan"})
     assert (answer.status_code, set(errors_in(answer.text))) == (422, {"identifier_type", "plan"})
 
@@ -133,7 +133,7 @@ async def test_later_pages_are_forms(visitor, monkeypatch):
     assert '<a href="/plans">← The first</a>' in page.text
 
 
-async def test_plans_that_no_rule_names_are_told(visitor):
+async def test_assigned_plans_that_no_rule_names_are_reported(visitor):
     page = await assigned(visitor, plan="blocked")
     assert "No rule names" not in text_of(page)
     await assigned(visitor, identifier="bob", plan="gone")
@@ -148,14 +148,14 @@ async def test_plans_that_no_rule_names_are_told(visitor):
     assert "a9 (1 assigned) and 1 more." in text_of(page)
 
 
-async def test_a_wrong_page_is_a_problem_and_not_an_empty_list(visitor):
+async def test_invalid_page_is_an_error_rather_than_an_empty_list(visitor):
     answer = await visitor.post("/plans", {"page_token": "x"})
     assert answer.status_code == 422
     assert "page_token" in text_of(answer)
     assert "No identity is assigned" not in text_of(answer)
 
 
-async def test_changes_of_assignments_are_among_all_changes(visitor):
+async def test_audit_page_lists_changes_of_assignments(visitor):
     await assigned(visitor, note="n")
     await assigned(visitor, plan="blocked", expires="1h")
     text = text_of(await visitor.get("/audit"))
@@ -163,7 +163,7 @@ async def test_changes_of_assignments_are_among_all_changes(visitor):
     assert "changed user alice Plan: pro → becomes blocked Until: 2023-11-15 01:00:00 UTC" in text
 
 
-async def test_while_the_database_is_away_the_page_says_so(visitor, monkeypatch):
+async def test_page_reports_an_unavailable_database(visitor, monkeypatch):
     async def away(*_):
         message = "the rule database cannot be read"
         raise StoreUnavailableError(message)

@@ -36,13 +36,13 @@ async def get(files, path, **headers):
         return await client.get(path, headers=headers)
 
 
-async def test_a_file_may_be_kept_for_ever_under_the_address_that_names_its_content(files):
+async def test_file_is_cached_forever_under_an_address_with_its_hash(files):
     answer = await get(files, files.url("a.css"))
     assert (answer.text, answer.headers["cache-control"]) == ("a {}", LASTING)
     assert answer.headers["content-type"] == "text/css; charset=utf-8"
 
 
-async def test_under_any_other_address_a_file_is_asked_for_again(files):
+async def test_file_is_revalidated_under_any_other_address(files):
     answer = await get(files, "/static/b.js?v=old")
     assert (answer.text, answer.headers["cache-control"]) == ("b()", "no-cache")
     again = await get(files, "/static/b.js", **{"if-none-match": answer.headers["etag"]})
@@ -57,17 +57,17 @@ async def test_files_are_sent_from_memory_without_a_thread(files, monkeypatch):
     assert (await get(files, "/static/a.css")).text == "a {}"
 
 
-async def test_another_content_has_another_address(files, tmp_path):
+async def test_changed_content_has_another_address(files, tmp_path):
     (tmp_path / "a.css").write_text("b {}")
     assert StaticFiles(tmp_path).url("a.css") != files.url("a.css")
 
 
 @pytest.mark.parametrize("path", ["/static/c.css", "/static/..%2frendering.py", "/static/"])
-async def test_there_are_no_other_files(files, path):
+async def test_other_files_are_not_found(files, path):
     assert (await get(files, path)).status_code == 404
 
 
-def test_what_a_template_prints_is_text(tmp_path, files):
+def test_template_output_is_escaped(tmp_path, files):
     (tmp_path / "t.html").write_text('<p title="{{ x }}">{{ x }}</p>')
     (tmp_path / "broken.html").write_text("{{ missing }}")
     templates = environment(files, tmp_path)
@@ -78,7 +78,7 @@ def test_what_a_template_prints_is_text(tmp_path, files):
         templates.get_template("broken.html").render()
 
 
-def test_a_template_that_cannot_be_read_is_found_out_at_once(tmp_path, files):
+def test_unreadable_template_fails_at_once(tmp_path, files):
     (tmp_path / "t.html").write_text("{% if %}")
     with pytest.raises(jinja2.TemplateSyntaxError):
         environment(files, tmp_path)
@@ -99,7 +99,7 @@ def test_numbers_have_a_thin_space_between_thousands():
         (2**31 - 1, "24\u202f855 d 3 h 14 min 7 s"),
     ],
 )
-def test_durations_are_in_the_largest_units_that_say_them_exactly(seconds, text):
+def test_durations_use_the_largest_exact_units(seconds, text):
     assert duration(seconds) == text
 
 
@@ -108,7 +108,7 @@ def test_moments_are_in_utc():
     assert instant(datetime(2023, 11, 15, tzinfo=UTC)) == "2023-11-15 00:00:00 UTC"
 
 
-def test_all_nodes_of_a_process_look_the_same():
+def test_all_nodes_of_a_process_share_templates_and_files():
     static, templates = look()
     assert look() == (static, templates)
     assert "base.html" in templates.list_templates()
@@ -132,14 +132,14 @@ def plain(text):
         (-2.0, "−2"),
     ],
 )
-def test_decimals_are_there_while_they_matter(value, expected):
+def test_decimals_are_shown_for_small_values_only(value, expected):
     assert plain(short(value)) == expected
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [(0.08, "< 1"), (0.99, "< 1"), (1.0, "1"), (3.46, "3.5")]
 )
-def test_what_little_is_left_of_a_count_is_not_told_to_the_hundredth(value, expected):
+def test_faded_count_below_one_has_no_decimals(value, expected):
     assert plain(faded(value)) == expected
 
 
@@ -147,7 +147,7 @@ def test_what_little_is_left_of_a_count_is_not_told_to_the_hundredth(value, expe
     ("value_ms", "expected"),
     [(None, NONE), (0.0354, "35 µs"), (1.52, "1.5 ms"), (250.0, "250 ms"), (4_530.0, "4.5 s")],
 )
-def test_a_latency_is_in_the_unit_that_suits_it(value_ms, expected):
+def test_latency_has_a_suitable_unit(value_ms, expected):
     assert plain(milliseconds(value_ms)) == expected
 
 
@@ -155,7 +155,7 @@ def test_a_latency_is_in_the_unit_that_suits_it(value_ms, expected):
     ("value_s", "expected"),
     [(0, "0 s"), (0.25, "250 ms"), (-0.25, "−250 ms"), (12.3, "12 s"), (-3.0, "−3 s")],
 )
-def test_a_duration_is_in_the_unit_that_suits_it(value_s, expected):
+def test_duration_has_a_suitable_unit(value_s, expected):
     assert plain(seconds(value_s)) == expected
 
 
@@ -163,7 +163,7 @@ def test_a_duration_is_in_the_unit_that_suits_it(value_s, expected):
     ("ratio", "expected"),
     [(None, NONE), (1.0, "100 %"), (0.9999, "99.9 %"), (0.97, "97 %"), (0.005, "0.5 %")],
 )
-def test_all_and_next_to_all_are_told_apart(ratio, expected):
+def test_ratio_just_below_one_is_not_rounded_up(ratio, expected):
     assert plain(percent(ratio)) == expected
 
 
@@ -171,5 +171,5 @@ def test_all_and_next_to_all_are_told_apart(ratio, expected):
     ("octets", "expected"),
     [(0, "0 B"), (1_536, "1.5 KiB"), (120 * 2**20, "120 MiB"), (2**50, "1 024 TiB")],
 )
-def test_memory_is_in_the_unit_that_suits_it(octets, expected):
+def test_memory_has_a_suitable_unit(octets, expected):
     assert plain(size(octets)) == expected

@@ -40,13 +40,13 @@ def said(before, after, book=ALONE):
     return " ".join(consequences(before, after, book))
 
 
-def test_only_what_differs_is_changed():
+def test_only_different_fields_are_changed():
     changed = [row for row in differences(ORDERS, replace(ORDERS, limit=7)) if row.changed]
     assert changed == [("Limit", "1\u202f000", "7")]
     assert not any(row.changed for row in differences(ORDERS, ORDERS))
 
 
-def test_a_new_rule_has_nothing_before_and_a_deleted_one_nothing_after():
+def test_new_rule_has_nothing_before_and_deleted_one_nothing_after():
     assert [row.after for row in differences(None, ORDERS)] == [
         "/orders", "user", "1\u202f000", "1 min (60 s)", "token_bucket", "yes",
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def test_fields_of_any_kind_can_be_shown():
     ]
 
 
-def test_a_window_of_seconds_is_not_said_twice():
+def test_window_in_seconds_is_not_repeated():
     [window] = [
         row.before
         for row in differences(replace(ORDERS, window_seconds=59), None)
@@ -70,13 +70,13 @@ def test_a_window_of_seconds_is_not_said_twice():
     assert window == "59 s"
 
 
-def test_a_higher_limit_is_more_at_once():
+def test_higher_limit_allows_more_at_once():
     text = said(ORDERS, replace(ORDERS, limit=1_500))
     assert "spent stays spent" in text
     assert "500 more at once" in text
 
 
-def test_a_lower_limit_caps_what_was_spent():
+def test_lower_limit_caps_spent_tokens():
     text = said(ORDERS, replace(ORDERS, limit=10))
     assert "counts as the new limit at most" in text
     assert "one window of 1 min" in text
@@ -87,11 +87,11 @@ def test_a_lower_limit_caps_what_was_spent():
     [replace(ORDERS, window_seconds=1), replace(ORDERS, algorithm=Algorithm.SLIDING_WINDOW)],
     ids=["window", "algorithm"],
 )
-def test_another_window_or_algorithm_starts_afresh(after):
+def test_other_window_or_algorithm_starts_afresh(after):
     assert "All buckets start afresh" in said(ORDERS, after)
 
 
-def test_what_is_disabled_or_deleted_leaves_its_checks_to_the_next_rule():
+def test_disabled_or_deleted_rule_leaves_its_checks_to_the_next_rule():
     for after in (None, replace(ORDERS, enabled=False)):
         assert "From now on: no rule, so they are all allowed." in said(ORDERS, after)
         assert "From now on: the rule of * (5 in 1 h, fixed window)." in said(ORDERS, after, BOTH)
@@ -101,7 +101,7 @@ def test_what_is_disabled_or_deleted_leaves_its_checks_to_the_next_rule():
     assert "no rule, so they are all allowed" in text
 
 
-def test_what_is_created_or_enabled_takes_its_checks_over():
+def test_created_or_enabled_rule_takes_over_its_checks():
     carts = replace(ORDERS, id="3", endpoint="/carts")
     assert "Checks of user on /carts are decided by this rule from now on." in said(None, carts)
     assert "Until now: the rule of *" in said(None, carts, BOTH)
@@ -109,14 +109,14 @@ def test_what_is_created_or_enabled_takes_its_checks_over():
     assert "Until now: no rule" in said(disabled, ORDERS, RuleBook.of([disabled], 1))
 
 
-def test_another_endpoint_or_type_is_an_end_and_a_beginning():
+def test_moved_rule_ends_in_one_place_and_begins_in_the_other():
     text = said(ORDERS, replace(ORDERS, endpoint="/carts"), BOTH)
     assert "on /orders are no longer decided" in text
     assert "on /carts are decided by this rule from now on" in text
     assert "does not count under the new ones" in text
 
 
-def test_what_nobody_notices_is_said_to_be_so():
+def test_change_without_effect_is_described_as_such():
     assert said(ORDERS, ORDERS) == "Nothing changes."
     disabled = replace(ORDERS, enabled=False)
     for before, after in (
@@ -127,7 +127,7 @@ def test_what_nobody_notices_is_said_to_be_so():
         assert "nothing changes for callers" in said(before, after)
 
 
-def test_a_rule_in_a_few_words():
+def test_rule_is_summarised_in_a_few_words():
     assert summary(ORDERS) == "1\u202f000 in 1 min, token bucket"
 
 
@@ -142,7 +142,7 @@ def changed(before, after):
 
 
 class TestSeveralLimits:
-    def test_each_limit_is_a_row_that_is_shown_where_there_are_several(self):
+    def test_each_of_several_limits_is_a_row(self):
         assert changed(ORDERS, SEVERAL) == [
             ("Limit default", "", "the first"),
             ("Limit day", "", "10\u202f000 in 1 d, fixed window"),
@@ -159,7 +159,7 @@ class TestSeveralLimits:
             ("Limit d", "", "10\u202f000 in 1 d, fixed window"),
         ]
 
-    def test_another_order_of_limits_is_told(self):
+    def test_changed_order_of_limits_is_reported(self):
         hour = replace(DAY, name="hour", window_seconds=3_600)
         one, other = replace(ORDERS, more=(DAY, hour)), replace(ORDERS, more=(hour, DAY))
         assert changed(one, other) == [
@@ -171,11 +171,11 @@ class TestSeveralLimits:
         ]
 
     @pytest.mark.parametrize("stored", ["x", "[]", "7", '[{"name":"a"},{"name":"b"}]', "[7]"])
-    def test_a_stored_list_that_is_none_is_shown_as_it_is(self, stored):
+    def test_invalid_stored_list_is_shown_unchanged(self, stored):
         [row] = [row for row in fields_differences({"limits": stored}, {}) if row.before]
         assert row.before == stored
 
-    def test_each_limit_says_what_becomes_of_it(self):
+    def test_effect_on_each_limit_is_described(self):
         assert said(ORDERS, SEVERAL) == (
             "day: 10\u202f000 in 1 d, fixed window from now on, and all buckets are full."
         )
@@ -187,7 +187,7 @@ class TestSeveralLimits:
         assert said(SEVERAL, replace(SEVERAL, window_seconds=7)).startswith("default: All buckets")
         assert said(SEVERAL, SEVERAL) == "Nothing changes."
 
-    def test_a_limit_that_only_observes_is_told_kept_and_promoted(self):
+    def test_observed_limit_is_described_kept_and_promoted(self):
         observed = replace(SEVERAL, more=(replace(DAY, enforcement=Enforcement.OBSERVE),))
         assert said(observed, SEVERAL) == "day denies from now on, and keeps what it counted."
         assert (
@@ -202,7 +202,7 @@ class TestSeveralLimits:
         [row] = [row for row in differences(None, first) if row.label.startswith("Limit ")]
         assert row[::2] == ("Limit default", "the first, observed")
 
-    def test_the_form_of_a_promotion_has_the_candidate_first_and_enforced(self):
+    def test_promotion_form_has_the_candidate_first_and_enforced(self):
         candidate = replace(
             DAY, algorithm=Algorithm.TOKEN_BUCKET, burst=20_000, enforcement=Enforcement.OBSERVE
         )
@@ -224,7 +224,7 @@ class TestSeveralLimits:
         for name in ("hour", "default", ""):
             assert RuleForm.promoting(rule, name) is None
 
-    def test_a_calendar_is_told_kept_and_edited(self):
+    def test_calendar_is_described_kept_and_edited(self):
         month = replace(
             DAY, window_seconds=2_592_000, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15)
         )
@@ -245,7 +245,7 @@ class TestSeveralLimits:
         lower = said(rule, replace(rule, more=(replace(month, limit=1),)))
         assert lower.startswith("day: What was spent stays spent, but counts as the new limit")
 
-    def test_a_calendar_of_the_first_limit_has_fields_of_its_own(self):
+    def test_calendar_of_the_first_limit_has_its_own_fields(self):
         rule = replace(
             ORDERS,
             algorithm=Algorithm.FIXED_WINDOW,
@@ -290,13 +290,13 @@ class TestSeveralLimits:
             ({"more": "a 1 day fixed_window zone=X"}, "more", "line 1: unknown time zone"),
         ],
     )
-    def test_what_is_wrong_with_a_calendar_is_told_at_its_field(self, changed, field, text):
+    def test_errors_in_a_calendar_are_reported_at_their_fields(self, changed, field, text):
         algorithm = "token_bucket" if text.startswith("only a fixed") else "fixed_window"
         errors = RuleForm.of_rule(ORDERS)._replace(algorithm=algorithm, **changed).errors()
         assert list(errors) == [field]
         assert errors[field].startswith(text)
 
-    def test_a_form_keeps_what_a_rule_says(self):
+    def test_form_keeps_the_content_of_a_rule(self):
         form = RuleForm.of_rule(SEVERAL)
         assert form.more == "day 10000 86400 fixed_window"
         rule = form.checked()
@@ -330,7 +330,7 @@ class TestSeveralLimits:
             ({"more": "a 1 1 token_bucket burst="}, "more", "line 1: the burst must be a whole"),
         ],
     )
-    def test_what_is_wrong_in_a_form_is_told_at_its_field(self, changed, field, text):
+    def test_errors_in_a_form_are_reported_at_their_fields(self, changed, field, text):
         errors = RuleForm.of_rule(ORDERS)._replace(**changed).errors()
         assert list(errors) == [field]
         assert errors[field].startswith(text)
@@ -340,7 +340,7 @@ class TestPlans:
     PRO = Plan("pro", (replace(DAY, revision=0),))
     WITH = replace(ORDERS, plans=(PRO,))
 
-    def test_an_edit_says_who_has_which_limits(self):
+    def test_edit_describes_the_limits_of_each_plan(self):
         [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
         assert (row.label, row.after) == (
             "Plans",
@@ -352,7 +352,7 @@ class TestPlans:
         assert said(self.WITH, more).startswith("Plan pro: day: What was spent stays spent, and")
         assert summary(self.WITH).endswith("; plans pro")
 
-    def test_a_form_keeps_them(self):
+    def test_form_keeps_plans(self):
         form = RuleForm.of_rule(self.WITH)
         assert form.plans == "pro day 10000 86400 fixed_window"
         assert form.checked().plans == (self.PRO,)
@@ -367,7 +367,7 @@ class TestPlans:
             ("Pro day 1 1 fixed_window", "the name 'Pro' must be"),
         ],
     )
-    def test_what_is_wrong_is_told_at_the_field(self, plans, text):
+    def test_errors_in_plans_are_reported_at_the_field(self, plans, text):
         errors = RuleForm.of_rule(ORDERS)._replace(plans=plans).errors()
         assert list(errors) == ["plans"]
         assert errors["plans"].startswith(text)
@@ -376,7 +376,7 @@ class TestPlans:
 class TestBurst:
     WITH = replace(ORDERS, burst=5_000)
 
-    def test_a_burst_is_shown_beside_its_limit(self):
+    def test_burst_is_shown_beside_its_limit(self):
         assert summary(self.WITH) == "1\u202f000 in 1 min, token bucket, burst 5\u202f000"
         [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
         assert (row.label, row.after) == ("Limit default", "the first, burst 5\u202f000")
@@ -397,11 +397,11 @@ class TestBurst:
              "but counts as the new limit at most: callers that spent more may wait, at most one window of 1 min."),
         ],
     )  # fmt: skip
-    def test_an_edit_says_what_becomes_of_what_was_spent(self, before, after, what):
+    def test_edit_describes_the_effect_on_spent_tokens(self, before, after, what):
         was, will = replace(ORDERS, **before), replace(ORDERS, **after)
         assert said(was, will) == f"default: What was spent stays spent, {what}"
 
-    def test_a_form_keeps_it_on_every_line(self):
+    def test_form_keeps_the_burst_on_every_line(self):
         more = replace(self.WITH, name="more", burst=7, enforcement=Enforcement.OBSERVE, revision=0)
         rule = replace(self.WITH, more=(more,))
         form = RuleForm.of_rule(rule)

@@ -13,28 +13,28 @@ FIELDS = {
 }
 
 
-def test_a_form_makes_a_rule():
+def test_form_becomes_a_rule():
     found = RuleForm.of_fields(FIELDS).checked()
     assert (found.endpoint, found.identifier_type) == ("/orders", IdentifierType.USER)
     assert found.algorithm is Algorithm.FIXED_WINDOW
     assert (found.limit, found.window_seconds, found.enabled) == (10, 60, True)
 
 
-def test_a_box_that_is_not_ticked_is_a_disabled_rule():
+def test_unticked_box_is_a_disabled_rule():
     fields = {name: text for name, text in FIELDS.items() if name != "enabled"}
     assert RuleForm.of_fields(fields).checked().enabled is False
 
 
-def test_a_rule_and_its_form_say_the_same():
+def test_form_and_rule_convert_to_each_other():
     rule = RuleForm.of_fields(FIELDS).checked()
     assert RuleForm.of_rule(rule).checked() == rule
 
 
-def test_what_is_typed_around_an_endpoint_belongs_to_it():
+def test_spaces_around_an_endpoint_are_kept():
     assert RuleForm.of_fields({**FIELDS, "endpoint": " /a "}).checked().endpoint == " /a "
 
 
-def test_each_field_that_is_wrong_is_named():
+def test_each_invalid_field_is_named():
     errors = RuleForm.of_fields({}).errors()
     assert set(errors) == {"endpoint", "identifier_type", "limit", "window_seconds", "algorithm"}
     assert errors["limit"] == "the limit must be a whole number"
@@ -55,14 +55,14 @@ def test_each_field_that_is_wrong_is_named():
     ],
     ids=repr,
 )
-def test_a_limit_is_a_whole_number_in_its_bounds(typed, problem):
+def test_limit_is_a_whole_number_within_bounds(typed, problem):
     assert RuleForm.of_fields({**FIELDS, "limit": typed}).errors() == {"limit": problem}
 
 
-def test_the_empty_form_suggests_what_is_common():
+def test_empty_form_suggests_common_values():
     form = RuleForm()
     assert (form.identifier_type, form.window_seconds, form.enabled) == ("user", "60", True)
 
 
-def test_a_whole_number_may_have_a_sign():
+def test_whole_number_may_have_a_sign():
     assert (whole_number("+7"), whole_number("-7"), whole_number("7a")) == (7, -7, "7a")

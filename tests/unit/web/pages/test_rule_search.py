@@ -45,7 +45,7 @@ async def page_of(book, traffic=no_traffic, **query):
     return await search(book, RuleQuery(**query), traffic)
 
 
-async def test_pages_are_in_order_and_have_numbers(book):
+async def test_pages_are_sorted_and_numbered(book):
     pages = [await page_of(book, page=number) for number in (1, 2, 3)]
     assert [number for page in pages for number in numbers(page)] == list(range(COUNT))
     assert [(page.first, page.last) for page in pages] == [(1, 50), (51, 100), (101, 120)]
@@ -53,7 +53,7 @@ async def test_pages_are_in_order_and_have_numbers(book):
     assert await page_of(book, page=4) == pages[2]
 
 
-async def test_of_nothing_there_is_one_empty_page():
+async def test_empty_result_has_one_page():
     found = await page_of(RuleBook.empty())
     assert (found.rules, found.total, found.page, found.pages) == ([], 0, 1, 1)
 
@@ -68,11 +68,11 @@ async def test_of_nothing_there_is_one_empty_page():
         (100, 200, [1, 0, 98, 99, 100, 101, 102, 0, 200]),
     ],
 )
-def test_the_first_the_last_and_the_next_pages_are_near(page, pages, near):
+def test_first_last_and_neighbouring_pages_are_linked(page, pages, near):
     assert Found([], 1, 0, page, pages).near == near
 
 
-async def test_rules_are_sorted_by_what_is_asked_for_and_then_by_their_place():
+async def test_rules_are_sorted_by_the_requested_column_and_then_by_place():
     rules = [
         rule(0, limit=5),
         rule(1, limit=7, identifier_type=IdentifierType.API_KEY),
@@ -96,7 +96,7 @@ async def test_rules_are_sorted_by_what_is_asked_for_and_then_by_their_place():
     assert await order("match") == [2, 1, 0]
 
 
-async def test_rules_are_found_by_each_of_their_fields():
+async def test_rules_are_found_by_each_field():
     ip = rule(1, identifier_type=IdentifierType.IP)
     fixed = rule(2, algorithm=Algorithm.FIXED_WINDOW)
     disabled = rule(3, enabled=False)
@@ -118,7 +118,7 @@ async def test_rules_are_found_by_each_of_their_fields():
     assert await found(type="nobody") == []
 
 
-async def test_a_long_book_gives_others_their_turn():
+async def test_search_in_a_large_book_yields_to_other_tasks():
     book = RuleBook.of(map(rule, range(3 * RULES_PER_TURN)), 1)
     turns = 0
 
@@ -134,7 +134,7 @@ async def test_a_long_book_gives_others_their_turn():
     assert turns >= 3
 
 
-def test_an_address_says_what_is_looked_for_in_which_order_and_which_page():
+def test_address_contains_filter_order_and_page():
     query = RuleQuery.of_parameters({"q": " /a&b ", "type": "ip"})
     assert query.address() == "/rules?q=%2Fa%26b&type=ip"
     address = query.address(sort="-allowed", page=3)
@@ -148,12 +148,12 @@ def test_an_address_says_what_is_looked_for_in_which_order_and_which_page():
 
 
 @pytest.mark.parametrize("page", ["0", "-1", "x", "", "²", "9" * 400])
-def test_an_order_or_a_page_that_makes_no_sense_is_left_out(page):
+def test_invalid_order_or_page_is_ignored(page):
     query = RuleQuery.of_parameters({"sort": "colour", "page": page})
     assert query == RuleQuery()
 
 
-def test_a_heading_sorts_first_in_its_natural_direction_and_then_in_the_other():
+def test_heading_sorts_in_its_natural_direction_first_and_then_in_the_other():
     query = RuleQuery(text="a", page=7)
     assert query.sorted_by("allowed") == "/rules?q=a&sort=-allowed"
     assert query.sorted_by("type") == "/rules?q=a&sort=type"

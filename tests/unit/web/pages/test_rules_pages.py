@@ -1,4 +1,4 @@
-"""Through a real node over HTTP, as a person without scripts uses the pages."""
+"""The pages of the rules, used over HTTP on a real node without scripts."""
 
 import html
 from dataclasses import replace
@@ -43,24 +43,24 @@ def book_of(node):
 
 
 async def created(visitor, **fields):
-    """The address of a new rule."""
+    """Create a rule and return its address."""
     answer = await visitor.post("/rules/new", {**RULE, **fields, "step": "store"})
     assert answer.status_code == 303, answer.text
     return answer.headers["location"].partition("?")[0]
 
 
 async def opened(visitor, address):
-    """The fields of a rule's form as it is sent back unchanged."""
+    """Return the fields of a rule's form as sent unchanged."""
     page = (await visitor.get(address)).text
     return {**RULE, "etag": hidden_in(page)["etag"]}
 
 
-async def test_a_node_without_rules_says_what_that_means(visitor):
+async def test_page_explains_a_node_without_rules(visitor):
     page = await visitor.get("/rules")
     assert "no rules yet, so every check is allowed" in page.text
 
 
-async def test_a_rule_is_shown_before_it_is_created_and_then_holds(visitor, node):
+async def test_rule_is_previewed_and_then_created_and_in_force(visitor, node):
     preview = await visitor.post("/rules/new", {**RULE, "step": "preview"})
     assert "Nothing is stored yet." in preview.text
     assert "Until now: no rule, so they are all allowed." in preview.text
@@ -76,7 +76,7 @@ async def test_a_rule_is_shown_before_it_is_created_and_then_holds(visitor, node
     assert f'<a href="/rules/{rule.id}"><code>/orders</code></a>' in table
 
 
-async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node):
+async def test_rule_with_several_limits_is_created_shown_and_edited(visitor, node):
     more = "day 10000 86400 fixed_window"
     preview = await visitor.post("/rules/new", {**RULE, "more": more, "step": "preview"})
     assert '<th scope="row">Limit day</th><td>10\u202f000 in 1 d, fixed window' in preview.text
@@ -98,7 +98,7 @@ async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node
     assert "<del>10\u202f000 in 1 d, fixed window</del>" in audit
 
 
-async def test_limits_are_added_renamed_reordered_and_removed_by_the_form_alone(visitor, node):
+async def test_limits_are_added_renamed_reordered_and_removed_in_the_form(visitor, node):
     await visitor.post("/rules/new", {**RULE, "step": "store"})
     [rule] = book_of(node).rules()
     day, hour = "day 10000 86400 fixed_window", "hour 900 3600 sliding_window"
@@ -112,7 +112,7 @@ async def test_limits_are_added_renamed_reordered_and_removed_by_the_form_alone(
         edit = {**RULE, "etag": hidden_in(form.text)["etag"], "more": typed}
         preview = await visitor.post(f"/rules/{rule.id}", {**edit, "step": "preview"})
         assert told in preview.text
-        # What the browser sends is what the preview carries on.
+        # Store the fields that the preview passes on, as a browser sends them.
         kept = hidden_in(preview.text)
         stored = await visitor.post(f"/rules/{rule.id}", {**kept, "step": "store"})
         assert stored.status_code == 303
@@ -120,7 +120,7 @@ async def test_limits_are_added_renamed_reordered_and_removed_by_the_form_alone(
         assert [limit.name for limit in found.limits] == names
 
 
-async def test_a_limit_that_observes_is_promoted_after_a_preview(visitor, node):
+async def test_observed_limit_is_promoted_after_a_preview(visitor, node):
     more = "candidate 3 60 fixed_window observe"
     await visitor.post("/rules/new", {**RULE, "more": more, "step": "store"})
     [rule] = book_of(node).rules()
@@ -139,7 +139,7 @@ async def test_a_limit_that_observes_is_promoted_after_a_preview(visitor, node):
     assert (await visitor.get("/rules/none/promote?limit=candidate")).status_code == 404
 
 
-async def test_a_burst_is_made_shown_and_taken_away(visitor, node):
+async def test_burst_is_set_shown_and_removed(visitor, node):
     preview = await visitor.post("/rules/new", {**RULE, "burst": "50", "step": "preview"})
     assert "<td>the first, burst 50</td>" in preview.text
     answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
@@ -156,7 +156,7 @@ async def test_a_burst_is_made_shown_and_taken_away(visitor, node):
     assert [rule.capacity for rule in book_of(node).rules()] == [10]
 
 
-async def test_a_rule_of_the_calendar_is_made_shown_and_edited(visitor, node):
+async def test_calendar_rule_is_created_shown_and_edited(visitor, node):
     calendar = {"period": "month", "time_zone": "Europe/Berlin", "anchor_day": "15"}
     rule = {**RULE, "algorithm": "fixed_window", **calendar}
     preview = await visitor.post("/rules/new", {**rule, "step": "preview"})
@@ -182,9 +182,7 @@ async def test_a_rule_of_the_calendar_is_made_shown_and_edited(visitor, node):
     assert "a month from day 15 of Europe/Berlin" in (await visitor.get("/audit")).text
 
 
-async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_nothing_stored(
-    visitor, node
-):
+async def test_errors_are_shown_at_the_fields_with_the_input_and_nothing_is_stored(visitor, node):
     for step in ("preview", "store"):
         wrong = {"endpoint": "", "limit": "many", "window_seconds": "-7", "step": step}
         answer = await visitor.post("/rules/new", wrong)
@@ -202,19 +200,19 @@ async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_not
     assert len(book_of(node)) == 0
 
 
-async def test_two_rules_in_one_place_are_refused_also_when_this_node_does_not_know_yet(
+async def test_second_rule_in_one_place_is_refused_even_if_unknown_to_this_node(
     visitor, node, monkeypatch
 ):
     await created(visitor)
     answer = await visitor.post("/rules/new", {**RULE, "step": "store"})
     assert (answer.status_code, errors_in(answer.text)) == (422, {"endpoint": TAKEN})
-    # As if it were another node's, of which nobody has told this one: the service refuses it.
+    # As if another node's rule were not yet known here: the service refuses it.
     monkeypatch.setattr(type(book_of(node)), "candidates", lambda *_: ())
     answer = await visitor.post("/rules/new", {**RULE, "step": "store"})
     assert (answer.status_code, errors_in(answer.text)) == (409, {"endpoint": TAKEN})
 
 
-async def test_script_in_an_endpoint_is_text_on_every_page(visitor):
+async def test_script_in_an_endpoint_is_escaped_on_every_page(visitor):
     address = await created(visitor, endpoint=SCRIPT)
     fields = {**await opened(visitor, address), "endpoint": SCRIPT, "limit": "11"}
     pages = [
@@ -233,7 +231,7 @@ async def test_script_in_an_endpoint_is_text_on_every_page(visitor):
         assert html.escape(SCRIPT, quote=False) in page.text.replace("&#39;", "'")
 
 
-async def test_an_edit_says_what_it_changes_and_is_stored(visitor, node):
+async def test_edit_is_previewed_and_stored(visitor, node):
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "25"}
     preview = await visitor.post(address, {**fields, "step": "preview"})
@@ -250,7 +248,7 @@ async def test_an_edit_says_what_it_changes_and_is_stored(visitor, node):
     assert "Limit: <del>10</del>" in " ".join(page.split())
 
 
-async def test_an_edit_with_wrong_fields_is_told_so(visitor, node):
+async def test_edit_with_errors_is_shown_again(visitor, node):
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "0", "step": "store"}
     answer = await visitor.post(address, fields)
@@ -258,7 +256,7 @@ async def test_an_edit_with_wrong_fields_is_told_so(visitor, node):
     assert [rule.limit for rule in book_of(node).rules()] == [10]
 
 
-async def test_a_rule_cannot_be_moved_onto_another_one(visitor, monkeypatch, node):
+async def test_rule_cannot_be_moved_onto_another_one(visitor, monkeypatch, node):
     await created(visitor, endpoint="/taken")
     address = await created(visitor)
     fields = {**await opened(visitor, address), "endpoint": "/taken", "step": "store"}
@@ -269,7 +267,7 @@ async def test_a_rule_cannot_be_moved_onto_another_one(visitor, monkeypatch, nod
     assert (answer.status_code, errors_in(answer.text)) == (409, {"endpoint": TAKEN})
 
 
-async def test_a_stale_edit_is_refused_with_both_versions_side_by_side(visitor, node):
+async def test_stale_edit_is_refused_with_both_versions(visitor, node):
     address = await created(visitor)
     mine, theirs = [{**await opened(visitor, address), "limit": limit} for limit in ("77", "55")]
     assert (await visitor.post(address, {**theirs, "step": "store"})).status_code == 303
@@ -279,7 +277,7 @@ async def test_a_stale_edit_is_refused_with_both_versions_side_by_side(visitor, 
         assert "Nothing was stored. The version that is stored now comes from admin@" in answer.text
         assert "<td>55</td><td><ins>77</ins>" in answer.text
     assert [rule.limit for rule in book_of(node).rules()] == [55]
-    # Who goes on with theirs does so on top of the version that they have seen.
+    # Continuing with the typed version applies it to the version just shown.
     form = await visitor.post(address, {**hidden_in(answer.text), "step": "edit"})
     assert 'value="77"' in form.text
     fields = {**RULE, "limit": "77", "etag": hidden_in(form.text)["etag"], "step": "store"}
@@ -287,7 +285,7 @@ async def test_a_stale_edit_is_refused_with_both_versions_side_by_side(visitor, 
     assert [rule.limit for rule in book_of(node).rules()] == [77]
 
 
-async def test_a_stale_edit_with_wrong_fields_is_shown_as_it_was_typed(visitor):
+async def test_stale_edit_with_errors_is_shown_as_typed(visitor):
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "many", "etag": "old"}
     answer = await visitor.post(address, {**fields, "step": "store"})
@@ -295,17 +293,17 @@ async def test_a_stale_edit_with_wrong_fields_is_shown_as_it_was_typed(visitor):
     assert "<td>10</td><td>many</td>" in answer.text
 
 
-class TestChangesThisNodeHasNotHeardOf:
-    """Another node stored them; the services refuse, and the database tells what there is."""
+class TestChangesByAnotherNode:
+    """Not yet known to this node: the services refuse, and the database has the current rule."""
 
     @pytest_asyncio.fixture
     async def other(self, node):
-        """Another node's hand in the same database."""
+        """Another node's store on the same database."""
         store = SqlRuleStore(open_database(node._settings.database_url), clock=ManualClock())
         yield store
         await store.close()
 
-    async def test_an_edit_of_a_changed_rule(self, visitor, other, node):
+    async def test_edit_of_a_changed_rule_is_refused_with_both_versions(self, visitor, other, node):
         address = await created(visitor)
         fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
         await other.update(address.rpartition("/")[2], RuleChanges(limit=55), "", "bob")
@@ -314,7 +312,7 @@ class TestChangesThisNodeHasNotHeardOf:
         assert "comes from bob" in answer.text
         assert "<td>55</td><td><ins>77</ins>" in answer.text
 
-    async def test_an_edit_of_a_deleted_rule(self, visitor, other):
+    async def test_edit_of_a_deleted_rule_offers_to_create_it(self, visitor, other):
         address = await created(visitor)
         fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
         await other.delete(address.rpartition("/")[2], "", "bob")
@@ -324,7 +322,7 @@ class TestChangesThisNodeHasNotHeardOf:
         assert 'action="/rules/new"' in answer.text
         assert 'value="77"' in answer.text
 
-    async def test_deleting_a_changed_rule(self, visitor, other):
+    async def test_deletion_of_a_changed_rule_is_refused_and_can_be_repeated(self, visitor, other):
         address = await created(visitor)
         page = (await visitor.get(f"{address}/delete")).text
         await other.update(address.rpartition("/")[2], RuleChanges(limit=55), "", "bob")
@@ -335,7 +333,7 @@ class TestChangesThisNodeHasNotHeardOf:
         again = await visitor.post(f"{address}/delete", hidden_in(answer.text))
         assert again.headers["location"] == "/rules?done=deleted"
 
-    async def test_deleting_a_deleted_rule(self, visitor, other):
+    async def test_deletion_of_a_deleted_rule_is_not_found(self, visitor, other):
         address = await created(visitor)
         page = (await visitor.get(f"{address}/delete")).text
         await other.delete(address.rpartition("/")[2], "", "bob")
@@ -343,16 +341,14 @@ class TestChangesThisNodeHasNotHeardOf:
         assert answer.status_code == 404
         assert "There is no such rule" in answer.text
 
-    async def test_a_rule_that_this_node_does_not_know_yet_can_be_edited(
-        self, visitor, other, node
-    ):
+    async def test_rule_unknown_to_this_node_can_be_edited(self, visitor, other, node):
         rule = await other.create(RuleDraft("/new", "user", 5, 60, "fixed_window"), "bob")
         assert book_of(node).get(rule.id) is None
         fields = {**RULE, "endpoint": "/new", "etag": rule.etag, "step": "store"}
         assert (await visitor.post(f"/rules/{rule.id}", fields)).status_code == 303
 
 
-async def test_a_rule_is_disabled_enabled_and_deleted_each_after_a_preview(visitor, node):
+async def test_rule_is_disabled_enabled_and_deleted_after_previews(visitor, node):
     address = await created(visitor)
     page = (await visitor.get(f"{address}/switch")).text
     assert "<del>yes</del>" in page
@@ -371,20 +367,20 @@ async def test_a_rule_is_disabled_enabled_and_deleted_each_after_a_preview(visit
 
 
 @pytest.mark.parametrize("path", ["", "/switch", "/delete"])
-async def test_a_rule_that_is_not_there_is_not_found(visitor, path):
+async def test_unknown_rule_is_not_found(visitor, path):
     answer = await visitor.get(f"/rules/{OTHER_ID}{path}")
     assert answer.status_code == 404
     assert "There is no such rule" in answer.text
 
 
-async def test_an_edit_of_a_rule_that_never_was_is_refused(visitor):
+async def test_edit_of_an_unknown_rule_is_refused(visitor):
     answer = await visitor.post(f"/rules/{OTHER_ID}", {**RULE, "step": "store"})
     assert answer.status_code == 409
     answer = await visitor.post("/rules/none/delete", {})
     assert answer.status_code == 404
 
 
-async def test_search_and_pages_lead_to_each_rule(visitor, node):
+async def test_search_and_pages_reach_each_rule(visitor, node):
     for number in range(3):
         await created(visitor, endpoint=f"/orders/{number}")
     await created(visitor, endpoint="/carts", identifier_type="ip")
@@ -413,7 +409,7 @@ async def test_earlier_and_later_pages_are_linked(visitor, monkeypatch):
     assert 'rel="next"' not in last
 
 
-async def test_the_table_has_the_traffic_of_each_rule_and_is_sorted_by_it(visitor, node):
+async def test_table_shows_and_sorts_by_the_traffic_of_each_rule(visitor, node):
     addresses = [await created(visitor, endpoint=f"/{name}") for name in ("idle", "busy")]
     for _ in range(2):
         await visitor.post("/try", {**CHECK, "endpoint": "/busy", "action": "check"})
@@ -430,9 +426,7 @@ async def test_the_table_has_the_traffic_of_each_rule_and_is_sorted_by_it(visito
     assert '<option value="-type" selected>as in the table</option>' in odd
 
 
-async def test_what_nodes_decide_together_stands_beside_the_traffic_of_this_one(
-    visitor, node, monkeypatch
-):
+async def test_rates_of_all_nodes_are_shown_beside_those_of_this_one(visitor, node, monkeypatch):
     address = await created(visitor)
     [rule] = book_of(node).rules()
     of_this_node = Live.overview
@@ -450,7 +444,7 @@ async def test_what_nodes_decide_together_stands_beside_the_traffic_of_this_one(
     assert told in (await visitor.get(address)).text
 
 
-async def test_before_the_rules_are_loaded_the_page_says_so(tmp_path):
+async def test_page_says_that_rules_are_not_loaded_yet(tmp_path):
     database = tmp_path / "rules.db"
     database.write_bytes(b"no database" * 100)
     async with (
@@ -467,9 +461,7 @@ async def test_before_the_rules_are_loaded_the_page_says_so(tmp_path):
         assert answer.status_code == 404
 
 
-async def test_a_store_that_goes_away_while_a_rule_is_edited_is_told_with_the_input_kept(
-    visitor, node, monkeypatch
-):
+async def test_unavailable_store_is_reported_with_the_input_kept(visitor, node, monkeypatch):
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
     page = (await visitor.get(f"{address}/delete")).text
@@ -488,11 +480,11 @@ async def test_a_store_that_goes_away_while_a_rule_is_edited_is_told_with_the_in
     assert "the rule database is away" in answer.text
 
 
-def test_an_error_of_a_service_that_no_form_causes_is_a_defect():
+def test_service_error_that_no_form_causes_is_a_defect():
     assert Rejected(StatusCode.INTERNAL, "", {}).status == 500
 
 
-async def test_a_rule_for_a_combination_is_made_and_one_that_no_request_can_name_is_told(tmp_path):
+async def test_rule_for_a_combination_is_created_and_one_with_an_unknown_type_reported(tmp_path):
     kept = {"database_url": f"sqlite:///{tmp_path}/rules.db"}
     async with (
         running_node(**kept, identifier_types="tenant") as node,

@@ -23,12 +23,12 @@ def sessions(now_s):
     return Sessions(TOKEN, now_s)
 
 
-def test_a_session_presents_the_admin_token_to_the_services(sessions):
+def test_session_presents_the_admin_token_to_the_services(sessions):
     assert sessions.possible
     assert sessions.read(sessions.open()).authorization == f"Bearer {TOKEN}"
 
 
-def test_a_session_ends_eight_hours_after_its_login(sessions, now_s):
+def test_session_ends_eight_hours_after_its_login(sessions, now_s):
     cookie = sessions.open()
     nonce, expired, _ = sessions.read(cookie)
     assert (len(nonce), expired) == (32, False)
@@ -38,7 +38,7 @@ def test_a_session_ends_eight_hours_after_its_login(sessions, now_s):
     assert sessions.read(cookie) == Session(nonce, expired=True)
 
 
-def test_every_node_with_the_token_takes_a_session_and_a_new_token_ends_it(sessions, now_s):
+def test_session_is_valid_on_every_node_with_the_token_and_ends_with_a_new_token(sessions, now_s):
     cookie = sessions.open()
     assert Sessions(TOKEN, now_s).read(cookie) is not None
     assert Sessions("another token", now_s).read(cookie) is None
@@ -46,31 +46,31 @@ def test_every_node_with_the_token_takes_a_session_and_a_new_token_ends_it(sessi
 
 
 @pytest.mark.parametrize("damaged", ["{}x", "x{}", "", "x", "x.y", "é{}"])
-def test_a_cookie_that_was_not_ours_is_no_session(sessions, damaged):
+def test_foreign_cookie_is_not_a_session(sessions, damaged):
     assert sessions.read(damaged.format(sessions.open())) is None
 
 
-def test_a_cookie_of_any_length_is_not_looked_into(sessions):
+def test_oversized_cookie_is_not_parsed(sessions):
     assert sessions.read("x" * (MAX_COOKIE_CHARS + 1)) is None
 
 
-def test_the_token_is_not_in_the_cookie(sessions):
+def test_token_is_not_in_the_cookie(sessions):
     assert TOKEN not in sessions.open()
     assert TOKEN not in repr(sessions)
 
 
-def test_forms_are_bound_to_who_has_the_cookie(sessions, now_s):
+def test_forms_are_bound_to_the_cookie(sessions, now_s):
     first, second = sessions.nonce(), sessions.nonce()
     assert sessions.form_token(first) == Sessions(TOKEN, now_s).form_token(first)
     assert sessions.form_token(first) != sessions.form_token(second)
 
 
-def test_a_form_tells_nothing_of_the_admin_token_to_who_is_not_logged_in(sessions, now_s):
+def test_form_token_is_independent_of_the_admin_token(sessions, now_s):
     nonce = sessions.nonce()
     assert sessions.form_token(nonce) == Sessions("another token", now_s).form_token(nonce)
 
 
-def test_without_an_admin_token_nobody_logs_in_but_forms_are_bound_all_the_same(now_s):
+def test_no_admin_token_means_no_login_but_bound_forms(now_s):
     sessions = Sessions("", now_s)
     assert not sessions.possible
     assert sessions.read(sessions.open()) is None

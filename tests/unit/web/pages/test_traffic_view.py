@@ -28,23 +28,23 @@ def node():
     return Node()
 
 
-async def test_a_rule_that_nothing_asked_for_was_never_matched(node):
+async def test_rule_without_checks_was_never_matched(node):
     assert node.row() == ("0", "0", NEVER, None, "")
 
 
-async def test_a_rule_that_only_judged_beside_others_says_so(node):
+async def test_rule_that_only_applied_beside_others_says_so(node):
     node.decide("a")
     assert node.row() == ("0", "0", BESIDE, None, "")
 
 
-async def test_a_rule_that_is_counted_with_others_has_no_numbers(node, monkeypatch):
+async def test_rule_without_separate_counters_has_no_numbers(node, monkeypatch):
     monkeypatch.setattr("ratelimitd.counters.MAX_RULE_LABELS", 0)
     monkeypatch.setattr("ratelimitd.counters.MAX_FURTHER_RULES", 0)
     node.decide("a", 3)
     assert node.row() == ("–", "–", TOGETHER, None, "")
 
 
-async def test_a_busy_rule_has_its_counts_its_last_match_and_its_last_quarter_of_an_hour(node):
+async def test_busy_rule_has_counts_last_match_and_sparkline(node):
     node.decide("a", 1)
     await node.step()
     node.decide("a", 1_200, 300)
@@ -58,7 +58,7 @@ async def test_a_busy_rule_has_its_counts_its_last_match_and_its_last_quarter_of
     assert row.spark.words == "now 150 a second, at most 150"
 
 
-async def test_without_checks_the_line_is_at_the_bottom(node):
+async def test_line_without_checks_is_at_the_bottom(node):
     node.decide("a", 1)
     await node.step()
     await node.step()
@@ -67,12 +67,12 @@ async def test_without_checks_the_line_is_at_the_bottom(node):
     assert not spark.blocked
 
 
-async def test_a_rule_without_a_past_has_no_chart(node):
+async def test_rule_without_a_history_has_no_chart(node):
     view = node.view("1h")
     assert (view.row, view.rows, view.table) == (node.row(), "", [])
 
 
-async def test_a_rule_has_a_chart_and_the_same_as_a_table(node):
+async def test_rule_has_a_chart_and_an_equal_table(node):
     node.decide("a", 1)
     for number in range(20):
         await node.step()
@@ -90,7 +90,7 @@ async def test_a_rule_has_a_chart_and_the_same_as_a_table(node):
     assert node.view("1h").address("15m") == "/rules/a"
 
 
-def test_what_all_nodes_decide_is_told_where_they_tell_it(node):
+def test_rates_of_all_nodes_cover_those_that_report(node):
     told = BusyRule("a", 2.0, 0.5)
     here = status_of(rules=[told, BusyRule("b", 1.0, 1.0)])
     there = status_of("n2", rules=[told._replace(allowed_per_s=3.0)])

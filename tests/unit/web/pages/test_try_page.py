@@ -30,7 +30,7 @@ async def check(visitor, **fields):
     return answer.status_code, text_of(answer)
 
 
-async def test_more_than_the_limit_may_remain_of_a_burst(visitor):
+async def test_burst_may_leave_more_than_the_limit(visitor):
     text = (await check(visitor, endpoint="/upload"))[1]
     assert "Remaining 4 The" in text
     assert "Remaining 3 of 3" in (await check(visitor, endpoint="/upload"))[1]
@@ -40,7 +40,7 @@ def test_every_reason_of_a_single_check_has_words():
     assert set(WORDS) == set(Reason) - {Reason.INVALID_REQUEST}
 
 
-async def test_an_answer_is_told_whole_in_words_and_numbers(visitor, node, clock):
+async def test_answer_is_shown_whole_in_words_and_numbers(visitor, node, clock):
     clock.advance(seconds=10)
     status, text = await check(visitor, cost="2")
     assert status == 200
@@ -56,25 +56,25 @@ async def test_an_answer_is_told_whole_in_words_and_numbers(visitor, node, clock
     assert node.stats.blocked_total == 1
 
 
-async def test_to_only_ask_spends_nothing(visitor):
+async def test_peek_spends_nothing(visitor):
     for _ in range(2):
         assert "Remaining 0 of 3 The" in (await check(visitor, cost="3", peek="on"))[1]
     assert "Peek only: nothing was spent." in (await check(visitor, peek="on"))[1]
 
 
-async def test_a_cost_above_the_limit_never_passes(visitor):
+async def test_cost_above_the_limit_never_passes(visitor):
     text = (await check(visitor, cost="4"))[1]
     assert "waiting does not help" in text
     assert "The same check passes" not in text
 
 
-async def test_without_a_rule_there_are_no_numbers(visitor):
+async def test_answer_without_a_rule_has_no_numbers(visitor):
     text = (await check(visitor, endpoint="/other"))[1]
     assert "No rule applies" in text
     assert "Remaining" not in text
 
 
-async def test_an_answer_without_a_check_is_marked(visitor, node, monkeypatch):
+async def test_answer_without_a_check_is_marked(visitor, node, monkeypatch):
     monkeypatch.setattr(node._limiter, "_clock", None)
     status, text = await check(visitor)
     assert status == 200
@@ -82,12 +82,12 @@ async def test_an_answer_without_a_check_is_marked(visitor, node, monkeypatch):
 
 
 @pytest.mark.parametrize("cost", ["", "x", "-1", "1.5", str(2**31), "<b>"])
-async def test_a_cost_that_is_none_is_told_at_its_field(visitor, cost):
+async def test_invalid_cost_is_reported_at_its_field(visitor, cost):
     answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
     assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM})
 
 
-async def test_a_check_may_wait(visitor):
+async def test_check_may_wait(visitor):
     await check(visitor, endpoint="/upload", cost="5")
     upload = {"endpoint": "/upload", "max_wait_ms": "20000"}
     assert "allowed user alice" in (await check(visitor, **upload, action="explain"))[1]
@@ -99,7 +99,7 @@ async def test_a_check_may_wait(visitor):
     assert errors_in(answer.text) == {"cost": COST_PROBLEM, "max_wait_ms": WAIT_PROBLEM}
 
 
-async def test_what_the_service_refuses_is_told_at_its_fields(visitor, node):
+async def test_errors_of_the_service_are_shown_at_their_fields(visitor, node):
     fields = {**ALICE, "identifier": "", "identifier_type": "nobody", "endpoint": "*"}
     answer = await visitor.post("/try", {**fields, "action": "check"})
     assert answer.status_code == 422
@@ -115,7 +115,7 @@ async def test_what_the_service_refuses_is_told_at_its_fields(visitor, node):
     assert node.stats.allowed_total == 0
 
 
-async def test_a_reset_is_asked_about_and_then_done(visitor):
+async def test_reset_happens_after_confirmation(visitor):
     await check(visitor, cost="3")
     asked = await visitor.post("/try", {**ALICE, "action": "ask"})
     assert "This cannot be taken back." in asked.text
@@ -125,14 +125,14 @@ async def test_a_reset_is_asked_about_and_then_done(visitor):
     assert "Remaining 2 of 3" in (await check(visitor))[1]
 
 
-async def test_a_reset_that_fails_is_told(visitor, monkeypatch):
+async def test_failed_reset_is_reported(visitor, monkeypatch):
     monkeypatch.setattr("ratelimitd.services.health.MAX_RESETS", 0)
     answer = await visitor.post("/try", {**ALICE, "action": "reset"})
     assert answer.status_code == 429
     assert "0 resets are in progress" in answer.text
 
 
-async def test_script_in_a_check_is_text(visitor):
+async def test_script_in_a_check_is_escaped(visitor):
     fields = dict.fromkeys(ALICE, SCRIPT)
     for action in ("check", "ask", "reset", SCRIPT):
         answer = await visitor.post("/try", {**fields, "action": action})
@@ -143,14 +143,14 @@ async def test_script_in_a_check_is_text(visitor):
         assert (answer.status_code, SCRIPT in answer.text) == (200, False)
 
 
-async def test_the_address_fills_in_the_endpoint_but_never_an_identifier(visitor):
+async def test_address_fills_in_the_endpoint_but_never_an_identifier(visitor):
     page = await visitor.get("/try?endpoint=/orders&identifier_type=ip&identifier=alice")
     assert page.text.count('value="/orders"') == 2
     assert page.text.count('<option value="ip" selected>') == 2
     assert "alice" not in page.text
 
 
-async def test_a_node_whose_checks_need_a_token_says_so():
+async def test_node_whose_checks_need_a_token_says_so():
     async with (
         running_node(check_token="token-of-the-checks") as node,
         PageVisitor(node.http_address) as visitor,
@@ -160,7 +160,7 @@ async def test_a_node_whose_checks_need_a_token_says_so():
     assert "this call needs the check role" in text
 
 
-async def test_an_explanation_spends_nothing_and_says_why(visitor):
+async def test_explanation_spends_nothing_and_gives_reasons(visitor):
     await check(visitor, cost="3")
     status, text = await check(visitor, cost="2", action="explain")
     assert status == 200
@@ -189,7 +189,7 @@ async def tenants(clock, tmp_path):
         yield visitor
 
 
-async def test_a_check_may_name_further_identities_and_tells_every_limit(tenants):
+async def test_check_with_further_identities_shows_every_limit(tenants):
     also = {"also-tenant": "acme", "also-ip": ""}
     _, text = await check(tenants, **also)
     assert "allowed user alice , tenant acme on /orders" in text
@@ -207,7 +207,7 @@ async def test_a_check_may_name_further_identities_and_tells_every_limit(tenants
     assert "Every limit" not in (await check(tenants, peek="on"))[1]
 
 
-async def test_an_explanation_counts_further_identities(tenants):
+async def test_explanation_includes_further_identities(tenants):
     await check(tenants, **{"also-tenant": "acme"}, cost="2")
     _, text = await check(tenants, action="explain", **{"also-tenant": "acme"})
     assert "denied user alice , tenant acme" in text
@@ -215,7 +215,7 @@ async def test_an_explanation_counts_further_identities(tenants):
     assert "Every limit" not in text
 
 
-async def test_a_further_identity_is_refused_at_its_field_and_stays_typed(tenants):
+async def test_error_of_a_further_identity_is_shown_at_its_field_with_the_input(tenants):
     fields = {**ALICE, "also-ip": "nowhere", "also-user": "bob", "also-tenant": "acme"}
     answer = await tenants.post("/try", {**fields, "action": "check"})
     assert answer.status_code == 422
@@ -224,7 +224,7 @@ async def test_a_further_identity_is_refused_at_its_field_and_stays_typed(tenant
     assert "<details open>" in answer.text
 
 
-async def test_a_combination_of_identities_is_reset(tenants):
+async def test_combination_of_identities_is_reset(tenants):
     pair = {**ALICE, "endpoint": "/pairs", "also-ip": "::1"}
     assert "Remaining 0 of 3" in (await check(tenants, **{**pair, "cost": "3"}))[1]
     asked = await tenants.post("/try", {**pair, "action": "ask"})
@@ -235,13 +235,13 @@ async def test_a_combination_of_identities_is_reset(tenants):
     assert set(errors_in(refused.text)) == {"reset-also-ip"}
 
 
-async def test_further_identities_are_offered_for_declared_types_and_closed_at_first(tenants):
+async def test_further_identities_are_offered_for_declared_types_and_collapsed(tenants):
     page = (await tenants.get("/try")).text
     assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"] * 2
     assert page.count("<details>") == 2
 
 
-async def test_more_further_identities_than_a_check_takes_are_refused():
+async def test_too_many_further_identities_are_refused():
     types = [f"t{number}" for number in range(6)]
     async with (
         running_node(identifier_types=",".join(types)) as node,
@@ -253,7 +253,7 @@ async def test_more_further_identities_than_a_check_takes_are_refused():
     assert "at most 7" in text
 
 
-async def test_without_a_rule_the_nearest_are_named_with_a_link(visitor, node):
+async def test_nearest_rules_are_linked_without_a_rule(visitor, node):
     for action in ("check", "explain"):
         answer = await visitor.post("/try", {**ALICE, "endpoint": "/Orders/", "action": action})
         text = text_of(answer)

@@ -1,7 +1,8 @@
 """The asyncio client's replacement for gRPC's channel: unary calls over the client's own HTTP/2. See ADR 0040.
 
 Keeps a connection to each address of a name from the first call on, and uses them in turn. An address that is down is
-skipped and retried. For what it does not support, see :func:`open_native_channel`.
+skipped and retried; one whose calls all time out is set aside for a while. For what it does not support, see
+:func:`open_native_channel`.
 """
 
 from __future__ import annotations
@@ -243,8 +244,13 @@ class NativeChannel:
         for call in due:  # before any is cancelled: freeing a stream may send waiting calls
             self._waiting.pop(call, None)
         # In reverse: a freed stream goes to the next call in line, which would be sent in vain.
+        is_changed = False
         for call in reversed(due):
+            if call.link is not None and call.link.time_out(call):
+                is_changed = True
             self.cancel(call)
+        if is_changed:  # before callers are answered: they send their next call elsewhere
+            self._changed()
         for call in due:
             call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
             self._finish(call)
@@ -258,9 +264,14 @@ class NativeChannel:
         return all(node.is_failing for node in nodes) if nodes else self._is_unknown
 
     def _changed(self) -> None:
-        """Update the usable connections, and send waiting calls."""
+        """Update the connections to use, and send waiting calls."""
         links = [node.link for node in self._nodes.values()]
-        self._ready = [link for link in links if link is not None and link.is_usable]
+        usable = [link for link in links if link is not None and link.is_usable]
+        self._ready = [link for link in usable if not link.is_aside]
+        if not self._ready:  # those set aside are better than none
+            for link in usable:
+                link.take_back()
+            self._ready = usable
         if self._ready or self._is_closed:
             self._settled.set()
         else:

@@ -98,6 +98,11 @@ class Connection(Generic[CallT]):
         """Whether no call is in flight."""
         return not self._calls and not self._waiting
 
+    @property
+    def newest_id(self) -> int:
+        """The stream of the call that was sent last."""
+        return self._next_id - 2
+
     def octets_to_send(self) -> bytes:
         """Return the octets for the peer; each is returned once."""
         octets = b"".join(self._out)

@@ -10,12 +10,20 @@ from ratelimitd_client.transport.grpc_channel import KEEPALIVE_MS, KEEPALIVE_TIM
 from ratelimitd_client.transport.h2_call import Call
 from ratelimitd_client.transport.h2_connection import Connection
 from ratelimitd_client.transport.payloads import PeerError
+from ratelimitd_wire.breaker import FAILURE_THRESHOLD
 
 KEEPALIVE_S: Final = KEEPALIVE_MS / 1_000
 KEEPALIVE_TIMEOUT_S: Final = KEEPALIVE_TIMEOUT_MS / 1_000
 
 CLOSE_S: Final = 0.2
 """How long a closing connection may take to send what is left."""
+
+MAX_TIMEOUTS: Final = FAILURE_THRESHOLD
+"""Calls in a row that time out before a connection is set aside: its node may still answer pings, and nothing else."""
+
+FIRST_ASIDE_S: Final = 1.0
+MAX_ASIDE_S: Final = 30.0
+"""Bounds of that pause, which doubles until a call is answered: each return may cost a few checks their answers."""
 
 
 class NodeCall(Call):
@@ -55,7 +63,7 @@ class Link(asyncio.Protocol):
 
     Args:
         loop: the event loop that it belongs to.
-        changed: called when :attr:`is_usable` may have changed.
+        changed: called when :attr:`is_usable` may have changed, or a pause aside is over.
 
     Attributes:
         ready: done when the node's SETTINGS came; fails if the connection is lost before.
@@ -70,6 +78,13 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timeouts = 0
+        """Calls in a row that timed out, each sent after the one before it had."""
+        self._answers = 0
+        self._newest_id = 0
+        """Answers, and the newest stream, when a timeout was last counted."""
+        self._aside: asyncio.TimerHandle | None = None
+        self._aside_s = FIRST_ASIDE_S
         self.ready: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[None] = loop.create_future()
@@ -78,6 +93,11 @@ class Link(asyncio.Protocol):
     def is_usable(self) -> bool:
         """Whether a call can be sent now: the node answered, accepts calls, and reads."""
         return self.ready.done() and not self.over.done() and not self._is_paused
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether calls are to use other connections, if there are any."""
+        return self._aside is not None
 
     @property
     def has_answered(self) -> bool:
@@ -102,6 +122,32 @@ class Link(asyncio.Protocol):
         self._connection.cancel(call)
         self._write()
         self._settle()
+
+    def time_out(self, call: NodeCall) -> bool:
+        """Count a call that times out; return whether it sets the connection aside for a while.
+
+        Calls that were in flight together count as one: the node or this process may have paused. An answer resets the
+        count; answers are looked for here only, since most calls have one. After the pause, one timeout is enough.
+        """
+        connection = self._connection
+        if connection.answers != self._answers:
+            self._answers = connection.answers
+            self._timeouts = 0
+            self._aside_s = FIRST_ASIDE_S
+        if call.stream_id > self._newest_id:
+            self._newest_id = connection.newest_id
+            self._timeouts += 1
+        if self._timeouts < MAX_TIMEOUTS or self.is_aside:
+            return False
+        self._aside = self._loop.call_later(self._aside_s, self._return)
+        self._aside_s = min(2 * self._aside_s, MAX_ASIDE_S)
+        return True
+
+    def take_back(self) -> None:
+        """End the pause aside."""
+        if self._aside is not None:
+            self._aside.cancel()
+            self._aside = None
 
     def leave(self) -> None:
         """Accept no further calls, and close when those in flight have ended."""
@@ -171,6 +217,7 @@ class Link(asyncio.Protocol):
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
+        self.take_back()
         ended = self._connection.lose()
         if not self.ready.done():
             self._fail("the connection was lost")
@@ -178,6 +225,10 @@ class Link(asyncio.Protocol):
         self._settle()
         for call in ended:
             call.ended_by_link(call)
+
+    def _return(self) -> None:
+        self.take_back()
+        self._changed()
 
     def _fail(self, why: str) -> None:
         self.ready.set_exception(ConnectionError(why))

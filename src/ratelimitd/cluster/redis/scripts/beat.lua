@@ -1,14 +1,14 @@
--- A sign of life of one node, and who else gave one.
+-- Records the heartbeat of one node, and returns the nodes alive.
 --
--- KEYS[1]  when each incarnation of a node was last heard of, by its name
--- KEYS[2]  the fingerprint of the secret that keys the buckets' names: that of the first node
+-- KEYS[1]  sorted set: time of the last heartbeat by incarnation
+-- KEYS[2]  fingerprint of the secret that keys the buckets' names, set by the first node
 -- ARGV[1]  name of the incarnation
--- ARGV[2]  how long a sign of life is good for, in µs; 0: it leaves
--- ARGV[3]  fingerprint of its secret; empty: it does not know it yet
+-- ARGV[2]  lifetime of the heartbeat in µs; 0: the node leaves
+-- ARGV[3]  fingerprint of the node's secret; empty while unknown
 --
--- Returns the store's time in µs, the fingerprint that holds, and the names of those alive.
+-- Returns the store's time in µs, the fingerprint in KEYS[2], and the names of the incarnations alive.
 --
--- What somebody else put there is removed: it would keep nodes from finding each other, or from starting.
+-- Foreign values are removed: they would keep nodes from finding each other, or from starting.
 
 local KEPT_S = 86400
 
@@ -26,7 +26,7 @@ end
 if ttl_us > 0 then
   call('ZADD', KEYS[1], string.format('%.0f', now_us), ARGV[1])
   call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('(%.0f', now_us - ttl_us))
-  -- From before the clock went back, as at a failover: who lives says so again.
+  -- Set before the clock went back, as in a failover; nodes alive send another heartbeat.
   call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now_us + ttl_us), '+inf')
   call('EXPIRE', KEYS[1], KEPT_S)
   if ARGV[3] ~= '' then

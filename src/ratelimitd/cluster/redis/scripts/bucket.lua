@@ -1,21 +1,21 @@
--- What the scripts have in common: how a bucket lies in the store, and exact arithmetic. The algorithms follow,
--- one file each; then the script itself. Python joins the files (../script.py), for the server knows no `require`.
+-- Common to all scripts: the stored form of a bucket, and exact arithmetic. The algorithms follow, one file each, then
+-- the script itself. Python joins the files (../codec.py), because the server has no `require`.
 --
--- A value is this head, and after it what the algorithm keeps; of a full bucket it is the head alone:
+-- A value is this head and the algorithm's fields; a full bucket is the head alone:
 --
 --     format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)          little-endian, unsigned
 --
--- What an algorithm keeps is in numbers of 8 bytes. A token bucket whose limit has a burst ends with that (4 bytes).
--- Of a bucket of which tokens were given back, the format is another one, and how many these were (8) follows the head;
--- of one that was charged for a hold it is a third, and a mark (8) follows that number: when it first was, in µs of the
--- store. No other bucket of the name has this mark, and an edit that lowers the limit or forgives something ends it.
+-- The fields are numbers of 8 bytes. A token bucket whose limit has a burst ends with the burst (4 bytes). A bucket
+-- with refunds has another format: the number of refunded tokens (8) follows the head. One charged for a hold has a
+-- third format: a mark (8) follows that number, the store's time in µs of its first hold. The mark is unique among the
+-- buckets of a name; an edit that lowers the limit or forgives tokens clears it.
 --
 -- An algorithm is a table of functions. The state of a bucket is three values `x, y, at_us` that only its algorithm
--- knows; `at_us` is the latest time and nil of a full bucket. No table is made for a state: that would cost more than
--- to charge it. Every number is an integer below 2^53, where doubles are exact.
+-- interprets; `at_us` is the latest time, nil for a full bucket. A table per state would cost more than a charge. Every
+-- number is an integer below 2^53, where doubles are exact.
 --
--- Globals are forbidden, so what stands outside a function is made anew in every call of a script: an algorithm is
--- made by a function, when it is first needed.
+-- Globals are forbidden, so code outside functions runs in every call of a script: a function creates an algorithm when
+-- it is first needed.
 
 local call, pcall = redis.call, redis.pcall
 local pack, unpack = struct.pack, struct.unpack
@@ -39,13 +39,13 @@ local LONGEST_CALENDAR_S = 32 * 86400
 
 local WITHIN_LIMIT, LIMIT_EXCEEDED, COST_EXCEEDS_LIMIT = 1, 2, 3
 
--- Whether a reply says that something of another type lies at the key.
+-- Whether a reply is an error because the key has a value of another type.
 local function is_of_another_type(reply)
   return type(reply) == 'table' and reply.err and sub(reply.err, 1, 9) == 'WRONGTYPE'
 end
 
--- What lies at a key; an error reply, which is no bucket either, when it is of another type. Any other error, as of a
--- user who may not read, ends the script: else every bucket would seem to be none, and be made full.
+-- The value of a key; an error reply, which is no bucket either, if it has another type. Any other error, such as a
+-- missing permission, ends the script: otherwise every bucket would seem missing and be made full.
 local function value_at(key)
   local value = pcall('GET', key)
   if type(value) == 'table' and not is_of_another_type(value) then
@@ -54,7 +54,7 @@ local function value_at(key)
   return value
 end
 
--- The time of a check, in µs; of a negative one the store's own, once for a whole call.
+-- The time of a check, in µs; a negative one stands for the store's clock, read once per call.
 local store_us
 local function time_of_check(now_us)
   if now_us < 0 then
@@ -67,7 +67,7 @@ local function time_of_check(now_us)
   return now_us
 end
 
--- A sum of tokens that stays exact: a bucket that is that far overdrawn is so to a token more or less.
+-- A sum of tokens, capped where it would be inexact; a bucket that far overdrawn may lose tokens.
 local function saturated(sum)
   if sum > LARGEST then
     return LARGEST
@@ -98,10 +98,10 @@ local function capacity_of(limit, burst)
   return burst > 0 and burst or limit
 end
 
--- How long the server keeps a bucket, in seconds: well after it is full again. A fixed window of 34 years or more is
--- one of a calendar (../../../algorithms/calendar_window.py): it is kept until its end, which a full one does not
--- know. A node sends no burst that takes longer
--- than INT32_MAX to fill, and what else there may be must not make a time that the server refuses.
+-- How long the server keeps a bucket, in seconds: well after it is full again. A fixed window of 34 years or more is a
+-- calendar window (../../../algorithms/calendar_window.py), kept until its end, which is unknown while it is full.
+-- Nodes send no burst that takes longer than INT32_MAX to fill; foreign values must not yield a time that the server
+-- refuses.
 local function ttl_of(algorithm, window_us, limit, burst, at_us)
   if algorithm.has_calendars and window_us >= LEAST_CALENDAR_US then
     local left_s = at_us and ceil((window_us - at_us % window_us) / US_PER_S) or LONGEST_CALENDAR_S
@@ -112,7 +112,7 @@ local function ttl_of(algorithm, window_us, limit, burst, at_us)
     ttl_s = 2 * delay(ceil(window_us / US_PER_S * burst / limit))
   end
   if ttl_s < LEAST_TTL_S then
-    return LEAST_TTL -- as a text, for it takes 0.5 µs to make one of a number
+    return LEAST_TTL -- as text: formatting a number takes 0.5 µs
   end
   return ttl_s
 end

@@ -1,9 +1,9 @@
--- Concurrency: the twin of algorithms/concurrency.py. Open holds of other buckets are kept alike, to be counted.
+-- Concurrency: the twin of algorithms/concurrency.py. Open holds of other buckets are stored alike, to be counted.
 --
--- The bucket is a sorted set: the number of each open hold by its end in µs. Before them is '', whose score is minus
--- how many they are, so that nothing that is judged looks at all of them.
+-- The bucket is a sorted set: the number of each open hold, by its end in µs. Its first member is '', whose score is
+-- minus their count, so that a check need not read all of them.
 --
--- x is how many slots are in use, y the key. Only scripts that need it load this: each function costs a call some time.
+-- x is the number of slots in use, y the key. Loaded only by scripts that need it: each function adds to a call's time.
 
 local CONCURRENCY = 4
 
@@ -22,7 +22,7 @@ local function make_concurrency()
     end
   end
 
-  -- How many holds are open at now_us, those apart that have ended; and whether something else was there.
+  -- Removes ended holds; returns the number open at now_us, and whether the value was malformed.
   local function opened(key, now_us)
     local first = pcall('ZRANGE', key, 0, 0, 'WITHSCORES')
     if first.err and not is_of_another_type(first) then
@@ -44,7 +44,7 @@ local function make_concurrency()
     return count, false
   end
 
-  -- Gives a hold its slot until end_us; returns how many there are then.
+  -- Gives a hold its slot until end_us; returns the new count.
   local function take(count, key, number, end_us)
     if call('ZADD', key, score(end_us), number) == 1 then
       count = count + 1
@@ -65,19 +65,19 @@ local function make_concurrency()
     call('EXPIRE', key, KEPT_S)
   end
 
-  -- When the slot at a place ends, from 1 on, or the last one at -1.
+  -- The end of the slot at a place, from 1 on; -1 is the last one.
   local function ends_at(key, place)
     local found = call('ZRANGE', key, place, place, 'WITHSCORES')
-    return found[2] and tonumber(found[2]) or time_of_check(-1) -- equivalent: it is there, unless somebody removed it
+    return found[2] and tonumber(found[2]) or time_of_check(-1) -- equivalent: it exists, unless removed by hand
   end
 
-  -- Where x slots are in use, `taken` of them by the check itself: allowed, remaining, reset_time, retry_after, reason.
+  -- Outcome with x slots in use, `taken` of them by this check: allowed, remaining, reset_time, retry_after, reason.
   local function told(x, y, limit, now_us, taken)
     local remaining = x < limit and limit - x or 0
     local reset_time = ceil((x > 0 and ends_at(y, -1) or now_us) / US_PER_S)
     local retry_after = 0
     if remaining == 0 then
-      -- The first of those that have to end for one to be free.
+      -- When enough slots have ended for one to be free.
       retry_after = delay(ceil((ends_at(y, x - limit + 1) - now_us) / US_PER_S))
     end
     if x - taken < limit then
@@ -86,7 +86,7 @@ local function make_concurrency()
     return false, 0, reset_time, retry_after > 1 and retry_after or 1, LIMIT_EXCEEDED
   end
 
-  -- By the store's clock, whatever that of the check says: slots end by it.
+  -- By the store's clock instead of the check's time, because slots end by it.
   local function judged(x, y, at_us, limit)
     local allowed, remaining, reset_time, retry_after, reason = told(x, y, limit, time_of_check(-1), 0)
     return allowed, x, y, at_us, remaining, reset_time, retry_after, reason

@@ -1,18 +1,19 @@
--- Decides checks in the store, for CONSISTENCY=strict: `decide` of the algorithms, on the buckets that all share.
+-- Decides checks in the store, for CONSISTENCY=strict: `decide` of the algorithms, on shared buckets.
 --
--- KEYS     the bucket of each check; one that is there twice is charged by the first check before the second is judged
+-- KEYS     the bucket of each check; checks of the same bucket are decided in order
 -- ARGV[1]  of each: algorithm (1) · flags (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
 --          cost (4) · time in µs, or -1 for the store's own clock (8, signed)
 --
--- Flags: 1 a peek · 2 one check with the next: all are charged, or none if one is denied · 4 its denial denies no other
+-- Flags: 1 peek · 2 joined with the next: all are charged, or none if one is denied · 4 its denial denies no other
 --
 -- Returns of each, in one text: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8).
--- One that allows in a denied check says what its bucket has without it. A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard.
+-- An allowed part of a denied check reports its bucket without the charge. A peek writes nothing; a denial writes only
+-- a newer limit, which other nodes may not have.
 --
--- Of a value that is no bucket the reason is 0, and it is replaced by a bucket that begins anew, unless it was a peek:
--- that says once that something was lost, and does not leave the caller without a limit.
+-- A malformed value yields reason 0 and, except for a peek, is replaced by a full bucket: the loss is reported once,
+-- and the limit applies again.
 --
--- A check on slots takes none: those are for holds.
+-- A check takes no slots: only holds do.
 
 local CHECK = '<BBI8I4I4I4I4i8'
 local ANSWER = '<BBI4I4I8'
@@ -23,7 +24,7 @@ local algorithms = {}
 local answers = {}
 local parts, is_denied = {}, false -- of a check on several buckets
 
--- Writes the parts of a check that is allowed, and of one that is denied only what is not its charge.
+-- Writes the parts of an allowed check; of a denied one, only the changes that are not its charge.
 local function conclude()
   for _, part in ipairs(parts) do
     local algorithm, window_us, limit, burst = part.algorithm, part.window_us, part.limit, part.burst

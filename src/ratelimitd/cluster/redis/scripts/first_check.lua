@@ -1,16 +1,16 @@
--- Decides one check of each of several buckets that a node does not know, and says what they are then.
+-- Decides one check of each of several buckets unknown to a node, and returns their new states.
 --
 -- KEYS     the buckets
 -- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
 --          cost (4) · time in µs, or -1 for the store's own clock (8, signed)
 --
--- Returns { how many values were no buckets,
---           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value
---           as it is stored then, or what a missing one is taken for … }
+-- Returns { number of malformed values,
+--           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the new
+--           value, or the default of a missing one … }
 --
--- A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard. Nothing is
--- numbered: a node sends this once, and takes a check whose reply is lost for one that was perhaps charged. A value that
--- is no bucket is taken for one that begins anew, and replaced.
+-- A peek writes nothing; a denial writes only a newer limit, which other nodes may not have. The call is not numbered:
+-- a node sends it once, and a check whose reply is lost may have been charged. A malformed value is replaced by a full
+-- bucket.
 
 local CHECK = '<BBI8I4I4I4I4i8'
 local ANSWER = '<BBI4I4I8'

@@ -30,8 +30,8 @@ local function make_fixed_window()
     return count < limit and count or limit, before < limit and before or limit, at_us
   end
 
-  -- The state in the window of a time, or in its own if that is later: what a window was overdrawn by counts in the
-  -- next. The product may pass 2^53, but is then larger than any count.
+  -- The state in the window of now_us, or in its own window if that is later: an overdraft counts in the next window.
+  -- The product may pass 2^53, but is then larger than any count.
   local function in_window_of(now_us, count, before, at_us, limit, window_us)
     if not at_us then
       return 0, 0, now_us
@@ -41,7 +41,7 @@ local function make_fixed_window()
       return count, before, at_us
     end
     before = count - (windows - 1) * limit
-    -- equivalent: 0 or more is the same as more than 0, since 0 is what is told otherwise
+    -- equivalent: >= 0 is the same as > 0, since the alternative is 0
     return before > limit and before - limit or 0, before > 0 and before or 0, now_us
   end
 
@@ -59,7 +59,7 @@ local function make_fixed_window()
           at_us = run_us
         end
       else
-        -- Late: of what earlier windows were overdrawn by, this one has not heard.
+        -- A late charge: it does not count the overdraft of earlier windows.
         before = saturated(before + tokens)
         if before > limit then
           count = saturated(count + (before - limit < tokens and before - limit or tokens))
@@ -69,7 +69,7 @@ local function make_fixed_window()
     return count, before, at_us
   end
 
-  -- The state after a charge is given back, if it was in the same window; and how many tokens that is.
+  -- The state after the refund of a charge, if it was in the same window; and the number of refunded tokens.
   local function refunded(count, before, at_us, _, window_us, charged_us, tokens)
     if charged_us < at_us - at_us % window_us then
       return count, before, 0

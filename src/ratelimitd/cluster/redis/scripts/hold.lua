@@ -1,18 +1,17 @@
--- Holds: charges a check to all its buckets, or to none, and keeps a record of it; or answers one that is kept.
+-- Makes a hold: charges a check to all its buckets, or to none, and stores a record; or answers from a stored one.
 --
 -- KEYS     see holds.lua
--- ARGV[1]  digest of the check (8) · name of the attempt (8) · its life in µs (8) · how many holds a bucket may have (4) ·
---          of each bucket, as decide.lua: algorithm (1) · flags (1) · revision (8) · limit (4) · burst (4) ·
+-- ARGV[1]  digest of the check (8) · name of the attempt (8) · lifetime in µs (8) · limit of holds per bucket (4) ·
+--          of each bucket, as in decide.lua: algorithm (1) · flags (1) · revision (8) · limit (4) · burst (4) ·
 --          window in s (4) · cost (4) · time in µs, or -1 for the store's own clock (8, signed)
 --
--- Flags: 4 its denial denies no other; it is charged where it passes itself.
+-- Flags: 4 its denial denies no other; it is charged if it passes itself.
 --
--- Returns in one text: what became of it (1) · the end of the hold in µs, 0 unless it is there (8) · how many values were
--- no buckets (4) · of each bucket as decide.lua: allowed, reason, remaining, retry_after, reset_time. Of a hold that was
--- there what was told then; one that another attempt has made may have other buckets by now, so that the name of each
--- (16) precedes it.
+-- Returns in one text: result (1) · end of the hold in µs, 0 if there is none (8) · number of malformed values (4) · of
+-- each bucket, as in decide.lua: allowed, reason, remaining, retry_after, reset_time. An existing hold returns its
+-- first answers; if another attempt made it, its buckets may differ, so the name of each (16) precedes its answer.
 --
--- A hold that is not made says of buckets that pass what they have without it, and writes nothing but newer limits.
+-- A hold that is not made reports passing buckets without the charge, and writes only newer limits.
 
 local HEAD_OF_CALL = '<c8c8I8I4'
 local CHECK = '<BBI8I4I4I4I4i8'
@@ -35,10 +34,10 @@ if record then
   if record.is_settled or record.end_us <= now_us then
     return reply(OVER, 0)
   end
-  -- Of a call that is only repeated the answer is the first one's.
+  -- A repeated call gets the answer of the first one.
   local found = record.attempts == attempt and MADE or FOUND
   if #record.attempts > 0 and not place_of_attempt(record, attempt) then
-    -- Too many to be known can no more be withdrawn.
+    -- Beyond MAX_ATTEMPTS none is recorded, so none can be withdrawn.
     record.attempts = #record.attempts < MAX_ATTEMPTS * ATTEMPT_BYTES and record.attempts .. attempt or ''
     keep(record)
   end

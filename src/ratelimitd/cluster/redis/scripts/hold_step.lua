@@ -1,14 +1,14 @@
--- A step of a hold: settles it, once; lets it end later; or withdraws an attempt to make it.
+-- A step of a hold: settles it, once; extends it; or withdraws an attempt to make it.
 --
 -- KEYS     see holds.lua
--- ARGV[1]  step: 1 settle, 2 extend, 3 withdraw (1) · tokens of a settle, µs of an extension (8) · at what time the
---          answers say what a bucket has, -1 for the store's own clock (8, signed) · name of the attempt (8)
+-- ARGV[1]  step: 1 settle, 2 extend, 3 withdraw (1) · tokens of a settle, µs of an extension (8) · time of the buckets'
+--          answers, -1 for the store's own clock (8, signed) · name of the attempt (8)
 --
--- Returns in one text: what became of it (1) · the end of the hold (8) · tokens given back (8) · tokens charged (8) · after
--- a settle, also a repeated one, of each bucket as decide.lua: what it has; the reason 0 where the hold has none.
+-- Returns in one text: result (1) · end of the hold (8) · tokens refunded (8) · tokens charged (8) · after a settle,
+-- also a repeated one, the state of each bucket as in decide.lua; reason 0 for a bucket that is not in the hold.
 --
--- A bucket that was reset or lost since, or whose limit was lowered, is given nothing back: its mark is another one. Of
--- what is more than was held, a window that was overdrawn under a lower limit owes it in the next one, too.
+-- A bucket that was reset or lost since, or whose limit was lowered, gets no refund: its mark differs. Tokens beyond
+-- the hold that overdraw a window under a lower limit also count in the next window.
 
 local STEP = '<BI8i8c8'
 local REPLY = '<BI8I8I8'
@@ -30,7 +30,7 @@ if not record then
   return reply(UNKNOWN, 0)
 end
 
--- Charges `actual` tokens to a bucket in place of what is held.
+-- Charges `actual` tokens to a bucket instead of those held.
 local function settle(place, key, holds, actual)
   local _, _, kind, held_limit, window_s, held_generation, held_mark, charged_us, spent, before =
     unpack(ENTRY, record.entries, place)
@@ -79,7 +79,7 @@ local function settle_all(actual)
   end
 end
 
--- What a bucket has now.
+-- The current state of a bucket, as an answer.
 local function has_now(key)
   local place = place_of(record, key)
   if not place then
@@ -142,9 +142,9 @@ if step == EXTEND then
     local kind = place and string.byte(record.entries, place + NUMBER_BYTES + #NO_BUCKET) or 0
     if kind > 0 then
       local holds = kind == CONCURRENCY and KEYS[index] or KEYS[index + 1]
-      slots.opened(holds, now_us) -- a slot that was over is not taken again
+      slots.opened(holds, now_us) -- an ended slot is not taken again
       slots.extend(holds, number, record.end_us)
-      -- So that it is there to be settled: a hold may live longer than a bucket that is full again.
+      -- Keeps the bucket for the settle: a hold may outlive a bucket that is full again.
       call('EXPIRE', KEYS[index], LEAST_TTL, 'GT')
     end
   end

@@ -1,12 +1,13 @@
--- What the scripts of holds have in common: the record of a hold, of the buckets of one call.
+-- Common to the scripts of holds: the record of a hold on the buckets of one call.
 --
 --     format (1) · whether it is settled (1) · digest of the check (8) · end in µs (8) · latest end (8) ·
 --     tokens it was settled with (4) · tokens held (4) · attempts (1) · the name of each (8) ·
---     of each bucket: its name (16) · what was told of it (18) · algorithm, 0 if it was not charged (1) · limit (4) ·
---         window in s (4) · generation (4) · mark (8) · time charged (8) · tokens missing then (8) · given back until then (8)
+--     of each bucket: its name (16) · its answer (18) · algorithm, 0 if it was not charged (1) · limit (4) ·
+--         window in s (4) · generation (4) · mark (8) · time charged (8) · tokens missing then (8) ·
+--         tokens refunded until then (8)
 --
--- It is kept for GRACE_S after its end. KEYS: the record, and of each bucket its key and that of its open holds; of a
--- bucket of slots these are itself.
+-- It is kept for GRACE_S after its end. KEYS: the record, then the key of each bucket and that of its open holds, which
+-- are the same for a concurrency bucket.
 
 local RECORD = '<BBc8I8I8I4I4B'
 local RECORD_BYTES = 35
@@ -18,7 +19,7 @@ local GRACE_S = 60
 
 local ANSWER = '<BBI4I4I8'
 local NO_BUCKET = pack(ANSWER, 0, 0, 0, 0, 0)
-local ALL = INT32_MAX + 1 -- a cost that every bucket denies; the denial says what it has
+local ALL = INT32_MAX + 1 -- a cost that every bucket denies; the denial contains what it has
 
 local number = sub(KEYS[1], -NUMBER_BYTES)
 local now_us = time_of_check(-1)
@@ -33,7 +34,7 @@ local function algorithm_of(kind)
   return algorithm
 end
 
--- The record, nil if there is none of ours.
+-- The record; nil if it is missing or malformed.
 local function record_of(value)
   if type(value) ~= 'string' or #value < RECORD_BYTES then
     return nil
@@ -71,7 +72,7 @@ local function keep(record)
   call('SET', KEYS[1], value, 'EX', left_s + GRACE_S)
 end
 
--- The place of the entry of a bucket in the record, nil if it has none.
+-- The place of a bucket's entry in the record; nil if it has none.
 local function place_of(record, key)
   local name = sub(key, -NUMBER_BYTES)
   for place = 1, #record.entries, ENTRY_BYTES do
@@ -81,7 +82,7 @@ local function place_of(record, key)
   end
 end
 
--- The place of an attempt among those of a record, nil if it is none of them.
+-- The place of an attempt in the record; nil if it is not in it.
 local function place_of_attempt(record, attempt)
   for place = 1, #record.attempts, ATTEMPT_BYTES do
     if sub(record.attempts, place, place + ATTEMPT_BYTES - 1) == attempt then

@@ -1,4 +1,4 @@
--- A bucket as the store holds it: the twin of ledger/shared_state.py.
+-- Reads and writes stored buckets: the twin of ledger/shared_state.py.
 
 local function make_algorithm(kind)
   if kind == TOKEN_BUCKET then
@@ -9,8 +9,8 @@ local function make_algorithm(kind)
   return make_sliding_window()
 end
 
--- What a value says: generation, revision, limit, burst, x, y, at_us, refunded, mark; nil when it is no bucket of this
--- algorithm.
+-- The fields of a value: generation, revision, limit, burst, x, y, at_us, refunded, mark; nil if it is no bucket of
+-- this algorithm.
 local function stored(algorithm, value, window_us)
   if type(value) ~= 'string' or #value < HEAD_BYTES then
     return nil
@@ -40,7 +40,7 @@ local function stored(algorithm, value, window_us)
   if burst > INT32_MAX or refunded > LARGEST or mark > LARGEST then
     return nil
   end
-  if generation > INT32_MAX then -- a node could not name it: -1 stands for none
+  if generation > INT32_MAX then -- nodes cannot encode it: -1 stands for none
     return nil
   end
   return generation, revision, limit, burst, x, y, at_us, refunded, mark
@@ -67,10 +67,9 @@ local function written(algorithm, generation, revision, limit, burst, x, y, at_u
   return head .. pack('<I8', refunded) .. sub(value, HEAD_BYTES + 1)
 end
 
--- A bucket as a node finds it that is at `revision` with `limit` and `burst`, and charged `generation`, or -1. A bucket
--- that is not there, or no bucket, or of an older generation begins anew; an edit of limit or burst caps what is owed.
--- The last four values tell whether there was something that is no bucket, whether there was such an edit, how many
--- tokens were given back, and the mark.
+-- A bucket for a node at `revision`, with `limit` and `burst`, that charged `generation`, or -1. A missing or malformed
+-- bucket, or one of an older generation, starts full; an edit of limit or burst caps what is owed. The last four values
+-- are: whether the value was malformed, whether there was such an edit, the number of refunded tokens, and the mark.
 local function opened(algorithm, value, generation, revision, limit, burst, window_us)
   local its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded, mark
   if value then
@@ -83,7 +82,7 @@ local function opened(algorithm, value, generation, revision, limit, burst, wind
     end
     return generation, revision, limit, burst, nil, nil, nil, corrupt, false, 0, 0
   end
-  -- At the same revision the limit differs when an assignment to a plan has ended.
+  -- At the same revision the limit differs after an assignment to a plan has ended.
   if revision >= its_revision then
     local edited = limit ~= its_limit or burst ~= its_burst
     if edited then

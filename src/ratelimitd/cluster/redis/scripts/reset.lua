@@ -1,10 +1,10 @@
 -- Makes buckets full, each at its next generation: the twin of `reset` in ledger/shared_state.py.
 --
--- KEYS     the buckets, then of each the open holds, which do not count any more; the slots of such a bucket are free
+-- KEYS     the buckets, then the open holds of each, which no longer count; the slots of a concurrency bucket are freed
 -- ARGV[1]  of each: algorithm (1) · revision (8) · limit (4) · burst (4) · window in s (4)
 -- ARGV[2]  the least generation of any
 --
--- Returns the new values. What is no bucket is replaced like a missing one.
+-- Returns the new values. A malformed bucket is treated as a missing one.
 
 local RULE = '<BI8I4I4I4'
 

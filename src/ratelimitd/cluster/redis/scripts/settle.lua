@@ -1,17 +1,17 @@
 -- Applies one numbered batch of one sender, exactly once: the twin of `Ledger.apply` in ledger/batches.py.
 --
--- KEYS[1]   the record of the sender: its last number and what was granted then
+-- KEYS[1]   the record of the sender: its last number and the grants of that batch
 -- KEYS[2…]  the buckets, one for each update
 -- ARGV[1]   number (8), and of each update:
 --               algorithm (1) · generation or -1 (4, signed) · revision (8) · limit (4) · burst (4) ·
 --               window in s (4) · runs (4) · asks (4) · each run: time (8), tokens (8) · each ask: time (8), cost (8)
---           of an update that gives charges back the algorithm is 128 more, and their number (4) and they stand before
+--           an update with refunds has 128 added to the algorithm, and their number (4) and each of them before
 --           the runs: generation (4) · revision (8) · time (8) · tokens (8) · spent (8) · refunded before (8)
 --
 -- Returns 0 for a batch that is older than the last one, else
---     { a byte 0 or 1 for each ask, how many values were no buckets, the value of each bucket … }
+--     { a byte 0 or 1 for each ask, number of malformed values, the value of each bucket … }
 --
--- A value that is no bucket is replaced by a bucket that begins anew, so that it harms no other and not for long.
+-- A malformed value is replaced by a full bucket, so that it affects no other bucket, and not for long.
 
 local UPDATE = '<Bi4I8I4I4I4I4I4'
 local PAIR = '<I8I8'
@@ -21,7 +21,7 @@ local REFUNDS = 128
 local RECORD = '<BI8'
 local RECORD_BYTES = 9
 
--- The first of the runs, as far as they fit into the bucket; as a text, with their number.
+-- The first runs that fit into the bucket, as text, and their number.
 local function fitting(room, text, place, runs)
   local pieces, count = {}, 0
   for run = place, place + (runs - 1) * 16, 16 do
@@ -36,8 +36,8 @@ local function fitting(room, text, place, runs)
   return table.concat(pieces), count
 end
 
--- A bucket after the charges are given back that the text tells from a place on: the twin of `refunded` in
--- ledger/shared_state.py. A bucket that begins anew has no charges.
+-- A bucket after the refunds in the text from `place` on: the twin of `refunded` in ledger/shared_state.py. A bucket
+-- that starts full has no charges to refund.
 local function given_back(algorithm, generation, revision, limit, x, y, at_us, total, window_us, text, place, count)
   for refund = place, place + (count - 1) * REFUND_BYTES, REFUND_BYTES do
     local its_generation, its_revision, charged_us, tokens, spent, before = unpack(REFUND, text, refund)
@@ -118,7 +118,7 @@ for index = 2, #KEYS do
       if runs > 0 and (generation < 0 or generation == its_generation) then
         local charges = text
         if revision < its_revision and (limit ~= its_limit or burst ~= its_burst) then
-          -- Who spent under an older limit could not know the new one: that takes what there is, and owes nothing.
+          -- Spends under an older limit take at most what is left under the new one, and owe nothing.
           local last_us = unpack('<I8', text, first_ask - 16)
           local room = capacity_of(its_limit, its_burst) - algorithm.used(x, y, at_us, its_limit, window_us, last_us)
           charges, runs = fitting(room, text, place, runs)
@@ -138,7 +138,7 @@ for index = 2, #KEYS do
     end
 
     local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded, mark)
-    -- A full bucket that was never reset is what a missing one is taken for.
+    -- A full bucket that was never reset equals a missing one.
     if not repeated and new ~= value and (value or at_us or its_generation > 0) then
       call('SET', key, new, 'EX', ttl_of(algorithm, window_us, its_limit, its_burst, at_us))
     end

@@ -4,8 +4,8 @@
 --
 --     head · y (8) · { time in µs (8) · sum of the tokens up to here (8) } …
 --
--- Running sums make "how many are in the window" one subtraction and the merging of two neighbours the loss of the
--- first of them, and no entry is looked at that does not change.
+-- With running sums, the number of tokens in the window is one subtraction, and merging two neighbours drops the first
+-- of them. Entries that do not change are not read.
 
 local SLIDING_WINDOW = 3
 
@@ -28,7 +28,7 @@ local function make_sliding_window()
     return (unpack('<I8', entries, entry * 16 - 7))
   end
 
-  -- How many entries are not after time_us.
+  -- The number of entries up to time_us.
   local function entries_until(entries, time_us)
     local low, high = 0, #entries / 16
     while low < high do
@@ -42,7 +42,7 @@ local function make_sliding_window()
     return low
   end
 
-  -- The first entry up to which the sum is `least` or more; the last one, if it is less.
+  -- The first entry whose running sum is `least` or more; else the last one.
   local function entry_with(entries, base, least)
     local low, high = 1, #entries / 16
     while low < high do
@@ -56,7 +56,7 @@ local function make_sliding_window()
     return low
   end
 
-  -- Without the first entries that left the window at time_us.
+  -- The log without the entries that have left the window at time_us.
   local function left(entries, base, time_us, window_us)
     local gone = entries_until(entries, time_us - window_us)
     if gone == 0 then
@@ -65,13 +65,13 @@ local function make_sliding_window()
     return sub(entries, gone * 16 + 1), sum_of(entries, gone, base)
   end
 
-  -- Not too long, and with sums that stay exact.
+  -- The log within its length, with exact sums.
   local function bounded(entries, base)
     while #entries > MAX_RUNS * 16 do
       -- Every two neighbours become one, at the later time; an odd last one stays as it is.
       entries = string.gsub(entries, PAIR, '%1')
     end
-    -- equivalent: entries mean the same before and after, so the sum may be one less or more
+    -- equivalent: rebased entries mean the same, so the bound may be one less or more
     if base > 0 and sum_of(entries, #entries / 16) > MAX_SUM then
       local rebased = {}
       for entry = 1, #entries / 16 do
@@ -112,7 +112,7 @@ local function make_sliding_window()
     return sum_of(entries, #entries / 16, base) - sum_of(entries, gone, base)
   end
 
-  -- The entries before the first run stay a string; those after it are taken apart, and the runs put between them.
+  -- Entries before the first run stay a string; later ones are decoded and merged with the runs.
   local function charged(entries, base, at_us, _, window_us, text, place, runs)
     if not at_us then
       entries, base = '', 0
@@ -156,8 +156,8 @@ local function make_sliding_window()
     return entries, base, at_us
   end
 
-  -- The log without its latest tokens at or before a time; and how many these were. The last entry stays, without tokens
-  -- if need be, so that the log keeps its latest time.
+  -- Removes the latest `tokens` up to a time; returns the log and the number removed. The last entry stays, even
+  -- without tokens, so that the log keeps its latest time.
   local function refunded(entries, base, _, _, _, charged_us, tokens)
     local last, until_then = #entries / 16, entries_until(entries, charged_us)
     local sum = sum_of(entries, until_then, base)
@@ -199,7 +199,7 @@ local function make_sliding_window()
     local entries, base = left(x, y, time_us, window_us)
     local runs = #entries / 16
     local total = sum_of(entries, runs, base)
-    -- Sums or times that do not ascend: no log of ours, and one that begins anew. `read` looks at the ends alone.
+    -- Sums or times that do not ascend, so the log is malformed and starts empty. `read` validates only the ends.
     if base < y or base > total then
       return judged('', 0, nil, limit, window_us, now_us, cost)
     end
@@ -240,7 +240,7 @@ local function make_sliding_window()
     if cost > limit then
       return false, x, y, at_us, remaining, reset_time, window_s, COST_EXCEEDS_LIMIT
     end
-    -- The earliest entry with whose leaving the cost fits.
+    -- The cost fits once this entry has left the window.
     local leaves_us = time_of(entries, entry_with(entries, base, base + used + cost - limit))
     if leaves_us <= time_us - window_us or leaves_us > time_us then
       return judged('', 0, nil, limit, window_us, now_us, cost)

@@ -1,8 +1,8 @@
 -- Token bucket: the twin of algorithms/token_bucket.py and of its account in ledger/accounts.py.
 --
--- Spent is up to 2^82 units of which `window_us` are a token, and more when overdrawn. It is kept as x whole tokens and
+-- Spent is up to 2^82 units, `window_us` units per token, and more when overdrawn. It is stored as x whole tokens and
 -- y units, y < window_us < 2^51: so a charge is one addition, and only the product of a time with a limit or with
--- tokens can pass 2^53. What is divided by then is known to leave a small rest, which `difference` finds exactly.
+-- tokens can pass 2^53. Dividing such a product leaves a small remainder, which `difference` computes exactly.
 --
 --     head · x (8) · y (8) · at_us (8)
 
@@ -13,7 +13,7 @@ local function make_token_bucket()
   local STATE_BYTES = HEAD_BYTES + 24
   local LIMB = 131072 -- 2^17
 
-  -- a × b − c × d, which must be small, with a and c below 2^51, b and d below 2^31.
+  -- a × b − c × d. The result must be small, a and c below 2^51, b and d below 2^31.
   local function difference(a, b, c, d)
     local a0, c0 = a % LIMB, c % LIMB
     a, c = (a - a0) / LIMB, (c - c0) / LIMB
@@ -22,14 +22,14 @@ local function make_token_bucket()
     return ((a2 * b - c2 * d) * LIMB + (a1 * b - c1 * d)) * LIMB + (a0 * b - c0 * d)
   end
 
-  -- The quotient and the rest of elapsed_us × limit / window_us, for elapsed_us < window_us.
+  -- Quotient and remainder of elapsed_us × limit / window_us, for elapsed_us < window_us.
   local function tokens_of(elapsed_us, limit, window_us)
     local units = elapsed_us * limit
     if units < EXACT then
       local rest = units % window_us
       return (units - rest) / window_us, rest
     end
-    -- The quotient is below 2^31, so that what doubles make of it is off by one at most.
+    -- The quotient is below 2^31, so in doubles it is off by one at most.
     local tokens = floor(units / window_us)
     local rest = difference(elapsed_us, limit, window_us, tokens)
     if rest < 0 then
@@ -41,7 +41,7 @@ local function make_token_bucket()
     return tokens, rest
   end
 
-  -- The seconds, rounded up, from `from_us` on until x tokens and y units are refilled.
+  -- `from_us` plus the time to refill x tokens and y units, in seconds, rounded up.
   local function refill_seconds(from_us, x, y, limit, window_us)
     local rest = x % limit
     local windows_s = (x - rest) / limit * (window_us / US_PER_S)
@@ -49,7 +49,7 @@ local function make_token_bucket()
     if units < EXACT then
       return windows_s + seconds(from_us, ceil(units / limit))
     end
-    -- The quotient is up to 2^51: what doubles make of it is off by few, which the rest makes good.
+    -- The quotient is up to 2^51: in doubles it is slightly off, which the remainder corrects.
     local quotient = floor(rest * window_us / limit)
     local beyond_us = ceil((difference(window_us, rest, quotient, limit) + y) / limit)
     return windows_s + seconds(from_us, quotient + beyond_us)
@@ -122,8 +122,8 @@ local function make_token_bucket()
     return x, y, at_us
   end
 
-  -- The state after a charge is given back, of which the bucket lacked `spent` tokens right after it: what cannot have
-  -- been refilled since then; and how many tokens that is, rounded up.
+  -- Refunds a charge after which the bucket lacked `spent` tokens: returns the state, and the number of refunded
+  -- tokens, rounded up. Tokens that may have been refilled since are not refunded.
   local function refunded(x, y, at_us, limit, window_us, charged_us, tokens, spent)
     if spent <= 0 then
       return x, y, 0

@@ -1,6 +1,6 @@
 """The schema's migrations, and the upgrade of a database to the newest one.
 
-Refuses a database with another program's tables or the schema of a newer release.
+Refuses a database with tables of another program or with the schema of a newer release.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.rules.sql.database import open_database, rule_revision
 
 VERSION_TABLE: Final = "ratelimitd_schema"
-"""Holds the schema revision; not alembic's default name, which another program may use in the same database."""
+"""Table of the schema revision; not alembic's default name, which another program may use in the same database."""
 
 UPGRADE_BUSY_TIMEOUT_S: Final = 10.0
 """Longest wait for another process that upgrades the same database."""
