@@ -3,8 +3,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 GO ?= $(or $(shell command -v go),/usr/local/go/bin/go)
-# Where make runs several targets at once, their output would interleave beyond reading.
+# Where make runs several targets at once, their output would interleave beyond reading. Linters are told to keep it apart.
+ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
+endif
+# A third of what a node takes to start is to compile it, where that is not kept; and as much of what pytest takes.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -49,9 +53,12 @@ coverage: setup ## run the tests: the pure packages must be covered to every lin
 test-deep: setup ## run the tests of real clusters, the simulated ledger and generated input
 	@$(BIN)/python -m pytest -q -n 2 -m "deep and not long"
 
-.PHONY: test-system
-test-system: setup helm ## run the end-to-end tests of the installed command
+.PHONY: system-packages
+system-packages: setup helm ## build, and unpack or install, what the end-to-end tests need
 	@tools/system_packages.sh
+
+.PHONY: test-system
+test-system: system-packages ## run the end-to-end tests of the installed command
 	@$(BIN)/python -m pytest -q -n 2 -m "system and not long"
 
 .PHONY: test-pythons
@@ -59,8 +66,7 @@ test-pythons: setup ## run the tests of the core from the wheels with each newer
 	@$(BIN)/python tools/other_pythons.py
 
 .PHONY: test-long
-test-long: setup helm ## run the tests that take minutes
-	@tools/system_packages.sh
+test-long: system-packages ## run the tests that take minutes
 	@$(BIN)/python -m pytest -q -m long
 
 .PHONY: soak
@@ -72,11 +78,11 @@ mutants: setup ## put SAMPLE (800) small faults into the code, one at a time, an
 	@$(BIN)/python tools/mutants.py --sample $(or $(SAMPLE),800)
 
 # One target for each check, so that one that fails does not hide the others.
-LINTS := format ruff mypy pyright imports spelling contract generated pins docs
+LINTS := mypy format ruff pyright imports spelling contract generated pins docs
 
 .PHONY: lint $(LINTS:%=lint-%)
 lint: setup ## check style, types, layers, spelling, the contract, the generated code and the docs
-	@$(MAKE) --keep-going --no-print-directory $(LINTS:%=lint-%)
+	@$(MAKE) --keep-going --no-print-directory --jobs 2 --output-sync=target $(LINTS:%=lint-%)
 
 lint-format:
 	@$(BIN)/ruff format --check --output-format concise .

@@ -27,7 +27,7 @@ settings.load_profile("any machine")
 
 # In debug mode asyncio notes the stack of each handle and future, which takes as long as the tests themselves: the last
 # frame says where one was made. The futures of C ask for whole stacks, with no limit of their own.
-asyncio.constants.DEBUG_STACK_DEPTH = 1
+asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
 traceback.extract_stack.__defaults__ = (None, 1)
 
 

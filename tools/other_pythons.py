@@ -86,7 +86,7 @@ def test(python: str, venv: Path, wheels: list[str]) -> None:
 
 def run(command: list[str]) -> None:
     """Run a command, or end with its exit status."""
-    status = subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    status = subprocess.call(command, cwd=ROOT)
     if status:
         print(f"pythons: failed: {' '.join(command)}", file=sys.stderr)
         raise SystemExit(status)
