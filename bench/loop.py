@@ -30,7 +30,7 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 
 BUCKETS = 1_000_000
-CHECKS_PER_TURN = 50
+CHECKS_PER_ITERATION = 50
 FORGOTTEN_S = 15
 """The guarantee: a killed node loses at most this many seconds."""
 SECRET = bytes(32)
@@ -115,8 +115,8 @@ class _Node:
 
     async def check(self, first: int, count: int) -> None:
         """Check ``count`` identifiers once each, yielding to the event loop now and then."""
-        for start in range(first, first + count, CHECKS_PER_TURN):
-            for number in range(start, start + CHECKS_PER_TURN):
+        for start in range(first, first + count, CHECKS_PER_ITERATION):
+            for number in range(start, start + CHECKS_PER_ITERATION):
                 self.limiter.check(
                     Check(b"user-%033d" % number, RULE.identifier_type, RULE.endpoint)
                 )

@@ -39,7 +39,7 @@ def _measure(pause_s: float, answer: str) -> list[Row]:
         Valkey(Path(directory) / "valkey") as valkey,
         Nodes(Path(directory) / "nodes", valkey.url, "--on-breaker-open", answer) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         nodes.rule(endpoint="/pauses", limit=1_000_000, window_seconds=60)
         log = offer(
             nodes.addresses,

@@ -47,16 +47,16 @@ SELDOM = 200_000
 PEOPLE = 1_000_000
 """Identities; number n is checked in proportion to n to the power of -1 (Zipf)."""
 NODES = 3
-MET = 9_000_000
+SEEN_CHECKS = 9_000_000
 """Earlier checks of each node: those of CACHE_TTL_S at the measured rate, 30,000 a second per node. They cover about
 740,000 identities, and one check in thirty misses the node's cache."""
-WARM_TURNS = 1_000
+WARM_ITERATIONS = 1_000
 """Uncounted iterations before the measurement, to reach a steady state."""
 OPEN_RATE, OPEN_S = 10_000, 5.0
 """Checks per second with random due times, regardless of answers, and the duration."""
 
-CHECKS_PER_TURN = 100
-TURNS = 3_000
+CHECKS_PER_ITERATION = 100
+ITERATIONS = 3_000
 ROUNDS = 5
 CALLERS = 200
 STRICT_CALLS = 20_000
@@ -221,13 +221,13 @@ async def _seldom(url: str) -> list[Row]:
 async def _like_people(url: str) -> list[Row]:
     """Measure checks of a million identities, few of them frequent, each on a random one of several nodes."""
     name = f"cached, Zipf over {PEOPLE:,} identities, {NODES} nodes"
-    known = WARM_TURNS * CHECKS_PER_TURN
-    return [await _beside_embedded(name, url, _zipf, known=known, nodes=NODES, met=_people)]
+    known = WARM_ITERATIONS * CHECKS_PER_ITERATION
+    return [await _beside_embedded(name, url, _zipf, known=known, nodes=NODES, warm_up=_people)]
 
 
 def _people(source: random.Random) -> Iterator[Check]:
-    """Yield one check of each identity that occurs in :data:`MET` checks, in random order."""
-    often = MET / sum(1 / rank for rank in range(1, PEOPLE + 1))
+    """Yield one check of each identity that occurs in :data:`SEEN_CHECKS` checks, in random order."""
+    often = SEEN_CHECKS / sum(1 / rank for rank in range(1, PEOPLE + 1))
     ranks = [rank for rank in range(PEOPLE) if source.random() > math.exp(-often / (rank + 1))]
     source.shuffle(ranks)
     return (_check(b"person-%031d" % rank) for rank in ranks)
@@ -269,49 +269,49 @@ async def _beside_embedded(
     *,
     known: int = 0,
     nodes: int = 1,
-    met: Callable[[random.Random], Iterator[Check]] = lambda _: iter(()),
+    warm_up: Callable[[random.Random], Iterator[Check]] = lambda _: iter(()),
 ) -> Row:
     """Return both rates, the embedded one from before and after; excludes the first ``known`` checks of the load.
 
-    Also excludes the checks in ``met``, which each limiter answers before.
+    Also excludes the checks in ``warm_up``, which each limiter answers before.
     """
     alone, checks, source = [embedded(RULE)], load(), random.Random(nodes)
-    await _meet(alone, met(source))
+    await _warm_up(alone, warm_up(source))
     rates = [await _rate(alone, checks, known)]
     async with contextlib.AsyncExitStack() as stack:
         started = [await stack.enter_async_context(_node(url)) for _ in range(nodes)]
         for node in started:
-            await _meet([node.limiter], met(source))
+            await _warm_up([node.limiter], warm_up(source))
         shared = await _rate([node.limiter for node in started], load(), known)
     rates.append(await _rate(alone, checks, 0))
     return Row(name, shared, "checks/s", "embedded", sum(rates) / len(rates))
 
 
-async def _meet(limiters: Sequence[Limiter], checks: Iterator[Check]) -> None:
-    while turn := _turns(checks, 1)[0]:
-        await _answer(limiters, [turn])
+async def _warm_up(limiters: Sequence[Limiter], checks: Iterator[Check]) -> None:
+    while iteration := _iterations(checks, 1)[0]:
+        await _answer(limiters, [iteration])
 
 
 async def _rate(limiters: Sequence[Limiter], checks: Iterator[Check], known: int) -> float:
     """Return checks per second of CPU, including background work: the run is long enough for it to recur."""
-    await _answer(limiters, _turns(checks, known // CHECKS_PER_TURN))
-    turns = _turns(checks, TURNS)
+    await _answer(limiters, _iterations(checks, known // CHECKS_PER_ITERATION))
+    iterations = _iterations(checks, ITERATIONS)
     tidy()  # as a node does before it serves
     started_s = time.process_time()
-    await _answer(limiters, turns)
-    return TURNS * CHECKS_PER_TURN / (time.process_time() - started_s)
+    await _answer(limiters, iterations)
+    return ITERATIONS * CHECKS_PER_ITERATION / (time.process_time() - started_s)
 
 
-def _turns(checks: Iterator[Check], count: int) -> list[list[Check]]:
+def _iterations(checks: Iterator[Check], count: int) -> list[list[Check]]:
     """Return the checks of ``count`` event-loop iterations."""
-    return [[*islice(checks, CHECKS_PER_TURN)] for _ in range(count)]
+    return [[*islice(checks, CHECKS_PER_ITERATION)] for _ in range(count)]
 
 
-async def _answer(limiters: Sequence[Limiter], turns: list[list[Check]]) -> None:
+async def _answer(limiters: Sequence[Limiter], iterations: list[list[Check]]) -> None:
     """Answer as one loop does, pending checks concurrently with later ones; each iteration uses a random limiter."""
     waiting: set[asyncio.Task[Any]] = set()
-    source = random.Random(len(turns))
-    for checks in turns:
+    source = random.Random(len(iterations))
+    for checks in iterations:
         limiter = source.choice(limiters)
         unanswered = [check for check in checks if limiter.check(check) is None]
         if unanswered:

@@ -64,7 +64,7 @@ async def _record(path: Path) -> None:
     check = Check(b"", "user", "/orders")
     for number in range(CHECKS):
         who = b"user-%d" % min(int(chosen.paretovariate(0.5)), IDENTITIES)
-        recorder.note(who, check, START_US + number * 300, allowed=True)
+        recorder.record(who, check, START_US + number * 300, allowed=True)
         if not number % 10_000:
             await recorder.step()
     await recorder.drain()

@@ -7,7 +7,7 @@ from ratelimitd.cluster.packed import generation_of, pack
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import (
-    Met,
+    FirstResult,
     Settled,
     SharedState,
     StoreCheck,
@@ -63,7 +63,7 @@ def _is_of(shared: SharedState, rule: Limit) -> bool:
     return (shared.limit, shared.burst) == (rule.limit, rule.burst)
 
 
-def first_check(stored: SharedState | None, check: StoreCheck) -> Met:
+def first_check(stored: SharedState | None, check: StoreCheck) -> FirstResult:
     """Decide a first check.
 
     A peek changes nothing, and a denial nothing but the limit, when it comes under a newer one: those who have not
@@ -138,7 +138,7 @@ class Ledger:
         reply = self._replies[batch.sender] = Reply(batch.number, settled, cold)
         return reply
 
-    def first_check(self, check: StoreCheck) -> Met:
+    def first_check(self, check: StoreCheck) -> FirstResult:
         """Decide a first check. It has no number, so it must not be sent twice: it would be charged twice.
 
         A bucket that is not there is made only for what is charged.

@@ -130,7 +130,7 @@ class ModelHold:
     end: Fraction
     last: Fraction | float
     cost: int
-    told: dict
+    recorded: dict
     charged: list
     actual: int | None = None
 
@@ -154,12 +154,14 @@ class HoldModel:
         if limit.algorithm is not Algorithm.CONCURRENCY:
             return self.bucket(name).answer(now, limit, cost)
         free = limit.limit - len(self.ends(name, clock))
-        told = self.told_of_slots(name, limit, clock)
+        answer = self.answer_of_slots(name, limit, clock)
         return (
-            (True, *told[1:], "WITHIN_LIMIT") if free > 0 else (False, *told[1:], "LIMIT_EXCEEDED")
+            (True, *answer[1:], "WITHIN_LIMIT")
+            if free > 0
+            else (False, *answer[1:], "LIMIT_EXCEEDED")
         )
 
-    def told_of_slots(self, name, limit, clock):
+    def answer_of_slots(self, name, limit, clock):
         ends = self.ends(name, clock)
         free = limit.limit - len(ends)
         reset = math.ceil(ends[-1] if ends else clock)
@@ -182,7 +184,7 @@ class HoldModel:
     def there(self, name, limit, now, clock):
         """What a bucket has, as of a check that costs nothing."""
         if limit.algorithm is Algorithm.CONCURRENCY:
-            return (*self.told_of_slots(name, limit, clock)[:3], 0, "WITHIN_LIMIT")
+            return (*self.answer_of_slots(name, limit, clock)[:3], 0, "WITHIN_LIMIT")
         bucket = self.bucket(name)
         at, spent = bucket.at(now), bucket.spent(now, limit)
         remaining = max(0, math.floor(limit.capacity - spent))
@@ -202,7 +204,7 @@ class HoldModel:
         if known is not None:
             if known.digest != digest or known.actual is not None or known.end <= clock:
                 raise CheckInvalidError
-            return [*known.told.values()], known.end
+            return [*known.recorded.values()], known.end
         denied, answers = self.judge_all(charges, cost, now, clock)
         if denied:
             return answers, 0
@@ -213,18 +215,18 @@ class HoldModel:
                 if limit.algorithm is Algorithm.CONCURRENCY:
                     last = min(last, clock + limit.window_seconds)
         end = min(clock + ttl, last)
-        told = {}
+        recorded = {}
         for (name, limit), answer in zip(charges, answers, strict=True):
-            told[name] = answer
+            recorded[name] = answer
             if not answer[0]:
                 continue
             if limit.algorithm is Algorithm.CONCURRENCY:
                 self.slots.setdefault(name, {})[number] = end
-                told[name] = (*self.told_of_slots(name, limit, clock), "WITHIN_LIMIT")
+                recorded[name] = (*self.answer_of_slots(name, limit, clock), "WITHIN_LIMIT")
             else:
                 self.bucket(name).charge(now, limit, cost, number)
-        self.held[number] = ModelHold(digest, end, last, cost, told, charged)
-        return [told[name] for name, _ in charges], end
+        self.held[number] = ModelHold(digest, end, last, cost, recorded, charged)
+        return [recorded[name] for name, _ in charges], end
 
     def settle(self, number, actual, clock):
         """Return whether the hold is known, and whether it is settled now."""

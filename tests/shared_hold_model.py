@@ -116,7 +116,7 @@ class HoldStore:
     slots: dict[bytes, Slots] = field(default_factory=dict)
     records: dict[bytes, Record] = field(default_factory=dict)
 
-    def noted(self, kind: str, name: bytes, *what: Any) -> None:
+    def log(self, kind: str, name: bytes, *what: Any) -> None:
         """Hear of a change, if that is of interest."""
 
     # Holds
@@ -178,7 +178,7 @@ class HoldStore:
         if rule.algorithm is Algorithm.CONCURRENCY:
             outcome = self._of_slots(slots, rule)
             if not outcome[0]:
-                self.noted("denied", name, rule.limit)
+                self.log("denied", name, rule.limit)
             return _Judged(check, self.now_us, outcome, slots, None)
         stored = self.buckets.get(name)
         kept = self.opened(stored, rule)
@@ -201,12 +201,12 @@ class HoldStore:
     def _keep_edit(self, one: _Judged) -> None:
         if one.kept is not None and one.is_edited:
             self.buckets[one.check.name] = one.kept
-            self.noted("edit", one.check.name, one.check.rule)
+            self.log("edit", one.check.name, one.check.rule)
 
     def _without(self, one: _Judged) -> Outcome:
         """What is said of a bucket in a hold that is not made."""
         if not one.outcome[0]:
-            return _told(one.outcome)
+            return _reported(one.outcome)
         if one.kept is None:
             return _there(one.outcome)
         return has_now(one.kept.shared, one.rule, one.at_us)
@@ -215,13 +215,13 @@ class HoldStore:
         name, rule, cost = one.check.name, one.rule, one.check.cost
         if not one.outcome[0]:
             self._keep_edit(one)
-            return Entry(_told(one.outcome), None)
+            return Entry(_reported(one.outcome), None)
         self.slots[name] = one.slots
         one.slots[call.number] = end_us
         if one.kept is None:
-            self.noted("take", name, call.number, end_us, rule)
+            self.log("take", name, call.number, end_us, rule)
             outcome = self._of_slots(one.slots, rule, taken=1)
-            return Entry(_told(outcome), Charged(rule, 0, 0, self.now_us, cost, 0, 0))
+            return Entry(_reported(outcome), Charged(rule, 0, 0, self.now_us, cost, 0, 0))
         shared = one.kept.shared._replace(state=one.outcome[5])
         mark = one.kept.mark or self.now_us
         self.buckets[name] = Kept(shared, mark)
@@ -230,8 +230,8 @@ class HoldStore:
         charged = Charged(
             rule, shared.generation, mark, at_us, cost, account.spent(shared.state, rule), shared.refunded
         )  # fmt: skip
-        self.noted("hold", name, one.check.rule, call.number, at_us, cost)
-        return Entry(_told(one.outcome), charged)
+        self.log("hold", name, one.check.rule, call.number, at_us, cost)
+        return Entry(_reported(one.outcome), charged)
 
     # Steps
 
@@ -273,7 +273,7 @@ class HoldStore:
         self.slots_of(name).pop(number, None)
         kept = self.buckets.get(name)
         if charged.rule.algorithm is Algorithm.CONCURRENCY:
-            self.noted("free", name, number)
+            self.log("free", name, number)
             return 0
         if kept is None:
             return 0
@@ -294,7 +294,7 @@ class HoldStore:
             )
             shared = shared._replace(state=state)
         self.buckets[name] = Kept(shared, mark)
-        self.noted("settle", name, charged.rule, number, actual, change)
+        self.log("settle", name, charged.rule, number, actual, change)
         return change
 
     @staticmethod
@@ -318,7 +318,7 @@ class HoldStore:
             entry, slots = record.entries.get(name), self.slots_of(name)
             if entry is not None and entry.charged is not None and call.number in slots:
                 slots[call.number] = end_us
-                self.noted("extend", name, call.number, end_us)
+                self.log("extend", name, call.number, end_us)
         self.records[call.number] = record._replace(
             end_us=end_us, kept_until_us=self._kept_until(end_us)
         )
@@ -332,7 +332,7 @@ class HoldStore:
             self.records[call.number] = record._replace(attempts=attempts)
             return StepReply(Stepped.AS_BEFORE, record.end_us)
         for name in call.names:
-            self.noted("withdraw", name, call.number)
+            self.log("withdraw", name, call.number)
         reply = self._settle(call._replace(amount=0), record)
         del self.records[call.number]
         return reply._replace(outcomes=())
@@ -366,7 +366,7 @@ class HoldStore:
             self._charge_check(one, is_denied=is_denied)
         if is_denied:
             return [self._without(one) for one in judged]
-        return [_told(one.outcome) for one in judged]
+        return [_reported(one.outcome) for one in judged]
 
     def _charge_check(self, one: _Judged, *, is_denied: bool) -> None:
         check = one.check
@@ -377,19 +377,19 @@ class HoldStore:
             shared = one.kept.shared._replace(state=one.outcome[5])
             self.buckets[check.name] = Kept(shared, one.kept.mark)
             at_us, _ = ACCOUNTS[one.rule.algorithm].standing(shared.state)
-            self.noted("charge", check.name, check.rule, at_us, check.cost)
+            self.log("charge", check.name, check.rule, at_us, check.cost)
 
     def charge_late(self, name: bytes, rule: Limit, runs: Sequence[tuple[int, int]]) -> None:
         """A node settles what it has allowed."""
         kept = self.opened(self.buckets.get(name), rule)
         shared = ledger_model.settle(kept.shared, Update(rule, None, runs)).shared
         self.buckets[name] = Kept(shared, kept.mark)
-        self.noted("late", name, rule, runs)
+        self.log("late", name, rule, runs)
 
     def reset(self, name: bytes, rule: Limit, least: int = 0) -> None:
         """Make a bucket full, in the next generation, and free its slots."""
         self.slots.pop(name, None)
-        self.noted("reset", name, rule)
+        self.log("reset", name, rule)
         if rule.algorithm is Algorithm.CONCURRENCY:
             return
         kept = self.buckets.get(name)
@@ -408,7 +408,7 @@ class HoldStore:
         slots = self.slots.get(name, {})
         for number in [number for number, end_us in slots.items() if end_us <= self.now_us]:
             del slots[number]
-            self.noted("over", name, number)
+            self.log("over", name, number)
         return slots
 
     def _of_slots(self, slots: Slots, rule: Limit, taken: int = 0) -> Outcome:
@@ -435,5 +435,5 @@ def _there(denied: Outcome) -> Outcome:
     return ALLOWED, denied[1], min(denied[2], MAX_TIME_US), 0, WITHIN_LIMIT, None
 
 
-def _told(outcome: Outcome) -> Outcome:
+def _reported(outcome: Outcome) -> Outcome:
     return (*outcome[:2], min(outcome[2], MAX_TIME_US), *outcome[3:5], None)

@@ -222,9 +222,9 @@ def schemas(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[
             value.name: comments.get((5, number, 2, index), "")
             for index, value in enumerate(enum.value)
         }
-        told = [f"`{name}`: {meaning}" for name, meaning in meanings.items() if meaning]
+        lines = [f"`{name}`: {meaning}" for name, meaning in meanings.items() if meaning]
         schema: Json = {"type": "string", "enum": list(meanings)}
-        yield enum.name, {**schema, "description": "; ".join(told)} if told else schema
+        yield enum.name, {**schema, "description": "; ".join(lines)} if lines else schema
     for number, message in enumerate(file.message_type):
         entries = {
             f".{file.package}.{message.name}.{nested.name}": nested

@@ -57,8 +57,8 @@ def find(version: str) -> str | None:
     if name is None:
         return None
     command = [name, "-c", "import sys; print(sys.executable)"]
-    told = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
-    return told.stdout.strip() or None
+    completed = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
+    return completed.stdout.strip() or None
 
 
 def test(python: str, venv: Path, wheels: list[str]) -> None:

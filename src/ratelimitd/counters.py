@@ -208,7 +208,7 @@ class RollingMax:
         self._current = 0.0
         self._before = 0.0
 
-    def note(self, now_us: int, value: float) -> float:
+    def add(self, now_us: int, value: float) -> float:
         """Add a value; return the largest one of this period and the one before it."""
         stretch = now_us // self._stretch_us
         if stretch != self._stretch:

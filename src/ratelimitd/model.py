@@ -288,7 +288,7 @@ class LimitStatus(NamedTuple):
     """The limit's plan; ``unlimited``, without a limit, if the rule was passed over."""
 
 
-class LookedAt(NamedTuple):
+class ConsideredRule(NamedTuple):
     """A rule considered for a check and, if it applies, the answers of its limits: its own, or those of ``plan``."""
 
     rule: Rule
@@ -348,6 +348,6 @@ class Explained(NamedTuple):
     """
 
     decision: Decision
-    looked_at: tuple[LookedAt, ...]
+    considered: tuple[ConsideredRule, ...]
     plans: tuple[AssignedPlan, ...]
     nearest: tuple[NearRule, ...] = ()

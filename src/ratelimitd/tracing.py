@@ -21,7 +21,7 @@ _SAMPLED: Final = frozenset("13579bdf")
 class Span(Protocol):
     """One piece of work, from :meth:`Tracer.begin` to :meth:`end`."""
 
-    def note(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
+    def set_attribute(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
         """Set an attribute."""
 
     def end(self, error: str = "") -> None:

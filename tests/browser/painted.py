@@ -84,7 +84,7 @@ class PaintedLive:
         return Overview(
             total=total,
             nodes=nodes,
-            unheard_s=None,
+            stale_s=None,
             shares=True,
             endpoints=[
                 DeniedEndpoint(endpoint, 9_000 / 2.2**number)
@@ -218,7 +218,7 @@ def _strained(total: Sample, nodes: Sequence[NodeView]) -> Overview:
     return Overview(
         total=total,
         nodes=[trouble(node) for node in nodes],
-        unheard_s=None,
+        stale_s=None,
         shares=True,
         endpoints=[DeniedEndpoint(LONG, 1_234_567.0)],
         identifiers=[DeniedIdentifier("0", "api_key+session+user", "m" * 64, 1_234_567.0)],

@@ -25,7 +25,7 @@ def valkey(tmp_path_factory):
 def nodes(valkey, tmp_path_factory):
     directory = tmp_path_factory.mktemp("nodes")
     with Nodes(directory, valkey.url, "--admin-token", ADMIN_TOKEN) as nodes:
-        nodes.meet()
+        nodes.wait_for_members()
         yield nodes
 
 
@@ -92,7 +92,7 @@ def test_a_node_that_fails_open_is_told_by_the_page_of_every_node(tmp_path, visi
         ChaosProxy(valkey.port) as proxy,
         Nodes(tmp_path / "nodes", [proxy.url, valkey.url], "--admin-token", ADMIN_TOKEN) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         visitor = visit(nodes[1].http_address)
         log_in(visitor.go("/rules"))
         create_rule(visitor.page)

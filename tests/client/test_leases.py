@@ -82,7 +82,7 @@ async def heat(leases, node, *, checks=HOT, cost=1):
     """Ask so often that the bucket is leased."""
     for _ in range(checks):
         assert leases.take(BUCKET, cost) is None
-        leases.noted(BUCKET, cost, decision(node.remaining))
+        leases.record(BUCKET, cost, decision(node.remaining))
     await settled_down()
 
 
@@ -149,7 +149,7 @@ async def test_a_bucket_that_is_seldom_asked_for_or_has_no_limit_is_not_leased()
     async with leases_of(node) as (leases, loop):
         await heat(leases, node, checks=HOT - 1)
         for _ in range(2 * HOT):
-            leases.noted(("v", "user", "/a"), 1, decision(node.remaining, limit=0))
+            leases.record(("v", "user", "/a"), 1, decision(node.remaining, limit=0))
         await loop.run_timers()
         await heat(leases, node, checks=HOT - 1)
         assert node.held == []
@@ -199,7 +199,7 @@ async def test_callers_with_ever_new_buckets_take_no_memory():
     node = Node()
     async with leases_of(node) as (leases, _):
         for number in range(2 * MAX_BUCKETS):
-            leases.noted((str(number), "user", "/a"), 1, decision(node.remaining))
+            leases.record((str(number), "user", "/a"), 1, decision(node.remaining))
         await heat(leases, node)
         assert len(node.held) == 1
 
@@ -222,5 +222,5 @@ async def test_a_lease_that_comes_while_the_client_closes_is_given_back():
     node = Node()
     async with leases_of(node) as (leases, _):
         for _ in range(HOT):
-            leases.noted(BUCKET, 1, decision(node.remaining))
+            leases.record(BUCKET, 1, decision(node.remaining))
     assert node.settled == [0]

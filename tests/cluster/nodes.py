@@ -111,7 +111,7 @@ class Nodes:
         """Wait until all running nodes have the same rule book."""
         until(lambda: len(set(self.metric(REVISION))) == 1, "nodes agree")
 
-    def meet(self) -> None:
+    def wait_for_members(self) -> None:
         """Wait until all running nodes count each other."""
         count = float(len(self._running))
         until(lambda: set(self.metric(NODES)) == {count}, "nodes know of each other")

@@ -60,7 +60,7 @@ class Shared:
             for proxy in self.proxies:
                 stack.enter_context(proxy)
             stack.enter_context(self.nodes)
-            self.nodes.meet()
+            self.nodes.wait_for_members()
             self._stack = stack.pop_all()
         return self
 

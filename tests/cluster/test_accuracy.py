@@ -101,7 +101,7 @@ def nodes(request, tmp_path_factory):
         Valkey(directory / "valkey") as valkey,
         Nodes(directory, valkey.url, *SETTINGS[settings], count=count) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         yield nodes
 
 

@@ -63,7 +63,7 @@ def test_nodes_of_a_cluster_use_the_shared_states_clock(tmp_path):
         environments = [clock.environment for clock in clocks]
         nodes = Nodes(tmp_path / "nodes", valkey.url, *OPTIONS, count=2, environments=environments)
         stack.enter_context(nodes)
-        nodes.meet()
+        nodes.wait_for_members()
         nodes.rule(**LIMIT)
         for node in nodes.served:
             use_up(node, "/a")

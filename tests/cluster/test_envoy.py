@@ -26,7 +26,7 @@ def passes(node, *descriptors):
 
 
 def limits(nodes):
-    nodes.meet()
+    nodes.wait_for_members()
     for endpoint, limit in {"edge": 6, "edge/path=/login": 10}.items():
         nodes.rule(endpoint=endpoint, limit=limit, window_seconds=NEVER_ENDING_S)
 

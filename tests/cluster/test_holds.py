@@ -252,7 +252,7 @@ def test_a_hold_outlives_the_node_that_made_it(tmp_path):
         ValkeyCluster(tmp_path / "valkey") as servers,
         Nodes(tmp_path / "nodes", servers.url, "--redis-timeout-ms", "500", count=2) as started,
     ):
-        started.meet()
+        started.wait_for_members()
         limits = [
             pb.Limit(name="tokens", limit=100, window_seconds=86_400, algorithm="fixed_window"),
             pb.Limit(name="slots", limit=2, window_seconds=600, algorithm="concurrency"),

@@ -155,7 +155,7 @@ def test_a_failover_loses_only_unreplicated_settles_and_creates_no_tokens(tmp_pa
         ValkeySentinel(tmp_path / "valkey", sentinels=1, down_after_ms=3_000) as servers,
         Nodes(tmp_path / "nodes", servers.url, *OPTIONS) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         endpoint = rule_on(nodes)
         asyncio.run(run(nodes, servers, endpoint))
         spent = spent_when_all_is_over(nodes[0], endpoint)

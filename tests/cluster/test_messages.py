@@ -58,7 +58,7 @@ def test_a_slow_subscriber_is_disconnected_and_reads_missed_changes(
     valkey = Valkey(tmp_path / "valkey")
     url = f"unix://{valkey.unix_path}"  # the kernel buffers less for a Unix socket than for TCP
     with valkey, Nodes(tmp_path / "nodes", url, *OPTIONS, count=2) as nodes:
-        nodes.meet()
+        nodes.wait_for_members()
         valkey.ask("CONFIG", "SET", "client-output-buffer-limit", "pubsub 1mb 0 0")
         rule = nodes.rule(limit=1_000, window_seconds=3_600, algorithm="fixed_window")
         spend(nodes[1], "/a", 60)

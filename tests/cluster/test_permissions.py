@@ -32,7 +32,7 @@ def refused(servers):
 
 def live(nodes):
     """Use everything that needs the shared state."""
-    nodes.meet()
+    nodes.wait_for_members()
     nodes.rule(endpoint="/a", limit=20, window_seconds=3_600)
     allowed = sum(node.check("/a").allowed for node in nodes.served for _ in range(15))
     assert allowed >= 20

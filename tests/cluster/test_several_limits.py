@@ -75,7 +75,7 @@ def nodes(request, tmp_path_factory):
         Valkey(directory / "valkey") as valkey,
         Nodes(directory, valkey.url, *SETTINGS[request.param], count=COUNT) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         for kind, limits in LIMITS.items():
             listed = [
                 pb.Limit(

@@ -67,7 +67,7 @@ def on_cluster(tmp_path_factory):
         ValkeyCluster(directory / "valkey") as servers,
         Nodes(directory / "nodes", servers.url, *OPTIONS, count=COUNT) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         yield Served(nodes, servers)
 
 
@@ -78,7 +78,7 @@ def on_sentinel(tmp_path_factory):
         ValkeySentinel(directory / "valkey", password=PASSWORD) as servers,
         Nodes(directory / "nodes", servers.url, *OPTIONS, count=COUNT) as nodes,
     ):
-        nodes.meet()
+        nodes.wait_for_members()
         yield Served(nodes, servers)
 
 

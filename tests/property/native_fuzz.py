@@ -15,7 +15,7 @@ from ratelimitd.http2.streams import UNTOUCHED, State
 from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.routing import Peer
-from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, ServerState
+from ratelimitd.rpc.state import MAX_UNREAD_MESSAGES, ServerState
 
 HTTP2_LIMITS = Limits(
     max_streams=6,
@@ -174,8 +174,8 @@ class Fuzzed:
         assert shared.streams_in_progress <= LIMITS.max_streams
         assert calls._table.request_bytes == shared.request_bytes <= LIMITS.max_request_bytes
         for open_call in calls.open.values():
-            if open_call.questions is not None:
-                assert len(open_call.questions._parts) <= MAX_UNREAD_QUESTIONS
+            if open_call.messages is not None:
+                assert len(open_call.messages._parts) <= MAX_UNREAD_MESSAGES
             else:
                 assert open_call.waiting_bytes == open_call.held_bytes
 

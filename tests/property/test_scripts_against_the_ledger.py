@@ -252,9 +252,9 @@ def test_a_trace_matches_the_ledger(store, data, rules, around_us):
             told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1, unique=True))
             checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
             reply = run(store, codec.FIRST_CHECK, codec.checks_request(checks))
-            corrupt, met = codec.first_checked(checks, reply)
+            corrupt, results = codec.first_checked(checks, reply)
             assert corrupt == 0
-            assert [(outcome, plain(shared)) for outcome, shared in met] == [
+            assert [(outcome, plain(shared)) for outcome, shared in results] == [
                 *map(model.first_check, checks)
             ]
         elif step == "lost":

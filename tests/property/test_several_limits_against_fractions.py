@@ -324,11 +324,11 @@ def check_policy(rng, met):
         judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check, now_us) if limit]
         before = held(table)
         clock.step(now_us - clock.now_us())
-        explained, looked_at, *_ = at_once(DryRun(limiter).explain(check))
+        explained, considered, *_ = at_once(DryRun(limiter).explain(check))
         assert held(table) == before
         decision = limiter.check(check, now_us)
         assert explained == decision
-        by_rule = [one for rule in looked_at for one in rule.limits]
+        by_rule = [one for rule in considered for one in rule.limits]
         if decision.reason.name == "BLOCKED":
             judging = []
         if decision.limits:

@@ -240,14 +240,14 @@ async def test_a_gzip_bomb_is_inflated_no_further_than_the_bound(plain, path):
 
 
 async def test_a_busy_peer_shares_the_event_loop_with_others(plain, monkeypatch):
-    turns, take_turn = [], NativeConnection._turn
+    turns, take_turn = [], NativeConnection._handle_slice
 
     def turn(connection, *arguments):
         before = plain.answered
         take_turn(connection, *arguments)
         turns.append((connection, plain.answered - before))
 
-    monkeypatch.setattr(NativeConnection, "_turn", turn)
+    monkeypatch.setattr(NativeConnection, "_handle_slice", turn)
     quiet, busy = await plain.line(), await plain.line()
     assert await quiet.status() == StatusCode.OK
     [first] = [connection for connection, answered in turns if answered]
@@ -281,7 +281,7 @@ async def test_a_window_of_stream_messages_does_not_delay_calls(plain):
         assert await quiet.status() == StatusCode.OK
     assert plain.answered == answered + 5
     [busy] = [each for each in plain.server._connections if each.calls.open]
-    waiting = sum(len(call.questions._parts) for call in busy.calls.open.values())
+    waiting = sum(len(call.messages._parts) for call in busy.calls.open.values())
     assert waiting > 0, "the calls were answered before the questions were through"
 
 

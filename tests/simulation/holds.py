@@ -74,7 +74,7 @@ class Server(HoldStore):
     def now_us(self, now_us: int) -> None:
         """Set by the world."""
 
-    def noted(self, kind: str, name: bytes, *what: Any) -> None:
+    def log(self, kind: str, name: bytes, *what: Any) -> None:
         kept = self.buckets.get(name)
         event = Event(kind, self.now_us, what, kept and kept.shared)
         self.journal.setdefault(name, []).append(event)
@@ -85,7 +85,7 @@ class Server(HoldStore):
         if lost is not None:
             self.losses.append(self.world.now_us)
             if what != "records":
-                self.noted(f"lost {what}", key)
+                self.log(f"lost {what}", key)
 
     def state(self) -> Any:
         """Return a copy of the whole state, for :meth:`fail_over`."""
@@ -154,7 +154,7 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         replace(one, burst=pick([0, 2, 60])) if one.algorithm is Algorithm.TOKEN_BUCKET else one
         for one in limits
     ]
-    told = Scenario(
+    made = Scenario(
         seed,
         servers=pick([1, 2, 3]),
         nodes=pick([1, 2, 3]),
@@ -167,18 +167,18 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         most=pick([1_000, 1_000, 3]),
     )
     if calm:
-        return replace(told, abandons=0.0, most=1_000)
+        return replace(made, abandons=0.0, most=1_000)
     if seed % 8 == OF_RAISED_LIMITS:
         raised = [
             replace(one, algorithm=Algorithm.FIXED_WINDOW, burst=0, limit=5) for one in limits
         ]
-        told = replace(told, limits=raised, holds=40, checks=60, seconds=4.0)
-        return replace(told, edits=6, changes=(2, 5))
+        made = replace(made, limits=raised, holds=40, checks=60, seconds=4.0)
+        return replace(made, edits=6, changes=(2, 5))
     if seed % 8 == OF_IDLE_BUCKETS:
         idle = [replace(one, algorithm=Algorithm.TOKEN_BUCKET, burst=0, limit=10) for one in limits]
-        return replace(told, limits=idle, holds=40, checks=0, abandons=0.0)
+        return replace(made, limits=idle, holds=40, checks=0, abandons=0.0)
     return replace(
-        told,
+        made,
         loss=pick([0.0, 0.05, 0.3]),
         lateness=pick([0.0, 0.0, 0.2]),
         crashes=pick([0, 0, 2]),
@@ -193,7 +193,7 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
 
 
 @dataclass
-class Told:
+class CallerHold:
     """A hold as its caller knows it."""
 
     number: bytes
@@ -216,28 +216,28 @@ class Told:
 class World:
     """Time, messages, servers, nodes and callers."""
 
-    def __init__(self, told: Scenario, *, server: type[Server], node: "type[Node]") -> None:
-        self.told = told
-        self.random = random.Random(told.seed + 1)
+    def __init__(self, scenario: Scenario, *, server: type[Server], node: "type[Node]") -> None:
+        self.scenario = scenario
+        self.random = random.Random(scenario.seed + 1)
         self.chance = self.random.random
         self.now_us = START_US
         self._agenda: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._attempts = 0
-        self.limits = [*told.limits]
-        self.names = [self.name_of(place) for place in range(len(told.limits))]
-        self.servers = [server() for _ in range(told.servers)]
+        self.limits = [*scenario.limits]
+        self.names = [self.name_of(place) for place in range(len(scenario.limits))]
+        self.servers = [server() for _ in range(scenario.servers)]
         for one in self.servers:
             one.world, one.journal, one.losses = self, {}, []
-            one.offset_us = self.random.randint(-told.skew_us, told.skew_us)
+            one.offset_us = self.random.randint(-scenario.skew_us, scenario.skew_us)
         self.edited: set[int] = set()
         """Limits that were edited."""
-        self.nodes = [node(self) for _ in range(told.nodes)]
-        self.told_holds: list[Told] = []
+        self.nodes = [node(self) for _ in range(scenario.nodes)]
+        self.caller_holds: list[CallerHold] = []
 
     def name_of(self, place: int) -> bytes:
         """Return the name of a bucket; its first byte is its hash tag."""
-        return bytes([place % self.told.servers, place]) + bytes(14)
+        return bytes([place % self.scenario.servers, place]) + bytes(14)
 
     def server_of(self, name: bytes) -> Server:
         return self.servers[name[0]]
@@ -279,11 +279,11 @@ class World:
         self.after(ANSWER_US, answer, StoreUnavailableError("no answer"))
 
     def _deliver(self, act: Callable[..., None], *arguments: Any) -> None:
-        told, chance = self.told, self.chance
-        if chance() < told.loss:
+        scenario, chance = self.scenario, self.chance
+        if chance() < scenario.loss:
             return
         delay_us = MS // 2 + int(chance() * 3 * MS)
-        if chance() < told.lateness:
+        if chance() < scenario.lateness:
             delay_us += int(chance() * LATE_US)
         self.after(delay_us, act, *arguments)
 
@@ -321,7 +321,12 @@ class Node:
                 for place in places
             ]
             calls[server] = HoldCall(
-                hold.number, hold.check_digest, attempt, checks, hold.ttl_us, self.world.told.most
+                hold.number,
+                hold.check_digest,
+                attempt,
+                checks,
+                hold.ttl_us,
+                self.world.scenario.most,
             )
         self._ask_all(
             {server: partial(server.hold, call) for server, call in calls.items()},
@@ -435,7 +440,7 @@ class Callers:
 
     def begin(self) -> None:
         """Start a new hold."""
-        world, told = self.world, self.world.told
+        world, scenario = self.world, self.world.scenario
         places = [place for place in range(len(world.limits)) if self.chance() < 0.8] or [0]
         least = min(world.limits[place].limit for place in places)
         cost = 1 + int(self.chance() * min(least, 6))
@@ -444,7 +449,7 @@ class Callers:
         actual = 0 if kind < 0.25 else int(self.chance() * cost) if kind < 0.6 else cost
         if kind > 0.75:
             actual = cost + int(self.chance() * 8)
-        hold = Told(
+        hold = CallerHold(
             self.random.randbytes(16),
             [(place, world.limits[place]) for place in places],
             cost,
@@ -452,12 +457,12 @@ class Callers:
             actual,
             world.now_us,
         )
-        world.told_holds.append(hold)
+        world.caller_holds.append(hold)
         self._ask(hold)
-        if self.chance() < told.hedges:
+        if self.chance() < scenario.hedges:
             world.after(int(self.chance() * 10 * MS), self._ask, hold)
 
-    def _ask(self, hold: Told) -> None:
+    def _ask(self, hold: CallerHold) -> None:
         """Request the hold from a node, again if it does not answer."""
         world = self.world
         charges: list[Charge] = [
@@ -480,7 +485,7 @@ class Callers:
     def _a_node(self) -> Node:
         return self.random.choice(self.world.nodes)
 
-    def _answered(self, hold: Told, names: Sequence[bytes], result: Any) -> None:
+    def _answered(self, hold: CallerHold, names: Sequence[bytes], result: Any) -> None:
         world = self.world
         if isinstance(result, HoldsFullError | CheckInvalidError):  # it may have ended by now
             return
@@ -499,14 +504,14 @@ class Callers:
             ]
             self._use(hold)
 
-    def _perhaps_again(self, hold: Told, tries: int, chance: float) -> None:
+    def _perhaps_again(self, hold: CallerHold, tries: int, chance: float) -> None:
         if hold.tries < tries and self.chance() < chance:
             self.world.after(int(self.chance() * 30 * MS), self._ask, hold)
 
-    def _use(self, hold: Told) -> None:
+    def _use(self, hold: CallerHold) -> None:
         """Extend, repeat, settle (perhaps with another amount) or abandon the hold."""
         world = self.world
-        if self.chance() < world.told.abandons:
+        if self.chance() < world.scenario.abandons:
             return
         lasts_us = int(hold.ttl_us * self.chance() * 1.1)
         if self.chance() < 0.2:
@@ -514,16 +519,16 @@ class Callers:
         if self.chance() < 0.15:
             world.after(int(self.chance() * 100 * MS), self._ask, hold)
         world.after(lasts_us, self._settle, hold, hold.actual, 4)
-        if self.chance() < world.told.quarrels:
+        if self.chance() < world.scenario.quarrels:
             other = max(0, hold.actual + self.random.choice([-1, 1, 5]))
             late_us = int(self.chance() * self.random.choice([5 * MS, SECOND]))
             world.after(lasts_us + late_us, self._settle, hold, other, 1)
 
-    def _extend(self, hold: Told) -> None:
+    def _extend(self, hold: CallerHold) -> None:
         if hold.names:
             self._a_node().extend(hold.number, hold.names, hold.ttl_us, lambda _reply: None)
 
-    def _settle(self, hold: Told, actual: int, tries: int) -> None:
+    def _settle(self, hold: CallerHold, actual: int, tries: int) -> None:
         world = self.world
         if not hold.names:
             return
@@ -539,7 +544,7 @@ class Callers:
             elif not isinstance(result, HoldEndedError | HoldSettledError) and tries:
                 world.after(20 * MS, self._settle, hold, actual, tries - 1)
 
-        def again(hold: Told, actual: int) -> None:
+        def again(hold: CallerHold, actual: int) -> None:
             self._a_node().settle(hold.number, hold.names, actual, lambda _reply: None)
 
         self._a_node().settle(hold.number, hold.names, actual, settled)
@@ -551,26 +556,26 @@ class Happenings:
     def __init__(self, world: World) -> None:
         self.world = world
         self.random, self.chance = world.random, world.chance
-        self.span_us = int(world.told.seconds * SECOND)
+        self.span_us = int(world.scenario.seconds * SECOND)
         self._states: dict[Server, Any] = {}
 
     def plan(self) -> None:
         """Schedule all events of the scenario."""
-        world, told = self.world, self.world.told
+        world, scenario = self.world, self.world.scenario
         callers = Callers(world)
         for count, act in (
-            (told.holds, callers.begin),
-            (told.checks, self.check),
-            (told.late_spends, self.spend_late),
-            (told.resets, self.reset),
-            (told.edits, self.edit),
-            (told.evictions, self.evict),
-            (told.crashes, self.crash),
-            (told.failovers, self.fail_over),
+            (scenario.holds, callers.begin),
+            (scenario.checks, self.check),
+            (scenario.late_spends, self.spend_late),
+            (scenario.resets, self.reset),
+            (scenario.edits, self.edit),
+            (scenario.evictions, self.evict),
+            (scenario.crashes, self.crash),
+            (scenario.failovers, self.fail_over),
         ):
             for _ in range(count):
                 world.after(int(self.chance() * self.span_us), act)
-        if told.failovers:
+        if scenario.failovers:
             self.remember()
 
     def _bucket(self) -> tuple[int, Limit, bytes, Server]:
@@ -595,7 +600,7 @@ class Happenings:
 
     def edit(self) -> None:
         place, limit, _, _ = self._bucket()
-        changed = max(1, int(limit.limit * self.random.choice(self.world.told.changes)))
+        changed = max(1, int(limit.limit * self.random.choice(self.world.scenario.changes)))
         self.world.limits[place] = replace(limit, limit=changed, revision=limit.revision + 1)
         self.world.edited.add(place)
 
@@ -617,15 +622,17 @@ class Happenings:
             self.world.after(int(self.chance() * 100 * MS), self.remember)
 
     def fail_over(self) -> None:
-        server, skew_us = self.random.choice(self.world.servers), self.world.told.skew_us
+        server, skew_us = self.random.choice(self.world.servers), self.world.scenario.skew_us
         server.fail_over(self._states[server])
         server.offset_us = self.random.randint(-skew_us, skew_us)
 
 
-def play(told: Scenario, *, server: type[Server] = Server, node: type[Node] | None = None) -> World:
+def play(
+    scenario: Scenario, *, server: type[Server] = Server, node: type[Node] | None = None
+) -> World:
     """Run a scenario until all holds have ended."""
-    world = World(told, server=server, node=node or Node)
+    world = World(scenario, server=server, node=node or Node)
     Happenings(world).plan()
     world.run()
-    world.run(world.now_us + 2 * LONGEST_TTL_US + 2 * told.skew_us + 61 * SECOND)
+    world.run(world.now_us + 2 * LONGEST_TTL_US + 2 * scenario.skew_us + 61 * SECOND)
     return world

@@ -8,7 +8,7 @@ from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Algorithm, Enforcement, Limit
 from tests import ledger_model
 from tests.shared_hold_model import HoldStore, Kept
-from tests.simulation.holds import Event, Server, Told, World
+from tests.simulation.holds import CallerHold, Event, Server, World
 
 
 def violations(world: World) -> list[str]:
@@ -223,13 +223,13 @@ def in_the_end_nothing_is_held(world: World) -> str:
 # Of callers
 
 
-def _is_lost(server: Server, hold: Told) -> bool:
+def _is_lost(server: Server, hold: CallerHold) -> bool:
     return any(at_us >= hold.begun_us for at_us in server.losses)
 
 
-def a_hold_that_was_told_is_charged(world: World) -> str:
+def a_reported_hold_is_charged(world: World) -> str:
     """Each bucket of a reported hold was charged for it, and has it until it is settled or ends."""
-    for hold in world.told_holds:
+    for hold in world.caller_holds:
         if not hold.allowed_us:
             continue
         for name in hold.names:
@@ -249,7 +249,7 @@ def a_hold_that_was_told_is_charged(world: World) -> str:
 
 def one_settle_counts(world: World) -> str:
     """No hold is reported as settled with two amounts, unless one settle was lost."""
-    for hold in world.told_holds:
+    for hold in world.caller_holds:
         servers = {world.server_of(name) for name in hold.names}
         if len(hold.settled) > 1 and not any(_is_lost(server, hold) for server in servers):
             return f"{hold} was settled twice"
@@ -258,7 +258,7 @@ def one_settle_counts(world: World) -> str:
 
 def a_hold_is_known(world: World) -> str:
     """No hold is reported as unknown before its end, unless it was lost."""
-    for hold in world.told_holds:
+    for hold in world.caller_holds:
         servers = {world.server_of(name) for name in hold.names}
         if hold.unknown and not any(_is_lost(server, hold) for server in servers):
             return f"{hold} was not known"
@@ -267,9 +267,9 @@ def a_hold_is_known(world: World) -> str:
 
 def where_nothing_fails_a_denied_hold_changes_nothing(world: World) -> str:
     """Buckets contain only holds that were reported as made."""
-    if not world.told.is_calm:
+    if not world.scenario.is_calm:
         return ""
-    allowed = {hold.number for hold in world.told_holds if hold.allowed_us}
+    allowed = {hold.number for hold in world.caller_holds if hold.allowed_us}
     for server in world.servers:
         for name, events in server.journal.items():
             held: set[bytes] = set()
@@ -287,7 +287,7 @@ def where_nothing_fails_a_denied_hold_changes_nothing(world: World) -> str:
 
 def an_enforced_limit_denies(world: World) -> str:
     """A hold that was made passed all enforced limits."""
-    for hold in world.told_holds:
+    for hold in world.caller_holds:
         if hold.allowed_us:
             enforced = {
                 world.names[place]
@@ -305,7 +305,7 @@ DEMANDS: Mapping[str, Callable[[World], str]] = {
     "a hold counts once in each bucket": a_hold_counts_once_in_each_bucket,
     "no more slots than there are": no_more_slots_than_there_are,
     "in the end nothing is held": in_the_end_nothing_is_held,
-    "a hold that was told is charged": a_hold_that_was_told_is_charged,
+    "a reported hold is charged": a_reported_hold_is_charged,
     "one settle counts": one_settle_counts,
     "a hold is known": a_hold_is_known,
     "where nothing fails a denied hold changes nothing": where_nothing_fails_a_denied_hold_changes_nothing,
@@ -322,12 +322,12 @@ def seen(world: World) -> dict[str, Any]:
         "slots": any(event.kind == "take" for event in events),
         "freed": any(event.kind == "free" for event in events),
         "extended": any(event.kind == "extend" for event in events),
-        "denied": any(hold.denied for hold in world.told_holds),
-        "settled": any(hold.settled for hold in world.told_holds),
+        "denied": any(hold.denied for hold in world.caller_holds),
+        "settled": any(hold.settled for hold in world.caller_holds),
         "reset": any(event.kind == "reset" for event in events),
         "lost": any(server.losses for server in world.servers),
         "in parts": any(
-            len({world.server_of(name) for name in hold.names}) > 1 for hold in world.told_holds
+            len({world.server_of(name) for name in hold.names}) > 1 for hold in world.caller_holds
         ),
         "edited": bool(world.edited),
     }

@@ -9,10 +9,10 @@ from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply, Sender
-from ratelimitd.ledger.shared_state import Met, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import FirstResult, Settled, SharedState, Update
 from ratelimitd.model import Rule
+from tests.simulation.first_checks import BURIED_US, FirstChecks, Waiting
 from tests.simulation.giving_up import GivingUp
-from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
 from tests.simulation.world import MS, SECOND, Admission, World
 
 SYNC_US = 100 * MS
@@ -39,7 +39,7 @@ class Node:
     decides_alone: bool = False
     """Whether it has a circuit breaker; otherwise it always calls the store."""
     make_view: type[LocalView] = LocalView
-    make_meetings: ClassVar[type[FirstChecks]] = FirstChecks
+    make_first_checks: ClassVar[type[FirstChecks]] = FirstChecks
     views: dict[bytes, LocalView] = field(default_factory=dict)
     """In order of last use while eviction is possible."""
     pending: dict[bytes, LocalView] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Node:
         self.news_numbers: dict[str, int] = {}
         world = self.world
         self.giving_up = GivingUp(world, self)
-        self.meetings = self.make_meetings(self)
+        self.first_checks = self.make_first_checks(self)
         self._after(int(world.chance() * SYNC_US), self._sync, self.incarnation)
         self._beat(self.incarnation)
 
@@ -127,17 +127,17 @@ class Node:
         if view is not None:
             self._decide(view, waiting)
         else:
-            self.meetings.wait(waiting)
+            self.first_checks.wait(waiting)
 
     def _time_of_caller(self) -> int:
         if not self.caller_times_us:
             return self.now_us
         return self.now_us + self.world.random.randint(-self.caller_times_us, self.caller_times_us)
 
-    def met(self, waiting: list[Waiting], met: Met) -> None:
+    def first_checked(self, waiting: list[Waiting], result: FirstResult) -> None:
         """Resolve waiting checks: the store has decided the first, and returned the bucket."""
         self.giving_up.answered()
-        (first, *others), (outcome, shared) = waiting, met
+        (first, *others), (outcome, shared) = waiting, result
         key = first.key
         if outcome[0]:
             self._charged(first, shared, 0)
@@ -148,7 +148,7 @@ class Node:
         if view is None and key in self.pending:
             view = self._known(key)
         if view is not None:  # made while the breaker was open
-            self.heard(key, shared)
+            self.adopt(key, shared)
         elif is_low or others:
             view = self.make_view(self.rule, shared)
             self._use(key, view)
@@ -156,11 +156,11 @@ class Node:
             self.packed[key] = shared
             return
         if is_low and outcome[0]:
-            self._tell(key, view, None)
+            self._publish_if_low(key, view, None)
         for one in others:
             self._decide(view, one)
 
-    def not_met(self, waiting: list[Waiting]) -> None:
+    def first_check_failed(self, waiting: list[Waiting]) -> None:
         """Let waiting checks through: the store has not answered, and the bucket is unknown."""
         self.giving_up.failed()
         for one in waiting:
@@ -269,14 +269,14 @@ class Node:
             self.pending[key] = view
             self.evicted_unsettled += 1
             return
-        self._let_go(view)
+        self._take_counts(view)
         if view.base is not None and self.world.chance() < 0.5:
             self.packed[key] = view.base
 
     def _is_idle(self, key: bytes) -> bool:
         return self.views[key].is_clean and key not in self.dirty and key not in self.asked
 
-    def _let_go(self, view: LocalView) -> None:
+    def _take_counts(self, view: LocalView) -> None:
         self.world.books.forgiven += view.forgiven
         self.false_positives += view.false_positives
 
@@ -294,7 +294,7 @@ class Node:
             self._ask(view, waiting)
             return
         self._answer(waiting, outcome[0])
-        if outcome[0] or view.knows_better:
+        if outcome[0] or view.has_newer_limit:
             self.dirty[key] = view
         if outcome[0] and view.is_due(now_us, self.members):
             self.flush()
@@ -343,7 +343,7 @@ class Node:
         def found(shared: SharedState | None) -> None:
             is_known = key in self.views or key in self.pending
             if self.incarnation == incarnation and is_known and shared is not None:
-                self.heard(key, shared)
+                self.adopt(key, shared)
 
         self.world.read(self, key, found)
 
@@ -367,7 +367,7 @@ class Node:
         view = self.views[key]
         if self._is_idle(key) and view.base is not None and self.world.chance() < 0.5:
             del self.views[key]
-            self._let_go(view)
+            self._take_counts(view)
             self.packed[key] = view.base
 
     def flush(self) -> None:
@@ -425,7 +425,7 @@ class Node:
             self._transmit(batch, incarnation)
 
     def _acknowledged(self, reply: Reply) -> None:
-        self._first_word()
+        self._forgive_outage()
         batch = self.sender.acknowledged(reply)
         if batch is None:
             return
@@ -442,11 +442,11 @@ class Node:
             self._note_reset(view, settled.shared)
             view.acknowledge(settled.shared)
             if settled.grants:
-                view.note_grants(settled.grants)
+                view.record_grants(settled.grants)
             self._resolve(asked.get(key, ()), settled, view, batch)
             if key in self.pending and view.is_clean and key not in self.dirty:
-                self._let_go(self.pending.pop(key))
-            self._tell(key, view, before)
+                self._take_counts(self.pending.pop(key))
+            self._publish_if_low(key, view, before)
         full = len(batch.updates) == MAX_UPDATES
         now_us, members = self.now_us, self.members
         if full or any(view.is_due(now_us, members) for view in self.dirty.values()):
@@ -456,8 +456,8 @@ class Node:
         view = self._view_of(spent, in_flight=True)
         self._note_reset(view, shared)
         view.acknowledge(shared)
-        self._let_go(view)
-        self._tell(key, view, spent.base)
+        self._take_counts(view)
+        self._publish_if_low(key, view, spent.base)
         self.packed[key] = shared
 
     def _resolve(
@@ -479,7 +479,7 @@ class Node:
             elif granted:
                 self.world.books.wasted += waiting.cost
 
-    def _first_word(self) -> None:
+    def _forgive_outage(self) -> None:
         batch, now_us = self.sender.outstanding, self.now_us
         if batch is None or now_us - max(batch.frozen_at_us, self.forgave_us) <= STALE_US:
             return
@@ -491,7 +491,7 @@ class Node:
         for view in (*self.views.values(), *self.pending.values()):
             view.forgive_outage(self.now_us)
 
-    def heard(self, key: bytes, shared: SharedState) -> None:
+    def adopt(self, key: bytes, shared: SharedState) -> None:
         view = self.views.get(key) or self.pending.get(key)
         if view is None:
             view = self._warm(key)
@@ -499,9 +499,9 @@ class Node:
                 self.packed.pop(key, None)
                 return
             self.pending[key] = view
-        self._first_word()
+        self._forgive_outage()
         self._note_reset(view, shared)
-        view.hear(shared)
+        view.adopt(shared)
 
     def _note_reset(self, view: LocalView, shared: SharedState) -> None:
         """Correct the books: a view forgives spends in flight at a reset, but the store books them, too."""
@@ -510,7 +510,7 @@ class Node:
 
     # Gossip
 
-    def _tell(self, key: bytes, view: LocalView, before: SharedState | None) -> None:
+    def _publish_if_low(self, key: bytes, view: LocalView, before: SharedState | None) -> None:
         """Publish a state that has fallen below half of the capacity, at most once per interval."""
         shared, account, now_us = view.base, view._account, self.now_us
         if shared is None or shared is before:
@@ -523,12 +523,12 @@ class Node:
 
     def news(self, key: bytes, shared: SharedState) -> None:
         """Publish a state, and adopt it."""
-        self.heard(key, shared)
+        self.adopt(key, shared)
         self.published_us[key] = self.now_us
         self.published += 1
         self.world.publish(self, self.published, key, shared)
 
-    def told(self, sender: str, number: int, key: bytes, shared: SharedState) -> None:
+    def receive(self, sender: str, number: int, key: bytes, shared: SharedState) -> None:
         """Adopt a state published by another node; after a gap in its numbers anything may have changed."""
         if not self.alive:
             return
@@ -539,7 +539,7 @@ class Node:
             for known in self.views:
                 self._read(known, self.incarnation)
         self.news_numbers[sender] = max(last, number)
-        self.heard(key, shared)
+        self.adopt(key, shared)
 
     # Members
 
@@ -569,13 +569,13 @@ class Node:
         views = (*self.views.values(), *self.pending.values())
         for view in views:
             books.lost += view.unsent.tokens
-            self._let_go(view)
+            self._take_counts(view)
         books.lost += sum(spent.cost for spent in self.cold.values())
         batch = self.sender.outstanding
         if batch is not None:
             # When nothing is in flight: book whether it has arrived, and its grants.
             self._after(BURIED_US, self._bury, batch)
-        self.meetings.end()
+        self.first_checks.end()
         self.alive = False
         self.incarnation += 1
         self.views, self.pending, self.packed, self.dirty = {}, {}, {}, {}

@@ -59,7 +59,7 @@ class Scenario:
     """When the store loses everything, and the bucket is reset again immediately."""
     edit_s: float | None = None
     edited_limit: int = 0
-    first_is_not_told: bool = False
+    first_node_misses_edits: bool = False
     """The first node does not get edits; it can learn of them only from states."""
     other_edits: tuple[float, ...] = ()
     """Times of edits of other rules in the same book."""
@@ -168,7 +168,7 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         made = replace(made, nodes=pick([1, 2]), max_views=views, seconds=seconds)
     # Other nodes must spend, so that a state informs the first.
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
-    made = replace(made, first_is_not_told=made.first_is_not_told and tells)
+    made = replace(made, first_node_misses_edits=made.first_node_misses_edits and tells)
     made = replace(made, decides_alone=chance() < 0.5)
     # Drawn last, so that they do not change scenarios without them.
     return replace(made, burst_share=pick(BURST_SHARES), packs=chance() < 0.4)
@@ -257,7 +257,7 @@ def _with_faults(made: Scenario, source: random.Random) -> Scenario:
         reset_s=at * 1.2 if chance() < 0.2 else None,
         edit_s=at if chance() < 0.2 else None,
         edited_limit=pick([1, 10, 50, 2_000]),
-        first_is_not_told=chance() < 0.3,
+        first_node_misses_edits=chance() < 0.3,
         other_edits=tuple(made.seconds * chance() for _ in range(pick([0, 0, 1, 5]))),
         wrong_members=pick([0, 0, 0, -1, 2]),
     )
@@ -310,7 +310,7 @@ def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
     made = replace(made, algorithm=Algorithm.SLIDING_WINDOW, limit=100, window_seconds=5, cost=1)
     load, nodes = source.choice([4, 8]), source.choice([2, 3])
     made = replace(made, load=load, nodes=nodes, bursts=False, buckets=FEW, seconds=10.0)
-    edit = {"edit_s": 3.5, "edited_limit": 10, "first_is_not_told": True}
+    edit = {"edit_s": 3.5, "edited_limit": 10, "first_node_misses_edits": True}
     return made, {**edit, "outages": (), "crash_s": None, "mute": None, "deaf": None}
 
 

@@ -13,7 +13,7 @@ from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.several import Part, conclude, denies
 from ratelimitd.ledger.shared_state import (
     Ask,
-    Met,
+    FirstResult,
     SharedState,
     StoreCheck,
     Update,
@@ -24,7 +24,7 @@ from ratelimitd.model import (
     WITHIN_LIMIT,
 )
 from tests.ledger_model import Ledger
-from tests.simulation.meetings import FirstChecks, Waiting
+from tests.simulation.first_checks import FirstChecks, Waiting
 from tests.simulation.node import Node
 from tests.simulation.world import ANSWER_US, Admission, Network, World
 
@@ -56,7 +56,7 @@ class Journal(Ledger):
                 self.events.setdefault(key, []).append((update, shared, grants))
         return reply
 
-    def first_check(self, check: StoreCheck) -> Met:
+    def first_check(self, check: StoreCheck) -> FirstResult:
         outcome, shared = super().first_check(check)
         self.events.setdefault(check.name, []).append((check, shared, (outcome[0],)))
         return outcome, shared
@@ -129,11 +129,11 @@ class PartWaiting(Waiting):
 class NotedChecks(FirstChecks):
     """First checks that are recorded, so that their charges can be found."""
 
-    def bring(self, meeting) -> None:
-        _, (first, *_) = self._waiting[meeting.check.name]
+    def send(self, first_check) -> None:
+        _, (first, *_) = self._waiting[first_check.check.name]
         assert isinstance(first, PartWaiting)
-        first.charge = meeting.check
-        super().bring(meeting)
+        first.charge = first_check.check
+        super().send(first_check)
 
 
 class PartNode(Node):
@@ -141,7 +141,7 @@ class PartNode(Node):
 
     world: Shard
     machine: "Machine"
-    make_meetings = NotedChecks
+    make_first_checks = NotedChecks
 
     def __post_init__(self) -> None:
         self.most_share: dict[bytes, float] = {}
@@ -175,7 +175,7 @@ class PartNode(Node):
         waiting.answered, waiting.decided_us = True, self.world.now_us
         if not part.outcome[0]:
             self._note_denial(waiting)
-            if view.knows_better:
+            if view.has_newer_limit:
                 self.dirty[key] = view
         return True
 
@@ -186,7 +186,7 @@ class PartNode(Node):
         if waiting.part.view is not None:
             self._ask(waiting.part.view, waiting)
         else:
-            self.meetings.wait(waiting)
+            self.first_checks.wait(waiting)
 
     def _note_denial(self, waiting: Waiting) -> None:
         if waiting.key not in self.denied:
@@ -227,11 +227,11 @@ class PartNode(Node):
         self.flush()
         return True
 
-    def let_go(self, key: bytes) -> None:
+    def drop_if_settled(self, key: bytes) -> None:
         view = self.pending.get(key)
         is_idle = key not in self.dirty and key not in self.asked
         if view is not None and view.is_clean and is_idle:
-            self._let_go(self.pending.pop(key))
+            self._take_counts(self.pending.pop(key))
 
     def crash(self) -> None:
         self.machine.crash()
@@ -347,7 +347,7 @@ class Machine:
         node, part, key = waiting.node, waiting.part, waiting.key
         books, cost = node.world.books, waiting.cost
         if part.is_reserved:
-            node.let_go(key)
+            node.drop_if_settled(key)
         if isinstance(part.outcome, Exception):
             books.unchecked -= cost
         elif part.is_charged:

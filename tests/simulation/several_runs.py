@@ -41,7 +41,7 @@ class Several:
 
     @property
     def is_calm(self) -> bool:
-        return all(told.is_calm for told in self.shards)
+        return all(shard.is_calm for shard in self.shards)
 
 
 def several(seed: int, *, calm: bool = False) -> Several:
@@ -50,30 +50,30 @@ def several(seed: int, *, calm: bool = False) -> Several:
     pick, chance = source.choice, source.random
     base = scenario(seed, calm=calm)
     base = replace(base, flush_s=None, buckets=3, bursts=False, decides_alone=chance() < 0.5)
-    base = replace(base, first_is_not_told=False, other_edits=())
+    base = replace(base, first_node_misses_edits=False, other_edits=())
     if not calm and seed % 4 == 1:  # refunds come late
         base = replace(base, rtt_us=60 * MS)
     shards = []
     of_edit, of_reset = pick(range(3)), pick(range(3))
     for number in range(pick([2, 2, 3])):
         limit = max(1, round(base.limit * pick([0.5, 1, 1, 3])))
-        told = replace(
+        shard = replace(
             base,
             algorithm=pick(OF_TOKENS),
             limit=limit,
             window_seconds=pick([1, base.window_seconds]),
         )
         if number:
-            told = replace(told, caller_times_us=base.caller_times_us)
+            shard = replace(shard, caller_times_us=base.caller_times_us)
         if number != of_edit:
-            told = replace(told, edit_s=None)
+            shard = replace(shard, edit_s=None)
         if number != of_reset:
-            told = replace(told, reset_s=None)
+            shard = replace(shard, reset_s=None)
         if chance() < 0.5:
-            told = replace(told, outages=(), mute=None)
+            shard = replace(shard, outages=(), mute=None)
         if chance() < 0.5:
-            told = replace(told, deaf=None)
-        shards.append(told)
+            shard = replace(shard, deaf=None)
+        shards.append(shard)
     resets: tuple[float, ...] = ()
     if not calm and seed % 5 == 2:
         resets = tuple(0.2 + base.seconds * chance() for _ in range(40))
@@ -84,7 +84,7 @@ def several(seed: int, *, calm: bool = False) -> Several:
 class PlayedSeveral:
     """The results of each shard and of the whole run."""
 
-    told: Several
+    parameters: Several
     shards: list[Played]
     machines: list[Machine]
     ideal: int
@@ -97,7 +97,7 @@ class PlayedSeveral:
 
 
 def play_several(
-    told: Several,
+    parameters: Several,
     *,
     ledger: type[Journal] = Journal,
     view: type[LocalView] = LocalView,
@@ -105,12 +105,12 @@ def play_several(
     machine: type[Machine] = Machine,
 ) -> PlayedSeveral:
     """Run a scenario until everything is settled."""
-    first = told.first
+    first = parameters.first
     network = Network(loss=first.loss, duplicates=first.duplicates, news_loss=first.news_loss)
     if first.rtt_us:
         network.least_us, network.most_us = first.rtt_us * 2 // 5, first.rtt_us * 3 // 5
     worlds: list[Shard] = []
-    for _ in told.shards:
+    for _ in parameters.shards:
         worlds.append(Shard(worlds[0] if worlds else None, first.seed, network, ledger()))
     main = worlds[0]
     main.most_events = MOST_EVENTS
@@ -121,33 +121,33 @@ def play_several(
         machines.append(
             machine(
                 [
-                    _node(told, shard, worlds[shard], number, skew_us, node, view)
+                    _node(parameters, shard, worlds[shard], number, skew_us, node, view)
                     for shard in range(len(worlds))
                 ]
             )
         )
     for world in worlds:
         world.members_changed()
-    for one, world in zip(told.shards, worlds, strict=True):
+    for one, world in zip(parameters.shards, worlds, strict=True):
         let_things_happen(one, world)
-        for reset_s in told.resets:
+        for reset_s in parameters.resets:
             main.at(START_US + int(reset_s * SECOND), world.reset, KEY, one.rule)
     end_us = START_US + int(first.seconds * SECOND)
-    offered, ideal = _offer(told, main, machines, end_us)
+    offered, ideal = _offer(parameters, main, machines, end_us)
     main.run_until(end_us)
     rest(main)
     shards = [
         Played(one, world, offered[number], end_us)
-        for number, (one, world) in enumerate(zip(told.shards, worlds, strict=True))
+        for number, (one, world) in enumerate(zip(parameters.shards, worlds, strict=True))
     ]
     for world in worlds:
         for admissions in world.books.admissions.values():
             admissions.sort()
-    return PlayedSeveral(told, shards, machines, ideal, main.is_endless)
+    return PlayedSeveral(parameters, shards, machines, ideal, main.is_endless)
 
 
 def _node(  # noqa: PLR0917 - what a node is made of
-    told: Several,
+    parameters: Several,
     shard: int,
     world: Shard,
     number: int,
@@ -155,12 +155,12 @@ def _node(  # noqa: PLR0917 - what a node is made of
     node: type[PartNode],
     view: type[LocalView],
 ) -> PartNode:
-    of_shard = told.shards[shard]
+    of_shard = parameters.shards[shard]
     world.start(f"n{number}/0")
     return node(
         world,
         f"n{number}",
-        _rule(told, shard),
+        _rule(parameters, shard),
         skew_us=skew_us,
         members=max(1, of_shard.nodes + of_shard.wrong_members),
         wrong_members=of_shard.wrong_members,
@@ -171,21 +171,21 @@ def _node(  # noqa: PLR0917 - what a node is made of
     )
 
 
-def _rule(told: Several, shard: int) -> Rule:
-    is_observed = shard == told.observed
+def _rule(parameters: Several, shard: int) -> Rule:
+    is_observed = shard == parameters.observed
     enforcement = Enforcement.OBSERVE if is_observed else Enforcement.ENFORCE
-    return replace(told.shards[shard].rule, enforcement=enforcement)
+    return replace(parameters.shards[shard].rule, enforcement=enforcement)
 
 
-def _offer(told, main, machines, end_us):
+def _offer(parameters, main, machines, end_us):
     """Generate the checks; also compute the tokens that a single node would allow."""
-    first, source, chance = told.first, main.random, main.chance
+    first, source, chance = parameters.first, main.random, main.chance
     at_us, many = float(START_US), 2 * first.cost - 1
     per_us = min(
-        max(one.checks_per_us for one in told.shards), 2 * MOST_CHECKS / (end_us - START_US)
+        max(one.checks_per_us for one in parameters.shards), 2 * MOST_CHECKS / (end_us - START_US)
     )
-    offered: list[list[tuple[int, int]]] = [[] for _ in told.shards]
-    rules = [_rule(told, shard) for shard in range(len(told.shards))]
+    offered: list[list[tuple[int, int]]] = [[] for _ in parameters.shards]
+    rules = [_rule(parameters, shard) for shard in range(len(parameters.shards))]
     states: dict = {}
     ideal = 0
     while True:
@@ -195,7 +195,7 @@ def _offer(told, main, machines, end_us):
         now_us = int(at_us)
         main.run_until(now_us)
         user = KEY if chance() < 0.6 else OTHERS[int(chance() * 2)]
-        shards = [*range(len(told.shards))]
+        shards = [*range(len(parameters.shards))]
         if chance() < 0.1:
             shards = [*shards[:1], *shards[2:]]
         keys = [(shard, user if shard == USERS else KEY) for shard in shards]
@@ -232,7 +232,7 @@ def several_violations(played: PlayedSeveral) -> list[str]:
     found = []
     for number, shard in enumerate(played.shards):
         for name, demand in OF_EACH_SHARD.items():
-            if played.told.resets and name in WITHOUT_RESETS:
+            if played.parameters.resets and name in WITHOUT_RESETS:
                 continue
             problem = demand(shard)
             if problem:
@@ -246,10 +246,10 @@ def several_violations(played: PlayedSeveral) -> list[str]:
 
 def a_refund_never_mints(played: Played) -> str:
     """At any time at least as much is missing from a bucket as without the refunded charges."""
-    told, world = played.scenario, shard_of(played)
-    if told.edit_s or world.is_flushed:
+    parameters, world = played.scenario, shard_of(played)
+    if parameters.edit_s or world.is_flushed:
         return ""
-    account, rule = ACCOUNTS[told.algorithm], told.rule
+    account, rule = ACCOUNTS[parameters.algorithm], parameters.rule
     given_back = {id(one) for one in world.given_back}
     for key, events in world.journal.events.items():
         without: SharedState | None = None
@@ -312,7 +312,7 @@ def where_nothing_fails_nothing_stays_charged(played: Played) -> str:
     return f"{stay} of denied checks stay charged" if stay and played.scenario.is_calm else ""
 
 
-def nobody_spends_beyond_its_share(played: Played) -> str:
+def no_node_spends_beyond_its_share(played: Played) -> str:
     """Even with checks waiting for other buckets, no node exceeds its share, unless the store was late."""
     return shard_of(played).over_share
 
@@ -331,11 +331,11 @@ def what_is_given_back_was_charged(played: Played) -> str:
 
 def no_less_than_one_node_alone(played: PlayedSeveral) -> str:
     """Without faults all machines together allow nearly as much as a single one."""
-    told = played.told
-    window_us = max(one.window_seconds for one in told.shards) * SECOND
-    if not told.is_calm or told.first.seconds * SECOND < 5 * window_us:
+    parameters = played.parameters
+    window_us = max(one.window_seconds for one in parameters.shards) * SECOND
+    if not parameters.is_calm or parameters.first.seconds * SECOND < 5 * window_us:
         return ""
-    edges = sum(2 * one.nodes * one.cost + 0.05 * one.limit for one in told.shards)
+    edges = sum(2 * one.nodes * one.cost + 0.05 * one.limit for one in parameters.shards)
     least = 0.97 * played.ideal - edges
     return (
         "" if played.allowed >= least else f"{played.allowed} allowed, {played.ideal} by one node"
@@ -350,7 +350,7 @@ OF_EACH_SHARD = {
     "what was spent beside each other is paid back": demands.what_was_spent_beside_each_other_is_paid_back,
     "a refund never mints": a_refund_never_mints,
     "nodes learn of refunds": nodes_learn_of_refunds,
-    "nobody spends beyond its share": nobody_spends_beyond_its_share,
+    "no node spends beyond its share": no_node_spends_beyond_its_share,
     "nothing stays charged": where_nothing_fails_nothing_stays_charged,
     "what is given back was charged": what_is_given_back_was_charged,
 }

@@ -149,15 +149,23 @@ TWINS = MappingProxyType(
 )
 
 
-def _are_refunds_late(told: Several, algorithm: Algorithm) -> bool:
-    return bool(told.first.rtt_us) and any(one.algorithm is algorithm for one in told.shards)
+def _are_refunds_late(parameters: Several, algorithm: Algorithm) -> bool:
+    return bool(parameters.first.rtt_us) and any(
+        one.algorithm is algorithm for one in parameters.shards
+    )
 
 
 MATTERS: Mapping[str, Callable[[Several], bool]] = MappingProxyType(
     {
-        "refunds a full bucket": lambda told: _are_refunds_late(told, Algorithm.TOKEN_BUCKET),
-        "refunds a later window": lambda told: _are_refunds_late(told, Algorithm.FIXED_WINDOW),
-        "refunds another generation": lambda told: bool(told.resets and told.first.rtt_us),
+        "refunds a full bucket": lambda parameters: _are_refunds_late(
+            parameters, Algorithm.TOKEN_BUCKET
+        ),
+        "refunds a later window": lambda parameters: _are_refunds_late(
+            parameters, Algorithm.FIXED_WINDOW
+        ),
+        "refunds another generation": lambda parameters: bool(
+            parameters.resets and parameters.first.rtt_us
+        ),
     }
 )
 """In which runs a way can be wrong, where it is right in nearly all."""

@@ -87,7 +87,7 @@ def test_all_intended_events_occur():
 
     for seed in range(150):
         played = play(scenario(seed), ledger=Seeing)
-        world, told = played.world, played.scenario
+        world, parameters = played.world, played.scenario
         seen.update(
             name
             for name, value in {
@@ -100,7 +100,8 @@ def test_all_intended_events_occur():
                 "alone": any(one.alone for one in played.checked),
                 "let through": any(one.unchecked for one in played.admissions),
                 "given up": any(node.giving_up.times for node in world.nodes),
-                "wrong number of members": told.wrong_members == 0 and world.books.most_held > 1.01,
+                "wrong number of members": parameters.wrong_members == 0
+                and world.books.most_held > 1.01,
                 "false positive": any(node.false_positives for node in world.nodes),
             }.items()
             if value

@@ -38,7 +38,7 @@ def test_a_denied_check_loses_nothing_without_faults(first):
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_variant_is_detected(name):
     parts, patch = TWINS[name]
-    matters = MATTERS.get(name, lambda told: True)
+    matters = MATTERS.get(name, lambda parameters: True)
     runs = (
         (seed, calm)
         for seed in count()
@@ -68,8 +68,8 @@ def test_all_intended_events_occur():
                     and any(
                         one.unchecked for some in world.books.admissions.values() for one in some
                     ),
-                    "observed": played.told.observed is not None,
-                    "resets": played.told.resets,
+                    "observed": played.parameters.observed is not None,
+                    "resets": played.parameters.resets,
                 }.items()
                 if value
             )

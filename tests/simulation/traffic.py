@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from ratelimitd.cluster.redis.codec import Request, checks_request, settle_request
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Met, SharedState
+from ratelimitd.ledger.shared_state import FirstResult, SharedState
 from ratelimitd.model import Algorithm
 from tests.ledger_model import Ledger
 from tests.outcomes import rule_of
 from tests.simulation.node import Node
-from tests.simulation.world import SECOND, START_US, Meeting, Network, World
+from tests.simulation.world import SECOND, START_US, FirstCheck, Network, World
 
 NODES = (1, 2, 4, 8, 16)
 WARM_S = 1
@@ -76,10 +76,12 @@ class CountingWorld(World):
         self._count(command, len(batch.updates) * (VALUE_BYTES + 7) + 4 * grants + 4)
         super().send(node, batch, back)
 
-    def meet(self, node: Node, meeting: Meeting, back: Callable[[Met], None]) -> None:
-        check = meeting.check._replace(name=NAME + meeting.check.name)
+    def send_first_check(
+        self, node: Node, first_check: FirstCheck, back: Callable[[FirstResult], None]
+    ) -> None:
+        check = first_check.check._replace(name=NAME + first_check.check.name)
         self._count(script_call(checks_request([check])), VALUE_BYTES + OUTCOME_BYTES + 11)
-        super().meet(node, meeting, back)
+        super().send_first_check(node, first_check, back)
 
     def read(self, node: Node, key: bytes, back: Callable[..., None]) -> None:
         self._count((b"GET", NAME + key), VALUE_BYTES + 7)

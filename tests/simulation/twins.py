@@ -14,7 +14,7 @@ from ratelimitd.ledger.shared_state import Settled, SharedState, generation_at, 
 from ratelimitd.model import Algorithm
 from tests import ledger_model
 from tests.ledger_model import Ledger, first_check, settle
-from tests.simulation.meetings import FirstChecks
+from tests.simulation.first_checks import FirstChecks
 from tests.simulation.node import Node
 from tests.simulation.scenario import calm_scenario, draining_scenario
 from tests.simulation.world import ANSWER_US, World
@@ -66,12 +66,12 @@ class OwnViewTakesPart(NoShare):
     Its own clock is always later.
     """
 
-    def hear(self, shared):
+    def adopt(self, shared):
         rule = self.rule
         generation = self.generation or 0
         own = SharedState(generation, rule.revision, rule.limit, self._state, rule.burst)
         if standing(shared, self.rule) > standing(own, self.rule):
-            super().hear(shared)
+            super().adopt(shared)
 
 
 class ForgivesNothing(LocalView):
@@ -98,8 +98,8 @@ class NeverWithdraws(LocalView):
 class KnowsNoGenerations(LocalView):
     """Treats the state after a reset like any other, and settles earlier spends."""
 
-    def hear(self, shared):
-        super().hear(shared._replace(generation=0))
+    def adopt(self, shared):
+        super().adopt(shared._replace(generation=0))
 
     def acknowledge(self, shared):
         super().acknowledge(shared._replace(generation=0))
@@ -132,8 +132,8 @@ class SeesNoBurst(LocalView):
     def edit(self, rule):
         super().edit(replace(rule, burst=0))
 
-    def hear(self, shared):
-        super().hear(shared._replace(burst=0))
+    def adopt(self, shared):
+        super().adopt(shared._replace(burst=0))
 
 
 class TellsNoEdit(LocalView):
@@ -141,7 +141,7 @@ class TellsNoEdit(LocalView):
 
     def _recompute(self):
         super()._recompute()
-        self.knows_better = False
+        self.has_newer_limit = False
 
 
 # Of the store
@@ -329,29 +329,29 @@ class SendsAnew(Node):
             self._transmit(again, incarnation)
 
 
-class RepeatedMeetings(FirstChecks):
+class RepeatedFirstChecks(FirstChecks):
     """Repeats an unanswered first check, as if it had a number."""
 
-    def bring(self, meeting):
-        super().bring(meeting)
-        self.world.after(ANSWER_US // 2, self._again, meeting)
+    def send(self, first_check):
+        super().send(first_check)
+        self.world.after(ANSWER_US // 2, self._again, first_check)
 
-    def _again(self, meeting):
-        if self.is_on_its_way(meeting):
-            super().bring(meeting)
+    def _again(self, first_check):
+        if self.is_on_its_way(first_check):
+            super().send(first_check)
 
 
-class MeetsAgain(Node):
+class RepeatsFirstChecks(Node):
     """Lets two first checks be charged for one."""
 
-    make_meetings = RepeatedMeetings
+    make_first_checks = RepeatedFirstChecks
 
 
 class ChargesWhatItLetThrough(Node):
     """Treats an unanswered first check as not charged."""
 
-    def not_met(self, waiting):
-        super().not_met(waiting)
+    def first_check_failed(self, waiting):
+        super().first_check_failed(waiting)
         key, cost = waiting[0].key, waiting[0].cost
         self._use(key, self.make_view(self.rule, None))
         self.views[key].check_alone(self.now_us, cost)
@@ -385,7 +385,7 @@ class WarmsWithoutTheSpend(Node):
         view = super()._warm(key)
         if spent is not None:
             view.in_flight, view.in_flight_tokens = (), 0
-            view.hear(spent.base)
+            view.adopt(spent.base)
         return view
 
 
@@ -468,7 +468,7 @@ TWINS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "reset leaves one spent": {"world": ResetLeavesOneSpent},
         "never resends": {"node": NeverResends},
         "sends anew": {"node": SendsAnew},
-        "meets again": {"node": MeetsAgain},
+        "meets again": {"node": RepeatsFirstChecks},
         "charges what it let through": {"node": ChargesWhatItLetThrough},
         "forgets what it evicts": {"node": ForgetsWhatItEvicts},
         "never reads again": {"node": NeverReadsAgain},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck, generation_at
+from ratelimitd.ledger.shared_state import FirstResult, SharedState, StoreCheck, generation_at
 from ratelimitd.model import MAX_TIME_US, Rule
 from tests.ledger_model import Ledger, reset
 
@@ -87,7 +87,7 @@ class Books:
 
 
 @dataclass(eq=False, slots=True)
-class Meeting:
+class FirstCheck:
     """A first check, and whether the store has charged it."""
 
     check: StoreCheck
@@ -191,18 +191,22 @@ class World:
                     charge = Charge(ask.at_us, ask.cost, generation, shared.limit, is_grant=True)
                     charges.append(charge)
 
-    def meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
+    def send_first_check(
+        self, node: Any, first_check: FirstCheck, back: Callable[[FirstResult], None]
+    ) -> None:
         """Deliver a first check to the store, never twice, because it has no number."""
         if not node.is_mute:
-            self.deliver(self._meet, node, meeting, back, is_repeated=False)
+            self.deliver(self._apply_first_check, node, first_check, back, is_repeated=False)
 
-    def _meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
+    def _apply_first_check(
+        self, node: Any, first_check: FirstCheck, back: Callable[[FirstResult], None]
+    ) -> None:
         if not self.store_up:
             return
-        check, books = meeting.check, self.books
+        check, books = first_check.check, self.books
         outcome, shared = self.ledger.first_check(check)
         if outcome[0]:
-            meeting.is_charged = True
+            first_check.is_charged = True
             books.arrived += check.cost
             its, limit = shared.generation, shared.limit
             charge = Charge(check.now_us, check.cost, its, limit, is_grant=True)
@@ -245,7 +249,7 @@ class World:
 
     def _bring_news(self, node: Any, *news: Any) -> None:
         if not node.is_deaf:
-            self.deliver(node.run, node.told, *news, loss=self.network.news_loss)
+            self.deliver(node.run, node.receive, *news, loss=self.network.news_loss)
 
     def reset(self, key: bytes, rule: Rule) -> None:
         """Reset a bucket through a node without checks, and retry until it is done."""

@@ -115,15 +115,15 @@ def test_requests_that_pages_refused_are_counted_by_cause():
 
 def test_a_peak_is_shown_for_one_to_two_stretches():
     worst = RollingMax(10)
-    assert worst.note(0, 5.0) == 5.0
-    assert worst.note(9, 1.0) == 5.0
-    assert worst.note(10, 2.0) == 5.0
-    assert worst.note(19, 0.0) == 5.0
-    assert worst.note(20, 0.0) == 2.0
-    assert worst.note(30, 0.0) == 0.0
+    assert worst.add(0, 5.0) == 5.0
+    assert worst.add(9, 1.0) == 5.0
+    assert worst.add(10, 2.0) == 5.0
+    assert worst.add(19, 0.0) == 5.0
+    assert worst.add(20, 0.0) == 2.0
+    assert worst.add(30, 0.0) == 0.0
 
 
 def test_a_gap_without_measurements_forgets():
     worst = RollingMax(10)
-    worst.note(0, 5.0)
-    assert worst.note(25, 1.0) == 1.0
+    worst.add(0, 5.0)
+    assert worst.add(25, 1.0) == 1.0

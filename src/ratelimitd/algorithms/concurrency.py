@@ -65,7 +65,7 @@ class Slots:
         """Return (end in µs, number of the hold) of each slot, by end."""
         return self._by_end.copy()
 
-    def told(self, limit: int, now_us: int) -> tuple[bool, int, int, int, Reason]:
+    def answer(self, limit: int, now_us: int) -> tuple[bool, int, int, int, Reason]:
         """Return the answer to a check where at most ``limit`` slots may be in use."""
         by_end = self._by_end
         first = self._ended(now_us)
@@ -91,10 +91,10 @@ def decide(state: Slots | None, rule: Limit, now_us: int, _cost: int) -> Outcome
     """
     if state is None:
         return (ALLOWED, rule.limit, -(-now_us // US_PER_S), 0, WITHIN_LIMIT, None)
-    return (*state.told(rule.limit, now_us), state)  # type: ignore[return-value]  # states are data elsewhere
+    return (*state.answer(rule.limit, now_us), state)  # type: ignore[return-value]  # states are data elsewhere
 
 
 def held(state: Slots, rule: Limit, now_us: int) -> Outcome:
     """Return the outcome of a hold that has just taken a slot; ``remaining`` is the number of slots left."""
-    _, remaining, reset_time, retry_after, _ = state.told(rule.limit, now_us)
+    _, remaining, reset_time, retry_after, _ = state.answer(rule.limit, now_us)
     return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, None)

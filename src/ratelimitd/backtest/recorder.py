@@ -46,13 +46,13 @@ from ratelimitd.rules.assignments import Assignments
 STEP_S: Final = 0.05
 """Pause between two steps of the job."""
 
-CHECKS_PER_TURN: Final = 1_000
+CHECKS_PER_ITERATION: Final = 1_000
 """Checks encoded per event-loop iteration: about 1 ms."""
 
 MAX_KINDS: Final = 512
 """Kinds in a block; each has an endpoint, which may be 1 KB."""
 
-MAX_NOTED: Final = 50_000
+MAX_QUEUED: Final = 50_000
 """Checks queued between two steps, at most 20 MB; further ones are lost."""
 
 BLOCK_CHECKS: Final = 4_096
@@ -124,7 +124,7 @@ class TraceRecorder:
         self.below: Final = round(share * _ALL_HASHES)
         self._share = share
         self._max_bytes = max_bytes
-        self._noted: deque[tuple[bytes, Check, int, bool]] = deque()
+        self._queued: deque[tuple[bytes, Check, int, bool]] = deque()
         self._hashers: dict[str, Callable[[], Any]] = {}
         self._begin_block()
         self._file: Appender | None = None
@@ -137,10 +137,10 @@ class TraceRecorder:
         self._failing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
 
-    def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
-        """Note a check; see :class:`ratelimitd.limiter.interfaces.Recorder`."""
-        if len(self._noted) < MAX_NOTED:
-            self._noted.append((identifier, check, at_us, allowed))
+    def record(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
+        """Queue a check; see :class:`ratelimitd.limiter.interfaces.Recorder`."""
+        if len(self._queued) < MAX_QUEUED:
+            self._queued.append((identifier, check, at_us, allowed))
         else:
             self._lose(1)
 
@@ -151,14 +151,14 @@ class TraceRecorder:
             await self.step()
 
     async def step(self) -> None:
-        """Process the noted checks; write the block when it is full, and end the file when it is due."""
-        noted = self._noted
+        """Process the queued checks; write the block when it is full, and end the file when it is due."""
+        queued = self._queued
         # One by one, so that a cancelled step leaves the others to the next.
-        for number in range(1, len(noted) + 1):
-            self._add(*noted.popleft())
+        for number in range(1, len(queued) + 1):
+            self._add(*queued.popleft())
             if len(self._block.times) >= BLOCK_CHECKS or len(self._numbers) >= MAX_KINDS:
                 await self._write_block()
-            elif not number % CHECKS_PER_TURN:
+            elif not number % CHECKS_PER_ITERATION:
                 await asyncio.sleep(0)
         if not (self._file or self._block.times):
             return

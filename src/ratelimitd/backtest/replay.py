@@ -214,7 +214,7 @@ class Replayer:
         """Return the rule and the limit that decided a check, and its plan."""
         scope = self._plain[check[3]]
         if scope is not None:
-            return scope.rule, scope.told, scope.plan
+            return scope.rule, scope.rule_limit, scope.plan
         decision = cast("Decision", judged)
         return decision.rule, decision.limit, decision.plan
 
@@ -222,8 +222,8 @@ class Replayer:
         self._plans.current = dict(zip(kind.types, kind.plans, strict=False))
         also = tuple([(one, b"") for one in kind.types[1:]])
         asked = Check(b"", kind.types[0], kind.endpoint, also=also)
-        judging = self._limiter.scopes.judging_of(asked, 0)
-        return judging if isinstance(judging, Scope) else None
+        resolved = self._limiter.scopes.resolve_check(asked, 0)
+        return resolved if isinstance(resolved, Scope) else None
 
 
 def _raise(error: Exception) -> None:

@@ -138,12 +138,12 @@ def _sparing(trace: Trace, scopes: Sequence[Scope | None]) -> list[tuple[Scope, 
     limits: dict[tuple[str, str, str], tuple[Scope, dict[bytes, Demand]]] = {}
     of_kinds: list[list[tuple[Scope, dict[bytes, Demand]]]] = []
     for kind, scope in zip(trace.kinds, scopes, strict=True):
-        judging = () if scope is None or kind.peek else scope.several or (scope,)
-        keys = [(one.rule.id, one.told.name, one.plan) for one in judging]
+        singles = () if scope is None or kind.peek else scope.several or (scope,)
+        keys = [(one.rule.id, one.rule_limit.name, one.plan) for one in singles]
         of_kinds.append(
             [
                 (one, limits.setdefault(key, (one, {}))[1])
-                for key, one in zip(keys, judging, strict=True)
+                for key, one in zip(keys, singles, strict=True)
             ]
         )
     if trace.checks <= MAX_DEMANDED:
@@ -152,7 +152,7 @@ def _sparing(trace: Trace, scopes: Sequence[Scope | None]) -> list[tuple[Scope, 
         (
             scope,
             len(demands),
-            sparing(scope.told, demands.values()) if scope.told.calendar is None else 0,
+            sparing(scope.rule_limit, demands.values()) if scope.rule_limit.calendar is None else 0,
         )
         for scope, demands in limits.values()
     ]
@@ -331,8 +331,8 @@ class _Backtest:
         )
 
     def _of_limit(self, scope: Scope, identities: int, sparing: int) -> OfLimit:
-        key = scope.rule.id, scope.told.name, scope.plan
+        key = scope.rule.id, scope.rule_limit.name, scope.plan
         count, denied = self._limits.get(key, ([0], set()))
         return OfLimit(
-            scope.rule, scope.told, scope.plan, count[0], identities, len(denied), sparing
+            scope.rule, scope.rule_limit, scope.plan, count[0], identities, len(denied), sparing
         )

@@ -84,7 +84,7 @@ class HeldBucket(ABC):
     def dump(self) -> Dump:
         """Return values for JSON, from which :func:`load` restores the bucket."""
 
-    def told(self, now_us: int) -> Outcome:
+    def outcome(self, now_us: int) -> Outcome:
         """Return the outcome at ``now_us`` of a check that costs nothing."""
         bucket = self.judged(self.limit, DECIDE[self.limit.algorithm])
         return (*uncharged(bucket, now_us)[:5], None)

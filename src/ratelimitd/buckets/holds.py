@@ -41,7 +41,7 @@ from ratelimitd.ledger.holds import (
 )
 from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Outcome, Reason
 
-Told: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
+RecordedOutcomes: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
 """(stored name, outcome) of buckets, as bytes and numbers, which the garbage collector skips."""
 
 Change: TypeAlias = tuple[bytes, bytes, bytes]
@@ -68,16 +68,17 @@ class _Record:
     """A hold in flight, or recently ended or settled.
 
     ``last_us`` is the latest end to which it may be extended. ``actual`` is the settled number of tokens, -1 if the
-    hold ended without a settle, ``None`` in flight. ``told`` are the outcomes of the hold, ``settled`` of the settle.
+    hold ended without a settle, ``None`` in flight. ``recorded`` are the outcomes of the hold, ``settled`` of the
+    settle.
     """
 
     digest: bytes
     end_us: int
     last_us: int
     cost: int
-    told: Told
+    recorded: RecordedOutcomes
     actual: int | None = None
-    settled: Told = ()
+    settled: RecordedOutcomes = ()
     tick: int = 0
 
     @property
@@ -87,8 +88,8 @@ class _Record:
 
     def dump(self) -> Sequence[Any]:
         """Return values for JSON, from which :meth:`load` restores the record."""
-        told = {name.hex(): one for name, one in self.told}
-        return [self.digest.hex(), self.end_us, self.last_us, self.cost, told, self.actual]
+        recorded = {name.hex(): one for name, one in self.recorded}
+        return [self.digest.hex(), self.end_us, self.last_us, self.cost, recorded, self.actual]
 
     @classmethod
     def load(cls, values: Any, latest_us: int) -> _Record:
@@ -97,13 +98,13 @@ class _Record:
         Raises:
             ValueError, TypeError, AttributeError: the dump is invalid.
         """
-        digest, end_us, last_us, cost, told, actual = values
+        digest, end_us, last_us, cost, recorded, actual = values
         return cls(
             bytes.fromhex(digest),
             min(end_us, latest_us),
             int(last_us),
             int(cost),
-            _told([(bytes.fromhex(name), _outcome(*one)) for name, one in told.items()]),
+            _recorded([(bytes.fromhex(name), _outcome(*one)) for name, one in recorded.items()]),
             actual if actual is None else int(actual),
         )
 
@@ -167,14 +168,14 @@ class OwnHolds:
                 raise CheckInvalidError(OF_ANOTHER_CHECK)
             if record.actual is not None:
                 raise CheckInvalidError(OF_WHAT_IS_OVER)
-            there = [name for name, _ in record.told]
-            return Held(there, _outcomes(record.told, there), record.end_us)
+            there = [name for name, _ in record.recorded]
+            return Held(there, _outcomes(record.recorded, there), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
-        told: dict[bytes, Outcome] = {
+        recorded: dict[bytes, Outcome] = {
             name: (*one[:5], None) for name, one in zip(names, outcomes, strict=True)
         }
         if not passes([limit for _, limit, _ in hold.charges], outcomes):
-            return Held(names, [*told.values()], 0)
+            return Held(names, [*recorded.values()], 0)
         passing = [
             (name, charge, outcome)
             for name, charge, outcome in zip(names, hold.charges, outcomes, strict=True)
@@ -192,12 +193,12 @@ class OwnHolds:
             bucket.charge(charge, hold.now_us, hold.cost, outcome[5], number=hold.number)
             if isinstance(bucket, SlotsBucket):
                 bucket.take(hold.number, end_us)
-                told[name] = bucket.held()
+                recorded[name] = bucket.held()
             self._changed[_BUCKET, name] = None
-        record = _Record(hold.check_digest, end_us, last_us, hold.cost, _told(told.items()))
+        record = _Record(hold.check_digest, end_us, last_us, hold.cost, _recorded(recorded.items()))
         self._records[hold.number] = record
         self._schedule(hold.number, record)
-        return Held(names, [*told.values()], end_us, is_first=True)
+        return Held(names, [*recorded.values()], end_us, is_first=True)
 
     async def settle(
         self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
@@ -212,7 +213,9 @@ class OwnHolds:
         if is_first:
             record.actual = actual
             buckets = self._leave(number, record)
-            record.settled = _told([(bucket.name, bucket.told(now_us)) for bucket in buckets])
+            record.settled = _recorded(
+                [(bucket.name, bucket.outcome(now_us)) for bucket in buckets]
+            )
         elif record.actual != actual:
             raise HoldSettledError
         return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, names))
@@ -228,7 +231,7 @@ class OwnHolds:
             raise HoldEndedError if record.actual == _ENDED else HoldSettledError("hold")
         end_us = max(record.end_us, min(self._now_us() + ttl_us, record.last_us))
         record.end_us = end_us
-        for name, _ in record.told:
+        for name, _ in record.recorded:
             bucket = self._buckets.get(name)
             if isinstance(bucket, SlotsBucket):
                 bucket.extend(number, end_us)
@@ -385,7 +388,7 @@ class OwnHolds:
 
     def _leave(self, number: bytes, record: _Record) -> list[HeldBucket]:
         """Settle a finished hold on its buckets, and return them."""
-        buckets = [self._buckets[name] for name, _ in record.told if name in self._buckets]
+        buckets = [self._buckets[name] for name, _ in record.recorded if name in self._buckets]
         for bucket in buckets:
             bucket.settle(number, record.more)
             self._was_left(bucket)
@@ -456,7 +459,7 @@ class OwnHolds:
     def _on_bucket(self, name: bytes, number: bytes) -> _Record | None:
         """Return the hold of a number if it is on this bucket; an older hold may have had the same number."""
         record = self._records.get(number)
-        return record if record is not None and name in dict(record.told) else None
+        return record if record is not None and name in dict(record.recorded) else None
 
     def _end_of(self, name: bytes, number: bytes) -> int | None:
         record = self._on_bucket(name, number)
@@ -490,16 +493,16 @@ class OwnHolds:
         return self._buckets.pop(name, None)
 
 
-def _told(outcomes: Iterable[tuple[bytes, Outcome]]) -> Told:
+def _recorded(outcomes: Iterable[tuple[bytes, Outcome]]) -> RecordedOutcomes:
     return tuple([(name, (*one[:4], int(one[4]))) for name, one in outcomes])
 
 
-def _outcomes(told: Told, names: Iterable[bytes]) -> list[Outcome | None]:
-    known = dict(told)
+def _outcomes(recorded: RecordedOutcomes, names: Iterable[bytes]) -> list[Outcome | None]:
+    known = dict(recorded)
     return [_outcome(*known[name]) if name in known else None for name in names]
 
 
-def _outcome(  # noqa: PLR0917 -- as it was told
+def _outcome(  # noqa: PLR0917 -- as it was recorded
     allowed: int, remaining: int, reset_time: int, retry_after: int, reason: int
 ) -> Outcome:
     return (bool(allowed), int(remaining), int(reset_time), int(retry_after), Reason(reason), None)

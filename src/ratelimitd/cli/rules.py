@@ -271,7 +271,7 @@ def create(
     if any(more.values()):
         rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
     warn_of_patterns([endpoint])
-    with target.client() as client, _revision_told(client, target):
+    with target.client() as client, _print_new_revision(client, target):
         created = client.create_rule(rule)
         warn_of_case(client, {endpoint})
         _show("created", created, target)
@@ -317,7 +317,7 @@ def update(
     if not changes:
         message = "nothing to change: name at least one field, such as --limit"
         raise UsageError(message)
-    with target.client() as client, _revision_told(client, target):
+    with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
         updated = client.update_rule(change, list(changes))
@@ -354,7 +354,7 @@ def promote(
         case _:
             message = "name the rule, by its id or its endpoint and type, and the limit"
             raise UsageError(message)
-    with target.client() as client, _revision_told(client, target):
+    with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, one, of_type)
         rule = next((rule for rule in client.rules() if rule.id == rule_id), None)
         if rule is None:
@@ -392,7 +392,7 @@ def delete(
       ratelimitd rules delete /login ip
       ratelimitd rules delete 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f
     """
-    with target.client() as client, _revision_told(client, target):
+    with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
         if target.output.as_json:
@@ -402,7 +402,7 @@ def delete(
 
 
 @contextmanager
-def _revision_told(client: NodeClient, target: Target) -> Iterator[None]:
+def _print_new_revision(client: NodeClient, target: Target) -> Iterator[None]:
     """Print the revision that a change created.
 
     The answer to the change does not contain it. Prints nothing if another writer changed the rules meanwhile.

@@ -45,7 +45,7 @@ class Accuracy:
             beyond -= overdrawn_by_edit(before, view.base, view.rule)
         if beyond > 0:
             self.over_admitted_total += min(beyond, tokens)
-            self._worst.note(now_us, beyond / max(view.rule.limit, view.rule.capacity))
+            self._worst.add(now_us, beyond / max(view.rule.limit, view.rule.capacity))
 
     def take_counts(self, bucket: Bucket) -> None:
         """Add the new counts of the view of a bucket."""
@@ -59,11 +59,11 @@ class Accuracy:
 
     def worst_excess(self, now_us: int) -> float:
         """Return the largest overdraft of the last one to two minutes, as a fraction of the limit or larger burst."""
-        return self._worst.note(now_us, 0.0)
+        return self._worst.add(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
         """Return the largest bound in the same period; ``promise`` is the current one. A slow answer raises both."""
-        return self._largest_promise.note(now_us, promise)
+        return self._largest_promise.add(now_us, promise)
 
 
 def promised_excess(shares: float, members: int, round_trip_us: int, skew_us: int) -> float:

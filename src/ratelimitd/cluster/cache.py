@@ -40,7 +40,7 @@ class BucketCache:
         self._old: dict[bytes, Bucket] = {}
         self._unsettled: dict[bytes, Bucket] = {}
         """Old ones with something to settle; they join the next young generation."""
-        self._turned_us = now_us
+        self._rotated_us = now_us
         self._added = 0
         self._packed_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._packed_old: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
@@ -49,7 +49,7 @@ class BucketCache:
         """Buckets with a cold spend in a partition: known, but neither packed nor in use."""
         self._forgotten: list[dict[bytes, Packed]] = []
         self._next_tag = 0
-        self._tag_turned_us = now_us
+        self._tag_rotated_us = now_us
         self.evicted_total = 0
         """Buckets evicted for lack of room."""
         self.expired_total = 0
@@ -132,8 +132,8 @@ class BucketCache:
         while self._old and moves:
             moves -= 1
             self._retire(self._old.popitem()[1])
-        if not self._old and now_us - self._turned_us >= IDLE_US:
-            self._turned_us = now_us
+        if not self._old and now_us - self._rotated_us >= IDLE_US:
+            self._rotated_us = now_us
             self._old, self.young, self._unsettled = self.young, self._unsettled, {}
         self._expire(now_us)
         # Cold ones stay until they are settled; partitions bound their number.
@@ -159,12 +159,12 @@ class BucketCache:
         """Rotate the packed generations, one hash tag after another, each once in half the time to live."""
         pause_us = self._generation_us // HASH_TAGS
         # After a long pause, each tag at most once.
-        self._tag_turned_us = max(self._tag_turned_us, now_us - self._generation_us)
-        while now_us - self._tag_turned_us >= pause_us:
-            self._tag_turned_us += pause_us
-            self.expired_total += self._turn_next_tag()
+        self._tag_rotated_us = max(self._tag_rotated_us, now_us - self._generation_us)
+        while now_us - self._tag_rotated_us >= pause_us:
+            self._tag_rotated_us += pause_us
+            self.expired_total += self._rotate_next_tag()
 
-    def _turn_next_tag(self) -> int:
+    def _rotate_next_tag(self) -> int:
         """Drop the old packed buckets of the next tag; return their number."""
         number, self._next_tag = self._next_tag, (self._next_tag + 1) % HASH_TAGS
         dropped = len(self._packed_old[number])
@@ -177,7 +177,7 @@ class BucketCache:
         if self._packed_count:
             evicted = 0
             while not evicted:
-                evicted = self._turn_next_tag()
+                evicted = self._rotate_next_tag()
             self.evicted_total += evicted
             return
         generation = self._old or self._unsettled or self.young

@@ -47,17 +47,17 @@ class Gossip:
         self._bus = bus
         self._clock = clock
         self._states: dict[int, list[bytes]] = {}
-        self._told: set[bytes] = set()
+        self._published: set[bytes] = set()
 
     def settled(self, bucket: Bucket, before: SharedState | None) -> None:
         """Publish a bucket that runs low with its new base; ``before`` was the old one."""
         after = bucket.view.base
-        if after is None or bucket.name in self._told:
+        if after is None or bucket.name in self._published:
             return
         rule = bucket.view.rule
         if _has_half(after, rule, self._clock) or not _has_half(before, rule, self._clock):
             return
-        self._told.add(bucket.name)
+        self._published.add(bucket.name)
         packed = packed_state(bucket.name, after)
         if packed is None:
             self.was_reset(bucket.name)
@@ -70,8 +70,8 @@ class Gossip:
 
     def changed(self, name: bytes) -> None:
         """Publish that a bucket has changed, at most once per sync interval."""
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._published:
+            self._published.add(name)
             self.was_reset(name)
 
     def rules_changed(self, revision: int) -> None:
@@ -81,7 +81,7 @@ class Gossip:
     def publish(self) -> None:
         """Send the collected states; called once per sync interval."""
         states, self._states = self._states, {}
-        self._told.clear()
+        self._published.clear()
         for tag, parts in states.items():
             for start in range(0, len(parts), MAX_PER_MESSAGE):
                 self._bus.publish(tag, b"S" + b"".join(parts[start : start + MAX_PER_MESSAGE]))
@@ -113,7 +113,7 @@ def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None])
         rules_changed()
     elif kind == b"D":
         for start in range(0, len(body) - NAME_BYTES + 1, NAME_BYTES):
-            refresh.doubt(body[start : start + NAME_BYTES])
+            refresh.reread(body[start : start + NAME_BYTES])
     elif kind == b"S":
         try:
             parts = [*_STATE.iter_unpack(body)]
@@ -125,12 +125,14 @@ def take(payload: bytes, refresh: Refresh, *, rules_changed: Callable[[], None])
             is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
             if is_sound and 1 <= limit <= INT32_MAX:
                 spent = high << _LOW_BITS | low
-                refresh.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
+                refresh.adopt_by_name(
+                    name, SharedState(generation, revision, limit, (spent, latest_us))
+                )
 
 
 _Answer = asyncio.Future[RateLimitdError | None]
 
-Heard = Callable[[bytes, SharedState], None]
+OnReset = Callable[[bytes, SharedState], None]
 """Takes the name of a bucket that was reset, and its new state."""
 
 
@@ -138,14 +140,14 @@ async def reset_buckets(
     store: RedisStore,
     names: Sequence[bytes],
     rules: Sequence[Limit],
-    heard: Heard,
+    on_reset: OnReset,
     *,
     now_us: int,
 ) -> None:
     """Reset buckets to full, each with its rule; ``now_us`` is the time that all nodes share.
 
-    ``heard`` is called for each bucket as soon as it is reset, even if others fail, because nodes with the former state
-    must be notified in any case.
+    ``on_reset`` is called for each bucket as soon as it is reset, even if others fail, because nodes with the former
+    state must be notified in any case.
 
     Raises:
         StoreUnavailableError: a reset may not have been applied.
@@ -156,7 +158,7 @@ async def reset_buckets(
     least = generation_at(now_us)
     for name, rule in zip(names, rules, strict=True):
         answers.append(loop.create_future())
-        store.reset(name, rule, least, partial(_answered, answers[-1], name, heard))
+        store.reset(name, rule, least, partial(_answered, answers[-1], name, on_reset))
     for answer in answers:
         error = await answer
         if isinstance(error, StoreOverloadedError):
@@ -167,10 +169,10 @@ async def reset_buckets(
 
 
 def _answered(
-    answer: _Answer, name: bytes, heard: Heard, shared: SharedState | RateLimitdError
+    answer: _Answer, name: bytes, on_reset: OnReset, shared: SharedState | RateLimitdError
 ) -> None:
     error = shared if isinstance(shared, RateLimitdError) else None
     if not isinstance(shared, RateLimitdError):
-        heard(name, shared)
+        on_reset(name, shared)
     if not answer.done():
         answer.set_result(error)

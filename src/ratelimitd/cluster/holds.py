@@ -136,9 +136,9 @@ class SharedHolds:
             withdraw(answers)
             return held
         self._open.add(hold.number, self._now_us() + hold.ttl_us, None)
-        told = dict(zip(held.names, held.outcomes, strict=True))
+        outcomes = dict(zip(held.names, held.outcomes, strict=True))
         for name, limit in zip(names, limits, strict=True):
-            outcome = told.get(name)
+            outcome = outcomes.get(name)
             if outcome is not None and outcome[0] and limit.algorithm is not CONCURRENCY:
                 self._changed(name, 2 * outcome[1] < limit.capacity)
         return held

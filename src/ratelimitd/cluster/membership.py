@@ -129,7 +129,7 @@ class SharedTime:
         """Longest round trip of the last few answers; 0 before the first."""
         return max((sample.round_trip_us for sample in self._samples), default=0)
 
-    def note(self, store_us: int, sent_us: int, received_us: int) -> None:
+    def add_sample(self, store_us: int, sent_us: int, received_us: int) -> None:
         """Take one answer: requested at ``sent_us``, received at ``received_us``, both monotonic."""
         middle_us = (sent_us + received_us) // 2
         self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
@@ -209,17 +209,17 @@ class Membership:
 
     def _beat(self, ttl_us: int, then: Callable[[], None]) -> None:
         sent_us = self._clock.monotonic_us()
-        done = partial(self._heard, sent_us, then)
+        done = partial(self._beat_answered, sent_us, then)
         self._store.beat(self._incarnation, ttl_us, self._fingerprint(), done)
 
-    def _heard(
+    def _beat_answered(
         self, sent_us: int, then: Callable[[], None], answer: Heartbeat | RateLimitdError
     ) -> None:
         if isinstance(answer, RateLimitdError):
             self._refused(answer)
         else:
             now_us, fingerprint, names = answer
-            self._shared_time.note(now_us, sent_us, self._clock.monotonic_us())
+            self._shared_time.add_sample(now_us, sent_us, self._clock.monotonic_us())
             self.alive, self.count = names, max(1, len(names))
             self._is_refused = False
             self._compare(fingerprint)

@@ -133,11 +133,11 @@ class Bucket:
         view: the node's view of it.
         is_dirty: has unsettled spends that no batch contains.
         is_denied: a check was denied since the last background read.
-        is_watched: is read again in the background.
+        is_queued: is read again in the background.
         is_cached: is in the cache, by its key; otherwise it exists until it is settled.
     """
 
-    __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
+    __slots__ = ("is_cached", "is_denied", "is_dirty", "is_queued", "key", "name", "tag", "view")
 
     def __init__(  # noqa: PLR0917 - called for every miss
         self, key: bytes, name: bytes, tag: Partition, rule: Limit, base: SharedState | None
@@ -146,7 +146,7 @@ class Bucket:
         self.name = name
         self.tag = tag
         self.view = tag.make_view(rule, base)
-        self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
+        self.is_dirty = self.is_denied = self.is_queued = self.is_cached = False
 
     @property
     def is_settled(self) -> bool:
@@ -201,7 +201,7 @@ class Requested:
         ``shared``: the state after the batch; ``None`` if it was sent again, since the reply may show a later state.
         """
         if grants:
-            bucket.view.note_grants(grants)
+            bucket.view.record_grants(grants)
         verdicts = [*zip(self._taken.pop(bucket.name, ()), grants, strict=True)]
         later = sum(check.cost for check, is_granted in verdicts if is_granted)
         for check, is_granted in verdicts:

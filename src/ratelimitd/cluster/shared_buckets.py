@@ -34,7 +34,7 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import STORE_TIME, Met, StoreCheck
+from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck
 from ratelimitd.model import CONCURRENCY, Limit, Outcome
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class SharedBuckets:
 
     def was_released(self, check: PartCheck) -> None:
         """Drop a bucket that was evicted while its view held reserved tokens."""
-        check.bucket.tag.let_go(check.bucket)
+        check.bucket.tag.drop_if_settled(check.bucket)
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
         """Queue a refund for the next batch; returns false if the bucket is unknown or cannot be used."""
@@ -288,17 +288,17 @@ class SharedBuckets:
         key: bytes,
         name: bytes,
         is_counted: bool,  # noqa: FBT001 - bound by position
-        met: Met | RateLimitdError,
+        result: FirstResult | RateLimitdError,
     ) -> None:
         checks = self._first_checks.pop(key)
         tag = self._tags[name[0]]
-        if isinstance(met, RateLimitdError):
-            tag.server.failed(met)
+        if isinstance(result, RateLimitdError):
+            tag.server.failed(result)
             for check in checks:
-                check.resolve(met)
+                check.resolve(result)
             return
         tag.server.first_check_succeeded()
-        outcome, shared = met
+        outcome, shared = result
         first = checks[0]
         self._stats.bucket_missed_total += is_counted and not first.is_answered
         resolve_first(first, outcome, shared)
@@ -451,7 +451,7 @@ class SharedBuckets:
             return None
         if not bucket.is_denied:
             self._refresh.queue.denied(bucket, self._clock.monotonic_us())
-        if bucket.view.knows_better and not bucket.is_dirty:
+        if bucket.view.has_newer_limit and not bucket.is_dirty:
             # Nothing is spent, so no other batch would carry the new limit to the store.
             bucket.tag.touch(bucket)
         return outcome

@@ -25,7 +25,7 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.accounts import Refund
-from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, Met, StoreCheck
+from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, FirstResult, StoreCheck
 from ratelimitd.model import CONCURRENCY, Limit, Outcome
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class StrictBuckets:
             if rule.enforcement is not ENFORCE:
                 flags |= OBSERVES
             check = StoreCheck(name, rule, self._time_of(rule, now_us), cost, flags)
-            self._store.decide(check, partial(together.told, place, server))
+            self._store.decide(check, partial(together.answered, place, server))
 
     def judge_part(self, check: PartCheck) -> bool:
         """Return false: the store decides, unless its breaker is open."""
@@ -186,7 +186,7 @@ class _Together:
         self._outcomes: list[Outcome | Exception | None] = [None] * count
         self._answer = answer
 
-    def told(self, place: int, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
+    def answered(self, place: int, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
         """Handle the server's answer for one bucket."""
         if isinstance(outcome, RateLimitdError):
             server.failed(outcome)
@@ -202,13 +202,15 @@ class _Together:
             self._answer.set_result(outcomes)
 
 
-def _part_decided(check: PartCheck, server: StoreServer, met: Met | RateLimitdError) -> None:
-    if isinstance(met, RateLimitdError):
-        server.failed(met)
-        check.resolve(met)
+def _part_decided(
+    check: PartCheck, server: StoreServer, result: FirstResult | RateLimitdError
+) -> None:
+    if isinstance(result, RateLimitdError):
+        server.failed(result)
+        check.resolve(result)
         return
     server.answered()
-    resolve_first(check, *met)
+    resolve_first(check, *result)
 
 
 def _decided(

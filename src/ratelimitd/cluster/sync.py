@@ -278,7 +278,7 @@ class Partition:
             self.server.sync_failed(error)
 
     def _acknowledged(self, reply: Reply) -> None:
-        self.first_word()
+        self.forgive_outage()
         if self._sent_cold:
             self._settled_cold(reply.cold)
         for bucket in self._end_batch(reply):
@@ -291,7 +291,7 @@ class Partition:
                 shared = None if self._resends else settled.shared
                 self._asked.decide(bucket, settled.grants, shared)
             self._node.settled(bucket, tokens, before)
-            self.let_go(bucket)
+            self.drop_if_settled(bucket)
         self._go_on()
 
     def _settled_cold(self, states: Mapping[bytes, Packed]) -> None:
@@ -324,7 +324,7 @@ class Partition:
             self._node.cache.end_cold({name: spent.base for name, spent in lost.items()})
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._node.lost(bucket.view.abandon())
-            self.let_go(bucket)
+            self.drop_if_settled(bucket)
         self._go_on()
 
     def _end_batch(self, reply: Reply) -> Sequence[Bucket]:
@@ -343,7 +343,7 @@ class Partition:
             self._flush_next = False
             self.flush()
 
-    def first_word(self) -> None:
+    def forgive_outage(self) -> None:
         """Forgive spends that have refilled during an outage; called on the first reply, before its states are adopted.
 
         Runs once per outage; only dirty buckets have unsent spends.
@@ -357,7 +357,7 @@ class Partition:
         for bucket in self._dirty.values():
             bucket.view.forgive_outage(now_us)
 
-    def let_go(self, bucket: Bucket) -> None:
+    def drop_if_settled(self, bucket: Bucket) -> None:
         """Drop a bucket that is not in use once it is settled."""
         if bucket.is_cached or not bucket.is_settled:
             return

@@ -187,7 +187,7 @@ class Connection:
         streams, receiver, limits = self._streams, self._receiver, self._limits
         live, opening = streams.live, streams.opening
         kept, read = receiver.reader.kept, receiver.reader.read
-        read_header, tell = frames.read_header, receiver.events.append
+        read_header, add_event = frames.read_header, receiver.events.append
         at, size = self._at, len(data)
         last_start = min(size, at + limits.bytes_per_slice) - frames.FRAME_HEADER_BYTES
         room, taken, complete = receiver.window.left, 0, 0
@@ -214,7 +214,7 @@ class Connection:
                 if (promised is None or promised == length) and length <= room - taken:
                     del opening[stream_id]
                     live[stream_id] = UNTOUCHED
-                    tell((stream_id, first, data[start:end]))
+                    add_event((stream_id, first, data[start:end]))
                     taken += length
                     complete += 1
                     at = end
@@ -290,9 +290,9 @@ class Connection:
             return True
         if undecided(octets):
             return False
-        cause, farewell = mistaken_protocol(octets)
-        if farewell:
-            self._sender.frame(farewell)
+        cause, answer = mistaken_protocol(octets)
+        if answer:
+            self._sender.frame(answer)
         else:
             self._send_preface()
         raise ConnectionFailureError(

@@ -67,8 +67,8 @@ class RequestHead:
     """The header list of a request: valid by HTTP's rules, or with its flaw.
 
     Equal blocks may share one object, and most blocks of a client differ from the one before only in the value of
-    ``grpc-timeout``. The owner therefore caches its result for a model in the model's ``note``; for a head with a
-    ``model`` it reads that note and the ``varying`` fields.
+    ``grpc-timeout``. The owner therefore caches its result for a model in the model's ``owner_data``; for a head with a
+    ``model`` it reads that and the ``varying`` fields.
 
     Attributes:
         content_length: the value of content-length, None without one.
@@ -76,10 +76,10 @@ class RequestHead:
         model: None, or an earlier head with the same names in the same order, and the same values except ``varying``.
             Method, path, authority and content length are always those of the model.
         varying: the fields that may differ from the model's.
-        note: data that the owner of the connection keeps with a head.
+        owner_data: what the owner of the connection keeps with a head.
     """
 
-    __slots__ = ("_fields", "content_length", "flaw", "model", "note", "varying")
+    __slots__ = ("_fields", "content_length", "flaw", "model", "owner_data", "varying")
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RequestHead:
         self.model = model
         self.varying = varying
         self.flaw: Flaw | None = None
-        self.note: object = None
+        self.owner_data: object = None
 
     @property
     def fields(self) -> tuple[Field, ...]:

@@ -47,12 +47,12 @@ class ReceiveWindow:
         left: octets the peer may send.
     """
 
-    __slots__ = ("_credit", "_worth_telling", "left")
+    __slots__ = ("_credit", "_update_threshold", "left")
 
     def __init__(self, window_bytes: int) -> None:
         self.left = window_bytes
         self._credit = 0
-        self._worth_telling = max(1, window_bytes // 2)
+        self._update_threshold = max(1, window_bytes // 2)
 
     def take(self, size: int) -> bool:
         """Count received octets; return False and count nothing if they exceed the window."""
@@ -64,7 +64,7 @@ class ReceiveWindow:
     def give(self, size: int) -> int:
         """Count handled octets; return the increment to send, 0 if none is due."""
         credit = self._credit = self._credit + size
-        if credit < self._worth_telling:
+        if credit < self._update_threshold:
             return 0
         self._credit = 0
         self.left += credit

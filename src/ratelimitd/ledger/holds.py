@@ -146,17 +146,17 @@ class OpenHolds(Generic[T]):
         """Return whether the hold of this number is open."""
         return number in self._open
 
-    def add(self, number: bytes, end_us: int, noted: T) -> None:
+    def add(self, number: bytes, end_us: int, value: T) -> None:
         """Add a hold, unless it is open."""
         if number not in self._open:
             heappush(self._ends, (end_us, number))
-            self._open[number] = end_us, noted
+            self._open[number] = end_us, value
 
     def extend(self, number: bytes, end_us: int) -> None:
         """Extend a hold, if it is open."""
         if number in self._open:
-            former_us, noted = self._open[number]
-            self._open[number] = max(former_us, end_us), noted
+            former_us, value = self._open[number]
+            self._open[number] = max(former_us, end_us), value
 
     def pop(self, number: bytes) -> T | None:
         """Remove a settled hold; return its note, if it was open."""
@@ -175,12 +175,12 @@ class OpenHolds(Generic[T]):
             _, number = heappop(ends)
             if number not in self._open:
                 continue
-            end_us, noted = self._open[number]
+            end_us, value = self._open[number]
             if end_us > now_us:  # the hold was extended
                 heappush(ends, (end_us, number))
             else:
                 del self._open[number]
-                ended.append(noted)
+                ended.append(value)
         if len(ends) > 2 * len(self._open) + MIN_ENDS:
             # Most are ends of settled holds; this bounds them by the holds in flight.
             self._ends = [(end_us, number) for number, (end_us, _) in self._open.items()]

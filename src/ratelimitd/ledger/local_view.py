@@ -60,7 +60,7 @@ class LocalView:
         refunds: charges of the store that the next batch gives back.
         reserved: tokens of checks that wait for other buckets, and are within the share of this one.
         forgiven: allowed tokens that are never charged. The caller that counts them resets it to 0.
-        knows_better: the limit is newer than that of the store's last state. Any update corrects the store; a denial
+        has_newer_limit: the limit is newer than that of the store's last state. Any update corrects the store; a denial
             causes none, so that one must be sent.
         shared_out: lower bound of the unsettled tokens allowed to all nodes together; -1 until computed.
         false_positives: denied checks that the next state of the store would have allowed. The caller that counts them
@@ -87,9 +87,9 @@ class LocalView:
         "false_positives",
         "forgiven",
         "generation",
+        "has_newer_limit",
         "in_flight",
         "in_flight_tokens",
-        "knows_better",
         "refunds",
         "reserved",
         "rule",
@@ -114,7 +114,7 @@ class LocalView:
         self._denials = self._denied_at_us = self._denied_cost = 0
         self._state: BucketState
         self._latest_us: int
-        self.knows_better: bool
+        self.has_newer_limit: bool
         self.shared_out: int
         self._decide: Decide
         if base is not None:
@@ -268,7 +268,7 @@ class LocalView:
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
             self.in_flight, self.in_flight_tokens = (), 0
-        self.hear(shared)
+        self.adopt(shared)
 
     def abandon(self) -> int:
         """Drop the batch in flight, whose result is unknown; return its tokens."""
@@ -279,7 +279,7 @@ class LocalView:
         self._recompute()
         return lost
 
-    def hear(self, shared: SharedState) -> None:
+    def adopt(self, shared: SharedState) -> None:
         """Adopt a state of the store. The latest becomes the base, in any order of arrival."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
@@ -310,7 +310,7 @@ class LocalView:
             self.forgiven += self.unsent.remove_oldest(excess)
             self._recompute()
 
-    def note_grants(self, grants: Sequence[bool]) -> None:
+    def record_grants(self, grants: Sequence[bool]) -> None:
         """Record whether the store denied any check of a batch."""
         self._is_contended = not all(grants)
 
@@ -399,13 +399,13 @@ class LocalView:
     def _recompute(self) -> None:
         rule, account, base = self.rule, self._account, self.base
         state: Any = None
-        self.knows_better = False
+        self.has_newer_limit = False
         if base is not None:
             state = base.state
             if (base.limit, base.burst) != (rule.limit, rule.burst):
                 state = account.capped(state, rule)
                 # At the same revision the limit differs when an assignment to a plan has ended.
-                self.knows_better = rule.revision >= base.revision
+                self.has_newer_limit = rule.revision >= base.revision
         if self.in_flight:
             state = account.charged(state, rule, self.in_flight)
         if self.unsent.tokens:

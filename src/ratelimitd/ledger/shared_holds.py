@@ -148,7 +148,7 @@ def conclude(
     if not is_denied and Made.FULL in made:
         message = "a bucket has its maximum of holds in flight"
         raise HoldsFullError(message)
-    told: dict[bytes, Outcome | None] = {}
+    outcomes: dict[bytes, Outcome | None] = {}
     limit_of = dict(zip(names, limits, strict=True))
     for _, reply in parts:
         if isinstance(reply, RateLimitdError):
@@ -157,13 +157,13 @@ def conclude(
             continue
         for name, outcome in zip(reply.names, reply.outcomes, strict=True):
             is_withdrawn = is_denied and reply.made is Made.MADE
-            told[name] = _without(outcome, limit_of[name], cost) if is_withdrawn else outcome
+            outcomes[name] = _without(outcome, limit_of[name], cost) if is_withdrawn else outcome
     if is_denied:
-        return Held(names, [told.get(name) for name in names], 0)
-    there = [name for name in names if name in told]
-    there += [name for name in told if name not in limit_of]
+        return Held(names, [outcomes.get(name) for name in names], 0)
+    there = [name for name in names if name in outcomes]
+    there += [name for name in outcomes if name not in limit_of]
     expire_us = min(reply.expire_us for reply in replies)
-    return Held(there, [told[name] for name in there], expire_us, is_first=made == {Made.MADE})
+    return Held(there, [outcomes[name] for name in there], expire_us, is_first=made == {Made.MADE})
 
 
 def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> StepReply:

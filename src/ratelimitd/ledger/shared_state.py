@@ -90,7 +90,7 @@ class StoreCheck(NamedTuple):
     peek: int
 
 
-Met: TypeAlias = tuple[Outcome, SharedState]
+FirstResult: TypeAlias = tuple[Outcome, SharedState]
 """The outcome of a first check, without a state, and the bucket in the store after it; a missing one is full."""
 
 

@@ -11,9 +11,9 @@ from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
     RESERVED_PLANS,
     WITHIN_LIMIT,
+    ConsideredRule,
     Decision,
     LimitStatus,
-    LookedAt,
     Match,
     Outcome,
     Rule,
@@ -22,7 +22,7 @@ from ratelimitd.model import (
 
 def with_full_window(outcome: Outcome, scope: Scope) -> Outcome:
     """Return an outcome with the length of a calendar window, which the shared state does not know."""
-    if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
+    if outcome[4] is COST_EXCEEDS_LIMIT and scope.rule_limit.calendar is not None:
         return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
     return outcome
 
@@ -47,13 +47,13 @@ def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and bes
     limits = tuple(statuses) if len(statuses) > 1 else ()
     decides = scopes[first]
     numbers = with_full_window(outcome, decides)[:5]
-    return Decision(*numbers, decides.rule, decides.told, limits, wait_ms, decides.plan)
+    return Decision(*numbers, decides.rule, decides.rule_limit, limits, wait_ms, decides.plan)
 
 
 def statuses_of(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
     """Return the status of each limit."""
     return [
-        LimitStatus(*with_full_window(judged, one)[:5], one.rule, one.told, one.plan)
+        LimitStatus(*with_full_window(judged, one)[:5], one.rule, one.rule_limit, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
 
@@ -65,11 +65,11 @@ def explained_by(
     statuses: Sequence[LimitStatus],
     *,
     is_blocked: bool,
-) -> LookedAt:
+) -> ConsideredRule:
     """Return the effect of a rule on a check; ``assigned`` maps the types of its identities to plans."""
     if match is not Match.JUDGES:
-        return LookedAt(rule, match)
+        return ConsideredRule(rule, match)
     plan = BLOCKED_PLAN if is_blocked else rule.plan_among(assigned)
     if plan in RESERVED_PLANS:
-        return LookedAt(rule, Match.PASSED_OVER, (), plan)
-    return LookedAt(rule, match, tuple(one for one in statuses if one.rule is rule), plan)
+        return ConsideredRule(rule, Match.PASSED_OVER, (), plan)
+    return ConsideredRule(rule, match, tuple(one for one in statuses if one.rule is rule), plan)

@@ -26,7 +26,7 @@ from ratelimitd.model import (
     Reason,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.nearest import MAX_LOOKED_AT, RULES_PER_STEP, Nearest
+from ratelimitd.rules.nearest import MAX_CONSIDERED, RULES_PER_STEP, Nearest
 
 _Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
 
@@ -59,7 +59,7 @@ class DryRun:
 
     def _foresee(self, check: Check, now_us: int, together: _Together) -> bool | _Foreseen:
         try:
-            scope = self._limiter.scopes.judging_of(check, now_us)
+            scope = self._limiter.scopes.resolve_check(check, now_us)
             if isinstance(scope, Unjudged):
                 return scope.decision.allowed
             scope = scope.at(now_us)
@@ -124,23 +124,26 @@ class DryRun:
         types = (check.identifier_type, *(kind for kind, _ in check.also))
         now_us = limiter.now_us()
         scopes = limiter.scopes.apart()
-        plans, judging = scopes.plans_of(check, now_us), scopes.judging_of(check, now_us)
+        plans, resolved = scopes.plans_of(check, now_us), scopes.resolve_check(check, now_us)
         if check.timestamp:
-            now_us = limiter.check_time_us(check.timestamp, now_us, judging, is_counted=False)
-        looked_at = [*book.looked_at(check.endpoint, types)]
-        if isinstance(judging, Unjudged):
-            decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
+            now_us = limiter.check_time_us(check.timestamp, now_us, resolved, is_counted=False)
+        considered = [*book.considered(check.endpoint, types)]
+        if isinstance(resolved, Unjudged):
+            decision, statuses = resolved.decision, cast("Sequence[LimitStatus]", ())
         else:
-            decision, statuses = await self._foreseen(check, judging, now_us)
+            decision, statuses = await self._foreseen(check, resolved, now_us)
         is_blocked = decision.reason is Reason.BLOCKED
         assigned = {one.identifier_type: one.plan for one in plans}
         has_none = decision.reason is Reason.NO_RULE
         # A rule for * also judges checks whose endpoint is misspelled.
-        is_other = all(rule.endpoint != check.endpoint for rule, _ in looked_at)
+        is_other = all(rule.endpoint != check.endpoint for rule, _ in considered)
         return Explained(
             decision,
             tuple(
-                [explained_by(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
+                [
+                    explained_by(*one, assigned, statuses, is_blocked=is_blocked)
+                    for one in considered
+                ]
             ),
             plans,
             await _nearest(book, Nearest(check.endpoint, types, only_spelling=not has_none))
@@ -173,7 +176,7 @@ class DryRun:
 
 async def _nearest(book: RuleBook, nearest: Nearest) -> tuple[NearRule, ...]:
     """Return the nearest rules of a book; yields to the event loop after each step."""
-    rules = islice(book.rules(), MAX_LOOKED_AT)
+    rules = islice(book.rules(), MAX_CONSIDERED)
     while some := [*islice(rules, RULES_PER_STEP)]:
         nearest.look_at(some)
         await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, Held, Hold, Holds, OpenHolds
-from ratelimitd.limiter.limiter import Judging, Limiter
+from ratelimitd.limiter.limiter import Limiter, PreparedCheck
 from ratelimitd.limiter.scopes import Scope, charges_of
 from ratelimitd.model import (
     CONCURRENCY,
@@ -111,21 +111,21 @@ class Holder:
         """
         limiter = self._limiter
         try:
-            judging = limiter.judging(check)
-            if isinstance(judging, Decision):
-                return Holding(judging)
-            charges = charges_of(judging.identifiers, judging.scope)
+            prepared = limiter.prepare(check)
+            if isinstance(prepared, Decision):
+                return Holding(prepared)
+            charges = charges_of(prepared.identifiers, prepared.scope)
             if lease:
                 _refuse_lease_of_slots(charges)
-            hold = Hold(number, check_digest, charges, judging.now_us, check.cost, ttl_us)
+            hold = Hold(number, check_digest, charges, prepared.now_us, check.cost, ttl_us)
             held = await self._holds.hold(hold)
             if not held.expire_us:
-                _refuse_above_limit(judging, held.outcomes)
+                _refuse_above_limit(prepared, held.outcomes)
             names = held.names
             if held.expire_us and not held.is_first:  # a repeated hold may have other buckets
                 names = [self._keys.stored(key) for key, _, _ in charges]
-            limits, charged = self._of_buckets(names, judging, held)
-            decision = _decided(limiter, judging, limits)
+            limits, charged = self._of_buckets(names, prepared, held)
+            decision = _decided(limiter, prepared, limits)
         except CheckInvalidError:
             raise
         except HoldsFullError:
@@ -140,13 +140,13 @@ class Holder:
             self._stats.hold_tokens["held"] += check.cost
             self._forget_ended()
             self._forget(number)  # a previous one, which has ended by the store's clock only
-            noted = _InFlight([one[1:3] for one in charged], check.cost)
-            self._open.add(number, held.expire_us, noted)
-            self._count(noted, 1)
+            entry = _InFlight([one[1:3] for one in charged], check.cost)
+            self._open.add(number, held.expire_us, entry)
+            self._count(entry, 1)
         return Holding(decision, charged, held.expire_us)
 
     def _of_buckets(
-        self, names: Sequence[bytes], judging: Judging, held: Held
+        self, names: Sequence[bytes], prepared: PreparedCheck, held: Held
     ) -> tuple[_Judged, Sequence[HeldLimit]]:
         """Return (limit, outcome) of the limits that judge a hold, and the limits that it is charged to.
 
@@ -155,24 +155,26 @@ class Holder:
         limits that denied it while they only observed, and are enforced now.
         """
         owners = {}
-        for name, one in zip(names, judging.scope.several or (judging.scope,), strict=True):
-            owners[name if name in held.names else self._former(judging, one)] = one
-        told: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
+        for name, one in zip(names, prepared.scope.several or (prepared.scope,), strict=True):
+            owners[name if name in held.names else self._former(prepared, one)] = one
+        judged: list[tuple[Scope, Outcome | StoreUnavailableError]] = []
         charged = []
         for name, outcome in zip(held.names, held.outcomes, strict=True):
             owner = owners.get(name)
             did_observe = bool(outcome and not outcome[0] and held.expire_us)
             if owner and not (did_observe and owner.limit.enforcement is Enforcement.ENFORCE):
-                told.append((owner, UNANSWERED if outcome is None else outcome))
+                judged.append((owner, UNANSWERED if outcome is None else outcome))
             if outcome is not None and outcome[0]:
-                whose = (owner.rule.id, owner.told.name, owner.plan) if owner else ("", "", "")
-                charged.append(HeldLimit(name, *whose))
-        return told, charged
+                owner_fields = (
+                    (owner.rule.id, owner.rule_limit.name, owner.plan) if owner else ("", "", "")
+                )
+                charged.append(HeldLimit(name, *owner_fields))
+        return judged, charged
 
-    def _former(self, judging: Judging, scope: Scope) -> bytes:
+    def _former(self, prepared: PreparedCheck, scope: Scope) -> bytes:
         """Return the stored name of a limit's bucket in the previous calendar window."""
-        suffix = self._limiter.scopes.former_suffix(scope, judging.now_us)
-        return self._keys.stored(scope.identifier(judging.identifiers) + suffix)
+        suffix = self._limiter.scopes.former_suffix(scope, prepared.now_us)
+        return self._keys.stored(scope.identifier(prepared.identifiers) + suffix)
 
     async def settle(
         self, number: bytes, limits: Sequence[HeldLimit], held: int, actual: int
@@ -253,18 +255,18 @@ class Holder:
         return statuses
 
 
-def _decided(limiter: Limiter, judging: Judging, told: _Judged) -> Decision:
+def _decided(limiter: Limiter, prepared: PreparedCheck, judged: _Judged) -> Decision:
     """Return the answer to a hold with these outcomes.
 
     Raises:
         CheckInvalidError: the hold is repeated, and none of its limits applies any more.
     """
-    if not told:
+    if not judged:
         raise CheckInvalidError(OF_ANOTHER_CHECK)
-    if not judging.scope.several:
-        return limiter.answer(told[0][1], judging)
-    scope = replace(judging.scope, several=tuple([one for one, _ in told]))
-    return limiter.answer([outcome for _, outcome in told], judging._replace(scope=scope))
+    if not prepared.scope.several:
+        return limiter.answer(judged[0][1], prepared)
+    scope = replace(prepared.scope, several=tuple([one for one, _ in judged]))
+    return limiter.answer([outcome for _, outcome in judged], prepared._replace(scope=scope))
 
 
 def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:
@@ -273,9 +275,9 @@ def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:
         raise CheckInvalidError(NO_LEASE)
 
 
-def _refuse_above_limit(judging: Judging, outcomes: Sequence[Outcome | None]) -> None:
+def _refuse_above_limit(prepared: PreparedCheck, outcomes: Sequence[Outcome | None]) -> None:
     """Refuse a hold whose cost exceeds an enforced limit: the caller must split it, not retry."""
-    for one, outcome in zip(judging.scope.several or (judging.scope,), outcomes, strict=True):
+    for one, outcome in zip(prepared.scope.several or (prepared.scope,), outcomes, strict=True):
         if outcome is not None and outcome[4] is COST_EXCEEDS_LIMIT and one.would_deny is None:
             message = f"is above the limit of {one.limit.capacity} tokens"
             raise CheckInvalidError(FieldViolation("tokens_requested", message))

@@ -92,15 +92,15 @@ class Journal(Protocol):
 
 
 class Recorder(Protocol):
-    """Notes checks for a trace. Calls must be cheap and must not raise."""
+    """Records checks for a trace. Calls must be cheap and must not raise."""
 
     @property
     def seed(self) -> int:
-        """Only checks with ``crc32(identifier, seed) < below`` are recorded and need to be noted."""
+        """Only checks with ``crc32(identifier, seed) < below`` are recorded."""
 
     @property
     def below(self) -> int:
         """See :attr:`seed`."""
 
-    def note(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
-        """Note a check that was judged at ``at_us`` (µs); ``identifier`` replaces that of ``check``."""
+    def record(self, identifier: bytes, check: Check, at_us: int, *, allowed: bool) -> None:
+        """Record a check that was judged at ``at_us`` (µs); ``identifier`` replaces that of ``check``."""

@@ -55,7 +55,7 @@ FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60
 """The specification's answer while the breaker is open: one token left, reset in 60 s."""
 
-ASKED_PER_TURN: Final = 100
+CHECKS_PER_ITERATION: Final = 100
 """Checks of a batch sent to the shared state per event-loop iteration: about 1 ms."""
 
 
@@ -63,7 +63,7 @@ OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
 """Receives the identifier and the scope of a check that a rule or a plan denied; must be cheap."""
 
 
-class Judging(NamedTuple):
+class PreparedCheck(NamedTuple):
     """The input of a decision: the check's identifiers, the scope of its limits, and its time, in µs."""
 
     identifiers: Sequence[bytes]
@@ -74,7 +74,7 @@ class Judging(NamedTuple):
 class _Asked(NamedTuple):
     """A check sent to the shared state, with its pending outcome, or those of several limits."""
 
-    judging: Judging
+    prepared: PreparedCheck
     outcome: Awaitable[Outcome | RateLimitdError | Sequence[Outcome | Exception]]
 
 
@@ -143,11 +143,11 @@ class Limiter:
         self.scopes.replace_book(book)
 
     def check(
-        self, check: Check, now_us: int | None = None, *, is_noted: bool = True
+        self, check: Check, now_us: int | None = None, *, is_recorded: bool = True
     ) -> Decision | None:
         """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
 
-        If ``is_noted`` is false, the caller notifies the recorder. ``None``, only with shared buckets: nothing was
+        If ``is_recorded`` is false, the caller notifies the recorder. ``None``, only with shared buckets: nothing was
         charged, and :meth:`wait` returns the answer.
 
         Raises:
@@ -156,7 +156,7 @@ class Limiter:
         """
         try:
             now_us = self._clock.now_us() if now_us is None else now_us
-            return self._decide(check, now_us, is_noted=is_noted)
+            return self._decide(check, now_us, is_recorded=is_recorded)
         except CheckInvalidError:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
@@ -186,7 +186,7 @@ class Limiter:
         """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent together."""
         asked = []
         for index, check in enumerate(checks):
-            if index and index % ASKED_PER_TURN == 0:
+            if index and index % CHECKS_PER_ITERATION == 0:
                 await asyncio.sleep(0)
             asked.append(self._ask(check))
         return [await self._awaited(check, one) for check, one in zip(checks, asked, strict=True)]
@@ -197,16 +197,16 @@ class Limiter:
         if not isinstance(asked, _Asked):
             return asked
         try:
-            decision = self.answer(await asked.outcome, asked.judging)
+            decision = self.answer(await asked.outcome, asked.prepared)
         except Exception as error:  # noqa: BLE001 - as in check
             decision = self.failed(error)
-        self._note(check, asked.judging.now_us, decision)
+        self._record(check, asked.prepared.now_us, decision)
         return decision
 
-    def _note(self, check: Check, at_us: int, decision: Decision) -> None:
+    def _record(self, check: Check, at_us: int, decision: Decision) -> None:
         recorder = self.recorder
         if recorder is not None and crc32(check.identifier, recorder.seed) < recorder.below:
-            recorder.note(check.identifier, check, at_us, allowed=decision.allowed)
+            recorder.record(check.identifier, check, at_us, allowed=decision.allowed)
 
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Reset the buckets of one identifier on one endpoint; missing buckets count as reset.
@@ -280,26 +280,26 @@ class Limiter:
             self._on_denied((identifier, scope))
         return outcome
 
-    def _decide(self, check: Check, now_us: int, *, is_noted: bool) -> Decision | None:
+    def _decide(self, check: Check, now_us: int, *, is_recorded: bool) -> Decision | None:
         scope = (
             self.scopes.of_check(check)
             if check.also
             else self.scopes.find(check.endpoint, check.identifier_type)
         )
         if isinstance(scope, Scope):
-            judging: Scope | Unjudged = scope
+            resolved: Scope | Unjudged = scope
         elif self.scopes.book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         else:
-            judging = self.scopes.judging_by(scope, check, now_us)
+            resolved = self.scopes.resolve(scope, check, now_us)
         if check.timestamp:
-            now_us = self.check_time_us(check.timestamp, now_us, judging)
-        if isinstance(judging, Scope):
-            decision = self._decide_by(check, judging, now_us)
+            now_us = self.check_time_us(check.timestamp, now_us, resolved)
+        if isinstance(resolved, Scope):
+            decision = self._decide_by(check, resolved, now_us)
         else:
-            decision = self._decide_unjudged(check, judging)
-        if self.recorder is not None and is_noted and decision is not None:
-            self._note(check, now_us, decision)
+            decision = self._decide_unjudged(check, resolved)
+        if self.recorder is not None and is_recorded and decision is not None:
+            self._record(check, now_us, decision)
         return decision
 
     def _decide_by(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
@@ -311,7 +311,7 @@ class Limiter:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
             if outcome is None:
                 return None
-            return Decision(*outcome[:5], scope.rule, scope.told, (), 0, scope.plan)
+            return Decision(*outcome[:5], scope.rule, scope.rule_limit, (), 0, scope.plan)
         key = check.identifier + scope.key_suffix
         outcome = self.buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
@@ -391,7 +391,7 @@ class Limiter:
         buckets = self._own.states(charges)
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
-    def judging(self, check: Check) -> Judging | Decision:
+    def prepare(self, check: Check) -> PreparedCheck | Decision:
         """Return the input of a decision now; if no limit judges the check, count it and return its answer.
 
         Raises:
@@ -400,49 +400,51 @@ class Limiter:
         now_us = self._clock.now_us()
         if self.scopes.book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
-        scope = self.scopes.judging_of(check, now_us)
+        scope = self.scopes.resolve_check(check, now_us)
         if check.timestamp:
             now_us = self.check_time_us(check.timestamp, now_us, scope)
         if isinstance(scope, Unjudged):
             return self._decide_unjudged(check, scope)
-        return Judging(identifiers_of(check), scope.at(now_us), now_us)
+        return PreparedCheck(identifiers_of(check), scope.at(now_us), now_us)
 
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
         """Ask the shared state about a check, or answer it without asking."""
         try:
-            judging = self.judging(check)
-            if isinstance(judging, Decision):
+            prepared = self.prepare(check)
+            if isinstance(prepared, Decision):
                 # The rules have changed since the check was found to need the shared state.
-                return judging
-            identifiers, scope, now_us = judging
+                return prepared
+            identifiers, scope, now_us = prepared
             shared = cast("RemoteBuckets", self.shared)
             if scope.several:
                 charges = charges_of(identifiers, scope)
                 outcomes = shared.wait_all(charges, now_us, check.cost, peek=check.peek)
-                return _Asked(judging, outcomes)
+                return _Asked(prepared, outcomes)
             key = check.identifier + scope.key_suffix
             outcome = shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
-            return _Asked(judging, outcome)
+            return _Asked(prepared, outcome)
         except CheckInvalidError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return self.failed(error)
 
     def answer(
-        self, outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception], judging: Judging
+        self,
+        outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception],
+        prepared: PreparedCheck,
     ) -> Decision:
         """Count a check with this outcome, or those of several limits, and return its answer."""
         if isinstance(outcome, RateLimitdError):
             return self.failed(outcome)
-        if judging.scope.several:
-            return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), judging)
-        return self._counted(cast("Outcome", outcome), judging.identifiers[0], judging.scope)
+        if prepared.scope.several:
+            return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), prepared)
+        return self._counted(cast("Outcome", outcome), prepared.identifiers[0], prepared.scope)
 
     def _answer_several(
-        self, outcomes: Sequence[Outcome | Exception], judging: Judging
+        self, outcomes: Sequence[Outcome | Exception], prepared: PreparedCheck
     ) -> Decision:
         """Answer by the limits with an outcome; if they allow and another has failed, fail open."""
-        identifiers, judged_by, _ = judging
+        identifiers, judged_by, _ = prepared
         there = [*zip(judged_by.several, outcomes, strict=True)]
         answered = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         scopes = [one for one, outcome in there if not isinstance(outcome, Exception)]
@@ -462,7 +464,7 @@ class Limiter:
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
-        return Decision(*outcome[:5], scope.rule, scope.told, plan=scope.plan)
+        return Decision(*outcome[:5], scope.rule, scope.rule_limit, plan=scope.plan)
 
     def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:
         if outcome[0]:
@@ -474,7 +476,7 @@ class Limiter:
             self._on_denied((scope.identifier(identifiers), scope))
 
     def check_time_us(
-        self, timestamp: int, now_us: int, judging: Scope | Unjudged, *, is_counted: bool = True
+        self, timestamp: int, now_us: int, resolved: Scope | Unjudged, *, is_counted: bool = True
     ) -> int:
         """Return the time of a check with a timestamp; ``is_counted``: count a timestamp out of tolerance.
 
@@ -483,9 +485,9 @@ class Limiter:
         """
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
-        if self._timestamps is TimestampPolicy.SERVER or isinstance(judging, Unjudged):
+        if self._timestamps is TimestampPolicy.SERVER or isinstance(resolved, Unjudged):
             return now_us
-        window_us = min(one.window_us for one in judging.limits or (judging.limit,))
+        window_us = min(one.window_us for one in resolved.limits or (resolved.limit,))
         at_us = bounded(timestamp, now_us, window_us)
         if at_us is None:
             self._stats.clock_rejected_total += is_counted

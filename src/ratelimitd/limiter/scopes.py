@@ -59,19 +59,19 @@ class Scope:
 
     A scope describes one limit. ``several`` are the scopes of all limits, in order, and ``limits`` their limits; both
     are empty for a plain scope: one enforced limit without a calendar, for the check's first identity, and no rule
-    passed over. ``counters`` are the rule's allowed and blocked checks. ``endpoint`` is that of the bucket. ``told`` is
-    the limit in the rule; ``limit`` is the one that buckets are judged by, which differs in a calendar window. ``plan``
-    is the limit's, empty for the rule's own.
+    passed over. ``counters`` are the rule's allowed and blocked checks. ``endpoint`` is that of the bucket.
+    ``rule_limit`` is the limit in the rule; ``limit`` is the one that buckets are judged by, which differs in a
+    calendar window. ``plan`` is the limit's, empty for the rule's own.
     """
 
     rule: Rule
-    told: Limit
+    rule_limit: Limit
     limit: Limit
     key_suffix: bytes
     decide: Decide
     counters: list[int]
     endpoint: str
-    whose: tuple[int, ...] = _FIRST
+    identity_indices: tuple[int, ...] = _FIRST
     """Indices of the check's identities that the bucket is for; empty for all callers."""
     would_deny: list[int] | None = None
     """The counter of an observing limit."""
@@ -92,7 +92,7 @@ class Scope:
         set_derived("limits", tuple([one.limit for one in several]))
         set_derived("observes", any(one.would_deny is not None for one in several))
         charged = None
-        if several and all(one.whose == _FIRST for one in several):
+        if several and all(one.identity_indices == _FIRST for one in several):
             charged = tuple([(one.key_suffix, one.limit, one.decide) for one in several])
         set_derived("charged", charged)
 
@@ -107,9 +107,9 @@ class Scope:
 
     def identifier(self, identifiers: Sequence[bytes]) -> bytes:
         """Return the bucket's identifier for a check with these identifiers."""
-        if self.whose == _FIRST:
+        if self.identity_indices == _FIRST:
             return identifiers[0]
-        return joined([identifiers[number] for number in self.whose])
+        return joined([identifiers[number] for number in self.identity_indices])
 
 
 class CalendarScopes:
@@ -188,7 +188,7 @@ class Scopes:
         self._is_shared = is_shared
         self._known: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
         self._of_plans = 0
-        assignments.on_types_changed = self._judge_anew
+        assignments.on_types_changed = self._invalidate
 
     def replace_book(self, book: RuleBook) -> None:
         """Apply a new rule book from the next check on."""
@@ -203,7 +203,7 @@ class Scopes:
         other._stats = CheckStats()  # noqa: SLF001 -- as above
         return other
 
-    def _judge_anew(self) -> None:
+    def _invalidate(self) -> None:
         """Invalidate the scopes cached here, and wherever a new object in :attr:`book` invalidates them."""
         if self.book is not None:
             self.replace_book(copy(self.book))
@@ -213,7 +213,8 @@ class Scopes:
     ) -> Scope | PlanScopes | None:
         """Return the scope of all checks of an endpoint and these types, valid until :attr:`book` changes.
 
-        ``None`` without a rule or a book. If identities of these types have plans, :meth:`judging` finds the scope.
+        ``None`` without a rule or a book. If identities of these types have plans, :meth:`resolve_plans` finds the
+        scope.
         """
         try:
             return self._known[
@@ -229,7 +230,7 @@ class Scopes:
         also = tuple([kind for kind, _ in check.also])
         return self.find(check.endpoint, check.identifier_type, also)
 
-    def judging(
+    def resolve_plans(
         self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
     ) -> Scope | Unjudged:
         """Return the scope of a check with these identifiers at ``now_us``, by their plans."""
@@ -249,18 +250,18 @@ class Scopes:
                 return Unjudged(_denied_until(expire_time, now_us), number)
             plans.append(plan if plan in scopes.named else "")
         by_plans = tuple(plans)
-        return scopes.by_plans.get(by_plans) or self._remember_judging(scopes, by_plans)
+        return scopes.by_plans.get(by_plans) or self._remember_resolved(scopes, by_plans)
 
-    def judging_of(self, check: Check, now_us: int) -> Scope | Unjudged:
+    def resolve_check(self, check: Check, now_us: int) -> Scope | Unjudged:
         """Return the scope that judges a check at ``now_us``."""
-        return self.judging_by(self.of_check(check), check, now_us)
+        return self.resolve(self.of_check(check), check, now_us)
 
-    def judging_by(
+    def resolve(
         self, scope: Scope | PlanScopes | None, check: Check, now_us: int
     ) -> Scope | Unjudged:
         """Return the scope that judges a check at ``now_us``, from the result of :meth:`find`."""
         if isinstance(scope, PlanScopes):
-            return self.judging(identifiers_of(check), scope, now_us)
+            return self.resolve_plans(identifiers_of(check), scope, now_us)
         return scope or WITHOUT_RULE
 
     def plans_of(self, check: Check, now_us: int) -> tuple[AssignedPlan, ...]:
@@ -287,39 +288,41 @@ class Scopes:
         assigned = tuple([(number, kind) for number, kind in enumerate(types) if has_type(kind)])
         scope: Scope | PlanScopes | None
         if assigned:
-            plans = [plan.name for rule, _ in book.judging(endpoint, types) for plan in rule.plans]
+            plans = [
+                plan.name for rule, _ in book.applicable(endpoint, types) for plan in rule.plans
+            ]
             scope = PlanScopes(endpoint, types, assigned, frozenset((UNLIMITED_PLAN, *plans)))
         else:
-            found = self._new_judging(book, endpoint, types, {})
+            found = self._resolve_rules(book, endpoint, types, {})
             scope = None if isinstance(found, Unjudged) else found
         if len(self._known) >= MAX_SCOPES:
             self._known = {}
         self._known[endpoint, *types] = scope
         return scope
 
-    def _remember_judging(self, scopes: PlanScopes, plans: tuple[str, ...]) -> Scope | Unjudged:
+    def _remember_resolved(self, scopes: PlanScopes, plans: tuple[str, ...]) -> Scope | Unjudged:
         if len(scopes.by_plans) >= MAX_BY_PLANS:
             scopes.by_plans.clear()
             scopes.by_plan.clear()
         assigned = {kind: plan for (_, kind), plan in zip(scopes.assigned, plans, strict=True)}
         # Without a book there are no scopes.
         book: RuleBook = self.book  # type: ignore[assignment]
-        found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
+        found = self._resolve_rules(book, scopes.endpoint, scopes.types, assigned)
         self._of_plans += limits_in(found)
         if self._of_plans > MAX_OF_PLANS:
             # Bulk checks cache scopes, too, until the book changes.
-            self._judge_anew()
+            self._invalidate()
         scopes.by_plans[plans] = found
         if len(plans) == 1 and scopes.assigned[0][0] == 0:
             scopes.by_plan[plans[0]] = found
         return found
 
-    def _new_judging(
+    def _resolve_rules(
         self, book: RuleBook, endpoint: str, types: tuple[str, ...], assigned: Mapping[str, str]
     ) -> Scope | Unjudged:
         scopes: list[Scope] = []
         passed_over: list[LimitStatus] = []
-        for rule, place in book.judging(endpoint, types):
+        for rule, place in book.applicable(endpoint, types):
             plan = rule.plan_among(assigned)
             if plan == UNLIMITED_PLAN:
                 passed_over.append(LimitStatus(*_UNLIMITED, rule, None, plan))
@@ -330,8 +333,10 @@ class Scopes:
             is_unlimited = UNLIMITED_PLAN in assigned.values()
             return Unjudged(_unlimited(passed_over)) if is_unlimited else WITHOUT_RULE
         scope = scopes[0]
-        has_calendar = any(one.told.calendar for one in scopes)
-        is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
+        has_calendar = any(one.rule_limit.calendar for one in scopes)
+        is_plain = (
+            len(scopes) == 1 and scope.would_deny is None and scope.identity_indices == _FIRST
+        )
         # A calendar's window is looked up on the general path.
         if not is_plain or passed_over or has_calendar:
             scope = replace(scope, several=tuple(scopes), passed_over=tuple(passed_over))
@@ -372,7 +377,7 @@ class Scopes:
             from_us, until_us = max(one[1] for one in found), min(one[2] for one in found)
             return replace(scope, several=several), from_us, until_us
         limit, suffix, from_us, until_us = self._bucket(
-            scope.rule, scope.told, scope.endpoint, now_us
+            scope.rule, scope.rule_limit, scope.endpoint, now_us
         )
         return replace(scope, limit=limit, key_suffix=suffix), from_us, until_us
 
@@ -388,8 +393,8 @@ class Scopes:
 
     def former_suffix(self, scope: Scope, now_us: int) -> bytes:
         """Return the key suffix of the calendar window before that of a time; its only suffix without a calendar."""
-        *_, from_us, _ = self._bucket(scope.rule, scope.told, scope.endpoint, now_us)
-        return self._bucket(scope.rule, scope.told, scope.endpoint, from_us - 1)[1]
+        *_, from_us, _ = self._bucket(scope.rule, scope.rule_limit, scope.endpoint, now_us)
+        return self._bucket(scope.rule, scope.rule_limit, scope.endpoint, from_us - 1)[1]
 
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
         """Return the limit; if buckets are shared, with the book's revision, which alone orders edits of all rules.
@@ -424,9 +429,9 @@ def _denied_until(expire_time: int, now_us: int) -> Decision:
     )
 
 
-def limits_in(judging: Scope | Unjudged) -> int:
+def limits_in(resolved: Scope | Unjudged) -> int:
     """Return the number of limits that a cached scope counts for, at least one."""
-    return len(judging.limits) if isinstance(judging, Scope) and judging.limits else 1
+    return len(resolved.limits) if isinstance(resolved, Scope) and resolved.limits else 1
 
 
 def identifiers_of(check: Check) -> Sequence[bytes]:

@@ -66,7 +66,7 @@ class Upkeep:
         now_s = self._loop_time_s()
         lag_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + TICK_S
-        self._runtime.loop_lag_s = self._lag.note(round(now_s * US_PER_S), lag_s)
+        self._runtime.loop_lag_s = self._lag.add(round(now_s * US_PER_S), lag_s)
         now_us = self._clock.now_us()
         self._assignments.sweep(now_us, SWEEP_ASSIGNMENTS)
         if self._table is not None:

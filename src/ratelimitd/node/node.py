@@ -334,8 +334,8 @@ class Node:
             journal=journal,
             breaker_denies=self._settings.on_breaker_open == "deny",
             on_error=_report_fail_open,
-            on_denied=self._denials.note,
-            on_unmatched=self._denials.note_without_rule,
+            on_denied=self._denials.record,
+            on_unmatched=self._denials.record_without_rule,
             assignments=self._assignments,
             recorder=self._recorder,
         )

@@ -108,14 +108,14 @@ class DeniedIdentifier(NamedTuple):
     name: str = ""
 
 
-class _Noted(Generic[Item]):
+class _RecentChecks(Generic[Item]):
     """The last checks of one kind; ``total`` returns the number of all of them."""
 
     def __init__(self, total: Callable[[], int]) -> None:
         self._items: deque[Item] = deque(maxlen=MAX_PENDING)
         self._total = total
         self._taken = total()
-        self.note = self._items.append
+        self.record = self._items.append
         """Records one check. A bound method of the list itself: 30 ns."""
 
     def take(self) -> tuple[Sequence[Item], float]:
@@ -133,14 +133,14 @@ class Denials:
     def __init__(self, stats: CheckStats, *, digest: Callable[[bytes, str], str]) -> None:
         self._stats = stats
         self._digest = digest
-        self._denied: _Noted[tuple[bytes, Denied]] = _Noted(self._total)
+        self._denied: _RecentChecks[tuple[bytes, Denied]] = _RecentChecks(self._total)
         self._endpoints: FrequentItems[str] = FrequentItems(SIZE)
         self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
-        self.note = self._denied.note
+        self.record = self._denied.record
         """Records (identifier, scope) of a denied check."""
-        self._without_rule: _Noted[str] = _Noted(lambda: stats.no_rule_total)
+        self._without_rule: _RecentChecks[str] = _RecentChecks(lambda: stats.no_rule_total)
         self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
-        self.note_without_rule = self._without_rule.note
+        self.record_without_rule = self._without_rule.record
         """Records the endpoint of a check without a rule."""
 
     def fold(self) -> None:

@@ -51,7 +51,7 @@ STEPS_UNSEEN: Final = 5
 FRESH_US: Final = 3_000_000
 """Maximum age of the statuses for a newly opened page."""
 
-DECODED_PER_TURN: Final = 20
+STATUSES_PER_ITERATION: Final = 20
 """Statuses parsed per event-loop iteration, in less than 1 ms."""
 
 _MS_PER_S: Final = 1_000
@@ -76,13 +76,13 @@ class Overview:
     """A snapshot of everything on the page.
 
     ``total`` covers all nodes that are not gone. ``nodes`` begins with this one; the others are sorted by name.
-    ``unheard_s``: how long statuses of other nodes could not be read; ``None``: the last read succeeded. ``shares``:
+    ``stale_s``: how long statuses of other nodes could not be read; ``None``: the last read succeeded. ``shares``:
     nodes share the buckets.
     """
 
     total: Sample
     nodes: Sequence[NodeView]
-    unheard_s: float | None
+    stale_s: float | None
     shares: bool
     endpoints: Sequence[DeniedEndpoint]
     identifiers: Sequence[DeniedIdentifier]
@@ -98,12 +98,12 @@ class Overview:
 
 @dataclass(slots=True)
 class _Others:
-    """Statuses of the other nodes, the times of the read and of the last attempt; ``unheard``: that one failed."""
+    """Statuses of the other nodes, the times of the read and of the last attempt; ``read_failed``: that one failed."""
 
     statuses: Sequence[NodeStatus] = ()
     read_at_us: int | None = None
-    heard_at_us: int = 0
-    unheard: bool = False
+    answered_at_us: int = 0
+    read_failed: bool = False
     corrupt: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -131,7 +131,7 @@ class Live:
         self._board = board
         self._clock = clock
         self._status = own()
-        self._others = _Others(heard_at_us=clock.monotonic_us())
+        self._others = _Others(answered_at_us=clock.monotonic_us())
         self._history = History()
         self._listeners: set[Listener] = set()
         self._steps = 0
@@ -157,8 +157,8 @@ class Live:
         if self._board is not None:
             self._board.note_members()
             self._board.publish(encode(status))
-        looked_at = bool(self._listeners)
-        if looked_at or self._steps % STEPS_UNSEEN == 0 or self._board is None:
+        is_viewed = bool(self._listeners)
+        if is_viewed or self._steps % STEPS_UNSEEN == 0 or self._board is None:
             await self._read()
             self._history.add(self._total(self._nodes()))
         self._steps += 1
@@ -194,7 +194,7 @@ class Live:
         return Overview(
             total=self._total(nodes),
             nodes=nodes,
-            unheard_s=self._unheard_s(),
+            stale_s=self._stale_s(),
             shares=self._board is not None,
             endpoints=_merged_endpoints([own.top_endpoints(), *(one.endpoints for one in alive)]),
             identifiers=_merged_identifiers(
@@ -233,11 +233,11 @@ class Live:
             found = await self._board.read()
         except RateLimitdError:
             # Keep the last statuses, which age. Other components already report that the store is unavailable.
-            others.unheard = True
+            others.read_failed = True
             return
         statuses, corrupt = [], set()
         for index, (incarnation, octets) in enumerate(found.items()):
-            if index and index % DECODED_PER_TURN == 0:
+            if index and index % STATUSES_PER_ITERATION == 0:
                 await asyncio.sleep(0)
             try:
                 statuses.append(decode(octets))
@@ -250,10 +250,10 @@ class Live:
         read_at_us = others.read_at_us
         self._others = _Others(statuses, read_at_us, read_at_us, corrupt=frozenset(corrupt))
 
-    def _unheard_s(self) -> float | None:
-        if not self._others.unheard:
+    def _stale_s(self) -> float | None:
+        if not self._others.read_failed:
             return None
-        return (self._clock.monotonic_us() - self._others.heard_at_us) / US_PER_S
+        return (self._clock.monotonic_us() - self._others.answered_at_us) / US_PER_S
 
     def _nodes(self) -> Sequence[NodeView]:
         views = [self._view(status) for status in self._others.statuses]
@@ -269,13 +269,13 @@ class Live:
         While statuses cannot be read, no node counts as gone.
         """
         age_s = self._clock.now_us() / US_PER_S - status.sample.at_ms / _MS_PER_S
-        is_silent = abs(age_s) > SILENT_S and not self._others.unheard
+        is_silent = abs(age_s) > SILENT_S and not self._others.read_failed
         return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=is_silent)
 
     def _total(self, nodes: Iterable[NodeView]) -> Sample:
         """Add up the nodes with recent statuses, at this node's time, so that the history stays in order."""
-        heard = [node for node in nodes if not node.gone and node.age_s <= SILENT_S]
-        total = summed([node.status.sample for node in heard])
+        recent = [node for node in nodes if not node.gone and node.age_s <= SILENT_S]
+        total = summed([node.status.sample for node in recent])
         return total._replace(at_ms=self._status.sample.at_ms)
 
 

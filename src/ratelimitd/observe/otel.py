@@ -57,7 +57,7 @@ class OtelSpan:
     def __init__(self, span: SdkSpan) -> None:
         self._span = span
 
-    def note(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
+    def set_attribute(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
         """Set an attribute."""
         self._span.set_attribute(name, value)
 

@@ -27,7 +27,7 @@ STEP_S: Final = 10
 KEPT_RULES: Final = 1_000
 """Rules with a history: 6 KiB each."""
 
-RULES_PER_TURN: Final = 100
+RULES_PER_ITERATION: Final = 100
 """Rules sampled per event-loop iteration, in about 0.5 ms."""
 
 SLOTS: Final = 361
@@ -135,7 +135,7 @@ class RuleTraffic:
         now_ms = self._now_us() // US_PER_MS
         counters = iter([*self._stats.by_rule.items(), *self._stats.further_rules.items()])
         seen: dict[str, _Rule] = {}
-        while batch := [*islice(counters, RULES_PER_TURN)]:
+        while batch := [*islice(counters, RULES_PER_ITERATION)]:
             for rule_id, (allowed, blocked) in batch:
                 if rule_id != OTHER_RULES:
                     rule = seen[rule_id] = self._rules.get(rule_id) or _Rule()

@@ -50,7 +50,7 @@ def answer_to(octets: bytes) -> bytes | None:
 
 BACKLOG: Final = 1_024
 
-ACCEPTS_PER_TURN: Final = 32
+ACCEPTS_PER_ITERATION: Final = 32
 """Connections accepted per iteration and socket, 50 µs each: 2 ms."""
 
 RETRY_S: Final = 1.0
@@ -135,7 +135,7 @@ class Acceptor(Generic[Connection]):
             await asyncio.wait(coming)
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
+        for _ in range(ACCEPTS_PER_ITERATION):
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
@@ -190,7 +190,7 @@ class Acceptor(Generic[Connection]):
     async def _bring_up(self, sock: socket.socket, connection: Connection) -> bool:
         """Create a connection from an accepted socket; return whether that succeeded."""
         try:
-            if self._tls is None or await self._greet(sock):
+            if self._tls is None or await self._begins_with_tls(sock):
                 await self._connect(sock, connection)
                 return True
         except ssl.SSLError:
@@ -205,7 +205,7 @@ class Acceptor(Generic[Connection]):
             lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=timeout_s
         )
 
-    async def _greet(self, sock: socket.socket) -> bool:
+    async def _begins_with_tls(self, sock: socket.socket) -> bool:
         """Return whether a peer begins with TLS; others are answered in plaintext."""
         first = await self._first_octet(sock)
         if first == TLS_RECORD:
@@ -214,7 +214,7 @@ class Acceptor(Generic[Connection]):
             return True
         if first:
             self._count(TransportError.PLAINTEXT)
-            await self._turn_away(sock)
+            await self._answer_plaintext(sock)
         return False
 
     async def _first_octet(self, sock: socket.socket) -> bytes:
@@ -230,7 +230,7 @@ class Acceptor(Generic[Connection]):
             with contextlib.suppress(BlockingIOError):
                 return sock.recv(1, socket.MSG_PEEK)
 
-    async def _turn_away(self, sock: socket.socket) -> None:
+    async def _answer_plaintext(self, sock: socket.socket) -> None:
         octets = b""
         while (answer := answer_to(octets)) is None:
             more = await self._loop.sock_recv(sock, _PLAINTEXT_BYTES)

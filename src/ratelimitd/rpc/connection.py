@@ -28,7 +28,7 @@ LINGER_S: Final = 2.0
 """Time for a peer to close after the last octet was handed to the kernel. Closing a socket with unread input resets it,
 and the peer loses what it has not read."""
 
-MAX_FAREWELL_S: Final = 60.0
+MAX_CLOSE_S: Final = 60.0
 """Longest time from the end of a connection to its close, for a peer that reads the last answers slowly."""
 
 KEEPALIVE_PING: Final = b"keepaliv"
@@ -63,14 +63,14 @@ class NativeConnection(asyncio.Protocol):
         self._came_s = 0.0
         self._backlog = b""
         self._backlog_came_s = 0.0
-        self._in_turn = False
+        self._in_slice = False
         self._writing_paused = False
         self._reading_paused = False
         self._flush_due = False
         self._received = 0
         self._ended_at_s: float | None = None
         self._linger_from_s = 0.0
-        self._farewell_bytes = 0
+        self._closing_bytes = 0
         self._busy_s = 0.0
         self._unread_bytes = 0
         self._transport: asyncio.Transport
@@ -108,7 +108,7 @@ class NativeConnection(asyncio.Protocol):
             self._backlog_came_s = self._monotonic_s()
         else:
             now_s = self._came_s = self._monotonic_s()
-            self._turn(data, now_s)
+            self._handle_slice(data, now_s)
 
     def eof_received(self) -> bool:
         """Close: a peer that has closed reads no answers."""
@@ -138,9 +138,9 @@ class NativeConnection(asyncio.Protocol):
         self._registry.left(self)
 
     # Slices
-    def _turn(self, data: bytes, now_s: float) -> None:
+    def _handle_slice(self, data: bytes, now_s: float) -> None:
         """Handle one slice of the input, then write all answers at once."""
-        self._in_turn = True
+        self._in_slice = True
         try:
             events, self._left = self._left, None
             if events is None:
@@ -151,7 +151,7 @@ class NativeConnection(asyncio.Protocol):
             self._shared.count(TransportError.UNEXPECTED)
             self._http2.end(ErrorCode.INTERNAL_ERROR, Cause.OWNER, "unexpected error")
         finally:
-            self._in_turn = False
+            self._in_slice = False
         self._write()
         if self._left is not None or self._http2.has_more:
             self._pause_reading()
@@ -163,11 +163,11 @@ class NativeConnection(asyncio.Protocol):
         if self._ended_at_s is not None or self._writing_paused:
             return
         if self._left is not None or self._http2.has_more:
-            self._turn(b"", self._monotonic_s())
+            self._handle_slice(b"", self._monotonic_s())
         elif self._backlog:
             data, self._backlog = self._backlog, b""
             self._came_s = self._backlog_came_s
-            self._turn(data, self._monotonic_s())
+            self._handle_slice(data, self._monotonic_s())
         elif self._reading_paused:
             self._reading_paused = False
             self._transport.resume_reading()
@@ -179,7 +179,7 @@ class NativeConnection(asyncio.Protocol):
 
     def _wake(self) -> None:
         """Schedule one write for everything that is queued in this iteration."""
-        if not self._in_turn and not self._flush_due:
+        if not self._in_slice and not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -246,7 +246,7 @@ class NativeConnection(asyncio.Protocol):
         """Apply the timeouts; called about once a second."""
         http2 = self._http2
         if self._ended_at_s is not None:
-            self._look_after_end(self._ended_at_s, now_s)
+            self._check_closing(self._ended_at_s, now_s)
             return
         if http2.open_streams or self._unread_bytes:
             self._busy_s = now_s
@@ -262,14 +262,14 @@ class NativeConnection(asyncio.Protocol):
             http2.end(ErrorCode.NO_ERROR, cause, cause.value)
         self._flush()
 
-    def _look_after_end(self, ended_at_s: float, now_s: float) -> None:
+    def _check_closing(self, ended_at_s: float, now_s: float) -> None:
         """Abort once the peer had time to read everything, stopped reading, or reads too slowly."""
         buffered = self._transport.get_write_buffer_size()
-        if buffered != self._farewell_bytes:
-            self._farewell_bytes, self._linger_from_s = buffered, now_s
+        if buffered != self._closing_bytes:
+            self._closing_bytes, self._linger_from_s = buffered, now_s
             self._count_unread()
-        patience_s = self._shared.limits.stall_timeout_ms / MS_PER_S if buffered else LINGER_S
-        if now_s - self._linger_from_s > patience_s or now_s - ended_at_s > MAX_FAREWELL_S:
+        timeout_s = self._shared.limits.stall_timeout_ms / MS_PER_S if buffered else LINGER_S
+        if now_s - self._linger_from_s > timeout_s or now_s - ended_at_s > MAX_CLOSE_S:
             self._transport.abort()
 
     def go_away(self) -> None:

@@ -95,7 +95,7 @@ class ConnectionCalls:
             if type(event) is tuple:
                 request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
                 head, body = request[1], request[2]
-                plan: Route | None = head.note  # type: ignore[assignment]  # only this module keeps notes with heads
+                plan: Route | None = head.owner_data  # type: ignore[assignment]  # only this package sets it
                 if plan is None:
                     plan = self._reader.read(head)
                 if plan.bulk is not None and body[:PREFIX_BYTES] == PREFIXES.get(len(body)):

@@ -55,13 +55,13 @@ class Keepalive:
     __slots__ = (
         "_ages_at_s",
         "_ended_at_s",
-        "_heard_at_s",
         "_limits",
         "_owes",
         "_owes_since_s",
         "_pinged_at_s",
         "_progress",
         "_received",
+        "_received_at_s",
         "_went_away",
     )
 
@@ -70,7 +70,7 @@ class Keepalive:
         age_s = limits.max_connection_age_ms / MS_PER_S * (1 + AGE_JITTER * jitter)
         self._ages_at_s = now_s + age_s
         self._ended_at_s = self._ages_at_s + limits.max_connection_age_grace_ms / MS_PER_S
-        self._heard_at_s = now_s
+        self._received_at_s = now_s
         self._pinged_at_s: float | None = None
         self._owes: Cause | None = None
         self._owes_since_s = now_s
@@ -105,11 +105,11 @@ class Keepalive:
     def _silence(self, snapshot: Snapshot, now_s: float) -> Action:
         """Ping a silent peer; end the connection if it does not answer."""
         if snapshot.received != self._received:
-            self._received, self._heard_at_s, self._pinged_at_s = snapshot.received, now_s, None
+            self._received, self._received_at_s, self._pinged_at_s = snapshot.received, now_s, None
         elif self._pinged_at_s is not None:
             if now_s - self._pinged_at_s >= self._limits.keepalive_timeout_ms / MS_PER_S:
                 return Action(Step.END, Cause.KEEPALIVE_TIMEOUT)
-        elif now_s - self._heard_at_s >= self._limits.keepalive_interval_ms / MS_PER_S:
+        elif now_s - self._received_at_s >= self._limits.keepalive_interval_ms / MS_PER_S:
             self._pinged_at_s = now_s
             return Action(Step.PING)
         return Action(Step.NOTHING)

@@ -23,7 +23,7 @@ from ratelimitd.rpc.interface import RpcError, StatusCode, TransportError
 from ratelimitd.rpc.messages import PREFIX_BYTES, message_of
 from ratelimitd.rpc.responses import ResponseWriter
 from ratelimitd.rpc.routing import NativeCall, Route, Router
-from ratelimitd.rpc.state import CallTable, OpenCall, Questions, ServerState, TimeBudget
+from ratelimitd.rpc.state import CallTable, MessageStream, OpenCall, ServerState, TimeBudget
 
 CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 
@@ -207,11 +207,11 @@ class RequestAssembler:
         call = self._reader.call(plan, head, budget.came_s)
         open_call = self._table.enter(stream_id, plan, call, budget.came_s)
         if plan.bidi_stream is not None:
-            questions = open_call.questions = self._questions(stream_id, open_call)
-            self._starter.stream(stream_id, open_call, partial(plan.bidi_stream, questions))
+            messages = open_call.messages = self._message_stream(stream_id, open_call)
+            self._starter.stream(stream_id, open_call, partial(plan.bidi_stream, messages))
 
-    def _questions(self, stream_id: int, open_call: OpenCall) -> Questions:
-        return Questions(
+    def _message_stream(self, stream_id: int, open_call: OpenCall) -> MessageStream:
+        return MessageStream(
             open_call.plan.encoding,
             self._shared.limits.max_message_bytes,
             partial(self._answers.acknowledge, stream_id),
@@ -230,8 +230,8 @@ class RequestAssembler:
         open_call = self._table.open.get(stream_id)
         if open_call is None:
             answers.acknowledge(stream_id, flow_bytes)
-        elif open_call.questions is not None:
-            self._ask(open_call.questions, open_call, data, flow_bytes)
+        elif open_call.messages is not None:
+            self._queue_messages(open_call.messages, open_call, data, flow_bytes)
         else:
             answers.acknowledge(stream_id, flow_bytes)
             try:
@@ -244,20 +244,22 @@ class RequestAssembler:
         elif ended:
             self._ended(stream_id)
 
-    def _ask(self, questions: Questions, open_call: OpenCall, data: bytes, flow_bytes: int) -> None:
+    def _queue_messages(
+        self, messages: MessageStream, open_call: OpenCall, data: bytes, flow_bytes: int
+    ) -> None:
         """Queue messages for the handler of a stream, which opens the window by reading them."""
-        if questions.ended:
-            questions.acknowledge(flow_bytes)
+        if messages.ended:
+            messages.acknowledge(flow_bytes)
             return
         try:
             for part in open_call.reader.feed(data):
                 part_bytes = min(flow_bytes, len(part.content) + PREFIX_BYTES)
-                questions.put(part, part_bytes)
+                messages.put(part, part_bytes)
                 flow_bytes -= part_bytes
         except RpcError as error:
             self._shared.count(TransportError.BAD_REQUEST)
-            questions.end(error)
-        questions.acknowledge(flow_bytes)
+            messages.end(error)
+        messages.acknowledge(flow_bytes)
 
     def _trailers(self, event: TrailersReceived) -> None:
         self._ended(event.stream_id)
@@ -268,9 +270,9 @@ class RequestAssembler:
         if open_call is None:
             self._answers.answer_plainly(stream_id)
             return
-        plan, questions = open_call.plan, open_call.questions
-        if questions is not None:
-            questions.end(open_call.cut_off())
+        plan, messages = open_call.plan, open_call.messages
+        if messages is not None:
+            messages.end(open_call.cut_off())
             return
         if open_call.is_large and plan.server_stream is None:
             step = partial(self._start_queued, stream_id, open_call)

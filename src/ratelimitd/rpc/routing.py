@@ -236,9 +236,9 @@ class Router:
     def read(self, head: RequestHead) -> Route:
         """Return the route of a request, cached for header blocks that differ only in metadata and deadline."""
         model = head.model or head
-        kept = model.note
+        kept = model.owner_data
         if kept is None:
-            kept = model.note = self._made(model.fields)
+            kept = model.owner_data = self._made(model.fields)
         plan: Route = kept  # type: ignore[assignment]  # only this module keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
             if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
@@ -248,7 +248,7 @@ class Router:
             if name != _TIMEOUT or not plan.any_deadline or not is_positive_timeout(value):
                 return self._made(head.fields)
         if not head.varying:
-            head.note = plan
+            head.owner_data = plan
         return plan
 
     def call(self, plan: Route, head: RequestHead, came_s: float) -> NativeCall:

@@ -39,7 +39,7 @@ TICK_S: Final = 0.1
 TICKS_PER_LOOK: Final = 10
 """Connections are checked once a second, a tenth of them at a time: all 10,000 take 30 ms."""
 
-FAREWELL_S: Final = 0.5
+CLOSE_S: Final = 0.5
 """Time for connections to read the cause of their end."""
 
 _STOPPING: Final = RpcError(StatusCode.UNAVAILABLE, "the node is stopping")
@@ -134,7 +134,7 @@ class NativeServer:
         await self._connections_gone(grace_s)
         for connection in list(self._connections):
             connection.end_calls(_STOPPING)
-        await self._connections_gone(FAREWELL_S)
+        await self._connections_gone(CLOSE_S)
         for connection in list(self._connections):
             connection.abort()
         await self.shared.all_ended()
@@ -177,13 +177,13 @@ class NativeServer:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._ticks += 1
         now_s = self.shared.monotonic_s()
-        turn = self._ticks % TICKS_PER_LOOK
-        for connection, looked_at in list(self._connections.items()):
+        tick = self._ticks % TICKS_PER_LOOK
+        for connection, check_tick in list(self._connections.items()):
             if connection.calls.open:
                 connection.calls.expire(now_s)
-            if looked_at == turn:
+            if check_tick == tick:
                 connection.look(now_s)
-        if turn == 0 and self._acceptor is not None:
+        if tick == 0 and self._acceptor is not None:
             self._acceptor.expire(now_s)
 
     def _contexts(self, files: TlsFiles) -> TlsContexts:

@@ -20,10 +20,10 @@ from ratelimitd.rpc.interface import (
 from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Route, routes_of
 
-MAX_UNREAD_QUESTIONS: Final = 1_000
+MAX_UNREAD_MESSAGES: Final = 1_000
 """Per stream. An empty message takes 5 octets of the stream's window and 50 times as much memory."""
 
-_TOO_MANY_QUESTIONS: Final = RpcError(
+_TOO_MANY_MESSAGES: Final = RpcError(
     StatusCode.RESOURCE_EXHAUSTED, "too many messages of the stream are unread"
 )
 
@@ -37,7 +37,7 @@ class OpenCall:
         reader: cuts the request into messages.
         part: the message of a unary request, once it is complete.
         held_bytes: bytes of the request that count against the bounds.
-        questions: the messages for a bidi handler; ``None`` for other calls.
+        messages: the messages for a bidi handler; ``None`` for other calls.
         task: runs the handler; ``None`` before.
         headers_sent: the answer has begun.
         room: set when the stream can be written again after a message had to wait.
@@ -49,9 +49,9 @@ class OpenCall:
         "call",
         "headers_sent",
         "held_bytes",
+        "messages",
         "part",
         "plan",
-        "questions",
         "reader",
         "room",
         "task",
@@ -66,7 +66,7 @@ class OpenCall:
         self.reader = MessageReader(max_message_bytes)
         self.part: Part | None = None
         self.held_bytes = 0
-        self.questions: Questions | None = None
+        self.messages: MessageStream | None = None
         self.task: asyncio.Task[None] | None = None
         self.headers_sent = False
         self.room = asyncio.Event()
@@ -117,16 +117,16 @@ class OpenCall:
     def waiting_bytes(self) -> int:
         """Bytes of the request that are held for this call."""
         part_bytes = 0 if self.part is None else len(self.part.content)
-        questions_bytes = 0 if self.questions is None else self.questions.waiting_bytes
-        return self.reader.unfinished_bytes + part_bytes + questions_bytes
+        stream_bytes = 0 if self.messages is None else self.messages.waiting_bytes
+        return self.reader.unfinished_bytes + part_bytes + stream_bytes
 
 
-class _Question(NamedTuple):
+class _UnreadMessage(NamedTuple):
     part: Part
     flow_bytes: int
 
 
-class Questions:
+class MessageStream:
     """The messages of a stream as its handler reads them; an asynchronous iterator.
 
     Unread messages are not acknowledged, so a faster peer has to wait. Messages are inflated when they are read:
@@ -164,7 +164,7 @@ class Questions:
         self._admit = admit
         self._read = read
         self.waiting_bytes = 0
-        self._parts: deque[_Question] = deque()
+        self._parts: deque[_UnreadMessage] = deque()
         self._arrived = asyncio.Event()
         self._end: Exception | None = None
 
@@ -174,9 +174,9 @@ class Questions:
         Raises:
             RpcError: too many messages are unread.
         """
-        if len(self._parts) >= MAX_UNREAD_QUESTIONS:
-            raise _TOO_MANY_QUESTIONS
-        self._parts.append(_Question(part, flow_bytes))
+        if len(self._parts) >= MAX_UNREAD_MESSAGES:
+            raise _TOO_MANY_MESSAGES
+        self._parts.append(_UnreadMessage(part, flow_bytes))
         self.waiting_bytes += len(part.content)
         self._arrived.set()
 
@@ -209,7 +209,7 @@ class Questions:
         return message_of(part, self.encoding, self.max_message_bytes)
 
 
-TURN_S: Final = 0.002
+ITERATION_S: Final = 0.002
 """Bounds expensive calls, such as small messages that inflate to large ones; the limits on frames and octets keep
 common calls within it."""
 
@@ -247,7 +247,7 @@ class TimeBudget:
     def is_over(self) -> bool:
         """Whether the budget is used up; called after expensive work."""
         self.expensive = False
-        return self._monotonic_s() - self.began_s > TURN_S
+        return self._monotonic_s() - self.began_s > ITERATION_S
 
 
 EVERY_S: Final = 0.005

@@ -73,7 +73,7 @@ class RuleBook:
             GLOBAL_ENDPOINT, identifier_type
         )
 
-    def judging(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, str]]:
+    def applicable(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, str]]:
         """Yield every rule that applies to a check with identities of ``types``, and the endpoint of its bucket.
 
         For each type, product of types, and ``all``: the rule that :meth:`match` returns, and the enabled ``**`` rule.
@@ -87,8 +87,8 @@ class RuleBook:
             if rule is not None:
                 yield rule, EVERY_ENDPOINT
 
-    def looked_at(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
-        """Yield every rule of this endpoint, ``*`` and ``**``, and whether it applies, as :meth:`judging`."""
+    def considered(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
+        """Yield every rule of this endpoint, ``*`` and ``**``, and whether it applies, as :meth:`applicable`."""
         named = self._made_of(types)
         for one in (*named, *sorted(self._types.keys() - named)):
             own = self._enabled(endpoint, one)

@@ -15,7 +15,7 @@ from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, NearRule, Rule, ty
 
 MAX_NEAREST: Final = 3
 
-MAX_LOOKED_AT: Final = 10_000
+MAX_CONSIDERED: Final = 10_000
 """Rules compared with one endpoint, in about 50 ms; of a larger book, the first ones in no particular order."""
 
 RULES_PER_STEP: Final = 32

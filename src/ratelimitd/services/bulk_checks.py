@@ -129,7 +129,7 @@ class _ByPlan:
         self.known: dict[int, tuple[Scope, _Known | None]] = {}
 
 
-Question: TypeAlias = tuple[bytes, _Known]
+ParsedCheck: TypeAlias = tuple[bytes, _Known]
 """An identifier and the cached data of its request."""
 
 
@@ -166,13 +166,13 @@ class BulkChecks:
             self._stats.observe_latency(self._perf_counter_s() - started_s, answered)
         return answers
 
-    def read(self, messages: Sequence[bytes]) -> list[Question | None]:
+    def read(self, messages: Sequence[bytes]) -> list[ParsedCheck | None]:
         """Parse messages under the rules in force; ``None`` where the general path must answer."""
         if self._scopes.book is not self._book:
             self._book, self._known, self._of_plans = self._scopes.book, {}, 0
         known, to_learn = self._known, MAX_LEARNED
-        questions: list[Question | None] = []
-        ask = questions.append
+        checks: list[ParsedCheck | None] = []
+        add = checks.append
         for message in messages:
             try:
                 size = message[1]
@@ -189,15 +189,15 @@ class BulkChecks:
                     or not identifier.isascii()
                     or (common[3] and not is_canonical_address(identifier))
                 ):
-                    ask(None)
+                    add(None)
                 else:
-                    ask((identifier, common))
+                    add((identifier, common))
             except Exception:  # noqa: BLE001 -- too short, not an address, or an error: the general path reports it
-                ask(None)
-        return questions
+                add(None)
+        return checks
 
     def answer(  # noqa: C901, PLR0912 -- one loop: a call more costs every check 50 ns
-        self, questions: Sequence[Question | None]
+        self, checks: Sequence[ParsedCheck | None]
     ) -> list[bytes | None]:
         """Decide questions in order, at one instant; ``None`` where the general path must answer."""
         charge, reset_times = self._limiter.charge, self._reset_times
@@ -206,14 +206,14 @@ class BulkChecks:
         try:
             now_us = self._limiter.now_us()
         except Exception:  # noqa: BLE001 -- as below
-            return [None] * len(questions)
+            return [None] * len(checks)
         answers: list[bytes | None] = []
-        tell = answers.append
-        for question in questions:
-            if question is None:
-                tell(None)
+        add = answers.append
+        for check in checks:
+            if check is None:
+                add(None)
                 continue
-            identifier, (_, scope, cost, _, rule_part, within_part, parts) = question
+            identifier, (_, scope, cost, _, rule_part, within_part, parts) = check
             if below and crc32(identifier, seed) < below:
                 sampled.append(len(answers))
             try:
@@ -221,20 +221,20 @@ class BulkChecks:
                     by_plan: _ByPlan = scope  # type: ignore[assignment]
                     of_plan = self._of_plan(identifier, by_plan, now_us)
                     if of_plan is None:
-                        tell(self._answer_wholly(identifier, by_plan, now_us))
+                        add(self._answer_wholly(identifier, by_plan, now_us))
                         continue
                     _, scope, cost, _, rule_part, within_part, parts = of_plan
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
-                    tell(None if judged is None else self._answer_several(*judged, parts))
+                    add(None if judged is None else self._answer_several(*judged, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it
-                tell(None)
+                add(None)
                 continue
             if outcome is None:
-                tell(None)
+                add(None)
                 continue
             allowed, remaining, reset_time, retry_after, reason, _ = outcome
             reset = reset_times.get(reset_time)
@@ -243,40 +243,40 @@ class BulkChecks:
             if remaining and allowed:
                 # All algorithms: the reason is WITHIN_LIMIT and the retry delay 0.
                 left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-                tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
+                add(_ALLOWED_AND_REMAINING + left + reset + within_part)
             else:
                 start = _start(allowed, remaining)
-                tell(start + reset + _end(retry_after, reason) + rule_part)
+                add(start + reset + _end(retry_after, reason) + rule_part)
         for place in sampled:
-            self._note(questions[place], answers[place], now_us)
+            self._record(checks[place], answers[place], now_us)
         return answers
 
-    def _note(self, question: Question | None, answer: bytes | None, now_us: int) -> None:
+    def _record(self, check: ParsedCheck | None, answer: bytes | None, now_us: int) -> None:
         recorder = self._limiter.recorder
         # Without an answer the general path records the check.
-        if recorder is not None and question is not None and answer is not None:
-            identifier, known = question
-            recorder.note(identifier, known[0], now_us, allowed=answer.startswith(_ALLOWED))
+        if recorder is not None and check is not None and answer is not None:
+            identifier, known = check
+            recorder.record(identifier, known[0], now_us, allowed=answer.startswith(_ALLOWED))
 
     def _answer_wholly(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> bytes | None:
         """Answer a check without a cached ending here, in order: later checks may share its buckets."""
         check = by_plan.check._replace(identifier=identifier)
-        decision = self._limiter.check(check, now_us, is_noted=False)
+        decision = self._limiter.check(check, now_us, is_recorded=False)
         return None if decision is None else answer_of(decision).SerializeToString()
 
     def _of_plan(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> _Known | None:
         """Return the cached data for the plan of an identifier; ``None`` if the answer cannot be encoded here."""
-        judging = self._scopes.judging((identifier,), by_plan.scopes, now_us)
-        if isinstance(judging, Unjudged):
+        resolved = self._scopes.resolve_plans((identifier,), by_plan.scopes, now_us)
+        if isinstance(resolved, Unjudged):
             return None
-        found = by_plan.known.get(id(judging))
+        found = by_plan.known.get(id(resolved))
         if found is None:
-            self._of_plans += limits_in(judging)
+            self._of_plans += limits_in(resolved)
             if self._of_plans > MAX_OF_PLANS:
                 self._known, self._of_plans = {}, 0
             if len(by_plan.known) >= MAX_BY_PLANS:
                 by_plan.known.clear()
-            found = by_plan.known[id(judging)] = judging, _known(by_plan.check, judging)
+            found = by_plan.known[id(resolved)] = resolved, _known(by_plan.check, resolved)
         return found[1]
 
     def _answer_several(
@@ -383,11 +383,11 @@ def _field(tag: bytes, octets: bytes) -> bytes:
 
 def _rule_part(scope: Scope) -> tuple[bytes, bytes]:
     """Return limit, window and rule id of an answer, and the name of the limit and the plan, which end it."""
-    limit, window = varint(scope.told.limit), varint(scope.told.window_seconds)
+    limit, window = varint(scope.rule_limit.limit), varint(scope.rule_limit.window_seconds)
     numbers = _LIMIT + limit + _WINDOW_SECONDS + window
     return (
         numbers + _field(_RULE_ID, scope.rule.id.encode()),
-        _field(_LIMIT_NAME, scope.told.name.encode()) + _text_field(_PLAN, scope.plan),
+        _field(_LIMIT_NAME, scope.rule_limit.name.encode()) + _text_field(_PLAN, scope.plan),
     )
 
 
@@ -396,7 +396,7 @@ def _text_field(tag: bytes, text: str) -> bytes:
 
 
 def _parts(scope: Scope) -> _Parts:
-    rule, limit = scope.rule, scope.told
+    rule, limit = scope.rule, scope.rule_limit
     head = _field(_STATUS_RULE_ID, rule.id.encode()) + _field(_STATUS_NAME, limit.name.encode())
     numbers = (
         _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)

@@ -24,13 +24,13 @@ from ratelimitd.model import (
     UNLIMITED_PLAN,
     AssignedPlan,
     Check,
+    ConsideredRule,
     Decision,
     Enforcement,
     Explained,
     IdentifierType,
     Identity,
     LimitStatus,
-    LookedAt,
     Match,
     Reason,
     types_within,
@@ -175,7 +175,7 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
 def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explanation:
     """Return the contract's explanation of a check."""
     # Rules that judge come first; the sort is stable.
-    ordered = sorted(explained.looked_at, key=lambda one: one.match is not Match.JUDGES)
+    ordered = sorted(explained.considered, key=lambda one: one.match is not Match.JUDGES)
     return ratelimiter_pb2.Explanation(
         answer=answer_of(explained.decision),
         rules=[
@@ -185,7 +185,7 @@ def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explan
                 identifier_type=rule.identifier_type,
                 match=match,  # type: ignore[arg-type]  # as with reason
                 limits=map(status_of, limits),
-                remedy=_remedy(check, LookedAt(rule, match, limits, plan)),
+                remedy=_remedy(check, ConsideredRule(rule, match, limits, plan)),
                 plan=plan,
             )
             for rule, match, limits, plan in ordered[:MAX_EXPLAINED]
@@ -217,14 +217,14 @@ def _plan_remedy(assigned: AssignedPlan, explained: Explained) -> str:
     if plan == BLOCKED_PLAN:
         wait = f", or wait {explained.decision.retry_after} s" if expire_time else ""
         return f"unassign the {kind} from {plan}{wait}"
-    named = {one.name for looked_at in explained.looked_at for one in looked_at.rule.plans}
+    named = {one.name for considered in explained.considered for one in considered.rule.plans}
     if plan == UNLIMITED_PLAN or plan in named:
         return ""
     return f"give a rule limits for the plan {plan}: until then its own limits hold"
 
 
-def _remedy(check: Check, looked_at: LookedAt) -> str:
-    rule, match, limits, plan = looked_at
+def _remedy(check: Check, considered: ConsideredRule) -> str:
+    rule, match, limits, plan = considered
     if match is Match.PASSED_OVER:
         return f"unassign the identity from {plan}"
     if match is Match.DISABLED:

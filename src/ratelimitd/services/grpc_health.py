@@ -84,12 +84,12 @@ class GrpcHealthService:
     async def watch(self, data: bytes, _call: Call) -> AsyncIterator[bytes]:
         """Yield the status now and after every change. An unknown service is SERVICE_UNKNOWN."""
         name = _service_of(data)
-        told: int | None = None
+        sent: int | None = None
         while True:
             changed = self._changed
             status = self._status(name)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield _Response(status=status).SerializeToString()
             await changed.wait()
 

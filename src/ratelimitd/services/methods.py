@@ -268,17 +268,17 @@ def _answered(span: Span, name: str, answer: bytes) -> bytes:
             if name == _CHECK
             else ratelimiter_pb2.HoldResponse.FromString(answer).answer
         )
-        span.note("ratelimitd.allowed", decision.allowed)
-        span.note("ratelimitd.reason", ratelimiter_pb2.Reason.Name(decision.reason))
-        span.note("ratelimitd.rule_id", decision.rule_id)
+        span.set_attribute("ratelimitd.allowed", decision.allowed)
+        span.set_attribute("ratelimitd.reason", ratelimiter_pb2.Reason.Name(decision.reason))
+        span.set_attribute("ratelimitd.rule_id", decision.rule_id)
     elif name == _BATCH:
         decisions = ratelimiter_pb2.BatchRateLimitResponse.FromString(answer).responses
-        span.note("ratelimitd.checks", len(decisions))
-        span.note("ratelimitd.denied", sum(not decision.allowed for decision in decisions))
+        span.set_attribute("ratelimitd.checks", len(decisions))
+        span.set_attribute("ratelimitd.denied", sum(not decision.allowed for decision in decisions))
     _end(span, StatusCode.OK)
     return answer
 
 
 def _end(span: Span, code: StatusCode) -> None:
-    span.note("rpc.grpc.status_code", int(code))
+    span.set_attribute("rpc.grpc.status_code", int(code))
     span.end("" if code is StatusCode.OK else code.name)

@@ -19,7 +19,7 @@ from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.bulk_checks import MAX_ANSWER_BYTES, BulkChecks, Question
+from ratelimitd.services.bulk_checks import MAX_ANSWER_BYTES, BulkChecks, ParsedCheck
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
@@ -157,9 +157,9 @@ class RateLimiterService:
         items = split_batch(data, MAX_BATCH_ITEMS)
         if items is not None and len(items) > SHORT_ITEMS:
             return self._answer_long(call.peer, data, started_s)
-        questions = self._bulk.read(items or ())
-        if items is not None and None not in questions:
-            parts = self._answer_in_bulk(items, questions, self._limiter.scopes.book, 0, len(items))
+        checks = self._bulk.read(items or ())
+        if items is not None and None not in checks:
+            parts = self._answer_in_bulk(items, checks, self._limiter.scopes.book, 0, len(items))
             return self._joined(call.peer, parts, started_s)
         requests = self._parsed(data)
         if len(requests) > SHORT_ITEMS:
@@ -189,7 +189,7 @@ class RateLimiterService:
             # Split again, in 0.15 ms: keeping a million items of waiting batches caused garbage collections of 50 ms.
             items = cast("list[bytes]", split_batch(data, MAX_BATCH_ITEMS))
             book = self._limiter.scopes.book
-            questions: list[Question | None] = []
+            checks: list[ParsedCheck | None] = []
             for start in range(0, len(items), SLICE_ITEMS):
                 messages = items[start : start + SLICE_ITEMS]
                 read = await self._queue.run(peer, partial(self._bulk.read, messages))
@@ -197,8 +197,8 @@ class RateLimiterService:
                     requests = self._parsed(data)
                     parsed = partial(self._answer, requests)
                     return await self._answer_in_slices(peer, parsed, len(requests), started_s)
-                questions += read
-            answer = partial(self._answer_in_bulk, items, questions, book)
+                checks += read
+            answer = partial(self._answer_in_bulk, items, checks, book)
             return await self._answer_in_slices(peer, answer, len(items), started_s)
 
     async def _answer_in_slices(
@@ -258,13 +258,13 @@ class RateLimiterService:
     def _answer_in_bulk(  # noqa: PLR0917 - the first three are bound
         self,
         items: Sequence[bytes],
-        questions: Sequence[Question | None],
+        checks: Sequence[ParsedCheck | None],
         book: RuleBook | None,
         start: int,
         stop: int,
     ) -> Parts:
         parts: list[bytes | Waiting] = []
-        asked = questions[start:stop]
+        asked = checks[start:stop]
         if self._limiter.scopes.book is not book:
             # The rules have changed since the items were read: read them again.
             asked = self._bulk.read(items[start:stop])

@@ -234,12 +234,12 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     size = given.get(b"max-frame-size", b"")
     if not size.isdigit() or len(size) > MAX_DIGITS:
         raise SpopError(Status.INVALID)
-    told: dict[bytes, bytes | int] = {
+    fields: dict[bytes, bytes | int] = {
         b"version": VERSION,
         b"max-frame-size": min(int(size), MAX_FRAME_BYTES),
         b"capabilities": b"pipelining",
     }
-    return frame(FrameType.AGENT_HELLO, pairs(told)), given.get(b"healthcheck") == b"true"
+    return frame(FrameType.AGENT_HELLO, pairs(fields)), given.get(b"healthcheck") == b"true"
 
 
 class SpopServer:
@@ -338,7 +338,7 @@ class SpopConnection(asyncio.Protocol):
         self._received = bytearray()
         self._transport: asyncio.Transport
         self._client: tuple[str, int] | None = None
-        self._is_greeted = False
+        self._handshake_done = False
         self._is_blocked = False
         self.pending: set[asyncio.Task[None]] = set()
 
@@ -390,11 +390,11 @@ class SpopConnection(asyncio.Protocol):
     def end(self, status: Status) -> None:
         """Send the reason and close. The connection counts until it is lost, at most ``CLOSING_GRACE_S`` later."""
         if not self._transport.is_closing():
-            told: dict[bytes, bytes | int] = {
+            fields: dict[bytes, bytes | int] = {
                 b"status-code": int(status),
                 b"message": status.name.lower().encode(),
             }
-            self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(told)))
+            self._transport.write(frame(FrameType.AGENT_DISCONNECT, pairs(fields)))
             self._transport.close()
             later = asyncio.get_running_loop().call_later
             self._expiry = later(CLOSING_GRACE_S, self._transport.abort)
@@ -432,12 +432,12 @@ class SpopConnection(asyncio.Protocol):
         return whole
 
     def _handle(self, received: Frame) -> None:
-        if received.kind == FrameType.NOTIFY and self._is_greeted:
+        if received.kind == FrameType.NOTIFY and self._handshake_done:
             self._connections[self] = self._connections.pop(self, None)
             self._notified(received)
-        elif received.kind == FrameType.HAPROXY_HELLO and not self._is_greeted:
+        elif received.kind == FrameType.HAPROXY_HELLO and not self._handshake_done:
             answer, is_health_check = hello_answer(received.payload)
-            self._is_greeted = True
+            self._handshake_done = True
             self._transport.write(answer)
             if is_health_check:
                 self._transport.close()
@@ -468,11 +468,11 @@ class SpopConnection(asyncio.Protocol):
             "client": self._client,
         }
         response = await self._auth.answer(Request(scope, _never))
-        ack = variables(_told(response))
+        ack = variables(_variables_of(response))
         self._transport.write(frame(FrameType.ACK, ack, received.stream_id, received.frame_id))
 
 
-def _told(response: Response) -> dict[bytes, bytes | int]:
+def _variables_of(response: Response) -> dict[bytes, bytes | int]:
     """Return the variables of an answer: its status and the rate-limit fields, with ``_`` for ``-``."""
     fields = {
         name.replace("-", "_").encode(): value.encode()

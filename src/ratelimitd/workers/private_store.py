@@ -222,13 +222,13 @@ class StoreProcess(ChildProcess):
     async def ready(self) -> None:
         """Wait until it has loaded its file and answers."""
         time_s = asyncio.get_running_loop().time
-        heard_s = time_s()
+        received_s = time_s()
         while (answer := await self._store.answer(READINESS_TIMEOUT_S)) != _READY:
             if self._reading.done():
                 raise StartupError(self.reason)
             if answer:
-                heard_s = time_s()
-            elif time_s() - heard_s > START_S:
+                received_s = time_s()
+            elif time_s() - received_s > START_S:
                 self.kill()
             await asyncio.sleep(LOOK_S)
 

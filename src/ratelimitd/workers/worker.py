@@ -19,7 +19,7 @@ from ratelimitd.node.node import Node
 from ratelimitd.node.process import EXIT_FAILED, EXIT_OK
 from ratelimitd.workers import protocol
 
-LAST_WORD_S: Final = 1.0
+REPORT_TIMEOUT_S: Final = 1.0
 """Longest wait for a parent that does not read the worker's error."""
 
 STANDARD_INPUT: Final = 0
@@ -65,17 +65,17 @@ class Parent:
 
     async def may_listen(self) -> None:
         """Report that the node is prepared, and wait for the command to listen."""
-        self._say("prepared")
+        self._send("prepared")
         await self._may_listen.wait()
 
     def ready(self, node: Node) -> None:
         """Report that the node answers calls."""
-        self._say("ready", node.grpc_address)
+        self._send("ready", node.grpc_address)
 
     def failed(self, line: str) -> int:
         """Report why the process ends; the parent prints it, once for all workers."""
         with contextlib.suppress(OSError):
-            self._socket.settimeout(LAST_WORD_S)
+            self._socket.settimeout(REPORT_TIMEOUT_S)
             # On its own line, even after an incomplete message.
             self._socket.sendall(b"\n" + protocol.message("failed", line))
         return EXIT_FAILED
@@ -87,7 +87,7 @@ class Parent:
         """Exit at once: a signal after the end of the event loop would kill the process."""
         process.leave(EXIT_OK)
 
-    def _say(self, kind: str, *values: object) -> None:
+    def _send(self, kind: str, *values: object) -> None:
         assert self._writer is not None  # noqa: S101 -- it attends to the node by now
         self._writer.write(protocol.message(kind, *values))
 

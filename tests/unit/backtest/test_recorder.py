@@ -9,7 +9,7 @@ import pytest
 from ratelimitd.backtest import recorder as module
 from ratelimitd.backtest.recorder import (
     BLOCK_CHECKS,
-    CHECKS_PER_TURN,
+    CHECKS_PER_ITERATION,
     FILE_S,
     MAX_KINDS,
 )
@@ -131,14 +131,14 @@ async def test_bulk_checks_without_an_answer_are_not_recorded(record):
     questions = bulk.read([message])
     at.limiter.charge = lambda *_: None
     assert BulkChecks.answer(bulk, questions) == [None]
-    at.recorder.note = pytest.fail
+    at.recorder.record = pytest.fail
     await at.recorder.drain()
     assert at.files == []
 
 
 async def test_a_recorder_with_share_0_is_not_called(record):
     at = record(ORDERS, share=0.0)
-    at.recorder.note = pytest.fail
+    at.recorder.record = pytest.fail
     at.ask()
     await at.recorder.drain()
     assert at.files == []
@@ -227,7 +227,7 @@ async def test_the_oldest_files_are_removed_when_the_directory_is_full(record, m
 
 
 async def test_noted_checks_are_bounded_and_lost_ones_are_counted(record, monkeypatch):
-    monkeypatch.setattr(module, "MAX_NOTED", 10)
+    monkeypatch.setattr(module, "MAX_QUEUED", 10)
     at = record(ORDERS)
     at.ask(25)
     trace = await at.trace()
@@ -237,7 +237,7 @@ async def test_noted_checks_are_bounded_and_lost_ones_are_counted(record, monkey
 
 async def test_a_step_over_many_checks_yields_to_the_event_loop(record):
     at = record(ORDERS)
-    at.ask(2 * CHECKS_PER_TURN)
+    at.ask(2 * CHECKS_PER_ITERATION)
     turns = []
     task = asyncio.create_task(at.recorder.step())
     while not task.done():
@@ -248,12 +248,12 @@ async def test_a_step_over_many_checks_yields_to_the_event_loop(record):
 
 async def test_a_cancelled_step_loses_nothing(record):
     at = record(ORDERS)
-    at.ask(3 * CHECKS_PER_TURN)
+    at.ask(3 * CHECKS_PER_ITERATION)
     task = asyncio.create_task(at.recorder.step())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert (await at.trace()).checks == 3 * CHECKS_PER_TURN
+    assert (await at.trace()).checks == 3 * CHECKS_PER_ITERATION
 
 
 class Disk:
@@ -301,7 +301,7 @@ async def test_a_disk_error_loses_the_file_with_its_checks_and_its_count_of_lost
 ):
     at = record(ORDERS)
     disk = Disk(monkeypatch)
-    monkeypatch.setattr(module, "MAX_NOTED", BLOCK_CHECKS)
+    monkeypatch.setattr(module, "MAX_QUEUED", BLOCK_CHECKS)
     await fill(at)
     await fill(at, further=10)
     await fill(at)
@@ -381,7 +381,7 @@ async def test_recording_continues_until_it_is_cancelled(record, monkeypatch):
     at.ask()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert not at.recorder._noted
+    assert not at.recorder._queued
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (await at.trace()).checks == 1

@@ -138,8 +138,8 @@ class World:
         answers, end = expected
         is_known = self.model.held.get(number) is known is not None
         if is_known:
-            assert [*got.names] == [KEYS.stored(name) for name in known.told]
-            charges = [(name, self.limits[name]) for name in known.told]
+            assert [*got.names] == [KEYS.stored(name) for name in known.recorded]
+            charges = [(name, self.limits[name]) for name in known.recorded]
         self.compare(got.outcomes, answers, charges)
         assert got.expire_us == end * US_PER_S
         self.met["repeated hold" if is_known else "hold" if end else "denied hold"] += 1
@@ -154,7 +154,7 @@ class World:
         actual = self.rng.choice([0, cost, self.rng.randint(0, cost), cost + 1, 3 * cost])
         if known is not None and known.actual is not None and self.rng.random() < 0.7:
             actual = known.actual
-        names = [KEYS.stored(name) for name in known.told] if known else []
+        names = [KEYS.stored(name) for name in known.recorded] if known else []
         expected = outcome_of(lambda: self.model.settle(number, actual, self.clock_s))
         now_us = self.clock.now_us()
         got = outcome_of(lambda: at_once(self.holds.settle(number, names, actual, now_us)))
@@ -165,7 +165,7 @@ class World:
         assert (got.known, got.is_first) == expected
         if got.is_first:
             self.met["settle of less" if actual < cost else "settle of more"] += actual != cost
-            for name, outcome in zip(known.told, got.outcomes, strict=True):
+            for name, outcome in zip(known.recorded, got.outcomes, strict=True):
                 # The outcome is by the limit of the bucket's latest charge.
                 if name in known.charged and outcome is not None and name not in self.edited():
                     there = self.model.there(name, self.limits[name], self.clock_s, self.clock_s)

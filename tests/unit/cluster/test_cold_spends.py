@@ -144,7 +144,7 @@ async def test_a_reset_by_another_node_drops_a_cold_spend(world, is_sent):
         world.sync()
     shared = reset(world.store.ledger.buckets[name_of(b"a")], RULE)
     world.store.ledger.buckets[name_of(b"a")] = shared
-    world.refresh.heard(name_of(b"a"), shared)
+    world.refresh.adopt_by_name(name_of(b"a"), shared)
     assert remaining(world) == LIMIT
     world.store.mode = "up"
     for request in world.store.held:
@@ -156,7 +156,7 @@ async def test_a_reset_by_another_node_drops_a_cold_spend(world, is_sent):
 async def test_a_state_from_another_node_adds_to_a_cold_spend(world):
     world.at_once(cost=2)
     world.store.spend(b"a", RULE, 600, world.clock.now_us())
-    world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+    world.refresh.adopt_by_name(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
     assert remaining(world) == LIMIT - 603
     world.settle()
     assert world.store.spent(b"a") == 603
@@ -211,7 +211,7 @@ async def test_a_batch_contains_a_bucket_once(world):
     world.at_once()
     world.sync()
     world.at_once()
-    world.refresh.heard(*reset_in_store(world))
+    world.refresh.adopt_by_name(*reset_in_store(world))
     world.run(IDLE_US)
     world.refresh.step()
     world.refresh.step()
@@ -227,7 +227,7 @@ async def test_a_batch_contains_a_bucket_once(world):
 async def test_a_state_from_before_a_lost_reset_is_not_adopted(world):
     before = world.store.ledger.buckets[name_of(b"a")]
     world.know()
-    world.refresh.heard(*reset_in_store(world))
+    world.refresh.adopt_by_name(*reset_in_store(world))
     world.pack()
     world.store.mode = "held"
     world.at_once(cost=2)

@@ -25,10 +25,10 @@ class Scene:
         self.gossip.settled(bucket, known)
         return after
 
-    def told(self):
+    def messages(self):
         self.gossip.publish()
-        told, self.bus.published = self.bus.published, []
-        return told
+        messages, self.bus.published = self.bus.published, []
+        return messages
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ class Hearer:
     def __init__(self):
         self.states, self.doubts, self.rule_changes = {}, [], 0
 
-    def heard(self, name, shared):
+    def adopt_by_name(self, name, shared):
         self.states[name] = shared
 
-    def doubt(self, name):
+    def reread(self, name):
         self.doubts.append(name)
 
     def rules_changed(self):
@@ -61,7 +61,7 @@ def hearer():
 @pytest.mark.parametrize("before", [0, 50, None])
 def test_a_bucket_that_drops_below_half_is_published(scene, hearer, before):
     after = scene.settle(51, before)
-    ((tag, payload),) = scene.told()
+    ((tag, payload),) = scene.messages()
     assert tag == b"a"[0]
     hearer.take(payload)
     assert hearer.states == {name_of(b"a"): after}
@@ -70,20 +70,20 @@ def test_a_bucket_that_drops_below_half_is_published(scene, hearer, before):
 @pytest.mark.parametrize(("before", "spent"), [(0, 50), (51, 90), (None, 10), (90, 10)])
 def test_a_bucket_that_has_half_or_had_less_before_is_not_published(scene, before, spent):
     scene.settle(spent, before)
-    assert scene.told() == []
+    assert scene.messages() == []
 
 
 def test_a_bucket_without_a_stored_state_is_not_published(scene):
     scene.settle(None)
-    assert scene.told() == []
+    assert scene.messages() == []
 
 
 def test_a_bucket_is_published_once_per_interval(scene):
     for _ in range(3):
         scene.settle(51)
-    assert len(scene.told()) == 1
+    assert len(scene.messages()) == 1
     scene.settle(51)
-    assert len(scene.told()) == 1
+    assert len(scene.messages()) == 1
 
 
 def test_a_bucket_with_a_log_is_published_by_name_at_once(scene, hearer):
@@ -97,17 +97,17 @@ def test_a_bucket_with_a_log_is_published_by_name_at_once(scene, hearer):
     hearer.take(payload)
     assert hearer.doubts == [name_of(b"a")]
     scene.bus.published.clear()
-    assert scene.told() == []
+    assert scene.messages() == []
 
 
 def test_messages_have_a_hundred_buckets_of_one_hash_tag(scene, hearer):
     keys = [b"a%d" % number for number in range(MAX_PER_MESSAGE + 1)]
     for key in (*keys, b"b"):
         scene.settle(51, key=key)
-    told = scene.told()
-    assert [tag for tag, _ in told] == [97, 97, 98]
-    assert max(len(payload) for _, payload in told) <= 8_192
-    for _, payload in told:
+    messages = scene.messages()
+    assert [tag for tag, _ in messages] == [97, 97, 98]
+    assert max(len(payload) for _, payload in messages) <= 8_192
+    for _, payload in messages:
         hearer.take(payload)
     assert hearer.states.keys() == {name_of(key) for key in (*keys, b"b")}
 
@@ -144,8 +144,8 @@ def test_the_largest_numbers_survive_a_message(hearer):
 )
 def test_impossible_states_in_a_message_are_skipped(hearer, numbers):
     sound = SharedState(1, 2, 3, (4, 5))
-    told = [(b"a", sound._replace(**numbers)), (b"b", sound)]
-    hearer.take(b"S" + b"".join(packed_state(name_of(key), shared) for key, shared in told))
+    messages = [(b"a", sound._replace(**numbers)), (b"b", sound)]
+    hearer.take(b"S" + b"".join(packed_state(name_of(key), shared) for key, shared in messages))
     assert hearer.states == {name_of(b"b"): sound}
 
 
@@ -169,6 +169,6 @@ def test_unknown_messages_are_ignored(hearer, payload):
 
 def test_a_fixed_window_is_published_without_the_count_before(scene, hearer):
     scene.settle(SharedState(0, 1, 100, (60, scene.clock.now_us(), 20)))
-    ((_, payload),) = scene.told()
+    ((_, payload),) = scene.messages()
     hearer.take(payload)
     assert hearer.states == {name_of(b"a"): SharedState(0, 1, 100, (60, scene.clock.now_us()))}

@@ -63,7 +63,7 @@ class Scene(World):
     def others_spend(self, key, tokens):
         """Spend on another node, and notify this one."""
         self.store.spend(key, self.RULES[key], tokens, self.clock.now_us())
-        self.refresh.heard(name_of(key), self.store.ledger.buckets[name_of(key)])
+        self.refresh.adopt_by_name(name_of(key), self.store.ledger.buckets[name_of(key)])
 
     def spent(self, keys=b"at"):
         return [self.store.spent(bytes([key])) for key in keys]

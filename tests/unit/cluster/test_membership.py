@@ -41,7 +41,7 @@ class Scene:
             shared_time=self.shared_time,
         )
 
-    def heard(self, fingerprint="ours", names=("node/1", "other/2")):
+    def beat_answered(self, fingerprint="ours", names=("node/1", "other/2")):
         self.membership.beat()
         self.pulse.dones[-1]((7_000_000, fingerprint, names))
 
@@ -53,19 +53,19 @@ def scene():
 
 def test_a_node_is_alone_until_the_store_reports_others(scene):
     assert (scene.membership.count, scene.membership.alive) == (1, ())
-    scene.heard()
+    scene.beat_answered()
     assert scene.membership.count == 2
     assert scene.membership.alive == ("node/1", "other/2")
     assert scene.pulse.beats == [("node/1", BEAT_TTL_US, "ours")]
 
 
 def test_a_node_always_counts_itself(scene):
-    scene.heard(names=())
+    scene.beat_answered(names=())
     assert scene.membership.count == 1
 
 
 def test_members_are_kept_while_the_store_is_unavailable(scene):
-    scene.heard()
+    scene.beat_answered()
     scene.membership.beat()
     scene.pulse.dones[-1](StoreUnavailableError("no answer"))
     assert scene.membership.count == 2
@@ -97,7 +97,7 @@ def test_an_answer_sets_the_stores_time_at_the_middle_of_the_round_trip(scene):
 
 def test_another_secret_is_reported_once_each_time_it_appears(scene, caplog):
     for fingerprint in ("theirs", "theirs", "ours", "theirs"):
-        scene.heard(fingerprint)
+        scene.beat_answered(fingerprint)
     assert len(caplog.messages) == 2
     assert "KEY_SECRET" in caplog.messages[0]
     assert "theirs" not in caplog.messages[0]
@@ -105,10 +105,10 @@ def test_another_secret_is_reported_once_each_time_it_appears(scene, caplog):
 
 def test_a_node_without_its_secret_yet_reports_no_mismatch(scene, caplog):
     scene.fingerprint = ""
-    scene.heard("theirs")
+    scene.beat_answered("theirs")
     assert caplog.messages == []
     scene.fingerprint = "ours"
-    scene.heard("theirs")
+    scene.beat_answered("theirs")
     assert len(caplog.messages) == 1
 
 

@@ -30,19 +30,19 @@ class StoreServer:
     """Records what is reported to it."""
 
     def __init__(self):
-        self.told = []
+        self.recorded = []
 
     def answered(self):
-        self.told.append("answered")
+        self.recorded.append("answered")
 
     def refused(self, _error):
-        self.told.append("failed")
+        self.recorded.append("failed")
 
     def synced(self):
         """Ignored by the tests."""
 
     def sync_failed(self, _error):
-        self.told.append("sync failed")
+        self.recorded.append("sync failed")
 
 
 class Scene:
@@ -250,10 +250,10 @@ class TestFailures:
         scene.store.mode = "held"
         scene.tag.sync()
         scene.run(2 * SECOND)
-        scene.tag.first_word()
+        scene.tag.forgive_outage()
         scene.spend(bucket, 10)
         scene.run(2 * SECOND)
-        scene.tag.first_word()
+        scene.tag.forgive_outage()
         assert bucket.view.forgiven == 0
         scene.store.held_one().answer()
         assert bucket.view.unsent.tokens == 10
@@ -266,7 +266,7 @@ class TestFailures:
         scene.tag.sync()
         scene.run(SECOND)
         scene.spend(bucket, 1)
-        scene.tag.first_word()
+        scene.tag.forgive_outage()
         assert (bucket.view.forgiven, bucket.view.unsent.tokens) == (0, 1)
 
     def test_a_batch_whose_number_the_store_may_have_forgotten_is_dropped_and_its_tokens_are_lost(
@@ -314,7 +314,7 @@ class TestFailures:
         for _ in range(3):
             scene.store.held_one().fail(error)
             scene.run(SECOND)
-        assert (scene.defects, scene.server.told) == ([error], ["sync failed"] * 3)
+        assert (scene.defects, scene.server.recorded) == ([error], ["sync failed"] * 3)
         assert len({batch.number for batch in scene.batches()}) == 1
         scene.store.held_one().answer()
         assert (scene.store.spent(b"a"), scene.tag.is_settled) == (5, True)
@@ -509,7 +509,7 @@ class TestReportsToTheBreaker:
     async def test_an_answered_batch_with_checks_is_reported(self, scene):
         scene.ask(scene.bucket())
         scene.run(MS)
-        assert scene.server.told == ["answered"]
+        assert scene.server.recorded == ["answered"]
 
     def test_only_failures_of_the_sync_are_reported_separately(self, scene):
         scene.spend(scene.bucket())
@@ -518,7 +518,7 @@ class TestReportsToTheBreaker:
         scene.run(90 * MS)
         scene.store.mode = "up"
         scene.run(SECOND)
-        assert scene.server.told == ["sync failed", "sync failed"]
+        assert scene.server.recorded == ["sync failed", "sync failed"]
 
     async def test_only_the_first_failure_of_a_batch_with_checks_counts_for_checks(self, scene):
         bucket = scene.bucket()
@@ -527,7 +527,7 @@ class TestReportsToTheBreaker:
         scene.run(21 * MS)
         scene.tag.give_up(bucket, question)
         scene.run(90 * MS)
-        assert scene.server.told == ["failed", "sync failed"]
+        assert scene.server.recorded == ["failed", "sync failed"]
 
     async def test_each_failure_of_a_batch_with_checks_behind_it_counts(self, scene):
         bucket = scene.bucket()
@@ -538,9 +538,9 @@ class TestReportsToTheBreaker:
         for _ in range(2):
             scene.store.held_one().fail()
             scene.run(SECOND)
-        assert scene.server.told == ["failed", "failed"]
+        assert scene.server.recorded == ["failed", "failed"]
         scene.store.held_one().answer()
-        assert scene.server.told[2:] == ["answered"]
+        assert scene.server.recorded[2:] == ["answered"]
 
 
 async def test_views_decide_checks_of_a_moving_slot_and_their_spends_are_settled(scene):
@@ -588,11 +588,11 @@ async def test_failed_batches_open_the_breaker_once_the_limit_of_unsettled_bucke
         scene.spend(scene.bucket(b"a%d" % number))
     scene.tag.sync()
     scene.run(SECOND)
-    assert set(scene.server.told) == {"sync failed"}
+    assert set(scene.server.recorded) == {"sync failed"}
     scene.spend(scene.bucket(b"one more"))
-    scene.server.told.clear()
+    scene.server.recorded.clear()
     scene.run(3 * SECOND)
-    assert set(scene.server.told) == {"failed"}
+    assert set(scene.server.recorded) == {"failed"}
 
 
 async def test_a_moving_slot_does_not_exceed_the_limit_of_unsettled_buckets(scene):

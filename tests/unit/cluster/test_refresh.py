@@ -21,14 +21,16 @@ class Denials:
     def __init__(self, rereading):
         self.rereading, self.bucket, self.now_us, self.looks = rereading, a_bucket(), 0, []
 
-    def run(self, us, is_news=lambda _us: False, is_denied=lambda _us: True):
+    def run(self, us, has_changed=lambda _us: False, is_denied=lambda _us: True):
         until_us = self.now_us + us
         while self.now_us < until_us:
             if is_denied(self.now_us) and not self.bucket.is_denied:
                 self.rereading.denied(self.bucket, self.now_us)
             for bucket, times in self.rereading.due(self.now_us, 10):
                 self.looks.append(self.now_us // MS)
-                self.rereading.looked(bucket, times, self.now_us, is_news=is_news(self.now_us))
+                self.rereading.reschedule(
+                    bucket, times, self.now_us, has_changed=has_changed(self.now_us)
+                )
             self.now_us += MS
 
 
@@ -41,7 +43,7 @@ def test_a_bucket_that_stays_denied_is_read_at_growing_intervals(rereading):
 
 def test_a_changed_bucket_is_read_again_soon(rereading):
     denials = Denials(rereading)
-    denials.run(1_500 * MS, is_news=lambda now_us: now_us == 400 * MS)
+    denials.run(1_500 * MS, has_changed=lambda now_us: now_us == 400 * MS)
     assert denials.looks == [100, 400, 500, 800]
 
 
@@ -50,7 +52,7 @@ def test_a_bucket_without_new_denials_is_dropped_and_can_be_queued_again(rereadi
     denials.run(5 * SECOND, is_denied=lambda now_us: now_us in {0, 4 * SECOND})
     assert denials.looks == [100, 4_100]
     assert len(rereading) == 0
-    assert not denials.bucket.is_watched
+    assert not denials.bucket.is_queued
 
 
 def test_a_bucket_is_watched_once_despite_many_denials(rereading):
@@ -86,4 +88,4 @@ def test_the_number_of_watched_buckets_is_bounded(rereading, monkeypatch):
     for bucket in buckets:
         rereading.denied(bucket, 0)
     assert len(rereading) == 2
-    assert [bucket.is_watched for bucket in buckets] == [True, True, False]
+    assert [bucket.is_queued for bucket in buckets] == [True, True, False]

@@ -377,7 +377,7 @@ class TestOutage:
         assert world.at_once(cost=10)[0]
         world.run(SECOND)
         world.store.spend(b"a", world.rule, 1, world.clock.now_us())
-        world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+        world.refresh.adopt_by_name(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.accuracy.forgiven_total == 10
 
     async def test_a_half_moved_slot_opens_no_breaker_and_views_decide_after_the_timeout(self):
@@ -455,15 +455,15 @@ class TestGossip:
     async def test_a_state_from_another_node_becomes_the_base(self, world):
         world.know()
         world.store.spend(b"a", RULE, 900, world.clock.now_us())
-        world.refresh.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+        world.refresh.adopt_by_name(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.peek()[1] == 99
 
     async def test_a_state_of_an_unknown_bucket_is_ignored(self, world):
-        world.refresh.heard(name_of(b"a"), reset(None, RULE))
-        world.refresh.doubt(name_of(b"a"))
+        world.refresh.adopt_by_name(name_of(b"a"), reset(None, RULE))
+        world.refresh.reread(name_of(b"a"))
         assert (len(world.cache), world.store.requests) == (0, [])
 
-    @pytest.mark.parametrize("tell", ["heard", "doubt"])
+    @pytest.mark.parametrize("tell", ["adopt_by_name", "reread"])
     async def test_a_state_of_a_packed_bucket_makes_its_next_check_read_it(self, world, tell):
         world.know()
         world.store.spend(b"a", RULE, 900, world.clock.now_us())
@@ -472,7 +472,7 @@ class TestGossip:
         world.pack()
         assert len(world.cache) == 1
         shared = world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
-        arguments = [name_of(b"a"), shared][: 2 if tell == "heard" else 1]
+        arguments = [name_of(b"a"), shared][: 2 if tell == "adopt_by_name" else 1]
         getattr(world.refresh, tell)(*arguments)
         assert len(world.cache) == 0
         assert world.at_once() is None
@@ -482,7 +482,7 @@ class TestGossip:
         world.check(cost=900)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
-        world.refresh.doubt(name_of(b"a"))
+        world.refresh.reread(name_of(b"a"))
         world.run(MS)
         assert world.at_once()[1] == 999
 
@@ -491,7 +491,7 @@ class TestGossip:
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
         world.store.mode = "held"
-        world.refresh.doubt(name_of(b"a"))
+        world.refresh.reread(name_of(b"a"))
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
         world.refresh.step()
@@ -503,7 +503,7 @@ class TestGossip:
         world.check(cost=900)
         world.settle()
         world.store.mode = "held"
-        world.refresh.doubt(name_of(b"a"))
+        world.refresh.reread(name_of(b"a"))
         world.store.held_one().done(answer)
         assert world.peek()[1] == 99
 

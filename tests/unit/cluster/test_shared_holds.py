@@ -135,7 +135,7 @@ async def test_a_hold_is_charged_and_ends_by_the_stores_clock(scene):
     assert held.expire_us == made_us + 60 * SECOND
     assert (scene.spent(b"a"), scene.spent(b"b")) == (600, 600)
     assert len(scene.store.asked("hold")) == 1
-    assert scene.servers[0].told == ["answered"]
+    assert scene.servers[0].recorded == ["answered"]
 
 
 async def test_a_settle_charges_the_actual_cost(scene):
@@ -269,7 +269,7 @@ async def test_an_unanswered_call_is_repeated_and_applied_once(scene):
     again.answer()
     assert left((await task).outcomes) == [(True, 400)]
     assert scene.spent(b"a") == 600
-    assert [type(one) for one in scene.servers[0].told] == [StoreUnavailableError, str]
+    assert [type(one) for one in scene.servers[0].recorded] == [StoreUnavailableError, str]
 
 
 async def test_a_hold_whose_answer_is_lost_is_withdrawn(scene):

@@ -15,12 +15,12 @@ class Scene:
             lambda: self.machine_us * 1_000, lambda: self.monotonic_us * 1_000
         )
 
-    def note(self, round_trip_us, error_us=0):
+    def add_sample(self, round_trip_us, error_us=0):
         """Record an answer of the store, read in the middle of the round trip or ``error_us`` later."""
         sent_us = self.monotonic_us
         self.monotonic_us += round_trip_us
         store_us = STORE_US + sent_us + round_trip_us // 2 + error_us
-        self.shared_time.note(store_us, sent_us, self.monotonic_us)
+        self.shared_time.add_sample(store_us, sent_us, self.monotonic_us)
 
     @property
     def error_us(self):
@@ -41,7 +41,7 @@ def test_the_default_clocks_are_those_of_the_machine():
 
 def test_the_stores_time_advances_between_answers_regardless_of_the_machines_clock():
     scene = Scene()
-    scene.note(200)
+    scene.add_sample(200)
     assert scene.shared_time.is_known
     scene.monotonic_us += 10 * SECOND
     scene.machine_us -= SECOND
@@ -51,18 +51,18 @@ def test_the_stores_time_advances_between_answers_regardless_of_the_machines_clo
 
 def test_the_answer_with_the_shortest_round_trip_is_used():
     scene = Scene()
-    scene.note(20_000, error_us=9_000)
+    scene.add_sample(20_000, error_us=9_000)
     assert scene.error_us == 9_000
-    scene.note(200, error_us=90)
-    scene.note(30_000, error_us=-14_000)
+    scene.add_sample(200, error_us=90)
+    scene.add_sample(30_000, error_us=-14_000)
     assert scene.error_us == 90
     assert scene.shared_time.round_trip_us == 30_000
 
 
 def test_old_answers_are_dropped_so_that_another_servers_clock_is_followed():
     scene = Scene()
-    scene.note(100)
+    scene.add_sample(100)
     for _ in range(SAMPLES):
-        scene.note(500, error_us=SECOND)
+        scene.add_sample(500, error_us=SECOND)
     assert scene.error_us == SECOND
     assert scene.shared_time.round_trip_us == 500

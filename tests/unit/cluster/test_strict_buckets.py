@@ -15,16 +15,16 @@ from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, World, n
 
 class StoreServer:
     def __init__(self):
-        self.is_open, self.told = False, []
+        self.is_open, self.recorded = False, []
 
     def open_error(self):
         return BreakerOpenError(7)
 
     def answered(self):
-        self.told.append("answered")
+        self.recorded.append("answered")
 
     def failed(self, error):
-        self.told.append(error)
+        self.recorded.append(error)
 
 
 class Scene:
@@ -59,7 +59,7 @@ async def test_a_check_is_decided_and_charged_by_the_store(scene):
     scene.timers.run(MS)
     assert [answer.result()[:2] for answer in answers] == [(True, 400), (False, 400)]
     assert (scene.buckets.asked_total, scene.buckets.late_total) == (2, 0)
-    assert scene.server.told == ["answered", "answered"]
+    assert scene.server.recorded == ["answered", "answered"]
 
 
 async def test_a_peek_charges_nothing(scene):
@@ -83,7 +83,7 @@ async def test_an_error_is_reported_to_the_check_and_the_breaker(scene):
     answer = scene.wait()
     scene.timers.run(20 * MS)
     assert isinstance(answer.result(), StoreUnavailableError)
-    assert scene.server.told == [answer.result()]
+    assert scene.server.recorded == [answer.result()]
 
 
 async def test_an_open_breaker_sends_no_request(scene):
@@ -96,7 +96,7 @@ async def test_an_answer_after_the_caller_left_is_ignored(scene):
     answer = scene.wait()
     answer.cancel()
     scene.timers.run(MS)
-    assert scene.server.told == ["answered"]
+    assert scene.server.recorded == ["answered"]
 
 
 async def test_a_reset_makes_the_bucket_full(scene):

@@ -44,7 +44,7 @@ def with_pseudo(**values):
 def test_a_head_has_its_fields_in_order():
     head = Blocks().read(*PSEUDO, *REST)
     assert head.fields == (*PSEUDO, *REST)
-    assert (head.flaw, head.content_length, head.model, head.varying, head.note) == (
+    assert (head.flaw, head.content_length, head.model, head.varying, head.owner_data) == (
         None,
         None,
         None,

@@ -76,25 +76,25 @@ def test_senders_are_distinguished():
     assert count(ledger) == 3
 
 
-def meet(ledger, cost, *, rule=RULE, peek=False):
+def first_checked(ledger, cost, *, rule=RULE, peek=False):
     outcome, shared = ledger.first_check(StoreCheck(b"key", rule, NOW, cost, peek))
     return outcome[0], shared
 
 
 def test_a_charged_first_check_creates_the_bucket():
     ledger = Ledger()
-    assert meet(ledger, 4, peek=True)[0]
-    assert not meet(ledger, 11)[0]
+    assert first_checked(ledger, 4, peek=True)[0]
+    assert not first_checked(ledger, 11)[0]
     assert ledger.buckets == {}
-    assert meet(ledger, 4) == (True, ledger.buckets[b"key"])
+    assert first_checked(ledger, 4) == (True, ledger.buckets[b"key"])
     assert count(ledger) == 4
 
 
 def test_a_denied_first_check_stores_a_newer_limit_and_a_peek_does_not():
     ledger, lower = Ledger(), replace(RULE, limit=5, revision=1)
-    meet(ledger, 8)
+    first_checked(ledger, 8)
     before = ledger.buckets[b"key"]
-    assert meet(ledger, 1, rule=lower, peek=True) == (False, before)
+    assert first_checked(ledger, 1, rule=lower, peek=True) == (False, before)
     assert ledger.buckets[b"key"] is before
-    assert meet(ledger, 1, rule=lower) == (False, SharedState(0, 1, 5, (5, NOW)))
+    assert first_checked(ledger, 1, rule=lower) == (False, SharedState(0, 1, 5, (5, NOW)))
     assert ledger.buckets[b"key"].limit == 5

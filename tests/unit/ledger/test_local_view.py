@@ -97,10 +97,10 @@ def test_no_more_checks_wait_than_tokens_remain():
 def test_after_a_refused_ask_other_nodes_are_assumed_to_ask_for_as_much():
     asking = view(90)
     asking.ask(NOW, 2)
-    asking.note_grants((True, False))
+    asking.record_grants((True, False))
     assert asking.check(NOW, 5, 1) is not None  # 5 × 2 use all tokens
     assert asking.check(NOW, 4, 2) is None
-    asking.note_grants((True, True))
+    asking.record_grants((True, True))
     assert asking.check(NOW, 5, 8) is None
 
 
@@ -156,10 +156,10 @@ def test_an_abandoned_batch_leaves_no_spends_or_asks():
 
 def test_the_later_of_two_states_is_the_base():
     own = view(10)
-    own.hear(shared(30))
-    own.hear(shared(20))
+    own.adopt(shared(30))
+    own.adopt(shared(20))
     assert own.base == shared(30)
-    own.hear(shared(5, at_us=NOW + 10 * S))
+    own.adopt(shared(5, at_us=NOW + 10 * S))
     assert own.base == shared(5, at_us=NOW + 10 * S)
 
 
@@ -168,7 +168,7 @@ def test_a_reset_drops_earlier_spends():
     spend(own, 4)
     own.freeze()
     own.check_alone(NOW, 2)
-    own.hear(shared(generation=1))
+    own.adopt(shared(generation=1))
     assert (own.generation, own.unsent.tokens, own.in_flight_tokens) == (1, 0, 0)
     assert own.forgiven == 6
     assert own.check_alone(NOW, 100)[0]
@@ -178,7 +178,7 @@ def test_a_reset_drops_earlier_spends():
 def test_spends_before_the_first_state_count_for_any_generation():
     own = LocalView(RULE, None)
     own.check_alone(NOW, 5)
-    own.hear(shared(20, generation=3))
+    own.adopt(shared(20, generation=3))
     assert (own.generation, own.unsent.tokens, own.forgiven) == (3, 5, 0)
     assert LocalView(RULE, None).freeze().generation is None
 
@@ -187,7 +187,7 @@ def test_an_edit_that_keeps_the_limit_forgives_no_spends_of_several_windows():
     own = view()
     for window in range(3):
         assert own.check_alone(NOW + window * 10 * S, 90)[0]
-    own.hear(shared(rule=replace(RULE, revision=2)))
+    own.adopt(shared(rule=replace(RULE, revision=2)))
     assert (own.unsent.tokens, own.forgiven) == (270, 0)
 
 
@@ -261,7 +261,7 @@ def test_a_state_with_a_newer_limit_is_adopted():
     lower = replace(RULE, limit=20, revision=2)
     own = view()
     own.check_alone(NOW, 50)
-    own.hear(shared(20, rule=lower))
+    own.adopt(shared(20, rule=lower))
     assert (own.rule.limit, own.rule.revision) == (20, 2)
     assert (own.unsent.tokens, own.forgiven) == (20, 30)
     assert own.check(*FIVE, 1)[0] is False
@@ -269,20 +269,22 @@ def test_a_state_with_a_newer_limit_is_adopted():
 
 def test_a_view_knows_better_until_the_store_has_its_limit():
     own, lower = view(30), replace(RULE, limit=20, revision=2)
-    assert not own.knows_better
+    assert not own.has_newer_limit
     own.edit(lower)
-    assert own.knows_better
-    assert LocalView(lower, shared(30)).knows_better  # made after the edit, of a base that is older
+    assert own.has_newer_limit
+    assert LocalView(
+        lower, shared(30)
+    ).has_newer_limit  # made after the edit, of a base that is older
     settled = settle(shared(30), own.freeze()).shared
     assert settled == shared(20, rule=lower)
     own.acknowledge(settled)
-    assert not own.knows_better
+    assert not own.has_newer_limit
 
 
 def test_a_limit_of_another_plan_applies_at_the_same_revision():
     own, lower = view(30), replace(RULE, limit=20)
     own.edit(lower)
-    assert own.knows_better
+    assert own.has_newer_limit
     assert own.check(*FIVE, 1)[0] is False
     settled = settle(shared(30), own.freeze()).shared
     assert settled == shared(20, rule=lower)
@@ -290,9 +292,9 @@ def test_a_limit_of_another_plan_applies_at_the_same_revision():
 
 def test_a_view_with_an_older_rule_or_no_state_does_not_know_better():
     other_rule_edited = replace(RULE, revision=2)
-    assert not LocalView(other_rule_edited, shared(30)).knows_better
-    assert not LocalView(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).knows_better
-    assert not LocalView(RULE, None).knows_better
+    assert not LocalView(other_rule_edited, shared(30)).has_newer_limit
+    assert not LocalView(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).has_newer_limit
+    assert not LocalView(RULE, None).has_newer_limit
 
 
 @pytest.mark.parametrize("revision", [1, 2])
@@ -318,7 +320,7 @@ def test_a_rule_book_older_than_the_adopted_state_has_no_effect():
 def test_a_higher_limit_of_a_state_trims_nothing():
     own = view()
     own.check_alone(NOW, 100)
-    own.hear(shared(rule=replace(RULE, limit=120, revision=2)))
+    own.adopt(shared(rule=replace(RULE, limit=120, revision=2)))
     assert (own.unsent.tokens, own.forgiven) == (100, 0)
     assert own.check_alone(NOW, 20)[0]
 
@@ -380,22 +382,22 @@ def denied(own, *checks):
 def test_a_denial_is_a_false_positive_if_the_next_state_has_room_for_it(left, false):
     newer = replace(RULE, revision=2)
     own = denied(view(100), (NOW, 3), (NOW, 2), (NOW, 4))
-    own.hear(shared(100 - left, rule=newer))
+    own.adopt(shared(100 - left, rule=newer))
     assert own.false_positives == false
-    own.hear(shared(0, rule=newer, generation=1))
+    own.adopt(shared(0, rule=newer, generation=1))
     assert own.false_positives == false
 
 
 def test_a_denial_due_to_unsettled_spends_is_no_false_positive():
     own = view()
     own.check_alone(NOW, 100)
-    denied(own, (NOW, 1)).hear(shared(at_us=NOW))
+    denied(own, (NOW, 1)).adopt(shared(at_us=NOW))
     assert own.false_positives == 0
 
 
 def test_the_denial_of_a_cost_above_the_limit_is_no_false_positive():
     own = denied(view(), (NOW, 101))
-    own.hear(shared(generation=1))
+    own.adopt(shared(generation=1))
     assert own.false_positives == 0
 
 
@@ -407,10 +409,10 @@ def test_only_tokens_available_at_the_denial_make_it_a_false_positive(algorithm)
         return settle(None, Update(rule, 0, runs)).shared
 
     own = denied(LocalView(rule, state((NOW, 100))), (NOW + 1, 1))
-    own.hear(state((NOW, 100), (NOW + 10 * S, 1)))
+    own.adopt(state((NOW, 100), (NOW + 10 * S, 1)))
     assert own.false_positives == 0
     own = denied(LocalView(rule, state((NOW, 100))), (NOW + 1, 1))
-    own.hear(state((NOW, 1), (NOW + S, 1)))
+    own.adopt(state((NOW, 1), (NOW + S, 1)))
     assert own.false_positives == 1
 
 
@@ -429,7 +431,7 @@ def test_a_lower_burst_trims_unsettled_spends(limit):
     own = LocalView(BURST, shared(rule=BURST))
     own.check_alone(NOW, 500)
     own.edit(replace(BURST, limit=limit, burst=200, revision=2))
-    assert (own.unsent.tokens, own.forgiven, own.knows_better) == (200, 300, True)
+    assert (own.unsent.tokens, own.forgiven, own.has_newer_limit) == (200, 300, True)
 
 
 def test_a_state_with_a_newer_burst_is_adopted():
@@ -437,13 +439,13 @@ def test_a_state_with_a_newer_burst_is_adopted():
     told = SharedState(0, 2, 10, None, 200)
     own = LocalView(BURST, shared(rule=BURST))
     own.check_alone(NOW, 500)
-    own.hear(told)
+    own.adopt(told)
     assert (own.rule, own.unsent.tokens, own.forgiven) == (lower, 200, 300)
     higher = LocalView(BURST, None)
-    higher.hear(told._replace(burst=2_000))
+    higher.adopt(told._replace(burst=2_000))
     assert (higher.rule.capacity, higher.forgiven) == (2_000, 0)
     without = LocalView(BURST, None)
-    without.hear(told._replace(burst=0))
+    without.adopt(told._replace(burst=0))
     assert without.rule.capacity == 10
 
 

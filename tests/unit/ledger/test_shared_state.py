@@ -101,31 +101,31 @@ def test_spends_without_a_generation_are_charged_to_the_stored_bucket():
     assert after(None, (NOW, 4), generation=None).shared == stored(4)
 
 
-def met(before, cost=1, *, rule=RULE, peek=False):
+def first_result(before, cost=1, *, rule=RULE, peek=False):
     return first_check(before, StoreCheck(b"", rule, NOW, cost, peek))
 
 
 def test_a_first_check_is_charged_if_it_is_allowed():
-    outcome, shared = met(stored(4), 5)
+    outcome, shared = first_result(stored(4), 5)
     assert (outcome[:2], outcome[5], shared) == ((True, 1), None, stored(9))
-    outcome, shared = met(stored(4), 7)
+    outcome, shared = first_result(stored(4), 7)
     assert (outcome[0], shared) == (False, stored(4))
-    outcome, shared = met(None, 3, peek=True)
+    outcome, shared = first_result(None, 3, peek=True)
     assert (outcome[:2], shared) == ((True, 7), stored())
 
 
 def test_a_first_check_is_judged_by_the_newer_of_two_rules():
-    outcome, shared = met(stored(7), 1, rule=LOWER)
+    outcome, shared = first_result(stored(7), 1, rule=LOWER)
     assert (outcome[0], shared) == (False, stored(4, rule=LOWER))
-    outcome, shared = met(stored(2, rule=LOWER), 2)
+    outcome, shared = first_result(stored(2, rule=LOWER), 2)
     assert (outcome[:2], shared) == ((True, 0), stored(4, rule=LOWER))
 
 
 def test_a_denied_first_check_updates_the_limit_of_the_bucket_and_a_peek_does_not():
-    assert met(stored(7), 5, rule=LOWER)[1] == stored(4, rule=LOWER)
-    assert met(stored(7), 5, rule=LOWER, peek=True)[1] == stored(7)
+    assert first_result(stored(7), 5, rule=LOWER)[1] == stored(4, rule=LOWER)
+    assert first_result(stored(7), 5, rule=LOWER, peek=True)[1] == stored(7)
     other_rule_edited = replace(RULE, revision=LOWER.revision)
-    assert met(stored(7), 5, rule=other_rule_edited)[1] == stored(7)
+    assert first_result(stored(7), 5, rule=other_rule_edited)[1] == stored(7)
 
 
 def test_a_reset_is_a_full_bucket_of_the_next_generation():

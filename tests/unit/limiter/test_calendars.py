@@ -134,9 +134,9 @@ class TestCalendarLimits:
 
     async def test_a_calendar_limit_is_explained(self, node):
         node.check(cost=4)
-        decision, [looked_at], *_ = await node.dry_run.explain(check_of(cost=7))
+        decision, [considered], *_ = await node.dry_run.explain(check_of(cost=7))
         assert decision == node.check(cost=7, peek=True)
-        assert looked_at.limits[0][:4] == (False, 6, self.APRIL, self.APRIL - self.MARCH)
+        assert considered.limits[0][:4] == (False, 6, self.APRIL, self.APRIL - self.MARCH)
 
     async def test_nodes_share_a_bucket_of_each_window(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
@@ -163,8 +163,8 @@ class TestCalendarLimits:
         assert answer.retry_after == self.APRIL - self.MARCH
         node.shared.at_once = too_much
         assert node.limiter.check(check_of(cost=11, peek=peek)).retry_after == answer.retry_after
-        decision, [looked_at], *_ = await node.dry_run.explain(check_of(cost=11))
-        assert decision.retry_after == looked_at.limits[0].retry_after == answer.retry_after
+        decision, [considered], *_ = await node.dry_run.explain(check_of(cost=11))
+        assert decision.retry_after == considered.limits[0].retry_after == answer.retry_after
 
     async def test_a_reset_of_shared_buckets_affects_the_current_window(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)

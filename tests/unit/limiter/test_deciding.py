@@ -274,7 +274,7 @@ class TestBulk:
         other = Node(ORDERS, EVERYWHERE)
         expected = [other.check(cost=n) for n in costs]
         assert [
-            (*outcome[:5], scope.rule, scope.told, (), 0, "") for outcome in charged
+            (*outcome[:5], scope.rule, scope.rule_limit, (), 0, "") for outcome in charged
         ] == expected
         assert node.remaining() == other.remaining() == 0
         for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):

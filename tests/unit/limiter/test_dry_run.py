@@ -48,7 +48,7 @@ class TestAllPass:
         node = Node(ORDERS)
         monkeypatch.setattr(node.table, "peek_all", None)
         assert node.dry_run.all_pass([check_of()], node.limiter.now_us())
-        monkeypatch.setattr(node.limiter.scopes, "judging_of", None)
+        monkeypatch.setattr(node.limiter.scopes, "resolve_check", None)
         assert node.dry_run.all_pass([check_of()], node.limiter.now_us())
         assert node.errors == []
 
@@ -62,24 +62,24 @@ class TestExplaining:
         overall = replace(ORDERS, id="overall", endpoint="**", enabled=False)
         elsewhere = replace(ORDERS, id="elsewhere", endpoint="/else")
         node = Node(ORDERS, EVERYWHERE, self.TENANT, overall, elsewhere)
-        decision, looked_at, *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders", 4))
+        decision, considered, *_ = await node.dry_run.explain(Check(b"ada", USER, "/orders", 4))
         assert decision == node.check(cost=4, peek=True)
-        assert [(one.rule.id, one.match, len(one.limits)) for one in looked_at] == [
+        assert [(one.rule.id, one.match, len(one.limits)) for one in considered] == [
             ("orders", Match.JUDGES, 1),
             ("everywhere", Match.OVERRIDDEN, 0),
             ("overall", Match.DISABLED, 0),
             ("tenant", Match.NOT_NAMED, 0),
         ]
-        assert looked_at[0].limits[0][:5] == decision[:5]
+        assert considered[0].limits[0][:5] == decision[:5]
 
     async def test_each_of_several_limits_reports_its_status(self):
         node = Node(ORDERS, self.TENANT)
         node.check(cost=9, also=(("tenant", b"t"),))
         before = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
         check = Check(b"ada", USER, "/orders", 4, also=(("tenant", b"t"),))
-        decision, looked_at, *_ = await node.dry_run.explain(check)
+        decision, considered, *_ = await node.dry_run.explain(check)
         assert (decision.allowed, decision.rule) == (False, ORDERS)
-        assert [[one.allowed for one in rule.limits] for rule in looked_at] == [[False], [True]]
+        assert [[one.allowed for one in rule.limits] for rule in considered] == [[False], [True]]
         after = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
         assert (after, node.denied) == (before, [])
 
@@ -113,9 +113,9 @@ class TestExplaining:
         node = Sharing(ORDERS, overall)
         check = check_of(cost=3)
         node.shared.answers += [GRANTED, REFUSED]
-        decision, looked_at, *_ = await node.dry_run.explain(check)
+        decision, considered, *_ = await node.dry_run.explain(check)
         assert (decision[:5], decision.rule) == (REFUSED[:5], overall)
-        assert [(one.rule, one.limits[0].allowed) for one in looked_at] == [
+        assert [(one.rule, one.limits[0].allowed) for one in considered] == [
             (ORDERS, True), (overall, False),
         ]  # fmt: skip
         node.shared.at_once = REFUSED
@@ -171,5 +171,5 @@ class TestUsedAndNearestRules:
         assert explained.nearest == ((ORDERS, "is spelled nearly the same"),)
 
     async def test_the_search_for_nearest_rules_is_bounded(self, monkeypatch):
-        monkeypatch.setattr(dry_run_module, "MAX_LOOKED_AT", 0)
+        monkeypatch.setattr(dry_run_module, "MAX_CONSIDERED", 0)
         assert (await Node(ORDERS).dry_run.explain(Check(b"ada", USER, "/Orders"))).nearest == ()

@@ -310,9 +310,12 @@ class TestExplaining:
         node.assign("pro", expire_time=NOW_S + 9)
         node.assign("silver", b"acme", "tenant")
         check = Check(b"ada", USER, "/orders", also=ACME)
-        decision, looked_at, plans, _ = await node.dry_run.explain(check)
+        decision, considered, plans, _ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check._replace(peek=True))
-        assert [(one.rule.id, one.plan) for one in looked_at] == [("orders", "pro"), ("tenant", "")]
+        assert [(one.rule.id, one.plan) for one in considered] == [
+            ("orders", "pro"),
+            ("tenant", ""),
+        ]
         assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
 
     @pytest.mark.parametrize("plan", ["unlimited", "blocked"])
@@ -320,9 +323,9 @@ class TestExplaining:
         node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
         node.assign(plan)
         check = check_of()
-        decision, looked_at, *_ = await node.dry_run.explain(check)
+        decision, considered, *_ = await node.dry_run.explain(check)
         assert decision == node.limiter.check(check)
-        assert [(one.match, one.plan, one.limits) for one in looked_at] == [
+        assert [(one.match, one.plan, one.limits) for one in considered] == [
             (Match.PASSED_OVER, plan, ()),
             (Match.OVERRIDDEN, "", ()),
         ]

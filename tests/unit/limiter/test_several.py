@@ -66,7 +66,7 @@ class TestSeveralLimits:
 
     def test_a_scope_has_several_limits_only_if_the_rule_has(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
-        assert [one.told for one in scope.several] == [SEVERAL, DAY]
+        assert [one.rule_limit for one in scope.several] == [SEVERAL, DAY]
         node.put(ORDERS)
         assert node.limiter.scopes.find("/orders", USER).several == ()
 

@@ -13,7 +13,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter.limiter import ASKED_PER_TURN
+from ratelimitd.limiter.limiter import CHECKS_PER_ITERATION
 from ratelimitd.model import Decision, Enforcement, Reason
 from tests.unit.limiter.nodes import (
     AWAY,
@@ -75,21 +75,21 @@ class TestSharedBuckets:
         assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
     async def test_an_undecided_check_is_recorded_once_when_it_is_answered(self):
-        noted = []
+        recorded = []
 
         class Recorder:
             seed, below = 0, 1 << 32
 
-            def note(self, *what, allowed):
-                noted.append((*what, allowed))
+            def record(self, *what, allowed):
+                recorded.append((*what, allowed))
 
         node = Sharing(ORDERS, recorder=Recorder())
         assert node.limiter.check(check_of()) is None
-        assert noted == []
+        assert recorded == []
         await node.wait(REFUSED)
         await node.wait(AWAY)
         now_us = node.clock.now_us()
-        assert noted == [
+        assert recorded == [
             (b"ada", check_of(), now_us, False),
             (b"ada", check_of(), now_us, True),
         ]
@@ -122,11 +122,11 @@ class TestSharedBuckets:
         assert node.errors == [error]
 
     async def test_a_long_batch_is_sent_over_several_event_loop_iterations(self, node):
-        node.shared.answers = [GRANTED] * (ASKED_PER_TURN + 1)
-        waiting = asyncio.create_task(node.limiter.wait([check_of()] * (ASKED_PER_TURN + 1)))
+        node.shared.answers = [GRANTED] * (CHECKS_PER_ITERATION + 1)
+        waiting = asyncio.create_task(node.limiter.wait([check_of()] * (CHECKS_PER_ITERATION + 1)))
         await asyncio.sleep(0)
-        assert len(node.shared.asked) == ASKED_PER_TURN
-        assert len(await waiting) == ASKED_PER_TURN + 1
+        assert len(node.shared.asked) == CHECKS_PER_ITERATION
+        assert len(await waiting) == CHECKS_PER_ITERATION + 1
 
     async def test_answers_come_in_the_order_of_the_checks(self, node):
         node.shared.answers = [GRANTED, AWAY, REFUSED]

@@ -65,37 +65,37 @@ def run(overseer=None, **settings):
 
 
 class Overseer:
-    """Another overseer of the process; ``heard`` records its calls."""
+    """Another overseer of the process; ``recorded`` records its calls."""
 
     reuse_port = True
 
     def __init__(self):
-        self.heard = []
+        self.recorded = []
 
     @asynccontextmanager
     async def attending(self, node, stop):
-        self.heard.append("attends")
+        self.recorded.append("attends")
         self.stop = stop
         self.shares_port = node.reuse_port
         yield
-        self.heard.append("leaves")
+        self.recorded.append("leaves")
 
     async def may_listen(self):
-        self.heard.append("lets it listen")
+        self.recorded.append("lets it listen")
 
     def ready(self, node):
-        self.heard.append(f"ready {node.grpc_address}")
+        self.recorded.append(f"ready {node.grpc_address}")
 
     def failed(self, line):
-        self.heard.append(line)
+        self.recorded.append(line)
         return 7
 
     def insist(self, status):
-        self.heard.append(status)
+        self.recorded.append(status)
         self.insisted.set()
 
     def drained(self):
-        self.heard.append("drained")
+        self.recorded.append("drained")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -178,7 +178,13 @@ def test_logging_is_configured_by_the_settings(node, monkeypatch):
 def test_an_overseer_gets_the_events_that_a_terminal_shows(node, capsys):
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "drained", "leaves"]
+    assert overseer.recorded == [
+        "attends",
+        "lets it listen",
+        "ready 127.0.0.1:1",
+        "drained",
+        "leaves",
+    ]
     assert overseer.shares_port
     assert capsys.readouterr() == ("", "")
 
@@ -203,7 +209,7 @@ def test_an_overseer_decides_the_status_of_a_failed_start(node, capsys):
     node.start = start
     overseer = Overseer()
     assert run(overseer) == 7
-    assert overseer.heard == ["attends", "LISTEN: taken"]
+    assert overseer.recorded == ["attends", "LISTEN: taken"]
     assert capsys.readouterr() == ("", "")
 
 
@@ -216,4 +222,4 @@ def test_an_overseer_decides_the_effect_of_a_second_signal(node):
     node.drain = drain
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard[3:] == [128 + signal.SIGINT, "drained", "leaves"]
+    assert overseer.recorded[3:] == [128 + signal.SIGINT, "drained", "leaves"]

@@ -27,7 +27,7 @@ class Node:
         scope = SimpleNamespace(endpoint=endpoint, identifier_type=identifier_type)
         for _ in range(times):
             self.stats.blocked_total += 1
-            self.denials.note((name, scope))
+            self.denials.record((name, scope))
 
     def steady(self, seconds, per_second):
         for _ in range(seconds):
@@ -79,7 +79,7 @@ def test_endpoints_without_a_rule_are_ranked_by_checks(node):
     for endpoint, times in (("/a", 2), ("/b", 3 * MAX_PENDING)):
         for _ in range(times):
             node.stats.no_rule_total += 1
-            node.denials.note_without_rule(endpoint)
+            node.denials.record_without_rule(endpoint)
         node.denials.fold()
     often, seldom = node.denials.top_unmatched()
     assert often == ("/b", pytest.approx(3 * MAX_PENDING * 0.693, 0.01))

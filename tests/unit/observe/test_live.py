@@ -10,7 +10,7 @@ from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
-from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live, live_of
+from ratelimitd.observe.live import SILENT_S, STATUSES_PER_ITERATION, STEPS_UNSEEN, Live, live_of
 from ratelimitd.observe.metrics import NodeParts, Runtime
 from ratelimitd.observe.node_status import (
     MAX_ENDPOINT,
@@ -100,7 +100,7 @@ class Scene:
 
     def deny(self, name, endpoint="/a"):
         self.stats.blocked_total += 1
-        self.denials.note((name, SimpleNamespace(endpoint=endpoint, identifier_type="user")))
+        self.denials.record((name, SimpleNamespace(endpoint=endpoint, identifier_type="user")))
         self.denials.fold()
 
 
@@ -119,7 +119,7 @@ async def test_single_node_shows_itself():
     await scene.live.refresh()
     overview = scene.live.overview()
     assert ids_of(overview) == ["n1"]
-    assert overview.unheard_s is None
+    assert overview.stale_s is None
     assert not overview.shares
     assert overview.total == overview.nodes[0].status.sample
     assert [sample.at_ms for sample in scene.live.history(SPANS["15m"])] == [
@@ -237,14 +237,14 @@ async def test_no_node_counts_as_gone_while_the_store_is_unavailable(scene):
     scene.board.error = StoreUnavailableError("no answer")
     await scene.steps(5)
     overview = scene.live.overview()
-    assert overview.unheard_s == overview.nodes[1].age_s == 10.0
+    assert overview.stale_s == overview.nodes[1].age_s == 10.0
     assert (ids_of(overview), overview.nodes[1].gone) == (["n1", "n2"], False)
     assert overview.total.allowed_per_s == 1.0
     scene.board.error = None
     scene.other("n2")
     await scene.live.refresh()
     await scene.steps(5)
-    assert scene.live.overview().unheard_s is None
+    assert scene.live.overview().stale_s is None
 
 
 async def test_invalid_statuses_are_left_out_and_reported_once(scene, caplog):
@@ -259,10 +259,10 @@ async def test_invalid_statuses_are_left_out_and_reported_once(scene, caplog):
 
 
 async def test_many_statuses_are_read_in_several_iterations(scene):
-    for number in range(3 * DECODED_PER_TURN):
+    for number in range(3 * STATUSES_PER_ITERATION):
         scene.other(f"m{number:03}")
     await scene.live.refresh()
-    assert len(scene.live.overview().nodes) == 3 * DECODED_PER_TURN + 1
+    assert len(scene.live.overview().nodes) == 3 * STATUSES_PER_ITERATION + 1
 
 
 async def test_denials_of_all_nodes_are_added_by_endpoint_and_identifier(scene):
@@ -316,7 +316,7 @@ async def test_endpoints_without_a_rule_are_merged_over_live_nodes(scene):
     long = "/" + "x" * 200
     for endpoint in ("/ordes", "/ordes", long):
         scene.stats.no_rule_total += 1
-        scene.denials.note_without_rule(endpoint)
+        scene.denials.record_without_rule(endpoint)
     scene.denials.fold()
     theirs = [DeniedEndpoint("/ordes", 1.0), DeniedEndpoint(long, 9.0), DeniedEndpoint("/c", 3.0)]
     scene.other("n2", unmatched=theirs)
@@ -329,7 +329,7 @@ async def test_endpoints_without_a_rule_are_merged_over_live_nodes(scene):
 async def test_at_most_a_hundred_endpoints_without_a_rule_are_reported(scene):
     for number in range(TOP_UNMATCHED + 10):
         scene.stats.no_rule_total += 1
-        scene.denials.note_without_rule(f"/{number}")
+        scene.denials.record_without_rule(f"/{number}")
     scene.denials.fold()
     assert len(await scene.live.unmatched()) == TOP_UNMATCHED == 100
     assert len(scene.live.overview().unmatched) == TOP
@@ -396,7 +396,7 @@ async def test_embedded_node_reports_its_checks_and_no_cluster():
 async def test_denied_identifiers_are_reported_masked():
     parts = Parts()
     scope = SimpleNamespace(endpoint="/a", identifier_type="user")
-    parts.denials.note((b"ada.lovelace", scope))
+    parts.denials.record((b"ada.lovelace", scope))
     parts.denials.fold()
     status = await parts.step()
     assert [one.endpoint for one in status.endpoints] == ["/a"]
@@ -421,7 +421,7 @@ async def test_clustered_node_publishes_its_cluster_state(cluster):
 async def test_names_of_denied_identifiers_are_published_sealed(cluster):
     parts = Parts(cluster)
     for name, kind in ((b"ada.lovelace", "user"), (b"sk_live_1", "api_key")):
-        parts.denials.note((name, SimpleNamespace(endpoint="/a", identifier_type=kind)))
+        parts.denials.record((name, SimpleNamespace(endpoint="/a", identifier_type=kind)))
     parts.denials.fold()
     await parts.step()
     octets = cluster.board.published[-1]

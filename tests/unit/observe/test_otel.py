@@ -29,8 +29,8 @@ async def tracer(receiver):
 
 async def test_span_is_sent_with_its_attributes_and_node(receiver, tracer):
     span = tracer.begin("ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
-    span.note("rpc.grpc.status_code", 0)
-    span.note("allowed", value=True)
+    span.set_attribute("rpc.grpc.status_code", 0)
+    span.set_attribute("allowed", value=True)
     span.end()
     [sent] = receiver.wait_for(1)
     assert sent.name == "ratelimiter.v1.RateLimiterConfig/CreateRateLimit"

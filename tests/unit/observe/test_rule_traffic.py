@@ -163,7 +163,7 @@ async def test_sampling_many_rules_yields_to_other_tasks(node):
     running = asyncio.create_task(others())
     await node.step()
     running.cancel()
-    assert turns >= 3_000 / rule_traffic.RULES_PER_TURN
+    assert turns >= 3_000 / rule_traffic.RULES_PER_ITERATION
     assert node.traffic.of("2999").last_ms == node.now_ms
     for _ in range(2):
         await node.step(**{"2999": 10})
@@ -175,7 +175,7 @@ async def test_page_rendered_during_a_sample_shows_the_previous_one(node):
     for number in range(400):
         await node.step(**{"a": 10 * number, "0": 1})
     before = node.traffic.rates("a", SPANS["1h"])
-    for number in range(3 * rule_traffic.RULES_PER_TURN):
+    for number in range(3 * rule_traffic.RULES_PER_ITERATION):
         node.decide(f"other {number}", 1)
     sampling = asyncio.create_task(node.step(a=70))
     await asyncio.sleep(0)

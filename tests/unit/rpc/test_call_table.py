@@ -10,10 +10,10 @@ from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportErr
 from ratelimitd.rpc.messages import Encoding, Part, framed
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Peer, Route
 from ratelimitd.rpc.state import (
-    MAX_UNREAD_QUESTIONS,
+    MAX_UNREAD_MESSAGES,
     CallTable,
+    MessageStream,
     OpenCall,
-    Questions,
     ServerState,
     TickGate,
 )
@@ -179,45 +179,45 @@ async def test_a_handler_is_cancelled_with_its_call_but_not_before_it_has_starte
 
 async def test_messages_are_read_in_order_and_acknowledged_when_read():
     acknowledged = []
-    questions = Questions(Encoding.GZIP, 100, acknowledged.append, TickGate().passed)
-    questions.put(Part(False, b"a"), 6)
-    questions.put(Part(True, gzip.compress(b"b")), 0)
-    questions.end()
-    questions.end(RpcError(StatusCode.INTERNAL, "too late to matter"))
+    messages = MessageStream(Encoding.GZIP, 100, acknowledged.append, TickGate().passed)
+    messages.put(Part(False, b"a"), 6)
+    messages.put(Part(True, gzip.compress(b"b")), 0)
+    messages.end()
+    messages.end(RpcError(StatusCode.INTERNAL, "too late to matter"))
     assert acknowledged == []
-    assert await anext(questions) == b"a"
+    assert await anext(messages) == b"a"
     assert acknowledged == [6]
-    assert [question async for question in questions] == [b"b"]
+    assert [question async for question in messages] == [b"b"]
     assert acknowledged == [6]
 
 
 @pytest.fixture
-def questions():
-    return Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
+def messages():
+    return MessageStream(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
 
 
-def test_unread_messages_are_bounded_in_number(questions):
-    for _ in range(MAX_UNREAD_QUESTIONS):
-        questions.put(Part(False, b""), 5)
+def test_unread_messages_are_bounded_in_number(messages):
+    for _ in range(MAX_UNREAD_MESSAGES):
+        messages.put(Part(False, b""), 5)
     with pytest.raises(RpcError, match="unread") as caught:
-        questions.put(Part(False, b""), 5)
+        messages.put(Part(False, b""), 5)
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_reader_waits_for_the_next_message(questions):
-    reading = asyncio.ensure_future(anext(questions))
+async def test_a_reader_waits_for_the_next_message(messages):
+    reading = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
     assert not reading.done()
-    questions.put(Part(False, b"late"), 9)
+    messages.put(Part(False, b"late"), 9)
     assert await reading == b"late"
 
 
-async def test_the_error_of_a_stream_is_raised_after_its_valid_messages(questions):
-    questions.put(Part(False, b"good"), 9)
-    questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
-    assert await anext(questions) == b"good"
+async def test_the_error_of_a_stream_is_raised_after_its_valid_messages(messages):
+    messages.put(Part(False, b"good"), 9)
+    messages.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
+    assert await anext(messages) == b"good"
     with pytest.raises(RpcError, match="too large"):
-        await anext(questions)
+        await anext(messages)
 
 
 def test_an_rpc_error_is_its_own_status(shared):

@@ -40,7 +40,7 @@ class Transport:
         self.peername = peername
         self.eof = eof
         self.unread = 0
-        self.told = []
+        self.recorded = []
 
     def get_extra_info(self, name):
         return self.peername if name == "peername" else None
@@ -59,10 +59,10 @@ class Transport:
         return self.unread
 
     def is_closing(self):
-        return "close" in self.told or "abort" in self.told
+        return "close" in self.recorded or "abort" in self.recorded
 
     def __getattr__(self, name):
-        return lambda: self.told.append(name)
+        return lambda: self.recorded.append(name)
 
     def frames(self):
         octets, self.octets = self.octets, b""
@@ -145,7 +145,7 @@ async def test_a_read_is_answered_by_one_write(owner, transport, peer):
     connection.data_received(post(peer, 1) + post(peer, 3))
     assert len(transport.frames()) == 6
     connection.data_received(b"\x00")
-    assert (transport.octets, transport.told) == (b"", [])
+    assert (transport.octets, transport.recorded) == (b"", [])
 
 
 async def test_input_beyond_a_slice_waits_for_the_next_iteration(owner, transport, peer):
@@ -154,11 +154,11 @@ async def test_input_beyond_a_slice_waits_for_the_next_iteration(owner, transpor
     posts = [post(peer, 2 * number + 1) for number in range(calls)]
     connection.data_received(b"".join(posts))
     assert len(transport.frames()) < 3 * calls
-    assert transport.told == ["pause_reading"]
+    assert transport.recorded == ["pause_reading"]
     connection.data_received(post(peer, 2 * calls + 1))  # was in flight when reading was paused
     await turns()
     assert len(transport.frames()) >= 3
-    assert transport.told == ["pause_reading", "resume_reading"]
+    assert transport.recorded == ["pause_reading", "resume_reading"]
     connection.data_received(post(peer, 2 * calls + 3))
     assert len(transport.frames()) == 3
 
@@ -215,13 +215,13 @@ async def test_nothing_is_read_from_a_peer_that_does_not_read(owner, transport, 
     assert not connection.calls.answers.blocked
     await turns()
     assert len(transport.frames()) == 3
-    assert transport.told == ["pause_reading", "resume_reading"]
+    assert transport.recorded == ["pause_reading", "resume_reading"]
 
 
 async def test_a_connection_is_aborted_if_the_server_has_closed(transport):
     owner = Owner(room=False)
     connection = owner.connection(transport, b"")
-    assert transport.told == ["abort"]
+    assert transport.recorded == ["abort"]
     connection.data_received(GREETING)
     connection.connection_lost(None)
     assert owner.gone == [connection]
@@ -259,21 +259,21 @@ async def test_a_lost_connection_is_freed_without_the_garbage_collector(owner, t
     assert kept() is None
 
 
-@pytest.mark.parametrize(("eof", "told"), [(True, "write_eof"), (False, "close")])
-async def test_a_broken_peer_can_read_the_reason_before_the_close(owner, eof, told):
+@pytest.mark.parametrize(("eof", "recorded"), [(True, "write_eof"), (False, "close")])
+async def test_a_broken_peer_can_read_the_reason_before_the_close(owner, eof, recorded):
     transport = Transport(eof=eof)
     connection = owner.connection(transport)
     connection.data_received(frame(PING, 0, 1, bytes(8)))
     assert transport.frames() == [GOAWAY]
-    assert transport.told == [told]
+    assert transport.recorded == [recorded]
     assert owner.errors == {"protocol": 1}
     connection.data_received(b"more")
     owner.now_s += native_connection.LINGER_S
     connection.look(owner.now_s)
-    assert transport.told == [told]
+    assert transport.recorded == [recorded]
     owner.now_s += 0.1
     connection.look(owner.now_s)
-    assert transport.told == [told, "abort"]
+    assert transport.recorded == [recorded, "abort"]
 
 
 async def test_a_connection_reset_by_the_peer_is_aborted_at_once(owner):
@@ -284,7 +284,7 @@ async def test_a_connection_reset_by_the_peer_is_aborted_at_once(owner):
     transport = Reset()
     connection = owner.connection(transport)
     connection.data_received(frame(PING, 0, 1, bytes(8)))
-    assert transport.told == ["abort"]
+    assert transport.recorded == ["abort"]
 
 
 async def test_the_linger_time_begins_after_the_last_answer_was_sent(owner, transport, peer):
@@ -296,10 +296,10 @@ async def test_the_linger_time_begins_after_the_last_answer_was_sent(owner, tran
         transport.unread = left
         owner.now_s += 10
         connection.look(owner.now_s)
-        assert transport.told == ["write_eof"]
+        assert transport.recorded == ["write_eof"]
     owner.now_s += native_connection.LINGER_S + 0.1
     connection.look(owner.now_s)
-    assert transport.told == ["write_eof", "abort"]
+    assert transport.recorded == ["write_eof", "abort"]
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -313,10 +313,10 @@ async def test_a_peer_that_stops_reading_or_reads_too_slowly_is_aborted(owner, t
         transport.unread -= reads
         owner.now_s += 15
         connection.look(owner.now_s)
-        assert transport.told == ["write_eof"]
+        assert transport.recorded == ["write_eof"]
     owner.now_s += 6
     connection.look(owner.now_s)
-    assert transport.told == ["write_eof", "abort"]
+    assert transport.recorded == ["write_eof", "abort"]
 
 
 async def test_reading_resumes_so_that_a_broken_peer_can_read_the_reason(owner, transport, peer):
@@ -325,7 +325,7 @@ async def test_reading_resumes_so_that_a_broken_peer_can_read_the_reason(owner, 
     connection.look(owner.now_s)
     owner.now_s += 21
     connection.look(owner.now_s)
-    assert transport.told == ["pause_reading", "write_eof", "resume_reading"]
+    assert transport.recorded == ["pause_reading", "write_eof", "resume_reading"]
     assert owner.errors == {"stalled_window": 1}
 
 
@@ -333,7 +333,7 @@ async def test_http1_on_the_port_gets_an_answer(owner, transport):
     connection = owner.connection(transport, b"")
     connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert transport.octets.startswith(b"HTTP/1.1 ")
-    assert transport.told == ["write_eof"]
+    assert transport.recorded == ["write_eof"]
     assert owner.errors == {"http1": 1}
 
 
@@ -352,10 +352,10 @@ async def test_an_old_connection_drains(transport, peer):
     owner.now_s += 1
     connection.look(owner.now_s)
     assert transport.frames() == [GOAWAY, PING]
-    assert transport.told == []
+    assert transport.recorded == []
     connection.data_received(frame(PING, 1, 0, b"draining"))
     assert transport.frames() == [GOAWAY]
-    assert (transport.told, owner.errors) == (["write_eof"], {})
+    assert (transport.recorded, owner.errors) == (["write_eof"], {})
 
 
 async def test_a_draining_connection_ends_with_its_last_call(owner, transport, peer):
@@ -364,12 +364,12 @@ async def test_a_draining_connection_ends_with_its_last_call(owner, transport, p
     connection.go_away()
     connection.go_away()
     assert transport.frames() == [GOAWAY, PING, GOAWAY]
-    assert transport.told == []
+    assert transport.recorded == []
     connection.end_calls(RpcError(StatusCode.UNAVAILABLE, "stopping"))
     assert transport.frames() == [1, GOAWAY]
-    assert (transport.told, owner.errors) == (["write_eof"], {})
+    assert (transport.recorded, owner.errors) == (["write_eof"], {})
     connection.abort()
-    assert transport.told == ["write_eof", "abort"]
+    assert transport.recorded == ["write_eof", "abort"]
     await owner.shared.all_ended()
 
 
@@ -416,7 +416,7 @@ async def test_too_many_unread_answers_end_the_connection_that_holds_most(peer):
     greedy.unread = 601
     first._flush()
     second._flush()
-    assert (modest.told, greedy.told) == ([], ["abort"])
+    assert (modest.recorded, greedy.recorded) == ([], ["abort"])
     assert owner.errors == {"unread_answers": 1}
     second.connection_lost(None)
     modest.unread = 0
@@ -488,7 +488,7 @@ async def test_a_defect_ends_its_connection_and_is_counted(owner, transport, pee
     connection.data_received(post(peer, 3))
     connection._wake()
     await turns()
-    assert (transport.told, owner.errors) == (["write_eof"], {"unexpected": 1})
+    assert (transport.recorded, owner.errors) == (["write_eof"], {"unexpected": 1})
 
 
 async def test_a_defect_in_a_later_slice_ends_its_connection(owner, transport, peer, defect):
@@ -497,7 +497,7 @@ async def test_a_defect_in_a_later_slice_ends_its_connection(owner, transport, p
     defect()
     await turns()
     assert transport.frames()[-1] == GOAWAY
-    assert (transport.told, owner.errors) == (
+    assert (transport.recorded, owner.errors) == (
         ["pause_reading", "close"],
         {"unexpected": 1},
     )
@@ -511,5 +511,5 @@ async def test_too_many_unread_answers_end_the_connection_on_resume_writing(tran
     transport.unread = 1_001
     connection.resume_writing()
     await turns()
-    assert transport.told[:2] == ["pause_reading", "abort"]
+    assert transport.recorded[:2] == ["pause_reading", "abort"]
     assert owner.errors == {"unread_answers": 1}

@@ -93,7 +93,7 @@ class Calls:
         self.call = OpenCall(Route(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
         self.open = True
         self.room = True
-        self.told = []
+        self.recorded = []
 
     def leave_place(self):
         self.shared.unary_in_progress -= 1
@@ -102,17 +102,17 @@ class Calls:
         return self.open and (stream_id, open_call) == (1, self.call)
 
     def answer(self, stream_id, message):
-        self.told.append(("answer", stream_id, message))
+        self.recorded.append(("answer", stream_id, message))
 
     def send(self, stream_id, open_call, message):
-        self.told.append(("send", stream_id, message))
+        self.recorded.append(("send", stream_id, message))
         return self.room
 
     def finish(self, stream_id):
-        self.told.append(("finish", stream_id))
+        self.recorded.append(("finish", stream_id))
 
     def fail(self, stream_id, error):
-        self.told.append(("fail", stream_id, error.code))
+        self.recorded.append(("fail", stream_id, error.code))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_an_awaited_answer_is_sent(calls):
         return b"done"
 
     await run_unary(calls, 1, calls.call, answer())
-    assert calls.told == [("answer", 1, b"done")]
+    assert calls.recorded == [("answer", 1, b"done")]
     assert calls.shared.unary_in_progress == 0
 
 
@@ -144,14 +144,14 @@ async def test_an_awaited_answer_is_sent(calls):
 )
 async def test_a_handler_that_raises_ends_its_call_with_a_status(calls, error, code):
     await run_unary(calls, 1, calls.call, raising(error))
-    assert calls.told == [("fail", 1, code)]
+    assert calls.recorded == [("fail", 1, code)]
     assert calls.shared.unary_in_progress == 0
 
 
 async def test_a_call_ended_meanwhile_is_not_answered_again(calls):
     calls.open = False
     await run_unary(calls, 1, calls.call, raising(asyncio.CancelledError()))
-    assert calls.told == []
+    assert calls.recorded == []
     assert calls.shared.unary_in_progress == 0
 
 
@@ -168,7 +168,7 @@ async def numbers(closed=None, error=None):
 
 async def test_a_stream_is_sent_message_by_message_and_finished(calls):
     await run_stream(calls, 1, calls.call, numbers())
-    assert calls.told == [("send", 1, b"1"), ("send", 1, b"2"), ("finish", 1)]
+    assert calls.recorded == [("send", 1, b"1"), ("send", 1, b"2"), ("finish", 1)]
     assert calls.shared.streams_in_progress == 0
 
 
@@ -178,17 +178,17 @@ async def test_a_stream_is_sent_message_by_message_and_finished(calls):
 )
 async def test_a_stream_that_fails_ends_with_its_status(calls, error, code):
     await run_stream(calls, 1, calls.call, numbers(error=error))
-    assert calls.told[2:] == [("fail", 1, code)]
+    assert calls.recorded[2:] == [("fail", 1, code)]
 
 
 async def test_a_stream_waits_for_room(calls):
     calls.room = False
     running = asyncio.ensure_future(run_stream(calls, 1, calls.call, numbers()))
     await asyncio.sleep(0)
-    assert calls.told == [("send", 1, b"1")]
+    assert calls.recorded == [("send", 1, b"1")]
     calls.call.room.set()
     await running
-    assert calls.told[1:] == [("send", 1, b"2"), ("finish", 1)]
+    assert calls.recorded[1:] == [("send", 1, b"2"), ("finish", 1)]
 
 
 async def test_a_cancelled_stream_closes_its_handler(calls):
@@ -199,14 +199,14 @@ async def test_a_cancelled_stream_closes_its_handler(calls):
     running.cancel()
     await running
     assert closed.is_set()
-    assert calls.told[1:] == [("fail", 1, StatusCode.CANCELLED)]
+    assert calls.recorded[1:] == [("fail", 1, StatusCode.CANCELLED)]
     assert calls.shared.streams_in_progress == 0
 
 
 async def test_a_stream_ended_meanwhile_is_not_finished_again(calls):
     calls.open = False
     await run_stream(calls, 1, calls.call, numbers())
-    assert ("finish", 1) not in calls.told
+    assert ("finish", 1) not in calls.recorded
 
 
 async def test_an_iterator_without_aclose_is_accepted(calls):
@@ -218,4 +218,4 @@ async def test_an_iterator_without_aclose_is_accepted(calls):
             raise StopAsyncIteration
 
     await run_stream(calls, 1, calls.call, Nothing())
-    assert calls.told == [("finish", 1)]
+    assert calls.recorded == [("finish", 1)]

@@ -144,7 +144,7 @@ async def test_an_iteration_answers_one_message_over_all_streams(caller):
         caller.collect()
         most = max(most, sum(sent.type == DATA for sent in caller.sent))
     assert most == 1
-    assert not any(open_call.questions._parts for open_call in caller.calls.open.values())
+    assert not any(open_call.messages._parts for open_call in caller.calls.open.values())
     caller.calls.lose_all()
     await caller.shared.all_ended()
 

@@ -197,11 +197,11 @@ def test_a_head_is_routed_once_and_similar_ones_share_its_route(reader):
     like = head(model, ((b"grpc-timeout", b"3S"), (b"user-agent", b"b")), grpc_timeout="3S")
     assert reader.read(like) is plan
     assert timeout_s(reader, like) == 3.0
-    assert like.note is None
+    assert like.owner_data is None
     same = head(model, grpc_timeout="1S", user_agent="a")
     assert reader.read(same) is plan
     assert timeout_s(reader, same) == 1.0
-    assert same.note is plan
+    assert same.owner_data is plan
 
 
 def test_a_head_that_varies_in_a_meaningful_field_is_routed_again(reader):

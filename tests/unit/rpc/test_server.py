@@ -183,7 +183,7 @@ async def test_a_stop_closes_idle_connections_at_once():
 
 
 async def test_a_peer_that_does_not_read_does_not_delay_a_stop(monkeypatch):
-    monkeypatch.setattr(native_server, "FAREWELL_S", 0.01)
+    monkeypatch.setattr(native_server, "CLOSE_S", 0.01)
     async with Serving() as serving:
         await serving.connected(GREETING)
         await until(lambda: serving.server._connections)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.rpc.state import EVERY_S, LATE_S, MOST_AT_ONCE, TURN_S, TickGate, TimeBudget
+from ratelimitd.rpc.state import EVERY_S, ITERATION_S, LATE_S, MOST_AT_ONCE, TickGate, TimeBudget
 
 
 class Line:
@@ -93,7 +93,7 @@ def test_with_a_clock_admissions_grow_with_the_length_of_the_iteration(running, 
     running(scenario)
 
 
-@pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])
+@pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (ITERATION_S, False), (0.003, True)])
 def test_the_budget_is_used_up_after_its_time(passed_s, over):
     now_s = 0.0
     turn = TimeBudget(lambda: now_s)

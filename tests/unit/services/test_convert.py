@@ -9,11 +9,11 @@ from ratelimitd.model import (
     Algorithm,
     AssignedPlan,
     Check,
+    ConsideredRule,
     Decision,
     Explained,
     IdentifierType,
     LimitStatus,
-    LookedAt,
     Match,
     Plan,
     Reason,
@@ -213,7 +213,7 @@ DENIED = LimitStatus(False, 0, 60, 9, Reason.LIMIT_EXCEEDED, RULE, RULE)
 def test_an_explanation_names_the_plans_of_the_identities_and_their_remedies():
     rule = replace(RULE, plans=(Plan("pro", (RULE,)),))
     decision = Decision(*DENIED[:4], Reason.BLOCKED, plan="blocked")
-    passed_over = LookedAt(rule, Match.PASSED_OVER, (), "blocked")
+    passed_over = ConsideredRule(rule, Match.PASSED_OVER, (), "blocked")
     plans = (
         AssignedPlan("user", "blocked", 99),
         AssignedPlan("ip", "blocked", 0),
@@ -270,11 +270,11 @@ def test_an_answer_names_the_plan_and_the_rules_passed_over():
 )
 def test_an_explanation_names_the_remedy(match, status, remedy):
     rule = replace(RULE, identifier_type="ip+user")
-    looked_at = LookedAt(rule, match, (status,) if status else ())
+    considered = ConsideredRule(rule, match, (status,) if status else ())
     check = Check(b"u", IdentifierType.USER, "/a", 12)
     decision = Decision(*DENIED[:5], RULE, RULE)
-    others = [LookedAt(RULE, Match.DISABLED)] * 200
-    every = (*others, looked_at) if status else (looked_at, *others)
+    others = [ConsideredRule(RULE, Match.DISABLED)] * 200
+    every = (*others, considered) if status else (considered, *others)
     found = explanation_of(check, Explained(decision, every, ()))
     assert (found.rules[0].match, found.rules[0].remedy) == (match, remedy)
     assert [one.reason for one in found.rules[0].limits] == ([status.reason] if status else [])

@@ -30,7 +30,7 @@ class Recorded:
         self.begun.append((name, parent))
         return self if self.samples else None
 
-    def note(self, name, value):
+    def set_attribute(self, name, value):
         self.notes[name] = value
 
     def end(self, error=""):

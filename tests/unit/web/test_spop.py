@@ -219,11 +219,11 @@ class Peer:
 async def connect(server):
     async with contextlib.AsyncExitStack() as stack:
 
-        async def connected(*, greeted=True):
+        async def connected(*, handshake=True):
             host, _, port = server.address.rpartition(":")
             peer = Peer(*await asyncio.open_connection(host, int(port)))
             stack.callback(peer.writer.close)
-            if greeted:
+            if handshake:
                 await peer.greet()
             return peer
 
@@ -250,7 +250,7 @@ async def test_request_is_checked_and_its_answer_sets_variables(auth, connect):
 
 async def test_untrusted_peers_are_not_answered(auth, connect):
     auth.proxies = set()
-    peer = await connect(greeted=False)
+    peer = await connect(handshake=False)
     peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO)))
     with contextlib.suppress(ConnectionError):
         assert await peer.reader.read() == b""
@@ -341,7 +341,7 @@ async def test_peer_that_reads_no_answers_is_no_longer_read(auth, connect, serve
 
 
 async def test_health_check_ends_after_the_hello(connect):
-    peer = await connect(greeted=False)
+    peer = await connect(handshake=False)
     healthcheck = text(b"healthcheck") + b"\x11"
     peer.send(frame(FrameType.HAPROXY_HELLO, pairs(HELLO) + healthcheck))
     assert (await peer.frame()).kind == FrameType.AGENT_HELLO
@@ -361,7 +361,7 @@ async def test_health_check_ends_after_the_hello(connect):
     ],
 )
 async def test_peer_without_a_valid_hello_is_disconnected_with_the_reason(connect, sent, status):
-    peer = await connect(greeted=False)
+    peer = await connect(handshake=False)
     peer.send(sent)
     assert await peer.ended() == disconnect(status)
 

@@ -24,7 +24,7 @@ class Process:
         self.on_report = on_report
         self.failure = failure
         self.reason = ""
-        self.told = []
+        self.recorded = []
         self.waited_for = []
         self.hangs = False
         self._end = asyncio.get_running_loop().create_future()
@@ -61,12 +61,12 @@ class Process:
         return report
 
     def terminate(self):
-        self.told.append("terminate")
+        self.recorded.append("terminate")
         if not self._end.done():
             self.end(0, "")
 
     def kill(self):
-        self.told.append("kill")
+        self.recorded.append("kill")
         self.end()
 
 
@@ -222,7 +222,7 @@ async def test_without_a_process_calls_have_no_effect():
 async def test_a_stop_drains_the_process(kept):
     kept.keeping.cancel()
     assert await kept.respawner.stop() == ""
-    assert kept.processes[0].told == ["terminate"]
+    assert kept.processes[0].recorded == ["terminate"]
 
 
 async def test_a_stop_returns_why_a_process_failed_to_end_cleanly(kept):
@@ -241,22 +241,22 @@ async def test_the_end_of_a_process_that_is_not_up_is_no_failure():
 
 async def test_a_kill_does_not_wait(kept):
     kept.respawner.kill()
-    assert kept.processes[0].told == ["kill"]
+    assert kept.processes[0].recorded == ["kill"]
 
 
 async def test_a_process_with_any_answer_is_kept(kept):
     await kept.look(3 * MAX_SILENT_LOOKS)
-    assert kept.processes[0].told == []
+    assert kept.processes[0].recorded == []
 
 
 async def test_a_process_that_hangs_is_killed_and_replaced(kept, caplog):
     kept.processes[0].hangs = True
     with caplog.at_level(logging.ERROR):
         await kept.look(MAX_SILENT_LOOKS - 1)
-        assert kept.processes[0].told == []
+        assert kept.processes[0].recorded == []
         kept.begin_looking()
         await kept.next_process()
-    assert kept.processes[0].told == ["kill"]
+    assert kept.processes[0].recorded == ["kill"]
     assert kept.respawner.restarts_total == 1
     assert caplog.messages[0] == "worker 0 does not answer, and is killed"
 
@@ -268,7 +268,7 @@ async def test_a_process_that_hangs_at_its_restart_is_killed_and_replaced(kept, 
     kept.begin_looking(MAX_SILENT_LOOKS)
     with caplog.at_level(logging.ERROR):
         await kept.next_process()
-    assert [process.told for process in kept.processes] == [[], ["kill"], []]
+    assert [process.recorded for process in kept.processes] == [[], ["kill"], []]
     assert kept.respawner.restarts_total == 2
     assert "worker 0 does not answer, and is killed" in caplog.messages
 
@@ -277,7 +277,7 @@ async def test_an_answer_resets_the_count_of_silent_checks(kept):
     for hangs in (True, False, True):
         kept.processes[0].hangs = hangs
         await kept.look(MAX_SILENT_LOOKS - 1)
-    assert kept.processes[0].told == []
+    assert kept.processes[0].recorded == []
 
 
 async def test_an_ended_process_is_no_longer_checked(kept):
@@ -286,4 +286,4 @@ async def test_an_ended_process_is_no_longer_checked(kept):
     first.end()
     await kept.next_process()
     await kept.look(3 * MAX_SILENT_LOOKS)
-    assert [process.told for process in kept.processes] == [[], []]
+    assert [process.recorded for process in kept.processes] == [[], []]

@@ -117,7 +117,7 @@ async def test_an_error_is_sent_on_its_own_line_after_the_loop(capsys):
 
 @pytest.mark.parametrize("gone", [False, True])
 async def test_a_parent_that_does_not_read_the_error_is_not_awaited(monkeypatch, gone):
-    monkeypatch.setattr(worker, "LAST_WORD_S", 0.01)
+    monkeypatch.setattr(worker, "REPORT_TIMEOUT_S", 0.01)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)

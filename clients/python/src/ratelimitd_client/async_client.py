@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.async_node_client import AsyncNodeClient
 from ratelimitd_client.async_sessions import AsyncSessions
-from ratelimitd_client.check import MS_PER_S, NOBODY, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import MS_PER_S, NO_IDENTITIES, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.sessions import valid_timeout_s
@@ -47,7 +47,7 @@ class AsyncRateLimiter(Protocol):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -67,7 +67,7 @@ class AsyncRateLimiter(Protocol):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,
@@ -118,7 +118,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -163,7 +163,7 @@ class AsyncRateLimiterClient(AsyncSessions):
             await self._sleep(min(decision.wait_ms / MS_PER_S, max_wait_s))
         # asyncio only:
         if leases is not None:
-            leases.noted(bucket, cost, decision)
+            leases.record(bucket, cost, decision)
 
         return decision
 
@@ -198,7 +198,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from ratelimitd_client.check import NOBODY, identities_of
+from ratelimitd_client.check import NO_IDENTITIES, identities_of
 from ratelimitd_client.transport.grpc_channel import AsyncNodeChannel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -37,7 +37,7 @@ class AsyncNodeClient(AsyncNodeChannel):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_ms: int = 0,
         timeout_s: float | None = None,
     ) -> pb.RateLimitResponse:
@@ -286,7 +286,7 @@ class AsyncNodeClient(AsyncNodeChannel):
         identifier_type: str,
         endpoint: str,
         *,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         timeout_s: float | None = None,
     ) -> None:
         """Delete the counters of one identifier, or with ``also`` of one combination, on one endpoint.

@@ -19,7 +19,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 MAX_BATCH: Final = 1_000
 """Most checks a node takes in one batch."""
 
-NOBODY: Final[Mapping[str, str]] = MappingProxyType({})
+NO_IDENTITIES: Final[Mapping[str, str]] = MappingProxyType({})
 """No further identities."""
 
 MAX_ALSO: Final = 7
@@ -76,7 +76,7 @@ class Check:
     cost: int = 1
     timestamp: int = 0
     peek: bool = False
-    also: Mapping[str, str] = field(default_factory=lambda: NOBODY, hash=False)
+    also: Mapping[str, str] = field(default_factory=lambda: NO_IDENTITIES, hash=False)
 
     def __post_init__(self) -> None:
         self.message()
@@ -102,7 +102,7 @@ def request_of(
     cost: int = 1,
     timestamp: int = 0,
     peek: bool = False,
-    also: Mapping[str, str] = NOBODY,
+    also: Mapping[str, str] = NO_IDENTITIES,
     max_wait_s: float = 0.0,
 ) -> bytes:
     """Return an encoded check, without creating a :class:`Check`, whose arguments these are.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
-from ratelimitd_client.check import MS_PER_S, NOBODY, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import MS_PER_S, NO_IDENTITIES, Check, hold_of, request_of, requests_of
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.hold import DEFAULT_TTL_S, Hold
@@ -46,7 +46,7 @@ class RateLimiter(Protocol):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -66,7 +66,7 @@ class RateLimiter(Protocol):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,
@@ -117,7 +117,7 @@ class RateLimiterClient(Sessions):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -184,7 +184,7 @@ class RateLimiterClient(Sessions):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,

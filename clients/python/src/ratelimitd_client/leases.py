@@ -95,7 +95,7 @@ class Leases:
         # Of the answer only what is left changes. Two tuples are joined in half the time that unpacking one takes.
         return _new(Decision, (True, lease.beneath + left) + lease.rest)  # noqa: RUF005
 
-    def noted(self, bucket: Bucket, cost: int, decision: Decision) -> None:
+    def record(self, bucket: Bucket, cost: int, decision: Decision) -> None:
         """Count a check that was sent, and lease its bucket if it is hot and has enough left."""
         asked = self._asked
         count = asked.get(bucket, 0)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 import grpc
 
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
-from ratelimitd_client.check import MAX_COST, NOBODY, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import MAX_COST, NO_IDENTITIES, Check, hold_of, request_of, requests_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import (
     Decision,
@@ -268,7 +268,7 @@ class FakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -290,7 +290,7 @@ class FakeRateLimiter(_Counts):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,
@@ -327,7 +327,7 @@ class AsyncFakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
@@ -349,7 +349,7 @@ class AsyncFakeRateLimiter(_Counts):
         endpoint: str,
         *,
         cost: int = 1,
-        also: Mapping[str, str] = NOBODY,
+        also: Mapping[str, str] = NO_IDENTITIES,
         ttl_s: int = DEFAULT_TTL_S,
         hold_id: str = "",
         timeout_s: float | None = None,

@@ -112,13 +112,13 @@ class Sender:
         async with asyncio.TaskGroup() as under_way:
             if self._load.arrivals is None:
                 for caller in range(self._load.concurrency):
-                    under_way.create_task(self._call_again_and_again(caller))
+                    under_way.create_task(self._call_repeatedly(caller))
             else:
                 await self._send_when_due(self._load.arrivals, under_way)
         self._result.seconds = self._time_s() - self._began_s
         return self._result
 
-    async def _call_again_and_again(self, caller: int) -> None:
+    async def _call_repeatedly(self, caller: int) -> None:
         while not self._stop.is_set() and (now_s := self._time_s()) < self._end_s:
             await self._ask(caller, now_s)
 

@@ -238,11 +238,11 @@ class Panel(NamedTuple):
 def picture(result: Result, load: Load) -> str:
     """Return the content of the file; without answers it says so."""
     head = f"{rate_of(result):,.0f} checks a second over {result.seconds:.1f} s"
-    told = ", ".join(f"{name} {value:.3f} ms" for name, value in figures(result.latencies).items())
+    text = ", ".join(f"{name} {value:.3f} ms" for name, value in figures(result.latencies).items())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {ROLE}>',
         f'<title id="title">{escape(head)}</title>',
-        f'<desc id="desc">{escape(told)}</desc>',
+        f'<desc id="desc">{escape(text)}</desc>',
         f"<style>{STYLE}</style>",
         f'<text class="title" x="20" y="28">{escape(head)}</text>',
         f'<text x="20" y="48">{escape(description(load))}</text>',

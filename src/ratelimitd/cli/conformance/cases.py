@@ -367,8 +367,8 @@ def _doubtful(case: Case, steps: Sequence[Step], tolerance_us: int) -> set[int]:
             at_us = sent_us + (tolerance_us if number in late else 0)
             allowed, remaining, reset, retry, reason, state = decide(state, rule, at_us, step.cost)
             fields = (rule.limit, rule.window_seconds)
-            told = Answer(allowed, remaining, reset, retry, reason.name, *fields)
-            if step.expected.differences(told, tolerance_s=TOLERANCE_S):
+            answer = Answer(allowed, remaining, reset, retry, reason.name, *fields)
+            if step.expected.differences(answer, tolerance_s=TOLERANCE_S):
                 doubtful.add(number)
     return doubtful
 

@@ -253,7 +253,7 @@ class Runner:
         Raises:
             UsageError: the server ignores its callers' time.
         """
-        self._see_whose_time_counts(self._in_force())
+        self._require_caller_time(self._in_force())
         rounds = [
             [
                 (number, index)
@@ -265,11 +265,11 @@ class Runner:
         checked: list[list[Checked]] = [[] for _ in self._cases]
         for number in self._judged:
             self._check_alone(number, checked)
-        self._forget_everybody()
+        self._reset_all_callers()
         for together in rounds:
             self._check(IN_BATCHES, together, checked)
         if one_batch:
-            self._forget_everybody()
+            self._reset_all_callers()
             self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)), checked)
         return [
             CaseResult(case, checks, self._not_judged.get(number, ""), self._refused.get(number))
@@ -367,7 +367,7 @@ class Runner:
         """End a case; the first refusal counts."""
         self._refused.setdefault(number, refused)
 
-    def _see_whose_time_counts(self, answers: Mapping[int, Answered]) -> None:
+    def _require_caller_time(self, answers: Mapping[int, Answered]) -> None:
         """Raise if reset times show that the server uses its own clock instead of the time sent."""
         for number, answer in answers.items():
             case = self._cases[number]
@@ -427,7 +427,7 @@ class Runner:
             differences = step.expected.differences(got)
             checked[number].append(Checked(index, way, step.cost, step.expected, got, differences))
 
-    def _forget_everybody(self) -> None:
+    def _reset_all_callers(self) -> None:
         """Reset the buckets of ``all``: they have no identifier that could differ between ways."""
         for number in self._judged:
             for rule in self._cases[number].rules:

@@ -37,7 +37,7 @@ class Child:
     log: Path
 
     @property
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of its log."""
         lines = self.log.read_text(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), SILENCE)
@@ -114,7 +114,7 @@ def failure(child: Child) -> CliError:
     """Return the error for a child that ended unexpectedly."""
     status = child.process.returncode
     how = f"status {status}" if status is None or status >= 0 else signal.Signals(-status).name
-    message = f"{child.name} ended with {how}: {child.last_words}"
+    message = f"{child.name} ended with {how}: {child.last_log_line}"
     return CliError(message)
 
 
@@ -254,5 +254,5 @@ async def _until(answers: Callable[[], Awaitable[bool]], child: Child) -> None:
                     raise failure(child)
                 await asyncio.sleep(LOOK_AGAIN_S)
     except TimeoutError:
-        message = f"{child.name} does not answer: {child.last_words}"
+        message = f"{child.name} does not answer: {child.last_log_line}"
         raise CliError(message) from None

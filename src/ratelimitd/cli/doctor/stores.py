@@ -170,12 +170,12 @@ async def _check_times(
 
 async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
     try:
-        told = await ask(asked.connection, "INFO")
+        info = await ask(asked.connection, "INFO")
     except Refused:
         what = "version and memory not checked: the user may not run INFO, which nodes do not need"
         yield ok(asked.name, what)
         return
-    for finding in judged(asked.name, _pairs(told), is_cluster=asked.is_cluster):
+    for finding in judged(asked.name, _pairs(info), is_cluster=asked.is_cluster):
         yield finding
 
 
@@ -207,8 +207,8 @@ def _memory(name: str, info: Mapping[str, str]) -> Iterator[Finding]:
         yield ok(name, "nothing is evicted")
 
 
-def _pairs(told: Any) -> dict[str, str]:
-    lines = told.decode(errors="replace").splitlines() if isinstance(told, bytes) else []
+def _pairs(info: Any) -> dict[str, str]:
+    lines = info.decode(errors="replace").splitlines() if isinstance(info, bytes) else []
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 

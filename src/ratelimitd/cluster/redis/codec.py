@@ -27,7 +27,7 @@ from ratelimitd.cluster.packed import (
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.accounts import BucketState
 from ratelimitd.ledger.protocol import Batch, ColdSpend, Reply
-from ratelimitd.ledger.shared_state import Met, Settled, SharedState, StoreCheck, Update
+from ratelimitd.ledger.shared_state import FirstResult, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import (
     ALLOWED,
     COST_EXCEEDS_LIMIT,
@@ -452,7 +452,7 @@ def outcomes_of(answers: bytes) -> list[Outcome | None]:
 
 def first_checked(
     checks: Sequence[StoreCheck], reply: Any
-) -> tuple[int, list[Met | StoreCorruptError]]:
+) -> tuple[int, list[FirstResult | StoreCorruptError]]:
     """Return the number of malformed values, and the outcome and state of each check, or the error of reading it.
 
     Raises:
@@ -461,12 +461,12 @@ def first_checked(
     match reply:
         case [int() as count, *values] if len(values) == len(checks) and 0 <= count <= len(checks):
             return count, [
-                _met(check[1], value) for check, value in zip(checks, values, strict=True)
+                _first_result(check[1], value) for check, value in zip(checks, values, strict=True)
             ]
     raise StoreCorruptError(_NO_ANSWERS)
 
 
-def _met(rule: Limit, reply: Any) -> Met | StoreCorruptError:
+def _first_result(rule: Limit, reply: Any) -> FirstResult | StoreCorruptError:
     try:
         outcome = _outcome(*_ANSWER.unpack_from(reply))
         if outcome is not None:

@@ -60,14 +60,14 @@ class Request:
         self.asking = False
         """The new server is importing the slot, and needs ASKING first."""
 
-    def tell(self, reply: object) -> None:
+    def resolve(self, reply: object) -> None:
         """Call ``done``, unless it was called."""
         done, self.done = self.done, None
         if done is not None:
-            tell(done, reply)
+            deliver(done, reply)
 
 
-def tell(done: Done, reply: object) -> None:
+def deliver(done: Done, reply: object) -> None:
     """Call ``done``. A defect in a callback must not cost others their replies."""
     try:
         done(reply)
@@ -172,12 +172,12 @@ SILENT_TIMEOUTS: Final = 1.5
 LATE_S: Final = 0.002
 """A timer that is later than this was delayed by this process."""
 
-TURN_S: Final = 0.001
+READ_PAUSE_S: Final = 0.001
 """Pause for reading the socket after a late timer. Any value works: the event loop reads sockets before it calls
 timers.
 """
 
-MAX_TURNS: Final = 8
+MAX_READ_PAUSES: Final = 8
 """Limit of such pauses: 2 MiB of replies. A process that is always late must apply its timeouts in the end."""
 
 _NOTHING: Final = object()
@@ -239,8 +239,8 @@ class Connection(asyncio.Protocol):
         self._late_writes: deque[tuple[float, int, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
-        self._turns = 0
-        self._answered_at_turn = 0
+        self._read_pauses = 0
+        self._answered_at_pause = 0
 
     @property
     def in_flight(self) -> int:
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
         # An existing timer may be one for silence or the handshake, and too late for these requests.
         # equivalent: one that is due at the same time is replaced by its like
         if self._timer is None or self._timer_due_s > due_s:
-            self._look_in(due_s - now_s, now_s)
+            self._set_timer(due_s - now_s, now_s)
 
     def drop(self, error: RateLimitdError) -> None:
         """Close the connection; requests in flight get ``error``."""
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
                 if reply.__class__ is ReplyError:
                     self._on_error(request, str(reply))
                 else:
-                    request.tell(reply)
+                    request.resolve(reply)
 
     def _announces_too_much(self, data: bytes) -> bool:
         """Return whether a header announces too much, or a reply has become too long. Two reads may split a header."""
@@ -363,8 +363,8 @@ class Connection(asyncio.Protocol):
                 writes.popleft()
         if self.lost is not None or not (self._writes or self._late_writes):
             return
-        if self._gives_turn(late=now_s - self._timer_due_s > LATE_S):
-            self._look_in(TURN_S, now_s)
+        if self._reads_first(late=now_s - self._timer_due_s > LATE_S):
+            self._set_timer(READ_PAUSE_S, now_s)
             return
         oldest_s = (self._late_writes or self._writes)[0][0]
         silence_s = max(self._silence_s, SILENT_TIMEOUTS * self.timeout_s)
@@ -374,16 +374,18 @@ class Connection(asyncio.Protocol):
         next_s = oldest_s + silence_s
         if self._expire(now_s):
             next_s = min(next_s, self._writes[0][2])
-        self._look_in(max(TURN_S, next_s - now_s), now_s)
+        self._set_timer(max(READ_PAUSE_S, next_s - now_s), now_s)
 
-    def _gives_turn(self, *, late: bool) -> bool:
+    def _reads_first(self, *, late: bool) -> bool:
         """Return whether to read the socket first, because this process was late."""
-        came = self._answered != self._answered_at_turn
-        if (self._turns and came and self._turns < MAX_TURNS) or (late and not self._turns):
-            self._turns += 1
-            self._answered_at_turn = self._answered
+        came = self._answered != self._answered_at_pause
+        if (self._read_pauses and came and self._read_pauses < MAX_READ_PAUSES) or (
+            late and not self._read_pauses
+        ):
+            self._read_pauses += 1
+            self._answered_at_pause = self._answered
             return True
-        self._turns = 0
+        self._read_pauses = 0
         return False
 
     def _expire(self, now_s: float) -> bool:
@@ -398,10 +400,10 @@ class Connection(asyncio.Protocol):
             self._expired = write[1]
             for request in list(late):
                 self._expired_weight += request.weight
-                request.tell(StoreSlowError("the shared state was too slow"))
+                request.resolve(StoreSlowError("the shared state was too slow"))
         return bool(writes)
 
-    def _look_in(self, seconds: float, now_s: float) -> None:
+    def _set_timer(self, seconds: float, now_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due_s = now_s + seconds
@@ -410,7 +412,7 @@ class Connection(asyncio.Protocol):
     # Private
 
     def _refuse(self, request: Request, error: RateLimitdError) -> None:
-        self._loop.call_soon(request.tell, error)
+        self._loop.call_soon(request.resolve, error)
 
     def _lose(self, error: RateLimitdError) -> None:
         self.lost = error
@@ -421,7 +423,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._on_lost(error)
         for request in waiting:
-            request.tell(again(error))
+            request.resolve(again(error))
 
 
 def again(error: RateLimitdError) -> RateLimitdError:
@@ -467,7 +469,7 @@ async def ask(connection: Connection, *command: bytes | int | str) -> Any:
 
 def hand_over(request: Request, text: str) -> None:
     """Pass an error reply to the caller of :func:`ask`."""
-    request.tell(Refused(text))
+    request.resolve(Refused(text))
 
 
 async def log_in(connection: Connection, handshake: Handshake) -> None:

@@ -273,7 +273,7 @@ class Link:
             self._parked.append(request)
             self._parked_weight += request.weight
         else:
-            self._loop.call_soon(request.tell, again(self._down))
+            self._loop.call_soon(request.resolve, again(self._down))
 
     def submit_again(self, request: Request) -> None:
         """Send a request that was not run by this server or by the one that redirected it here."""
@@ -397,7 +397,7 @@ class Link:
     def _release_parked(self) -> None:
         """Fail the requests that wait for a connection."""
         for request in self._unpark():
-            request.tell(again(self._down))
+            request.resolve(again(self._down))
 
     def _unpark(self) -> Sequence[Request]:
         """Return and remove the waiting requests; later ones wait for the next connection."""
@@ -418,13 +418,13 @@ class Link:
             self._send_with_script(connection, request, request.script)
             return
         if code in REDIRECTIONS:
-            self._hand_on(request, code, text)
+            self._follow_redirect(request, code, text)
             return
         error = error_of(text)
         if isinstance(error, StoreMisconfiguredError) and not self._refusal_reported:
             self._refusal_reported = True
             self._options.report(f"shared state at {self.name}: {error}")
-        request.tell(error)
+        request.resolve(error)
         if code in NOT_PRIMARY:
             connection.drop(error)
 
@@ -432,7 +432,7 @@ class Link:
         """Load the script, once for all that need it, and send the request again behind it."""
         if request.had_script:
             error = self._load_errors.get(script.sha)
-            request.tell(
+            request.resolve(
                 again(error)
                 if error
                 else StoreUnavailableError("the shared state does not keep the script it was sent")
@@ -450,15 +450,15 @@ class Link:
             connection.submit(Request(pack((b"SCRIPT", b"LOAD", script.text)), loaded))
         self.submit_again(request)
 
-    def _hand_on(self, request: Request, code: str, text: str) -> None:
+    def _follow_redirect(self, request: Request, code: str, text: str) -> None:
         """Pass a request on to the server that the reply names; this one did not run it."""
         if self._redirect is None:
             error = StoreMisconfiguredError("the shared state is a Cluster: use redis+cluster://")
-            request.tell(error)
+            request.resolve(error)
             return
         named = None if request.redirected else self._named(text)
         if named is None:
-            request.tell(StoreUnavailableError("the shared state is moving the key"))
+            request.resolve(StoreUnavailableError("the shared state is moving the key"))
             return
         request.redirected = True
         request.asking = code == "ASK"

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS
 from ratelimitd.cluster.redis.connection import (
-    TURN_S,
+    READ_PAUSE_S,
     Connection,
     Refused,
     ask,
@@ -104,7 +104,7 @@ class Subscription:
         self._time_s = time_s
         self._backoff = pauses(options.random)
         self._reported = False
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._lost = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -145,7 +145,7 @@ class Subscription:
             server,
             self._options.handshake,
             self._options.tls,
-            lambda: Listener(self._hear, lambda _error: self._lost.set()),
+            lambda: Listener(self._receive, lambda _error: self._lost.set()),
         )
         try:
             verb = b"SSUBSCRIBE" if self._channel.sharded else b"SUBSCRIBE"
@@ -159,15 +159,15 @@ class Subscription:
         return listener
 
     def _begin(self) -> None:
-        self._heard_s = self._time_s()
+        self._received_s = self._time_s()
         self.connected = True
         if self._reported:
             self._reported = False
             self._options.report(f"messages of {self._channel.name.decode()}: received again")
         self._on_begin()
 
-    def _hear(self, payload: bytes) -> None:
-        self._heard_s = self._time_s()
+    def _receive(self, payload: bytes) -> None:
+        self._received_s = self._time_s()
         self._on_message(payload)
 
     async def _until_lost(self, listener: Listener) -> None:
@@ -177,7 +177,7 @@ class Subscription:
             left_s = None if silence_s is None else self._left_s(silence_s)
             if left_s is not None and left_s <= 0:
                 await asyncio.sleep(
-                    TURN_S
+                    READ_PAUSE_S
                 )  # if this process was delayed, messages wait in the socket
                 if silence_s is not None and self._left_s(silence_s) <= 0:
                     listener.drop(StoreUnavailableError("silent"))
@@ -189,7 +189,7 @@ class Subscription:
                 continue
 
     def _left_s(self, silence_s: float) -> float:
-        return self._heard_s + silence_s - self._time_s()
+        return self._received_s + silence_s - self._time_s()
 
     def _report(self, error: StoreUnavailableError) -> None:
         """Log a wrong setting once; the link logs an unavailable server."""
@@ -307,7 +307,7 @@ class Bus:
                 partial(topology.server_of_tag, stream.tag),
                 Channel(stream.name, topology.is_cluster, SILENCE_S),
                 topology.options,
-                on_message=partial(self._hear, stream),
+                on_message=partial(self._receive, stream),
                 on_begin=partial(self._begin, stream),
                 time_s=time_s,
             )
@@ -347,15 +347,15 @@ class Bus:
             message = f"a payload has 1 to {MAX_PAYLOAD_BYTES} bytes"
             raise ValueError(message)
         streams = self._streams
-        self._say(streams[SLOT_OF_TAG[tag] * len(streams) // SLOTS], payload)
+        self._send(streams[SLOT_OF_TAG[tag] * len(streams) // SLOTS], payload)
 
-    def _say(self, stream: _Stream, payload: bytes) -> None:
+    def _send(self, stream: _Stream, payload: bytes) -> None:
         stream.number += 1
         message = _HEAD.pack(_FORM, self._sender, stream.number) + payload
-        said = partial(self._said, stream)
-        self._topology.of_tag(stream.tag).send((stream.verb, stream.name, message), said)
+        done = partial(self._sent, stream)
+        self._topology.of_tag(stream.tag).send((stream.verb, stream.name, message), done)
 
-    def _said(self, stream: _Stream, reply: object) -> None:
+    def _sent(self, stream: _Stream, reply: object) -> None:
         if isinstance(reply, RateLimitdError):
             self.undelivered_total += 1
         # The link logs an unavailable server. A wrong setting is logged here, since it may affect nothing else.
@@ -372,7 +372,7 @@ class Bus:
     async def _beat(self) -> None:
         while True:
             for stream in self._streams:
-                self._say(stream, b"")
+                self._send(stream, b"")
             await self._sleep(HEARTBEAT_S)
 
     def _begin(self, stream: _Stream) -> None:
@@ -380,7 +380,7 @@ class Bus:
         stream.numbering.forget()
         self._gap()
 
-    def _hear(self, stream: _Stream, message: bytes) -> None:
+    def _receive(self, stream: _Stream, message: bytes) -> None:
         if not _HEAD.size <= len(message) <= _HEAD.size + MAX_PAYLOAD_BYTES:
             return
         form, sender, number = _HEAD.unpack_from(message)
@@ -398,8 +398,8 @@ class Bus:
         self.gaps_total += 1
         if not self._gap_due:
             self._gap_due = True
-            self._loop.call_soon(self._tell_of_gap)
+            self._loop.call_soon(self._report_gap)
 
-    def _tell_of_gap(self) -> None:
+    def _report_gap(self) -> None:
         self._gap_due = False
         self._on_gap()

@@ -104,9 +104,9 @@ class SentinelTopology(OneServer):
         self._follow(await self._sentinels.primary())
         return self._sentinels.preferred
 
-    def _switched(self, told: bytes) -> None:
+    def _switched(self, message: bytes) -> None:
         """Follow ``service old-host old-port new-host new-port``."""
-        match told.split():
+        match message.split():
             case [self._service, _, _, host, port]:
                 primary = _named(host, port)
                 if primary is not None:

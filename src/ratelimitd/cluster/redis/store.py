@@ -31,7 +31,7 @@ from ratelimitd.cluster.redis.codec import (
     settle_request,
     state_of,
 )
-from ratelimitd.cluster.redis.connection import tell
+from ratelimitd.cluster.redis.connection import deliver
 from ratelimitd.cluster.redis.hold_codec import (
     HOLD,
     HOLD_STEP,
@@ -45,7 +45,7 @@ from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_holds import HoldCall, HoldReply, StepCall, StepReply
-from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
+from ratelimitd.ledger.shared_state import FirstResult, SharedState, StoreCheck
 from ratelimitd.model import MAX_TIME_US, Limit, Outcome
 from ratelimitd.tracing import Tracer
 
@@ -145,7 +145,7 @@ class Combiner(Generic[Answer]):
             keys, arguments = checks_request(checks)
         except Exception as error:  # noqa: BLE001 - a defect; the waiting checks must be answered
             defect = StoreCorruptError(f"checks cannot be sent: {error}")
-            self._call_soon(self._tell, dones, [defect] * len(dones))
+            self._call_soon(self._deliver, dones, [defect] * len(dones))
             return
         link = self._topology.of_tag(checks[0].name[0])
         self._under_way += 1
@@ -174,15 +174,15 @@ class Combiner(Generic[Answer]):
                 answers = self._read(checks, reply)
             except StoreCorruptError as error:
                 answers = [error] * len(checks)
-        self._tell(dones, answers)
+        self._deliver(dones, answers)
 
     @staticmethod
-    def _tell(
+    def _deliver(
         dones: Sequence[Callable[[Answer | RateLimitdError], None]],
         answers: Sequence[Answer | RateLimitdError],
     ) -> None:
         for done, answer in zip(dones, answers, strict=True):
-            tell(done, answer)
+            deliver(done, answer)
 
 
 BEAT: Final = load("beat")
@@ -305,7 +305,7 @@ class RedisStore:
             values = [error] * len(readings)
         for reading, value in zip(readings, values, strict=True):
             state = value if isinstance(value, RateLimitdError) else self._state(value, reading)
-            tell(reading.done, state)
+            deliver(reading.done, state)
 
     def _state(self, value: Any, reading: _Reading) -> SharedState | None:
         try:
@@ -314,13 +314,15 @@ class RedisStore:
             self.corrupt_total += 1
             return None
 
-    def first_check(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+    def first_check(
+        self, check: StoreCheck, done: Callable[[FirstResult | RateLimitdError], None]
+    ) -> None:
         """Decide the first check of a bucket, and return its state. After an error it may have been charged."""
         self._first_checks.add(check, done)
 
     def _first_checked(
         self, checks: Sequence[StoreCheck], reply: Any
-    ) -> Sequence[Met | RateLimitdError]:
+    ) -> Sequence[FirstResult | RateLimitdError]:
         replaced_now, answers = first_checked(checks, reply)
         unreadable = sum([isinstance(answer, StoreCorruptError) for answer in answers])
         self.corrupt_total += replaced_now + unreadable
@@ -498,8 +500,8 @@ class TracedStore(RedisStore):
         if span is None:
             super().settle(tag, batch, done)
             return
-        span.note("ratelimitd.buckets", len(batch.updates) + len(batch.cold))
-        span.note("server.address", self.server_of(tag))
+        span.set_attribute("ratelimitd.buckets", len(batch.updates) + len(batch.cold))
+        span.set_attribute("server.address", self.server_of(tag))
 
         def settled(reply: Reply | RateLimitdError | None) -> None:
             span.end(type(reply).__name__ if isinstance(reply, RateLimitdError) else "")

@@ -31,7 +31,7 @@ from ratelimitd.rpc.messages import (
 )
 from ratelimitd.web.api import json_messages
 from ratelimitd.web.api.http_call import BodyTooLargeError, EncodingUnsupportedError, uncompressed
-from ratelimitd.web.api.json_messages import Turn, json_of, message_from_json
+from ratelimitd.web.api.json_messages import RunStep, json_of, message_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ class UnaryProtocol(Protocol):
     def timeout_s(self, headers: Headers) -> float | None:
         """Return the caller's timeout, ``None`` for no limit; raises ``RpcError`` if malformed."""
 
-    async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
+    async def message_of(
+        self, body: bytes, headers: Headers, types: Types, run_step: RunStep
+    ) -> bytes:
         """Return the serialised request message; raises ``RpcError`` or ``InvalidInputError`` if malformed."""
 
-    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
+    async def answer(self, message: bytes, types: Types, run_step: RunStep) -> Response:
         """Return the answer with this serialised message."""
 
     def failure(self, error: RpcError) -> Response:
@@ -146,15 +148,17 @@ class ConnectJson(Connect):
     bounds = json_messages.USUAL
     max_body_bytes = bounds.body_bytes
 
-    async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
+    async def message_of(
+        self, body: bytes, headers: Headers, types: Types, run_step: RunStep
+    ) -> bytes:
         """Parse strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
-        message = await message_from_json(text, types.request, turn, self.bounds)
+        message = await message_from_json(text, types.request, run_step, self.bounds)
         return message.SerializeToString()
 
-    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
+    async def answer(self, message: bytes, types: Types, run_step: RunStep) -> Response:
         """Write every field under its contract name."""
-        return Response(await json_of(types.answer.FromString(message), turn), media_type=JSON)
+        return Response(await json_of(types.answer.FromString(message), run_step), media_type=JSON)
 
 
 class WholeBookJson(ConnectJson):
@@ -167,11 +171,13 @@ class WholeBookJson(ConnectJson):
 class ConnectProto(Connect):
     """Bodies are serialised messages; the services validate their content."""
 
-    async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
+    async def message_of(
+        self, body: bytes, headers: Headers, _types: Types, _run_step: RunStep
+    ) -> bytes:
         """Return the body unchanged."""
         return self._uncompressed(body, headers)
 
-    async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
+    async def answer(self, message: bytes, _types: Types, _run_step: RunStep) -> Response:
         """Return the message unchanged."""
         return Response(message, media_type=PROTO)
 
@@ -212,7 +218,9 @@ class GrpcWeb:
             message = "grpc-timeout must be up to 8 digits and a unit"
             raise RpcError(StatusCode.INVALID_ARGUMENT, message) from None
 
-    async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
+    async def message_of(
+        self, body: bytes, headers: Headers, _types: Types, _run_step: RunStep
+    ) -> bytes:
         """Return the only message of the body."""
         reader = MessageReader(MAX_MESSAGE_BYTES)
         # Parse at most two: a body of zeros would be 800,000 messages and block the event loop for as many µs.
@@ -224,7 +232,7 @@ class GrpcWeb:
         encoding = headers.get("grpc-encoding", "identity") if part.compressed else "identity"
         return uncompressed(part.content, encoding, MAX_MESSAGE_BYTES)
 
-    async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
+    async def answer(self, message: bytes, _types: Types, _run_step: RunStep) -> Response:
         """Return the message with the trailers of an OK status."""
         return Response(framed(message) + _trailers(_OK), media_type=GRPC_WEB_PROTO)
 

@@ -285,7 +285,9 @@ class ForwardAuth:
         self._identify(message, headers, peer, is_trusted=is_trusted)
         data = message.SerializeToString()
         answer = await handled(self._handler, data, call, receive=request.receive)
-        return self._told(ratelimiter_pb2.RateLimitResponse.FromString(answer), parameters.deny)
+        return self._response_to(
+            ratelimiter_pb2.RateLimitResponse.FromString(answer), parameters.deny
+        )
 
     def _endpoint(self, request: Request, uri: str | None) -> str:
         """Return the endpoint of the client's request; ``uri`` comes from a trusted proxy."""
@@ -338,7 +340,7 @@ class ForwardAuth:
                 pass
         return f"{_DIGEST}{sha256(raw).hexdigest()}"
 
-    def _told(self, decision: ratelimiter_pb2.RateLimitResponse, deny: int) -> Response:
+    def _response_to(self, decision: ratelimiter_pb2.RateLimitResponse, deny: int) -> Response:
         fields = limit_fields(decision, self._now_s(), self._revision)
         if decision.allowed:
             return Response(headers=fields)

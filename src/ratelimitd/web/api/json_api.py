@@ -36,7 +36,7 @@ from ratelimitd.web.api.connect import (
     WholeBookJson,
 )
 from ratelimitd.web.api.http_call import Requirement, body_of, handled, http_call
-from ratelimitd.web.api.json_messages import Turn
+from ratelimitd.web.api.json_messages import RunStep
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -50,9 +50,9 @@ class HttpCheck(ConnectJson):
         self._now_s = now_s
         self._revision = revision
 
-    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
+    async def answer(self, message: bytes, types: Types, run_step: RunStep) -> Response:
         """Return 200 or 429, by the decision in the body; a check that was allowed unchecked is 200, too."""
-        response = await super().answer(message, types, turn)
+        response = await super().answer(message, types, run_step)
         decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
         response.headers.update(limit_fields(decision, self._now_s(), self._revision))
         if not decision.allowed:
@@ -184,12 +184,12 @@ class JsonApi:
         timeout_s = protocol.timeout_s(request.headers)
         deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         body = await body_of(request, protocol.max_body_bytes)
-        turn = partial(self._queue.run, call.peer)
-        message = await protocol.message_of(body, request.headers, method.types, turn)
+        run_step = partial(self._queue.run, call.peer)
+        message = await protocol.message_of(body, request.headers, method.types, run_step)
         answer = await handled(
             method.handler, message, call, receive=request.receive, deadline_s=deadline_s
         )
-        return await protocol.answer(answer, method.types, turn)
+        return await protocol.answer(answer, method.types, run_step)
 
 
 def _methods_of(methods: Methods) -> Iterator[_Method]:

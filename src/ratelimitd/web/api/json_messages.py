@@ -75,7 +75,7 @@ class _WrongValueError(Exception):
     """A value does not fit its field; the text says which values do."""
 
 
-class Turn(Protocol):
+class RunStep(Protocol):
     """Schedules the next step of a large call."""
 
     def __call__(self, step: Callable[[], T], /) -> Awaitable[T]:
@@ -83,7 +83,7 @@ class Turn(Protocol):
 
 
 async def message_from_json(
-    body: bytes, message_class: type[MessageT], turn: Turn, bounds: Bounds = USUAL
+    body: bytes, message_class: type[MessageT], run_step: RunStep, bounds: Bounds = USUAL
 ) -> MessageT:
     """Parse a body into a message. One of at most ``LARGE_BYTES`` and ``SLICE_ITEMS`` items is read in one step.
 
@@ -95,13 +95,13 @@ async def message_from_json(
     if is_large and bounds.in_thread:
         value = await asyncio.to_thread(parse)
     else:
-        value = await turn(parse) if is_large else parse()
+        value = await run_step(parse) if is_large else parse()
     message = message_class()
     reading = _Reading()
     read = partial(any, reading.fill(message, value, ""))
-    more = await turn(read) if is_large else read()
+    more = await run_step(read) if is_large else read()
     while more and len(reading.violations) < MAX_VIOLATIONS:
-        more = await turn(read)
+        more = await run_step(read)
     if reading.violations:
         raise InvalidInputError(*reading.violations[:MAX_VIOLATIONS])
     return message
@@ -323,13 +323,13 @@ class _Member(NamedTuple):
     value: Callable[[Any], object]
 
 
-async def json_of(message: Message, turn: Turn) -> bytes:
+async def json_of(message: Message, run_step: RunStep) -> bytes:
     """Return the body of ``message``. A list of at most ``SLICE_ITEMS`` items is written in one step."""
     members = []
     for member in _present(message):
         value = getattr(message, member.name)
         text = (
-            await _list_text(value, member.item, turn)
+            await _list_text(value, member.item, run_step)
             if member.item
             else _dumped(member.value(value))
         )
@@ -337,13 +337,13 @@ async def json_of(message: Message, turn: Turn) -> bytes:
     return f"{{{','.join(members)}}}\n".encode()
 
 
-async def _list_text(items: Any, write: Callable[[Any], object], turn: Turn) -> str:
+async def _list_text(items: Any, write: Callable[[Any], object], run_step: RunStep) -> str:
     def texts(start: int) -> str:
         return ",".join(_dumped(write(item)) for item in items[start : start + SLICE_ITEMS])
 
     if len(items) <= SLICE_ITEMS:
         return f"[{texts(0)}]"
-    pieces = [await turn(partial(texts, start)) for start in range(0, len(items), SLICE_ITEMS)]
+    pieces = [await run_step(partial(texts, start)) for start in range(0, len(items), SLICE_ITEMS)]
     return f"[{','.join(pieces)}]"
 
 

@@ -281,7 +281,7 @@ async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, A
         return None, f"The replay cannot be started: {error.strerror or error}."
     try:
         async with asyncio.timeout(REPLAY_S):
-            out, told = await process.communicate(rules)
+            out, stderr = await process.communicate(rules)
     except TimeoutError:
         return None, f"The replay took more than {REPLAY_S:.0f} s: use ratelimitd backtest."
     finally:
@@ -292,17 +292,17 @@ async def _replayed(paths: Sequence[Path], rules: bytes) -> tuple[Mapping[str, A
         with suppress(ValueError):
             report: Mapping[str, Any] = json.loads(out)
             return report, ""
-    return None, _failure(process.returncode or 0, told.decode(errors="replace"))
+    return None, _failure(process.returncode or 0, stderr.decode(errors="replace"))
 
 
-def _failure(status: int, told: str) -> str:
+def _failure(status: int, stderr: str) -> str:
     """Return why a command failed. Output that is not an error message of the command is only logged."""
     if status == -signal.SIGKILL:
         return "The replay was killed, as when memory runs out. Take a shorter window, or use ratelimitd backtest."
     if status < 0:
         return f"The replay was ended by signal {-status}: {signal.strsignal(-status)}."
-    _, _, error = f"\n{told}".partition("\nError: ")
+    _, _, error = f"\n{stderr}".partition("\nError: ")
     if error:
         return error.strip()
-    _log.error("a replay failed with status %d: %s", status, told[-MAX_LOGGED:])
+    _log.error("a replay failed with status %d: %s", status, stderr[-MAX_LOGGED:])
     return f"The replay failed with status {status}. Its output is in the log of the node."

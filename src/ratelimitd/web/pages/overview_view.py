@@ -112,7 +112,7 @@ class View:
     tone: str
     health_text: str
     conditions: Sequence[Condition]
-    unheard: str
+    stale_for: str
     """How long the state of the other nodes has been unknown; empty if known."""
     tiles: Sequence[Tile]
     nodes: Sequence[NodeRow]
@@ -125,16 +125,16 @@ def view_of(overview: Overview, history: Sequence[Sample], on_breaker_open: str)
     """Return the view. ``history`` ends with the current sample or is empty; ``on_breaker_open`` is the setting."""
     alive = overview.alive
     newest = max(status.rules_revision for status in alive)
-    unheard = "" if overview.unheard_s is None else seconds(round(overview.unheard_s))
-    verdict, tone = _verdict(alive, unheard)
+    stale_for = "" if overview.stale_s is None else seconds(round(overview.stale_s))
+    verdict, tone = _verdict(alive, stale_for)
     return View(
         verdict=verdict,
         tone=tone,
-        health_text=_health_text(alive, unheard),
+        health_text=_health_text(alive, stale_for),
         conditions=_conditions(alive, shares=overview.shares),
-        unheard=unheard,
+        stale_for=stale_for,
         tiles=_tiles(overview, _recent(overview, history)),
-        nodes=[_node_row(node, newest, unheard) for node in overview.nodes],
+        nodes=[_node_row(node, newest, stale_for) for node in overview.nodes],
         gone=sum(node.gone for node in overview.nodes),
         advice=_advice(alive, on_breaker_open),
     )
@@ -202,16 +202,16 @@ def _recent(overview: Overview, history: Sequence[Sample]) -> Sample:
     return summed([one for one in last if one.at_ms > since_ms] or [overview.total])
 
 
-def _verdict(alive: Sequence[NodeStatus], unheard: str) -> tuple[str, str]:
+def _verdict(alive: Sequence[NodeStatus], stale_for: str) -> tuple[str, str]:
     """Return the worst state that any node reports; ignores nodes whose status could not be read."""
     if not all(status.healthy for status in alive):
         return "DEGRADED", WARN
-    return ("UNKNOWN", WARN) if unheard else ("HEALTHY", GOOD)
+    return ("UNKNOWN", WARN) if stale_for else ("HEALTHY", GOOD)
 
 
-def _health_text(alive: Sequence[NodeStatus], unheard: str) -> str:
-    if unheard:
-        return f"the state of the other nodes has been unknown for {unheard}"
+def _health_text(alive: Sequence[NodeStatus], stale_for: str) -> str:
+    if stale_for:
+        return f"the state of the other nodes has been unknown for {stale_for}"
     if len(alive) == 1:
         return ""
     healthy = sum(status.healthy for status in alive)
@@ -326,11 +326,11 @@ def _is_beyond(status: NodeStatus) -> bool:
     return status.excess_ratio > status.excess_bound_ratio
 
 
-def _node_row(node: NodeView, newest_revision: int, unheard: str) -> NodeRow:
+def _node_row(node: NodeView, newest_revision: int, stale_for: str) -> NodeRow:
     status = node.status
     sample = status.sample
     behind = status.rules_revision < newest_revision and not node.gone
-    state, tone = _state(node, unheard)
+    state, tone = _state(node, stale_for)
     breaker = BREAKER_WORDS[status.breaker_state]
     if status.breaker_state != "closed":
         breaker += f", {seconds(round(status.retry_s))}"
@@ -372,9 +372,9 @@ def _node_row(node: NodeView, newest_revision: int, unheard: str) -> NodeRow:
     )
 
 
-def _state(node: NodeView, unheard: str) -> tuple[str, str]:
-    if unheard and not node.is_this:
-        return f"not heard for {unheard}", WARN
+def _state(node: NodeView, stale_for: str) -> tuple[str, str]:
+    if stale_for and not node.is_this:
+        return f"not heard for {stale_for}", WARN
     if node.gone:
         return f"gone, last seen {seconds(round(node.age_s))} ago", BAD
     return ("healthy", GOOD) if node.status.healthy else ("degraded", WARN)

@@ -174,23 +174,27 @@ OF_BUCKET: Final = ("algorithm", "window_seconds", "calendar")
 
 def _edited(was: Rule, will: Rule) -> list[str]:
     if was.has_list or will.has_list:
-        told = _list_edited(was.limits, will.limits)
+        sentences = _list_edited(was.limits, will.limits)
     else:
-        told = [_limit_edited(was, will)] if _numbers(was) != _numbers(will) else []
-    return told + _plans_edited(was, will)
+        sentences = [_limit_edited(was, will)] if _numbers(was) != _numbers(will) else []
+    return sentences + _plans_edited(was, will)
 
 
 def _plans_edited(was: Rule, will: Rule) -> list[str]:
     before = {plan.name: plan.limits for plan in was.plans}
     after = {plan.name: plan.limits for plan in will.plans}
-    told = [f"The plan {name} has the rule's own limits." for name in before if name not in after]
+    sentences = [
+        f"The plan {name} has the rule's own limits." for name in before if name not in after
+    ]
     for name, limits in after.items():
         if name in before:
-            told += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
+            sentences += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
         else:
             shown = "; ".join(map(limit_summary, limits))
-            told.append(f"Identities assigned to the plan {name} have their own limits: {shown}.")
-    return told
+            sentences.append(
+                f"Identities assigned to the plan {name} have their own limits: {shown}."
+            )
+    return sentences
 
 
 def _numbers(limit: Limit) -> list[Any]:
@@ -200,18 +204,20 @@ def _numbers(limit: Limit) -> list[Any]:
 def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
     before = {limit.name: limit for limit in was}
     after = {limit.name: limit for limit in will}
-    told = [f"The limit {name} is removed." for name in before if name not in after]
+    sentences = [f"The limit {name} is removed." for name in before if name not in after]
     for name, limit in after.items():
         if name not in before:
-            told.append(f"{name}: {limit_summary(limit)} from now on, and all buckets are full.")
+            sentences.append(
+                f"{name}: {limit_summary(limit)} from now on, and all buckets are full."
+            )
             continue
         if _numbers(limit) != _numbers(before[name]):
-            told.append(f"{name}: {_limit_edited(before[name], limit)}")
+            sentences.append(f"{name}: {_limit_edited(before[name], limit)}")
         if limit.enforcement != before[name].enforcement:
             observes = limit.enforcement is Enforcement.OBSERVE
             what = "only observes from now on" if observes else "denies from now on"
-            told.append(f"{name} {what}, and keeps what it counted.")
-    return told or [_ORDER]
+            sentences.append(f"{name} {what}, and keeps what it counted.")
+    return sentences or [_ORDER]
 
 
 def _limit_edited(was: Limit, will: Limit) -> str:

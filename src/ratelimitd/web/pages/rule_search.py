@@ -16,7 +16,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.validation import MAX_ENDPOINT_CHARS
 
 PAGE_RULES: Final = 50
-RULES_PER_TURN: Final = 100
+RULES_PER_ITERATION: Final = 100
 """Rules per event-loop iteration: about 0.5 ms when sorting by traffic."""
 
 STATES: Final = ("enabled", "disabled")
@@ -142,7 +142,7 @@ async def search(book: RuleBook, query: RuleQuery, traffic: TrafficOf) -> Found:
 
     runs = []
     rules = book.rules()
-    while batch := [*islice(rules, RULES_PER_TURN)]:
+    while batch := [*islice(rules, RULES_PER_ITERATION)]:
         runs.append(sorted(map(placed, filter(query.matches, batch)), reverse=is_down))
         await asyncio.sleep(0)
     total = sum(map(len, runs))
@@ -153,6 +153,6 @@ async def search(book: RuleBook, query: RuleQuery, traffic: TrafficOf) -> Found:
     for number, (*_, rule) in enumerate(islice(merge(*runs, reverse=is_down), first + PAGE_RULES)):
         if number >= first:
             found.append(rule)
-        if number % RULES_PER_TURN == 0:
+        if number % RULES_PER_ITERATION == 0:
             await asyncio.sleep(0)
     return Found(found, first + 1, total, page, pages)

@@ -135,12 +135,12 @@ def view_of_rule(rule_id: str, span: str, traffic: RuleTraffic, overview: Overvi
 
 
 def _together(rule_id: str, overview: Overview) -> str:
-    told = [one for status in overview.alive for one in status.rules if one.rule_id == rule_id]
-    if not told or not overview.alive[1:]:
+    rates = [one for status in overview.alive for one in status.rules if one.rule_id == rule_id]
+    if not rates or not overview.alive[1:]:
         return ""
-    allowed = short(sum(one.allowed_per_s for one in told))
-    blocked = short(sum(one.blocked_per_s for one in told))
-    nodes = f"{len(told)} of {len(overview.alive)} nodes"
+    allowed = short(sum(one.allowed_per_s for one in rates))
+    blocked = short(sum(one.blocked_per_s for one in rates))
+    nodes = f"{len(rates)} of {len(overview.alive)} nodes"
     return f"{allowed} allowed and {blocked} blocked a second on {nodes}"
 
 

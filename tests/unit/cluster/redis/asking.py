@@ -80,7 +80,7 @@ async def serving(serve):
 
 
 @asynccontextmanager
-async def peer(*replies, greeted=True):
+async def peer(*replies, handshake=True):
     """Yield the port of a server that sends the next of ``replies`` on each input; ``b""`` closes the connection.
 
     It first answers a handshake, like a primary.
@@ -88,7 +88,7 @@ async def peer(*replies, greeted=True):
     left = list(replies)
 
     async def serve(reader, writer):
-        if greeted:
+        if handshake:
             await reader.readuntil(b"ROLE\r\n")
             writer.write(b"+PONG\r\n*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n")
         while await reader.read(65_536) and (not replies or left):

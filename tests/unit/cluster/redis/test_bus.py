@@ -20,7 +20,7 @@ class Node:
 
     def __init__(self, topology, **options):
         self.topology = topology
-        self.heard = []
+        self.received = []
         self.gaps = 0
         self.bus = Bus(topology, **options)
 
@@ -38,7 +38,7 @@ async def node(url, *, report=lambda _line: None, **options):
     topology = open_topology(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
     await topology.start()
     node = Node(topology, **options)
-    await node.bus.start(node.heard.append, node.gap)
+    await node.bus.start(node.received.append, node.gap)
     try:
         yield node
     finally:
@@ -59,7 +59,7 @@ async def test_a_nodes_messages_reach_the_others_and_not_itself(valkey):
         first.bus.publish(0, b"one")
         first.bus.publish(255, b"two")
         second.bus.publish(7, b"three")
-        await soon(lambda: second.heard == [b"one", b"two"] and first.heard == [b"three"])
+        await soon(lambda: second.received == [b"one", b"two"] and first.received == [b"three"])
         assert (first.bus.undelivered_total, second.bus.undelivered_total) == (0, 0)
 
 
@@ -80,7 +80,7 @@ async def test_a_payload_is_neither_empty_nor_too_long(valkey, payload):
 async def test_the_longest_payload_arrives(valkey):
     async with pair(valkey.url) as (first, second):
         first.bus.publish(0, b"x" * MAX_PAYLOAD_BYTES)
-        await soon(lambda: second.heard == [b"x" * MAX_PAYLOAD_BYTES])
+        await soon(lambda: second.received == [b"x" * MAX_PAYLOAD_BYTES])
 
 
 def message(sender, number, payload=b"", form=1):
@@ -103,8 +103,8 @@ async def test_lost_repeated_reordered_and_foreign_messages_are_distinguished(va
             message(b"another!", 1, b"end"),
         ):
             valkey.ask("PUBLISH", "rl1:bus:0", told)
-        await soon(lambda: first.heard[-1:] == [b"end"])
-        assert first.heard == [b"five", b"seven", b"end"]
+        await soon(lambda: first.received[-1:] == [b"end"])
+        assert first.received == [b"five", b"seven", b"end"]
         await soon(lambda: first.gaps == 2)
 
 
@@ -115,7 +115,7 @@ async def test_the_next_heartbeat_reveals_a_lost_message(valkey):
         valkey.ask("PUBLISH", "rl1:bus:0", message(other, 1, b"one"))
         valkey.ask("PUBLISH", "rl1:bus:0", message(other, 3))
         await soon(lambda: first.gaps == 2)
-        assert first.heard == [b"one"]
+        assert first.received == [b"one"]
 
 
 async def test_a_lost_subscription_is_renewed_and_is_a_gap(valkey):
@@ -123,7 +123,7 @@ async def test_a_lost_subscription_is_renewed_and_is_a_gap(valkey):
         valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
         await soon(lambda: first.gaps == 2 and second.gaps == 2)
         first.bus.publish(3, b"heard")
-        await soon(lambda: second.heard == [b"heard"])
+        await soon(lambda: second.received == [b"heard"])
 
 
 async def test_a_silent_subscription_is_renewed_after_missing_heartbeats(valkey, monkeypatch):
@@ -167,9 +167,9 @@ async def test_clusters_in_two_databases_of_one_server_get_no_messages_of_each_o
     async with pair(f"{valkey.url}/1") as (first, second), node(f"{valkey.url}/2") as stranger:
         await soon(lambda: stranger.bus.connected)
         first.bus.publish(0, b"ours")
-        await soon(lambda: second.heard == [b"ours"])
+        await soon(lambda: second.received == [b"ours"])
         valkey.ask("PUBLISH", "rl1:bus:2", message(b"a-sender", 1, b"theirs"))
-        await soon(lambda: stranger.heard == [b"theirs"])
+        await soon(lambda: stranger.received == [b"theirs"])
 
 
 async def test_a_failing_listener_does_not_end_the_subscription(valkey):
@@ -181,9 +181,9 @@ async def test_a_failing_listener_does_not_end_the_subscription(valkey):
         second.bus._on_message = None
         first.bus.publish(0, b"one")
         await soon(lambda: failures)
-        second.bus._on_message = second.heard.append
+        second.bus._on_message = second.received.append
         first.bus.publish(0, b"two")
-        await soon(lambda: second.heard == [b"two"])
+        await soon(lambda: second.received == [b"two"])
         assert second.gaps == 1
 
 
@@ -192,8 +192,8 @@ async def test_in_a_cluster_every_tag_reaches_all_nodes_over_sharded_channels(tm
         async with pair(cluster.url) as (first, second):
             for tag in range(TAGS):
                 first.bus.publish(tag, b"%d" % tag)
-            await soon(lambda: len(second.heard) == TAGS)
-            assert sorted(map(int, second.heard)) == list(range(TAGS))
+            await soon(lambda: len(second.received) == TAGS)
+            assert sorted(map(int, second.received)) == list(range(TAGS))
             spread = [node.ask("PUBSUB", "SHARDCHANNELS") for node in cluster.nodes]
             assert all(spread), "each shard has some of the channels"
             assert sorted(name for names in spread for name in names) == sorted(

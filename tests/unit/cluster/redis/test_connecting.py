@@ -106,7 +106,7 @@ async def test_an_unreachable_server_is_unavailable_with_the_cause(server, cause
 
 
 async def test_a_server_without_a_handshake_reply_times_out():
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         with pytest.raises(StoreUnavailableError, match=r"no connection within 0\.01 s"):
             await connect(Server("127.0.0.1", port), Handshake(), None, unconnected, within_s=0.01)
 

@@ -4,11 +4,11 @@ import pytest
 
 from ratelimitd.cluster.redis.connection import (
     LATE_S,
+    MAX_READ_PAUSES,
     MAX_REPLY_BYTES,
-    MAX_TURNS,
+    READ_PAUSE_S,
     REQUEST_S,
     SILENCE_S,
-    TURN_S,
     Connection,
     Request,
     again,
@@ -58,15 +58,15 @@ class Setup:
 
     def ask(self, packed=PING, *, weight=1):
         """Submit a request; return the list that receives its replies."""
-        told = []
-        self.connection.submit(Request(packed, told.append, weight=weight))
-        return told
+        replies = []
+        self.connection.submit(Request(packed, replies.append, weight=weight))
+        return replies
 
     async def asked(self, packed=PING, *, weight=1):
         """Submit a request and flush it."""
-        told = self.ask(packed, weight=weight)
+        replies = self.ask(packed, weight=weight)
         await turn()
-        return told
+        return replies
 
     def timer(self, late_s=0.0):
         """Fire the timer, so much after its time."""
@@ -103,12 +103,12 @@ async def test_split_replies_are_matched_in_order():
 
 async def test_an_error_reply_is_passed_to_on_error_with_its_request():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.data_received(b"-OOM no room\r\n")
     ((request, text),) = setup.errors
-    assert (told, text) == ([], "OOM no room")
-    request.tell("told by the owner")
-    assert told == ["told by the owner"]
+    assert (replies, text) == ([], "OOM no room")
+    request.resolve("told by the owner")
+    assert replies == ["told by the owner"]
 
 
 async def test_a_request_that_times_out_fails_and_its_late_reply_is_dropped():
@@ -139,7 +139,7 @@ async def test_the_timeout_grows_with_the_requests_ahead():
     await turn()
     assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 0.05, abs=1e-9)
     setup.timer()
-    assert {len(told) for told in asked} == {1}
+    assert {len(replies) for replies in asked} == {1}
     last = await setup.asked()
     assert setup.connection._timer_due_s == pytest.approx(
         setup.now_s + TIMEOUT_S + REQUEST_S, abs=1e-9
@@ -178,10 +178,10 @@ async def test_a_new_request_replaces_a_later_timer():
     await setup.asked()
     setup.timer()
     assert setup.connection._timer_due_s == pytest.approx(setup.now_s + SILENCE_S - TIMEOUT_S)
-    told = await setup.asked()
+    replies = await setup.asked()
     assert setup.connection._timer_due_s == pytest.approx(setup.now_s + TIMEOUT_S)
     setup.timer()
-    assert len(told) == 1
+    assert len(replies) == 1
     setup.connection.drop(StoreUnavailableError("end"))
 
 
@@ -205,9 +205,9 @@ async def test_a_connection_that_is_silent_for_a_second_is_dropped():
 async def test_with_a_timeout_of_a_second_requests_fail_before_the_connection_is_dropped():
     setup = Setup()
     setup.connection.timeout_s = SILENCE_S
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.timer()
-    assert type(told[0]) is StoreSlowError
+    assert type(replies[0]) is StoreSlowError
     assert setup.lost == []
     setup.timer()
     assert str(setup.lost[0]) == "the shared state was silent for 1.5 s"
@@ -215,28 +215,28 @@ async def test_with_a_timeout_of_a_second_requests_fail_before_the_connection_is
 
 async def test_a_delayed_process_reads_the_socket_before_it_applies_timeouts():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.timer(late_s=0.2)
-    assert told == []
-    assert setup.connection._timer_due_s == pytest.approx(setup.now_s + TURN_S)
+    assert replies == []
+    assert setup.connection._timer_due_s == pytest.approx(setup.now_s + READ_PAUSE_S)
     setup.connection.data_received(b"+in time\r\n")
     setup.timer()
-    assert told == [b"in time"]
+    assert replies == [b"in time"]
     assert setup.lost == []
 
 
 async def test_a_process_delayed_longer_than_the_silence_keeps_the_connection():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.timer(late_s=2 * SILENCE_S)
     setup.connection.data_received(b"+in time\r\n")
     setup.timer()
-    assert (told, setup.lost) == ([b"in time"], [])
+    assert (replies, setup.lost) == ([b"in time"], [])
 
 
 async def test_a_delayed_process_waits_while_replies_come():
     setup = Setup()
-    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    asked = [setup.ask() for _ in range(MAX_READ_PAUSES + 3)]
     await turn()
     setup.timer(late_s=0.2)
     for _ in range(3):
@@ -244,29 +244,29 @@ async def test_a_delayed_process_waits_while_replies_come():
         setup.timer()
     assert not any(asked[3:])
     setup.timer()
-    assert [len(told) for told in asked] == [1] * len(asked)
+    assert [len(replies) for replies in asked] == [1] * len(asked)
     assert setup.connection.lost is None
 
 
 async def test_a_delayed_process_applies_timeouts_in_the_end_although_replies_come():
     setup = Setup()
-    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    asked = [setup.ask() for _ in range(MAX_READ_PAUSES + 3)]
     await turn()
-    for _ in range(MAX_TURNS):
+    for _ in range(MAX_READ_PAUSES):
         setup.timer(late_s=2 * LATE_S)
         setup.connection.data_received(b"+slow\r\n")
-    assert asked[MAX_TURNS] == []
+    assert asked[MAX_READ_PAUSES] == []
     setup.timer(late_s=2 * LATE_S)
-    assert [len(told) for told in asked] == [1] * len(asked)
+    assert [len(replies) for replies in asked] == [1] * len(asked)
 
 
 async def test_a_process_that_is_always_late_applies_timeouts_at_the_second_timer():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.timer(late_s=2 * LATE_S)
-    assert told == []
+    assert replies == []
     setup.timer(late_s=2 * LATE_S)
-    assert len(told) == 1
+    assert len(replies) == 1
 
 
 async def test_a_blocked_event_loop_gets_its_replies(valkey):
@@ -339,11 +339,11 @@ async def test_more_octets_than_may_be_in_flight_are_refused():
 
 async def test_the_loss_of_a_connection_fails_requests_in_flight_once():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.connection_lost(None)
     setup.connection.connection_lost(None)
     setup.connection.drop(StoreUnavailableError("later"))
-    assert [str(error) for error in told] == ["the connection to the shared state was lost"]
+    assert [str(error) for error in replies] == ["the connection to the shared state was lost"]
     assert len(setup.lost) == 1
     assert not setup.transport.aborted
     setup.connection.look()
@@ -353,10 +353,10 @@ async def test_the_loss_of_a_connection_fails_requests_in_flight_once():
 
 async def test_unsent_requests_of_a_lost_connection_are_never_sent():
     setup = Setup()
-    told = setup.ask()
+    replies = setup.ask()
     setup.connection.drop(StoreUnavailableError("end"))
     await turn()
-    assert [str(error) for error in told] == ["end"]
+    assert [str(error) for error in replies] == ["end"]
     assert setup.transport.writes == []
 
 
@@ -379,10 +379,10 @@ async def test_each_request_gets_its_own_error_instance():
 )
 async def test_malformed_replies_end_the_connection(octets):
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.data_received(octets)
     assert setup.transport.aborted
-    assert str(told[0]) == "the shared state does not speak the Redis protocol"
+    assert str(replies[0]) == "the shared state does not speak the Redis protocol"
 
 
 @pytest.mark.parametrize("header", [b"*2147483647\r\n", b"%100000\r\n", b"$1000000\r\n"])
@@ -405,30 +405,30 @@ async def test_a_header_that_announces_too_much_is_not_parsed_even_if_split(head
 
 async def test_a_reply_as_long_as_the_bound_is_read():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.data_received(b"*99999\r\n" + b":1\r\n" * 99_999)
-    assert told == [[1] * 99_999]
+    assert replies == [[1] * 99_999]
 
 
 async def test_an_endless_reply_ends_the_connection():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.data_received(b"*99999\r\n")
     element, fed = b"$999999\r\n" + bytes(999_999) + b"\r\n", 0
     while not setup.transport.aborted:
         setup.connection.data_received(element)
         fed += len(element)
     assert MAX_REPLY_BYTES < fed + len(b"*99999\r\n") <= MAX_REPLY_BYTES + len(element)
-    assert str(told[0]) == "the shared state does not speak the Redis protocol"
+    assert str(replies[0]) == "the shared state does not speak the Redis protocol"
 
 
 async def test_many_long_replies_do_not_exceed_the_limit_of_one():
     setup = Setup()
     element = b"$999999\r\n" + bytes(999_999) + b"\r\n"
     for _ in range(40):
-        told = await setup.asked()
+        replies = await setup.asked()
         setup.connection.data_received(element)
-        assert len(told[0]) == 999_999
+        assert len(replies[0]) == 999_999
     assert not setup.transport.aborted
 
 
@@ -448,25 +448,25 @@ GARBAGE = [
 @pytest.mark.parametrize("cut", [1, 7, 10_000])
 async def test_each_request_is_resolved_once_and_in_time_on_any_input(octets, cut):
     setup = Setup()
-    told = [await setup.asked() for _ in range(2)]
+    replies = [await setup.asked() for _ in range(2)]
     for first in range(0, len(octets), cut):
         if not setup.transport.aborted:
             setup.connection.data_received(octets[first : first + cut])
     while not setup.transport.aborted and setup.now_s < 100 + 2 * SILENCE_S:
         setup.timer()
     assert setup.transport.aborted
-    assert [len(one) for one in told] == [1, 1]
+    assert [len(one) for one in replies] == [1, 1]
 
 
 async def test_a_dripping_reply_fails_at_the_deadline_of_its_request():
     setup = Setup()
-    told = await setup.asked()
+    replies = await setup.asked()
     for _ in range(20):
         setup.connection.data_received(b"+")
         setup.timer()
         if setup.transport.aborted:
             break
-    assert isinstance(told[0], StoreSlowError)
+    assert isinstance(replies[0], StoreSlowError)
     assert setup.now_s <= 100 + SILENCE_S + TIMEOUT_S
     assert setup.transport.aborted
 
@@ -480,12 +480,12 @@ async def test_an_unrequested_reply_ends_the_connection():
 async def test_a_subclass_may_handle_unrequested_replies_and_continue():
     class Listener(Connection):
         def unasked(self, reply):
-            self.heard = reply
+            self.received = reply
             return True
 
     listener = Listener(None, None, timeout_s=TIMEOUT_S)
     listener.data_received(b"+one\r\n+two\r\n")
-    assert listener.heard == b"two"
+    assert listener.received == b"two"
 
 
 async def test_an_error_before_a_close_is_the_reason_of_the_loss():
@@ -499,9 +499,9 @@ async def test_a_callback_may_drop_the_connection():
     setup.connection.submit(
         Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
     )
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.connection.data_received(b"+1\r\n+2\r\n")
-    assert [str(error) for error in told] == ["enough"]
+    assert [str(error) for error in replies] == ["enough"]
 
 
 async def test_a_timeout_callback_may_drop_the_connection():
@@ -509,6 +509,6 @@ async def test_a_timeout_callback_may_drop_the_connection():
     setup.connection.submit(
         Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
     )
-    told = await setup.asked()
+    replies = await setup.asked()
     setup.timer()
-    assert [str(error) for error in told] == ["enough"]
+    assert [str(error) for error in replies] == ["enough"]

@@ -107,7 +107,7 @@ async def test_before_the_start_and_after_the_end_requests_fail(valkey):
 
 
 async def test_a_link_can_be_closed_while_it_connects():
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         link = Link(at(port), PATIENT)
         link.start()
         parked = asked(link.send, (b"PING",))
@@ -126,7 +126,7 @@ async def test_requests_wait_for_the_first_connection(valkey):
 
 
 async def test_requests_wait_for_a_connection_at_most_as_long_as_for_a_reply():
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         link = Link(at(port), PATIENT._replace(timeout_s=0.01))
         link.start()
         assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
@@ -135,7 +135,7 @@ async def test_requests_wait_for_a_connection_at_most_as_long_as_for_a_reply():
 
 
 async def test_requests_that_wait_for_a_connection_are_bounded():
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         link = Link(at(port), PATIENT._replace(max_requests=1))
         link.start()
         first = asked(link.send, (b"PING",))
@@ -145,7 +145,7 @@ async def test_requests_that_wait_for_a_connection_are_bounded():
 
 
 async def test_requests_that_wait_for_a_connection_count_by_weight():
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         link = Link(at(port), PATIENT._replace(max_requests=30))
         link.start()
         heavy = []
@@ -418,7 +418,7 @@ async def test_a_redirection_to_nowhere_is_not_followed(reply):
 
     def redirect(request, to):
         handed.append(to)
-        request.tell(None)
+        request.resolve(None)
 
     async with peer(reply, b"+PONG\r\n") as port, linked(at(port), redirect=redirect) as link:
         assert isinstance(await asked(link.send, (b"GET", b"k")), StoreUnavailableError)

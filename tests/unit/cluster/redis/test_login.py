@@ -24,7 +24,7 @@ def unconnected():
     return Connection(hand_over, lambda _error: None, timeout_s=5)
 
 
-async def greeted(port, handshake):
+async def connected(port, handshake):
     return await connect(Server("127.0.0.1", port), handshake, None, unconnected)
 
 
@@ -35,13 +35,13 @@ async def info(connection):
 
 
 async def test_the_default_user_needs_a_password_only(guarded):
-    connection = await greeted(guarded.port, Handshake(Login(password=PASSWORD)))
+    connection = await connected(guarded.port, Handshake(Login(password=PASSWORD)))
     assert b" user=default " in await info(connection)
 
 
 async def test_user_database_and_name_are_sent_to_the_server(guarded):
     guarded.ask("ACL", "SETUSER", "all", "on", ">pw", "+@all")
-    connection = await greeted(guarded.port, Handshake(Login("all", "pw"), 3, "ratelimitd:a/0"))
+    connection = await connected(guarded.port, Handshake(Login("all", "pw"), 3, "ratelimitd:a/0"))
     told = await info(connection)
     for part in (b" user=all ", b" db=3 ", b" name=ratelimitd:a/0 "):
         assert part in told
@@ -49,7 +49,7 @@ async def test_user_database_and_name_are_sent_to_the_server(guarded):
 
 async def test_a_user_without_optional_permissions_can_log_in(guarded):
     """It may not use PING, CLIENT SETNAME or ROLE."""
-    connection = await greeted(guarded.port, Handshake(Login("node", "pw"), 0, "ratelimitd"))
+    connection = await connected(guarded.port, Handshake(Login("node", "pw"), 0, "ratelimitd"))
     assert await ask(connection, b"GET", b"rl1:{00}:absent") is None
     connection.drop(StoreUnavailableError("end"))
 
@@ -66,54 +66,54 @@ async def test_a_user_without_optional_permissions_can_log_in(guarded):
 )
 async def test_a_refused_login_is_a_misconfiguration_without_the_secret(guarded, handshake, code):
     with pytest.raises(StoreMisconfiguredError, match=code) as refused:
-        await greeted(guarded.port, handshake)
+        await connected(guarded.port, handshake)
     assert "secret" not in str(refused.value)
 
 
 async def test_a_password_for_a_server_without_one_is_a_misconfiguration(valkey):
     with pytest.raises(StoreMisconfiguredError):
-        await greeted(valkey.port, Handshake(Login(password="x")))
+        await connected(valkey.port, Handshake(Login(password="x")))
 
 
 async def test_a_replica_is_unavailable(valkey):
     valkey.ask("REPLICAOF", "127.0.0.1", free_port())
     try:
         with pytest.raises(StoreUnavailableError, match="replica"):
-            await greeted(valkey.port, Handshake())
-        connection = await greeted(valkey.port, Handshake(wants_primary=False))
+            await connected(valkey.port, Handshake())
+        connection = await connected(valkey.port, Handshake(wants_primary=False))
         connection.drop(StoreUnavailableError("end"))
     finally:
         valkey.ask("REPLICAOF", "NO", "ONE")
 
 
 async def test_a_server_that_is_loading_is_unavailable():
-    async with peer(b"-LOADING wait\r\n-LOADING wait\r\n", greeted=False) as port:
+    async with peer(b"-LOADING wait\r\n-LOADING wait\r\n", handshake=False) as port:
         with pytest.raises(StoreUnavailableError, match="LOADING"):
-            await greeted(port, Handshake())
+            await connected(port, Handshake())
 
 
 async def test_a_server_that_hangs_up_is_unavailable():
-    async with peer(b"+PONG\r\n", b"", greeted=False) as port:
-        connection = await greeted(port, Handshake(wants_primary=False))
+    async with peer(b"+PONG\r\n", b"", handshake=False) as port:
+        connection = await connected(port, Handshake(wants_primary=False))
         with pytest.raises(StoreUnavailableError, match="lost"):
             await ask(connection, b"GET", b"k")
 
 
 async def test_an_incomplete_handshake_is_unavailable():
-    async with peer(b"", greeted=False) as port:
+    async with peer(b"", handshake=False) as port:
         with pytest.raises(StoreUnavailableError, match="lost"):
-            await greeted(port, Handshake())
+            await connected(port, Handshake())
 
 
 async def test_an_error_reply_is_raised_with_its_text(valkey):
-    connection = await greeted(valkey.port, Handshake())
+    connection = await connected(valkey.port, Handshake())
     with pytest.raises(Refused, match="ERR wrong number"):
         await ask(connection, b"GET")
     connection.drop(StoreUnavailableError("end"))
 
 
 async def test_a_reply_after_the_caller_left_is_dropped(valkey):
-    connection = await greeted(valkey.port, Handshake())
+    connection = await connected(valkey.port, Handshake())
     waiting = asyncio.create_task(ask(connection, b"PING"))
     await asyncio.sleep(0)
     waiting.cancel()

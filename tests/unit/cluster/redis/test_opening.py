@@ -76,18 +76,18 @@ PERMISSIONS = (
 async def test_a_user_with_few_permissions_suffices_for_a_node(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">p%40ss", *PERMISSIONS)
     url = parse_redis_url(f"redis://node:p%2540ss@{valkey.address}")
-    lines, heard = [], []
+    lines, received = [], []
     topology = open_topology(url, timeout_ms=5_000, report=lines.append)
     await topology.start()
     ours, theirs = (Bus(topology) for _ in range(2))
     await ours.start(print, lambda: None)
-    await theirs.start(heard.append, lambda: None)
+    await theirs.start(received.append, lambda: None)
     await soon(lambda: theirs.connected)
     script = Script(b"redis.call('TIME') return redis.call('SET', KEYS[1], ARGV[1])")
     assert await asked(topology.of_tag(0).run, script, (b"rl1:{00}:k",), (7,)) == b"OK"
     assert await ask(topology.of_tag(0), b"MGET", b"rl1:{00}:k") == [b"7"]
     ours.publish(0, b"heard")
-    await soon(lambda: heard == [b"heard"])
+    await soon(lambda: received == [b"heard"])
     with pytest.raises(StoreMisconfiguredError):
         await ask(topology.of_tag(0), b"GET", b"of-somebody-else")
     for bus in (ours, theirs):

@@ -10,8 +10,8 @@ def test_a_command_is_packed_in_resp():
 def test_done_is_called_once():
     told = []
     request = Request(b"", told.append)
-    request.tell(1)
-    request.tell(2)
+    request.resolve(1)
+    request.resolve(2)
     assert told == [1]
     assert request.done is None
 
@@ -26,5 +26,5 @@ async def test_a_failing_callback_is_reported_and_affects_no_other():
     def fails(_reply):
         raise error
 
-    Request(b"", fails).tell(1)
+    Request(b"", fails).resolve(1)
     assert reported == [error]

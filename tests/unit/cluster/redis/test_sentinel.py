@@ -117,7 +117,7 @@ async def test_sentinels_use_their_own_login():
 
 
 async def test_a_login_error_at_a_sentinel_is_reported():
-    async with peer(b"+PONG\r\n", b"-NOAUTH Authentication required.\r\n", greeted=False) as port:
+    async with peer(b"+PONG\r\n", b"-NOAUTH Authentication required.\r\n", handshake=False) as port:
         url = parse_redis_url(f"redis+sentinel://127.0.0.1:{port}/limits")
         with pytest.raises(StoreMisconfiguredError, match="NOAUTH"):
             await Sentinels(url, PATIENT).primary()
@@ -129,7 +129,7 @@ async def test_a_login_error_at_a_sentinel_is_reported():
 async def test_a_sentinel_that_names_no_server_is_passed_over(sentinel, host, port):
     named = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(host), host, len(port), port)
     live = Server("127.0.0.1", sentinel.sentinels[0].port)
-    async with peer(b"+PONG\r\n", named, greeted=False) as odd:
+    async with peer(b"+PONG\r\n", named, handshake=False) as odd:
         servers = (Server("127.0.0.1", odd), live)
         url = RedisUrl(TopologyKind.SENTINEL, servers, service=sentinel.service)
         primary = await Sentinels(url, PATIENT).primary()

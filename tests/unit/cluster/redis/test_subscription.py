@@ -12,7 +12,7 @@ MESSAGE = b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$2\r\nhi\r\n"
 GREETED = b"+PONG\r\n*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n"
 
 
-class Heard:
+class Subscriber:
     """A subscription, with a record of its messages and reports."""
 
     def __init__(self, locate, channel=Channel(b"c"), options=PATIENT, **more):  # noqa: B008
@@ -43,40 +43,40 @@ async def no_pause(_seconds):
 
 
 async def test_messages_are_received_from_the_start_of_the_subscription(valkey):
-    async with Heard(at(valkey)) as heard:
-        await soon(lambda: heard.began)
-        assert heard.subscription.connected
+    async with Subscriber(at(valkey)) as subscriber:
+        await soon(lambda: subscriber.began)
+        assert subscriber.subscription.connected
         valkey.ask("PUBLISH", "c", b"one")
         valkey.ask("PUBLISH", "d", b"elsewhere")
         valkey.ask("PUBLISH", "c", b"two")
-        await soon(lambda: heard.messages == [b"one", b"two"])
-    assert not heard.subscription.connected
+        await soon(lambda: subscriber.messages == [b"one", b"two"])
+    assert not subscriber.subscription.connected
     await soon(lambda: valkey.ask("PUBSUB", "NUMSUB", "c") == [b"c", 0])
 
 
 async def test_a_subscription_that_was_never_started_can_be_closed(valkey):
-    heard = Heard(at(valkey))
-    await heard.subscription.close()
-    assert heard.began == 0
+    subscriber = Subscriber(at(valkey))
+    await subscriber.subscription.close()
+    assert subscriber.began == 0
 
 
 async def test_a_lost_connection_is_renewed(valkey):
-    async with Heard(at(valkey), options=PATIENT._replace(sleep=no_pause)) as heard:
-        await soon(lambda: heard.began == 1)
+    async with Subscriber(at(valkey), options=PATIENT._replace(sleep=no_pause)) as subscriber:
+        await soon(lambda: subscriber.began == 1)
         valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
-        await soon(lambda: heard.began == 2)
+        await soon(lambda: subscriber.began == 2)
         valkey.ask("PUBLISH", "c", b"again")
-        await soon(lambda: heard.messages == [b"again"])
+        await soon(lambda: subscriber.messages == [b"again"])
 
 
 async def test_a_long_lived_connection_is_renewed_without_a_pause(valkey, monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.pubsub.LONG_LIFE_S", 0.0)
     slept = []
     options = PATIENT._replace(sleep=slept.append)
-    async with Heard(at(valkey), options=options) as heard:
-        await soon(lambda: heard.began == 1)
+    async with Subscriber(at(valkey), options=options) as subscriber:
+        await soon(lambda: subscriber.began == 1)
         valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
-        await soon(lambda: heard.began == 2)
+        await soon(lambda: subscriber.began == 2)
     assert slept == []
 
 
@@ -88,10 +88,10 @@ async def test_an_unavailable_server_is_retried_without_reports():
         await asyncio.sleep(0)
 
     options = PATIENT._replace(sleep=sleep, report=lines.append, random=lambda: 0.0)
-    async with Heard(at(free_port()), options=options) as heard:
+    async with Subscriber(at(free_port()), options=options) as subscriber:
         await soon(lambda: len(pauses) >= 3)
         assert pauses[:3] == [0.05, 0.1, 0.2]
-    assert (lines, heard.began) == ([], 0)
+    assert (lines, subscriber.began) == ([], 0)
 
 
 async def test_a_missing_permission_to_subscribe_is_reported_once_until_granted(valkey):
@@ -100,11 +100,11 @@ async def test_a_missing_permission_to_subscribe_is_reported_once_until_granted(
     options = PATIENT._replace(
         handshake=Handshake(Login("node", "pw")), report=lines.append, sleep=no_pause
     )
-    async with Heard(at(valkey), options=options) as heard:
+    async with Subscriber(at(valkey), options=options) as subscriber:
         await soon(lambda: lines)
         assert lines == ["messages of c: the shared state answered NOPERM"]
         valkey.ask("ACL", "SETUSER", "node", "&c")
-        await soon(lambda: heard.began)
+        await soon(lambda: subscriber.began)
     assert lines[1:] == ["messages of c: received again"]
     valkey.ask("ACL", "DELUSER", "node")
 
@@ -123,10 +123,10 @@ async def test_a_connection_closed_before_the_subscription_is_retried():
 
     async with (
         serving(serve) as port,
-        Heard(at(port), options=PATIENT._replace(sleep=no_pause)) as heard,
+        Subscriber(at(port), options=PATIENT._replace(sleep=no_pause)) as subscriber,
     ):
-        await soon(lambda: heard.messages == [b"hi"])
-        assert (heard.began, len(connections)) == (1, 2)
+        await soon(lambda: subscriber.messages == [b"hi"])
+        assert (subscriber.began, len(connections)) == (1, 2)
 
 
 async def test_a_channel_dropped_by_the_server_is_located_again():
@@ -144,38 +144,38 @@ async def test_a_channel_dropped_by_the_server_is_located_again():
 
     async with (
         serving(serve) as port,
-        Heard(at(port), options=PATIENT._replace(sleep=no_pause)) as heard,
+        Subscriber(at(port), options=PATIENT._replace(sleep=no_pause)) as subscriber,
     ):
-        await soon(lambda: heard.began == 2)
+        await soon(lambda: subscriber.began == 2)
 
 
 async def test_too_long_a_silence_ends_the_connection(valkey):
     options = PATIENT._replace(sleep=no_pause)
-    async with Heard(at(valkey), Channel(b"c", silence_s=0.01), options) as heard:
-        await soon(lambda: heard.began >= 2)
+    async with Subscriber(at(valkey), Channel(b"c", silence_s=0.01), options) as subscriber:
+        await soon(lambda: subscriber.began >= 2)
 
 
 async def test_a_delayed_process_reads_messages_first(valkey):
     clock = [0.0]
     channel = Channel(b"c", silence_s=0.1)
-    async with Heard(at(valkey), channel, time_s=lambda: clock[0]) as heard:
-        await soon(lambda: heard.began)
+    async with Subscriber(at(valkey), channel, time_s=lambda: clock[0]) as subscriber:
+        await soon(lambda: subscriber.began)
         for count in range(1, 4):
             valkey.ask("PUBLISH", "c", b"one")
             clock[0] += 10.0
-            await soon(lambda count=count: len(heard.messages) == count)
-        assert heard.began == 1
+            await soon(lambda count=count: len(subscriber.messages) == count)
+        assert subscriber.began == 1
 
 
 async def test_messages_during_a_delay_are_read_before_the_silence_is_checked(valkey):
     """The clock jumps once, when the silence is checked."""
     clock = chain([0.0, 0.0, 100.0], repeat(0.0))
     channel = Channel(b"c", silence_s=0.02)
-    async with Heard(at(valkey), channel, time_s=lambda: next(clock)) as heard:
-        await soon(lambda: heard.began)
+    async with Subscriber(at(valkey), channel, time_s=lambda: next(clock)) as subscriber:
+        await soon(lambda: subscriber.began)
         valkey.ask("PUBLISH", "c", b"one")
-        await soon(lambda: heard.messages)
-        assert heard.began == 1
+        await soon(lambda: subscriber.messages)
+        assert subscriber.began == 1
 
 
 async def test_a_failing_listener_is_reported_and_gets_further_messages(valkey):
@@ -183,11 +183,11 @@ async def test_a_failing_listener_is_reported_and_gets_further_messages(valkey):
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: reported.append(type(context["exception"]))
     )
-    async with Heard(at(valkey)) as heard:
-        heard.subscription._on_message = {b"known": 1}.__getitem__
-        await soon(lambda: heard.began)
+    async with Subscriber(at(valkey)) as subscriber:
+        subscriber.subscription._on_message = {b"known": 1}.__getitem__
+        await soon(lambda: subscriber.began)
         valkey.ask("PUBLISH", "c", b"strange")
         valkey.ask("PUBLISH", "c", b"known")
         valkey.ask("PUBLISH", "c", b"strange")
         await soon(lambda: reported == [KeyError, KeyError])
-        assert heard.began == 1
+        assert subscriber.began == 1

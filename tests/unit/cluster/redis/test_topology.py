@@ -25,7 +25,7 @@ async def test_a_start_returns_when_the_server_refuses_and_continues_in_the_back
 
 async def test_a_start_waits_a_bounded_time_for_a_hanging_server(monkeypatch):
     monkeypatch.setattr("ratelimitd.cluster.redis.topology.START_S", 0.01)
-    async with peer(greeted=False) as port:
+    async with peer(handshake=False) as port:
         topology = standalone(parse_redis_url(f"redis://127.0.0.1:{port}"), PATIENT)
         await topology.start()
         assert not topology.of_tag(255).connected

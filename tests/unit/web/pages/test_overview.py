@@ -54,7 +54,7 @@ class FakeLive:
         return Overview(
             total=status.sample,
             nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
-            unheard_s=3.0,
+            stale_s=3.0,
             shares=True,
             endpoints=[DeniedEndpoint("/<script>", 3.0)],
             identifiers=[

@@ -33,7 +33,7 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
 
 
 def view(*nodes, total=None, history=(), on_breaker_open="", **fields):
-    common = {"unheard_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
+    common = {"stale_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
     return view_of(overview, history, on_breaker_open)
 
@@ -226,13 +226,13 @@ def test_charts_are_described_in_words():
 
 def test_state_of_unread_nodes_is_unknown():
     other = node_of(status_of("n2"), is_this=False, age_s=14.0)
-    shown = view(node_of(), other, unheard_s=12.4)
-    assert (shown.verdict, shown.tone, shown.unheard) == ("UNKNOWN", WARN, "12\u202fs")
+    shown = view(node_of(), other, stale_s=12.4)
+    assert (shown.verdict, shown.tone, shown.stale_for) == ("UNKNOWN", WARN, "12\u202fs")
     assert shown.health_text == "the state of the other nodes has been unknown for 12\u202fs"
     assert [row.state for row in shown.nodes] == ["healthy", "not heard for 12\u202fs"]
     assert shown.gone == 0
     cut_off = node_of(status_of(healthy=False, shared_state_connected=False))
-    assert view(cut_off, other, unheard_s=12.4).verdict == "DEGRADED"
+    assert view(cut_off, other, stale_s=12.4).verdict == "DEGRADED"
 
 
 def test_state_is_that_of_the_worst_node_and_each_condition_names_it():

@@ -7,7 +7,7 @@ from ratelimitd.observe.rule_traffic import Traffic
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.rule_search import (
     PAGE_RULES,
-    RULES_PER_TURN,
+    RULES_PER_ITERATION,
     Found,
     RuleQuery,
     search,
@@ -119,7 +119,7 @@ async def test_rules_are_found_by_each_field():
 
 
 async def test_search_in_a_large_book_yields_to_other_tasks():
-    book = RuleBook.of(map(rule, range(3 * RULES_PER_TURN)), 1)
+    book = RuleBook.of(map(rule, range(3 * RULES_PER_ITERATION)), 1)
     turns = 0
 
     async def others():

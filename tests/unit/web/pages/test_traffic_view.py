@@ -20,7 +20,7 @@ class Node(TrafficNode):
 def overview_of(*statuses):
     nodes = [NodeView(one, is_this=False, age_s=0.0, gone=False) for one in statuses]
     nothing = {"endpoints": (), "identifiers": (), "holds": ()}
-    return Overview(total=statuses[0].sample, nodes=nodes, unheard_s=None, shares=True, **nothing)
+    return Overview(total=statuses[0].sample, nodes=nodes, stale_s=None, shares=True, **nothing)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, Final, Generic, NamedTuple, TypeAlias
 
 from ratelimitd_client import AsyncRateLimiter, RateLimiter
-from ratelimitd_client.check import MAX_COST, NOBODY
+from ratelimitd_client.check import MAX_COST, NO_IDENTITIES
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason
 from ratelimitd_client.fail_open import last_resort
@@ -146,7 +146,11 @@ class Policy(Generic[R]):
             if self._options.identify is not None:
                 given = self._options.identify(request)
             identity = self.identity(given, info, charge.identifier_type)
-            also = NOBODY if charge.identities is None else self._also(charge.identities, request)
+            also = (
+                NO_IDENTITIES
+                if charge.identities is None
+                else self._also(charge.identities, request)
+            )
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
@@ -186,7 +190,7 @@ class Policy(Generic[R]):
                 user = await info.load_user()
                 info = info._replace(user=lambda: user)
             identity = self.identity(given, info, charge.identifier_type)
-            also = NOBODY
+            also = NO_IDENTITIES
             if charge.identities is not None:
                 also = await self._also_async(charge.identities, request)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
@@ -375,7 +379,7 @@ class Policy(Generic[R]):
             return identifiers_by_type(identities(request))
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error, IDENTITIES_FAILED)
-            return NOBODY
+            return NO_IDENTITIES
 
     async def _also_async(self, identities: Callable[[R], object], request: R) -> Mapping[str, str]:
         """As :meth:`_also`, for asyncio: the function may be a coroutine function."""
@@ -383,7 +387,7 @@ class Policy(Generic[R]):
             return identifiers_by_type(await _awaited(identities(request)))
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error, IDENTITIES_FAILED)
-            return NOBODY
+            return NO_IDENTITIES
 
     def _function_failed(self, error: Exception, what: str = FUNCTION_FAILED) -> None:
         if self._options.on_error == "raise":
