@@ -103,7 +103,7 @@ def test_users_of_a_proxy_need_the_header(tmp_path):
 def test_token_that_is_set_elsewhere_is_a_problem(tmp_path):
     path = write(tmp_path / "tokens", entry("alice", token="t"))
     finding = one(check_tokens_file(settings(tokens_file=path, admin_token="t"), NOW))
-    assert (finding.level, "that of ADMIN_TOKEN" in finding.what) == ("problem", True)
+    assert (finding.level, "already used: ADMIN_TOKEN" in finding.what) == ("problem", True)
 
 
 def test_loopback_as_a_credential_is_warned_of():
