@@ -88,11 +88,11 @@ class Nearest:
 
     def _near(self, rule: Rule) -> _Near | None:
         asked, own = self._asked, _form(rule.endpoint)
+        if self._only_spelling and not _is_respelled(asked, own):
+            return None
         shared = _shared(asked.segments, own.segments)
         longest = max(len(asked.segments), len(own.segments))
         whys = _other_parts(asked, own)
-        if self._only_spelling and not _is_respelled(asked, own):
-            return None
         if asked.segments == own.segments:
             kind, whys = _Kind.SAME_PATH, [*_spellings(asked, own), *whys] or ["differs in case"]
         elif shared == len(asked.segments) == len(own.segments):

@@ -259,6 +259,14 @@ class StuckNode:
         return await call
 
 
+async def connected(channels, one, other):
+    """Return a channel that has a connection to both nodes."""
+    channel = channels(f"ipv4:{one.address},{other.address}")
+    await channel.channel_ready()
+    await until(lambda: len(channel._ready) == 2)
+    return channel
+
+
 def expire(channel):
     for call in channel._calls:
         call.ends_s = 0
@@ -305,9 +313,7 @@ async def test_an_address_set_aside_is_used_where_there_is_no_other(channels):
     stuck = StuckNode()
     async with h2_node(stuck.behave) as bad:
         async with h2_node() as good:
-            channel = channels(f"ipv4:{good.address},{bad.address}")
-            await channel.channel_ready()
-            await until(lambda: len(channel._ready) == 2)
+            channel = await connected(channels, good, bad)
             link = channel._ready[1]
             while link in channel._ready:
                 await stuck.outcome(channel, ask(channel))
@@ -321,9 +327,7 @@ async def test_an_address_set_aside_is_used_where_there_is_no_other(channels):
 async def test_while_no_address_answers_all_are_used(channels):
     stuck = StuckNode()
     async with h2_node(stuck.behave) as first, h2_node(stuck.behave) as second:
-        channel = channels(f"ipv4:{first.address},{second.address}")
-        await channel.channel_ready()
-        await until(lambda: len(channel._ready) == 2)
+        channel = await connected(channels, first, second)
         for _ in range(2 * MAX_TIMEOUTS):
             assert await stuck.outcome(channel, ask(channel)) == "DEADLINE_EXCEEDED"
         assert len(channel._ready) == 2
@@ -332,9 +336,7 @@ async def test_while_no_address_answers_all_are_used(channels):
 async def test_calls_that_time_out_together_count_as_one(channels):
     stuck = StuckNode()
     async with h2_node(stuck.behave) as first, h2_node(stuck.behave) as second:
-        channel = channels(f"ipv4:{first.address},{second.address}")
-        await channel.channel_ready()
-        await until(lambda: len(channel._ready) == 2)
+        channel = await connected(channels, first, second)
         for _ in range(MAX_TIMEOUTS - 1):
             calls = [asyncio.ensure_future(ask(channel)) for _ in range(20)]
             for _ in calls:
