@@ -1,4 +1,4 @@
-"""Registers all commands, and converts the end of each to an exit status.
+"""Names all commands, and converts the end of each to an exit status.
 
 Prints no traceback for a known error: one line on stderr, and status 0, 1, 2, 3, 4 or 130.
 """
@@ -10,25 +10,16 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Final
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
 from ratelimitd import __version__
-from ratelimitd.cli import dev, holds, options, plans, rules
-from ratelimitd.cli import serve as db
-from ratelimitd.cli.backtest import backtest
-from ratelimitd.cli.bench.command import bench
-from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
-from ratelimitd.cli.conformance.command import conformance
-from ratelimitd.cli.dev.demo import demo
-from ratelimitd.cli.doctor.command import Given, doctor
-from ratelimitd.cli.health import health, metrics, reset
-from ratelimitd.cli.options import help_of, takes_settings
-from ratelimitd.cli.serve import serve
-from ratelimitd.cli.token import token
-from ratelimitd.cli.top.command import top
+from ratelimitd.cli.options import help_of
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.settings.sources import COMMAND_VARIABLES, ENV_PREFIX
 
@@ -38,39 +29,61 @@ DEBUG_VARIABLE: Final = ENV_PREFIX + "DEBUG"
 FORMER_PREFIX: Final = "RATELIMITCTL_"
 """Accepted until the release after 0.1, with a warning."""
 
+COMMANDS: Final = {
+    "serve": "serve:command",
+    "check": "check:check",
+    "explain": "check:explain",
+    "hold": "holds:hold",
+    "settle": "holds:settle",
+    "reset": "health:reset",
+    "health": "health:health",
+    "metrics": "health:metrics",
+    "top": "top.command:top",
+    "token": "token:token",
+    "backtest": "backtest:backtest",
+    "bench": "bench.command:bench",
+    "conformance": "conformance.command:conformance",
+    "demo": "dev.demo:demo",
+    "doctor": "doctor.command:command",
+    "rules": "rules:app",
+    "plans": "plans:app",
+    "holds": "holds:app",
+    "config": "options:app",
+    "db": "serve:app",
+    "dev": "dev:app",
+}
+"""Module and function of each command, or its group of commands; in the order of the help."""
+
+
+class _Commands(TyperGroup):
+    """Imports a command when it is requested: importing all of them takes half a second."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        # The keys are listed in the help, and suggested for a misspelt name.
+        self.commands = dict.fromkeys(COMMANDS, self)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        found = getattr(import_module(f"{__package__}.{module}"), name)
+        if isinstance(found, typer.Typer):
+            return get_group(found)
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name, help=help_of(found))(found)
+        return get_command(single)
+
+
 app = typer.Typer(
     help="A standalone gRPC rate limiter.",
+    cls=_Commands,
     no_args_is_help=True,
     # Plain help is fast, and the same on a terminal, in a pipe and in a manual.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-app.command(help=help_of(serve))(takes_settings(serve))
-for command in (
-    check,
-    explain,
-    holds.hold,
-    holds.settle,
-    reset,
-    health,
-    metrics,
-    top,
-    token,
-    backtest,
-    bench,
-    conformance,
-    demo,
-):
-    app.command(help=help_of(command))(command)
-app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
-app.add_typer(rules.app, name="rules")
-app.add_typer(plans.app, name="plans")
-app.add_typer(holds.app, name="holds")
-app.add_typer(options.app, name="config")
-app.add_typer(db.app, name="db")
-app.add_typer(dev.app, name="dev")
 
 
 def run(arguments: Sequence[str] | None) -> int:

@@ -34,6 +34,8 @@ def serve(settings: Settings) -> None:
     raise typer.Exit(supervisor.run(settings))
 
 
+command = takes_settings(serve)
+
 app = typer.Typer(help="Maintain the rule database.", no_args_is_help=True, rich_markup_mode=None)
 
 

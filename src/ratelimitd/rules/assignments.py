@@ -260,7 +260,7 @@ class Assignments:
         """Yield each assignment as of the first step; concurrent changes do not affect it."""
         plans, types = self._plans, [(name, list(shards)) for name, shards in self._types.items()]
         for identifier_type, shards in types:
-            for shard in shards:
+            for shard in filter(None, shards):  # most shards of a few assignments are empty
                 for identifier, value in _parsed(shard):
                     plan, expire_time = plans[value & _PLAN_MASK], value >> _PLAN_BITS
                     yield Assigned(identifier_type, identifier, plan, expire_time)

@@ -35,6 +35,7 @@ from ratelimitd.cli.doctor.stores import (
     check_database,
     check_shared_state,
 )
+from ratelimitd.cli.options import takes_settings
 from ratelimitd.cli.output import Output
 from ratelimitd.errors import SettingsError, printable
 from ratelimitd.settings.sources import environment_of, file_of
@@ -79,6 +80,9 @@ def doctor(
     _report(findings, Output(as_json=json))
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise typer.Exit(EXIT_ERROR)
+
+
+command = takes_settings(doctor, load=Given)
 
 
 def _secret_files(given: Given) -> dict[str, Path]:
