@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
         # The keys are listed in the help, and suggested for a misspelt name.
         self.commands = dict.fromkeys(COMMANDS, self)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 -- as in the base class
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
