@@ -36,7 +36,7 @@ async def sqlite_store(directory: Path, **options) -> AsyncIterator[SqlRuleStore
 
 
 async def _empty_database() -> bytes:
-    """A file with the schema and nothing in it; the migrations run once in a process, for they take 40 ms."""
+    """A file with the schema and nothing in it; created once per process, because that takes 15 ms."""
     if not _made:
         with TemporaryDirectory() as directory:
             path = Path(directory) / "rules.db"

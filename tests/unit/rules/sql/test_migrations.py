@@ -2,7 +2,7 @@ import asyncio
 import logging
 import sqlite3
 from contextlib import closing
-from functools import partial
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -12,10 +12,17 @@ from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
-from ratelimitd.rules.sql.database import metadata
-from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
+from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.database import metadata, open_database
+from ratelimitd.rules.sql.migrations import (
+    REVISIONS,
+    VERSION_TABLE,
+    migrate,
+    require_current,
+    upgrade,
+)
 
-NEWEST = "0008"
+NEWEST = REVISIONS[-1]
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
 AUDIT = """
 INSERT INTO rule_audit (revision, at, actor, action, rule_id) VALUES (1, '2026-01-01', 'ada', 'create', 'r')
@@ -44,24 +51,54 @@ async def test_upgrade_creates_a_missing_file_with_the_newest_schema(path):
     assert run(path, "PRAGMA journal_mode") == [("wal",)]
 
 
-@pytest.fixture
-async def first_release(monkeypatch):
-    """Create the tables of the first release."""
-
-    async def make(url):
-        with monkeypatch.context() as then:
-            then.setattr(command, "upgrade", partial(_upgrade_to, command.upgrade, "0001"))
-            await upgrade(url)
-
-    return make
+async def migrated(url, revision):
+    """Create the tables as releases before this one did, one migration after the other."""
+    database = open_database(url, create=True)
+    async with database.upgrading() as connection:
+        await connection.run_sync(migrate, revision)
+    await database.close()
 
 
-def _upgrade_to(real, revision, config, _newest):
-    real(config, revision)
+async def schema_of(url):
+    """Return what a database says of its tables, in any order of their columns."""
+    database = open_database(url)
+    async with database.reading() as connection:
+        described = await connection.run_sync(lambda it: described_by(sa.inspect(it)))
+    await database.close()
+    return described
 
 
-async def test_upgrade_keeps_the_content_of_a_file_of_the_first_release(path, first_release):
-    await first_release(f"sqlite:///{path}")
+def described_by(inspector):
+    return {
+        table: {
+            repr(part)
+            for parts in (
+                [str(column) for column in inspector.get_columns(table)],
+                [inspector.get_pk_constraint(table)],
+                inspector.get_indexes(table),
+                inspector.get_unique_constraints(table),
+                inspector.get_check_constraints(table),
+            )
+            for part in parts
+        }
+        for table in inspector.get_table_names()
+    }
+
+
+def test_every_migration_is_named():
+    files = Path(migrations.__file__).parent.glob("versions/r*.py")
+    assert sorted(path.name[1:5] for path in files) == list(REVISIONS)
+
+
+async def test_a_new_file_has_the_schema_of_a_migrated_one(path, tmp_path):
+    new, old = f"sqlite:///{path}", f"sqlite:///{tmp_path / 'old.db'}"
+    await upgrade(new)
+    await migrated(old, NEWEST)
+    assert await schema_of(new) == await schema_of(old)
+
+
+async def test_upgrade_keeps_the_content_of_a_file_of_the_first_release(path):
+    await migrated(f"sqlite:///{path}", "0001")
     run(path, AUDIT)
     with pytest.raises(StoreUnavailableError, match=r"of an older release \(schema 0001\)"):
         await require_current(f"sqlite:///{path}")
@@ -177,22 +214,36 @@ async def test_locked_database_yields_a_one_line_error(path):
             await upgrade(f"sqlite:///{path}", busy_timeout_s=0.01)
 
 
-async def test_failed_migration_rolls_back(path, monkeypatch):
+def and_fail(call):
+    """Return a function that does what ``call`` does, then fails."""
+
+    def fail(*arguments):
+        call(*arguments)
+        raise ZeroDivisionError
+
+    return fail
+
+
+async def test_failed_creation_rolls_back(path, monkeypatch):
     run(path, "PRAGMA journal_mode=WAL")
-    real = command.upgrade
-
-    def upgrade_and_fail(*args):
-        real(*args)
-        raise sqlite3.OperationalError
-
-    monkeypatch.setattr(command, "upgrade", upgrade_and_fail)
-    with pytest.raises(sqlite3.OperationalError):
+    monkeypatch.setattr(metadata, "create_all", and_fail(metadata.create_all))
+    with pytest.raises(ZeroDivisionError):
         await upgrade(f"sqlite:///{path}")
     assert run(path, "SELECT name FROM sqlite_master") == []
 
 
+async def test_failed_migration_rolls_back(path, monkeypatch):
+    await migrated(f"sqlite:///{path}", "0001")
+    before = contents(path)
+    monkeypatch.setattr(command, "upgrade", and_fail(command.upgrade))
+    with pytest.raises(ZeroDivisionError):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
 async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
     caplog.set_level(logging.INFO)
+    await migrated(f"sqlite:///{path}", "0001")
     await upgrade(f"sqlite:///{path}")
     assert capfd.readouterr() == ("", "")
     assert "alembic" not in {record.name.split(".")[0] for record in caplog.records}
@@ -224,10 +275,8 @@ async def test_upgrade_migrates_an_empty_postgresql_and_leaves_a_current_one_unc
         assert ask(empty_url, "SELECT revision FROM rule_revision") == ["0"]
 
 
-async def test_upgrade_keeps_the_content_of_a_postgresql_of_the_first_release(
-    empty_url, ask, first_release
-):
-    await first_release(empty_url)
+async def test_upgrade_keeps_the_content_of_a_postgresql_of_the_first_release(empty_url, ask):
+    await migrated(empty_url, "0001")
     ask(empty_url, AUDIT)
     with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
         await require_current(empty_url)
@@ -286,17 +335,27 @@ async def test_postgresql_of_a_newer_release_is_refused_and_unchanged(postgresql
             await attempt(postgresql_url)
 
 
-async def test_failed_migration_rolls_back_on_postgresql(empty_url, ask, monkeypatch):
-    real = command.upgrade
+async def test_a_new_postgresql_has_the_schema_of_a_migrated_one(empty_url, postgres):
+    old = postgres.new_database("template0")
+    await upgrade(empty_url)
+    await migrated(old, NEWEST)
+    assert await schema_of(empty_url) == await schema_of(old)
 
-    def upgrade_and_fail(*args):
-        real(*args)
-        raise ZeroDivisionError
 
-    monkeypatch.setattr(command, "upgrade", upgrade_and_fail)
+async def test_failed_creation_rolls_back_on_postgresql(empty_url, ask, monkeypatch):
+    monkeypatch.setattr(metadata, "create_all", and_fail(metadata.create_all))
     with pytest.raises(ZeroDivisionError):
         await upgrade(empty_url)
     assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == []
+
+
+async def test_failed_migration_rolls_back_on_postgresql(empty_url, monkeypatch):
+    await migrated(empty_url, "0001")
+    before = await schema_of(empty_url)
+    monkeypatch.setattr(command, "upgrade", and_fail(command.upgrade))
+    with pytest.raises(ZeroDivisionError):
+        await upgrade(empty_url)
+    assert await schema_of(empty_url) == before
 
 
 async def test_start_requires_a_current_schema_and_names_the_command_if_it_is_missing(
