@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratelimitd.clock import Clock
@@ -104,6 +105,8 @@ class Refresh:
         self._accuracy = accuracy
         self.queue = RefreshQueue()
         self._stale: list[bytes] = []
+        self._unread: dict[bytes, None] = {}
+        """Names of buckets whose read failed, in order."""
         self._unsynced: Iterator[int] = iter(())
 
     def adopt(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
@@ -142,9 +145,9 @@ class Refresh:
 
     def _reread_done(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
         self.adopt(bucket, shared)
-        if isinstance(shared, RateLimitdError) and not bucket.tag.server.is_open:
+        if isinstance(shared, RateLimitdError) and len(self._unread) < MAX_BUCKETS:
             # The message is not repeated, so the bucket would stay stale until it is settled.
-            self._stale.append(bucket.name)
+            self._unread[bucket.name] = None
 
     def resync(self) -> None:
         """Drop packed buckets and re-read those in use, in steps; called when messages may have been lost."""
@@ -153,6 +156,12 @@ class Refresh:
 
     def step(self) -> None:
         """Do the periodic work in small steps: pack idle buckets, re-read stale and denied ones."""
+        for name in tuple(islice(self._unread, REREADS_PER_STEP)):
+            del self._unread[name]
+            if self._tags[name[0]].server.is_open:
+                self._unread[name] = None  # after those of other servers
+            else:
+                self.reread(name)
         self._queue_unsynced()
         for _ in range(min(REREADS_PER_STEP, len(self._stale))):
             self.reread(self._stale.pop())

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from ratelimitd.cluster import sync
+from ratelimitd.cluster import refresh, sync
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.refresh import REREADS_PER_STEP
 from ratelimitd.cluster.shared_buckets import MAX_MISSED
@@ -497,6 +497,38 @@ class TestGossip:
         world.refresh.step()
         world.run(MS)
         assert world.at_once()[1] == 999
+
+    async def test_a_read_that_failed_with_the_breaker_is_repeated_when_it_has_closed(self, world):
+        world.check(cost=900)
+        world.settle()
+        world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
+        world.store.mode = "held"
+        world.refresh.reread(name_of(b"a"))
+        world.open_breaker()
+        world.store.held_one().done(StoreUnavailableError("no answer"))
+        world.store.mode = "up"
+        reads = len(world.store.asked("read"))
+        world.refresh.step()
+        world.run(MS)
+        assert len(world.store.asked("read")) == reads
+        world.run(60 * SECOND)
+        assert world.server.begins_probe()
+        world.server.answered()
+        world.refresh.step()
+        world.run(MS)
+        assert world.at_once()[1] == 999
+
+    async def test_failed_reads_are_remembered_up_to_a_bound(self, world, monkeypatch):
+        monkeypatch.setattr(refresh, "MAX_BUCKETS", 1)
+        world.know(b"a", b"b")
+        world.store.mode = "down"
+        for key in (b"a", b"b"):
+            world.refresh.reread(name_of(key))
+        world.run(SECOND)
+        world.store.mode = "up"
+        reads = len(world.store.asked("read"))
+        world.refresh.step()
+        assert len(world.store.asked("read")) == reads + 1
 
     @pytest.mark.parametrize("answer", [None, StoreUnavailableError("no answer")])
     async def test_a_read_of_a_full_bucket_changes_nothing(self, world, answer):
