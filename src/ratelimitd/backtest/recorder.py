@@ -294,7 +294,7 @@ class TraceRecorder:
     def _fail(self, error: OSError) -> None:
         """Discard the file, and count its checks as lost."""
         if not self._failing:
-            _log.warning("checks cannot be recorded: %s", error.strerror)
+            _log.warning("checks cannot be recorded in %s: %s", self._directory, error.strerror)
         self._failing = True
         self._no_file_before_us = self._clock.monotonic_us() + RETRY_US
         self._until_us = 0

@@ -57,8 +57,16 @@ class StateDir:
         """Write the gRPC address into the lock file, for commands on this host.
 
         ``made_token``: the node created the admin token in the directory, which these commands may use.
+
+        Raises:
+            StartupError: it cannot be written, such as on a full disk.
         """
-        os.pwrite(self._lock_fd, f"{address}{'' if made_token else NOT_MADE}\n".encode(), 0)
+        published = f"{address}{'' if made_token else NOT_MADE}\n".encode()
+        try:
+            os.pwrite(self._lock_fd, published, 0)
+        except OSError as error:
+            message = f"the state directory {self.path} cannot be written: {error.strerror}"
+            raise StartupError(message) from error
 
     @staticmethod
     def address_in(path: Path, *, made_token: bool) -> str:

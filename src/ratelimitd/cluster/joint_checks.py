@@ -10,7 +10,7 @@ from asyncio import AbstractEventLoop, Future
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from ratelimitd.algorithms.several import Charge
+from ratelimitd.algorithms.several import ENFORCE, Charge
 from ratelimitd.cluster.pending import Bucket, PendingCheck
 from ratelimitd.errors import BreakerOpenError
 from ratelimitd.ledger.accounts import Refund
@@ -141,8 +141,8 @@ class JointCheck:
         """Ask the store for all parts that the node cannot decide; ``answer`` gets the outcomes."""
         self._answer = answer
         unknown = self._judge()
-        if denies(self._parts, self._buckets.errors_that_deny):
-            # The check is denied already: charge no other bucket, only peek.
+        if denies(self._parts, self._buckets.errors_that_deny) or any(map(_never_passes, unknown)):
+            # The check will be denied: charge no other bucket, only peek.
             self._fill()
             for check in unknown:
                 check.peek = True
@@ -217,6 +217,13 @@ class JointCheck:
             self._buckets.given_back_total += self.cost
         else:
             self._buckets.kept_total += self.cost
+
+
+def _never_passes(check: PartCheck) -> bool:
+    """Return whether an enforced limit denies the cost, whatever its bucket holds."""
+    rule = check.rule
+    is_of_slots = rule.algorithm is CONCURRENCY
+    return rule.enforcement is ENFORCE and not is_of_slots and check.cost > rule.capacity
 
 
 def errors_that_deny(*, breaker_denies: bool) -> tuple[type[Exception], ...]:

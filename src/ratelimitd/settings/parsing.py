@@ -33,13 +33,14 @@ MAX_TEMPLATES: Final = 256
 MAX_ENDPOINT_CHARS: Final = 255
 """As in rules."""
 
-_SEGMENT: Final = r"(?:(?![:<])[^/{}*?#%\s]*|\{\w+\})"
+_SEGMENT: Final = r"(?:(?![:<]|\.{1,2}(?:/|$))[^/{}*?#%\s]*|\{\w+\})"
 PATH_TEMPLATE: Final = re.compile(
     r"(?:(?P<method>[A-Z]+) )?(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)+)?"
     rf"(?P<path>(?:/{_SEGMENT})*/(?:{_SEGMENT}|\{{\w+\.\.\.\}}))"
 )
 """Syntax of Go's ServeMux. Refuses ``*``, ``%`` and other frameworks' ``:name`` and ``<name>``, which would be literal
-and are seldom meant so, and a host without a dot, which is mostly a path without its slash.
+and are seldom meant so, dot segments, which no request has any more, and a host without a dot, which is mostly a path
+without its slash.
 """
 
 UNMATCHED: Final = "unmatched"

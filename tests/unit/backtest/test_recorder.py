@@ -287,7 +287,7 @@ async def test_a_disk_error_loses_checks_and_is_logged_once(record, monkeypatch,
     await fill(at)
     assert at.stats.recorded == {"written": 0, "lost": 3 * BLOCK_CHECKS}
     assert [one.getMessage() for one in caplog.records] == [
-        "checks cannot be recorded: No space left on device"
+        f"checks cannot be recorded in {at.directory}: No space left on device"
     ]
     disk.full = False
     at.clock.advance(seconds=60)

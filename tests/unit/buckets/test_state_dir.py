@@ -103,6 +103,18 @@ def test_the_address_of_a_killed_node_is_ignored(tmp_path):
     state_dir.close()
 
 
+def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path, monkeypatch):
+    state_dir = StateDir.lock(tmp_path)
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StartupError, match=f"{tmp_path} cannot be written: No space left"):
+        state_dir.publish("127.0.0.1:9090", made_token=True)
+    state_dir.close()
+
+
 def test_a_directory_without_a_lock_file_has_no_address(tmp_path):
     with pytest.raises(FileNotFoundError):
         StateDir.address_in(tmp_path, made_token=True)

@@ -226,6 +226,22 @@ async def test_an_unknown_bucket_is_only_peeked_at_when_a_known_one_denies(scene
     assert verdicts(scene.all_at_once(cost=3)) == [(True, 100), (False, 0)]
 
 
+@pytest.mark.parametrize("rule", [USER, TOKENS, LOG])
+async def test_a_cost_above_an_unknown_enforced_limit_charges_no_other_bucket(scene, rule):
+    scene.RULES = {**Scene.RULES, b"a": replace(rule, limit=2)}
+    answer = scene.wait_all(cost=3)
+    scene.run(MS)
+    assert scene.spent(b"t") == [0]
+    scene.run(MS)
+    assert verdicts(answer.result()) == [(False, 2), (True, 100)]
+    assert scene.buckets.given_back_total == 0
+
+
+async def test_a_cost_above_an_observing_limit_is_charged_to_the_others(scene):
+    assert verdicts(scene.met(b"ts", cost=11)) == [(True, 89), (False, 10)]
+    assert scene.spent(b"t") == [11]
+
+
 async def test_a_bucket_near_its_limit_is_not_requested_when_another_denies(scene):
     scene.know_all()
     scene.others_spend(b"a", 99)

@@ -165,8 +165,9 @@ async def test_concurrent_upgrades_migrate_once(path):
     assert run(path, "SELECT count(*) FROM rule_revision") == [(1,)]
 
 
-async def test_foreign_database_is_refused_and_unchanged(path):
-    run(path, "CREATE TABLE customers (name TEXT)")
+@pytest.mark.parametrize("foreign", ["TABLE customers (name TEXT)", "VIEW rules AS SELECT 1"])
+async def test_foreign_database_is_refused_and_unchanged(path, foreign):
+    run(path, f"CREATE {foreign}")
     before = contents(path)
     with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
         await upgrade(f"sqlite:///{path}")
@@ -217,8 +218,8 @@ async def test_locked_database_yields_a_one_line_error(path):
 def and_fail(call):
     """Return a function that does what ``call`` does, then fails."""
 
-    def fail(*arguments):
-        call(*arguments)
+    def fail(*arguments, **options):
+        call(*arguments, **options)
         raise ZeroDivisionError
 
     return fail

@@ -82,7 +82,7 @@ async def require_current(database_url: str) -> None:
 def _upgrade(connection: sa.Connection, place: str) -> None:
     found = _revision(connection, place)
     if found is None:
-        metadata.create_all(connection)
+        metadata.create_all(connection, checkfirst=False)
         connection.execute(rule_revision.insert().values(only=1, revision=0))
         _version.create(connection)
         connection.execute(_version.insert().values(version_num=REVISIONS[-1]))
@@ -114,9 +114,10 @@ def _require_current(connection: sa.Connection, place: str) -> None:
 
 
 def _revision(connection: sa.Connection, place: str) -> str | None:
-    """Return the revision of the schema, ``None`` for a database without tables; refuse an unknown one."""
-    tables = sa.inspect(connection).get_table_names()
-    if not tables:
+    """Return the revision of the schema, ``None`` for an empty database; refuse an unknown one."""
+    inspector = sa.inspect(connection)
+    tables = inspector.get_table_names()
+    if not tables and not inspector.get_view_names():
         return None
     found = connection.scalar(sa.select(_version)) if VERSION_TABLE in tables else None
     if found is None:
