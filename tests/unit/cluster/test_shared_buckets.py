@@ -486,12 +486,16 @@ class TestGossip:
         world.run(MS)
         assert world.at_once()[1] == 999
 
-    async def test_a_failed_read_is_repeated(self, world):
+    def hold_reread(self, world):
+        """Re-read a bucket in use that another node has reset, and leave the answer to the test."""
         world.check(cost=900)
         world.settle()
         world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
         world.store.mode = "held"
         world.refresh.reread(name_of(b"a"))
+
+    async def test_a_failed_read_is_repeated(self, world):
+        self.hold_reread(world)
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
         world.refresh.step()
@@ -499,11 +503,7 @@ class TestGossip:
         assert world.at_once()[1] == 999
 
     async def test_a_read_that_failed_with_the_breaker_is_repeated_when_it_has_closed(self, world):
-        world.check(cost=900)
-        world.settle()
-        world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
-        world.store.mode = "held"
-        world.refresh.reread(name_of(b"a"))
+        self.hold_reread(world)
         world.open_breaker()
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
