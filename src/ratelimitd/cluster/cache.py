@@ -3,9 +3,9 @@
 A view is several objects that the garbage collector tracks, a packed bucket one that it does not. An idle bucket is
 packed down to its base; one with something to settle is never packed. See ADR 0026.
 
-Two generations approximate the order of use: a used bucket moves to the young one; at the end of its period, views
-still in the old one are packed, and packed buckets dropped. Work is done in small steps: a few buckets at a time,
-packed ones by hash tag.
+Two generations approximate the order of use: a used bucket moves to the young one; when its period ends, it becomes the
+old one, whose views are packed, and whose packed buckets are dropped. Work is done in small steps: a few buckets at a
+time, packed ones by hash tag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 
 IDLE_US: Final = US_PER_S // 2
-"""A view unused for this long, at most twice that, is packed."""
+"""Shortest period of the young generation. When it ends, views are packed in turn unless they are used before that: at
+once in a small cache, after up to another period in a full one."""
 
 MOVED_PER_STEP: Final = 64
 """Views packed or kept in one step, about 0.1 ms; more while buckets are added."""

@@ -141,13 +141,15 @@ class Refresh:
         if bucket is None:
             self._cache.pop_packed(name)
         else:
-            self._store.read(name, bucket.view.rule, partial(self._reread_done, bucket))
+            self._store.read(name, bucket.view.rule, partial(self._reread_done, name))
 
-    def _reread_done(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
-        self.adopt(bucket, shared)
-        if isinstance(shared, RateLimitdError) and len(self._unread) < MAX_BUCKETS:
+    def _reread_done(self, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
+        if isinstance(shared, SharedState):
+            # By name: it may have been packed and unpacked as another object meanwhile.
+            self.adopt_by_name(name, shared)
+        elif shared is not None and len(self._unread) < MAX_BUCKETS:
             # The message is not repeated, so the bucket would stay stale until it is settled.
-            self._unread[bucket.name] = None
+            self._unread[name] = None
 
     def resync(self) -> None:
         """Drop packed buckets and re-read those in use, in steps; called when messages may have been lost."""

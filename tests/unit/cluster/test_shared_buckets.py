@@ -494,6 +494,19 @@ class TestGossip:
         world.store.mode = "held"
         world.refresh.reread(name_of(b"a"))
 
+    async def test_a_bucket_packed_during_its_read_gets_the_answer(self, world):
+        self.hold_reread(world)
+        world.pack()
+        assert world.peek()[1] == 99  # unpacked, as another object
+        world.store.held_one().answer()
+        assert world.peek()[1] == 999
+
+    async def test_an_answer_about_a_packed_bucket_makes_its_next_check_read_it(self, world):
+        self.hold_reread(world)
+        world.pack()
+        world.store.held_one().answer()
+        assert world.at_once() is None
+
     async def test_a_failed_read_is_repeated(self, world):
         self.hold_reread(world)
         world.store.held_one().done(StoreUnavailableError("no answer"))
