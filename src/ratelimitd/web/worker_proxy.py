@@ -6,7 +6,7 @@ Requests of a client address go to the same worker while it responds, so a calle
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -67,6 +67,8 @@ _OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
 _GONE: Final = (OSError, h11.RemoteProtocolError)
 """Errors of a connection to a worker that ended."""
 
+_log = logging.getLogger(__name__)
+
 
 class PassingOn:
     """An ASGI application that forwards requests to workers.
@@ -78,6 +80,7 @@ class PassingOn:
     def __init__(self, sockets: Sequence[Path], answers: Callable[[int], Awaitable[bool]]) -> None:
         self._sockets = sockets
         self._answers = answers
+        self._reported = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -102,11 +105,25 @@ class PassingOn:
             if not await self._answers(number):
                 continue
             path = sockets[number]
-            with contextlib.suppress(OSError, TimeoutError):
+            try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     with short_name(path) as name:
-                        return _Exchange(*await asyncio.open_unix_connection(name))
+                        streams = await asyncio.open_unix_connection(name)
+            except FileNotFoundError:
+                self._report_missing()
+            except (OSError, TimeoutError):
+                pass
+            else:
+                return _Exchange(*streams)
         return None
+
+    def _report_missing(self) -> None:
+        """Log, once, that a worker runs without its socket file."""
+        if not self._reported:
+            self._reported = True
+            _log.error(
+                "HTTP cannot reach a worker: STATE_DIR was emptied while the node ran; restart it"
+            )
 
 
 class _Exchange:

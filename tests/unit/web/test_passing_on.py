@@ -221,9 +221,12 @@ async def test_caller_stays_with_one_live_worker(parent):
     assert (await parent.http.get("/asked")).text[0] in {"a", "b"} - names
 
 
-async def test_missing_worker_is_reported(parent):
-    answer = await parent.http.get("/asked")
-    assert (answer.status_code, answer.text) == (503, "no worker answers at the moment\n")
+async def test_missing_worker_is_reported(parent, caplog):
+    for _ in range(2):
+        answer = await parent.http.get("/asked")
+        assert (answer.status_code, answer.text) == (503, "no worker answers at the moment\n")
+    (line,) = caplog.messages
+    assert "STATE_DIR was emptied" in line
 
 
 async def test_worker_that_refuses_the_connection_is_skipped(parent, monkeypatch):
