@@ -6,7 +6,7 @@ Makes no decisions itself: each check goes to :class:`ratelimitd.limiter.limiter
 
 from __future__ import annotations
 
-import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import merge
@@ -39,7 +39,7 @@ class Trace:
     """The complete files of a trace, each verified first, so that no part of a broken trace is replayed.
 
     ``paths`` are files, or directories, whose unfinished files are skipped and counted. Their order does not matter,
-    and a file named twice is used once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
+    and a file with several names is used once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
 
     Raises:
         TraceInvalidError: a file is incomplete or invalid, the files are of different traces, or there is none.
@@ -59,15 +59,15 @@ class Trace:
         """Writer → (start in µs since the Unix epoch, path) of its files."""
         self._identities: set[bytes] = set()
         self._trace = b""
-        whole: dict[str, Path] = {}
-        unfinished: set[str] = set()
+        whole: dict[tuple[int, int], Path] = {}
+        unfinished: set[Path] = set()
         for path in paths:
             files = [path]
             if path.is_dir():
                 files = sorted(path.glob(f"*{WHOLE}"))
-                unfinished.update(map(os.path.realpath, path.glob(f"*{PART}")))
+                unfinished.update(path.resolve().glob(f"*{PART}"))
             for file in files:
-                whole.setdefault(os.path.realpath(file), file)
+                whole.setdefault(_inode(file), file)
         self.unfinished = len(unfinished)
         for file in whole.values():
             self._verify(file)
@@ -138,6 +138,20 @@ class Trace:
         with path.open("rb") as file:
             for block in TraceReader(file, str(path)).blocks():
                 yield from checks_of(block, [numbers[kind] for kind in block.kinds])
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """Return the identity of a file, the same for all its names.
+
+    Raises:
+        TraceInvalidError: the file is not regular; a pipe would block, and files are read twice.
+        OSError: the file cannot be found.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        message = f"{path} is not a regular file"
+        raise TraceInvalidError(message)
+    return found.st_dev, found.st_ino
 
 
 class RecordedPlans(Assignments):

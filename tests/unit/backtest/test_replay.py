@@ -1,3 +1,4 @@
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -343,6 +344,16 @@ async def test_a_file_named_twice_is_read_once(record, tmp_path):
         trace = Trace(*paths)
         assert (trace.checks, len([*trace]), trace.unfinished) == (6, 6, 1)
     assert Trace(first, first).checks == 3
+    other_name = tmp_path / "other.trace"
+    other_name.hardlink_to(first)
+    assert Trace(first, other_name).checks == 3
+
+
+def test_a_pipe_is_refused(tmp_path):
+    path = tmp_path / "a.trace"
+    os.mkfifo(path)
+    with pytest.raises(TraceInvalidError, match=r"a.trace is not a regular file"):
+        Trace(path)
 
 
 async def test_files_of_different_traces_are_refused(record, tmp_path):

@@ -688,6 +688,14 @@ class TestDenials:
         assert world.at_once()[4] is WITHIN_LIMIT
         assert world.stats.false_positives_total > 0
 
+    async def test_a_failed_read_of_a_denied_bucket_is_repeated(self):
+        world = World(TEN)
+        world.store.spend(b"a", TEN, 10, world.clock.now_us())
+        world.know()
+        world.store.mode = "down"
+        assert self.reads_while_denied(world, SECOND) == [100, 420]
+        assert not world.at_once()[0]
+
     async def test_an_open_breaker_stops_the_reads(self):
         world = World(TEN, decides_alone=True)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
