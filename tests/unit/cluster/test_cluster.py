@@ -249,6 +249,15 @@ class TestExactness:
         assert scene.cluster.accuracy.over_admitted_total == 1
         assert scene.cluster.promised_excess == pytest.approx(0.51)
 
+    async def test_a_denial_of_a_bucket_that_was_reset_counts_as_false(self, scene):
+        scene.spend(cost=400)
+        assert not scene.spend(cost=900)[0]
+        scene.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
+        scene.interval()
+        scene.answer()
+        assert scene.stats.false_positives_total == 1
+        assert scene.cluster.accuracy.forgiven_total == 400
+
     async def test_tight_shares_promise_and_allow_a_tenth_of_the_limit(self):
         scene = Scene(accuracy="tight")
         assert scene.cluster.promised_excess == pytest.approx(0.1)
