@@ -133,6 +133,13 @@ class TestSync:
         scene.interval()
         assert [len(batch.cold) for batch in scene.store.asked("settle")] == [10]
 
+    async def test_a_gap_re_reads_a_bucket_once_although_its_tag_shares_a_sender(self):
+        scene = Scene(tags_per_batch=HASH_TAGS)
+        scene.spend()
+        scene.cluster.resync()
+        scene.interval()
+        assert scene.store.asked("read") == [name_of(b"a")]
+
     async def test_gossip_is_published_once_per_interval(self, scene):
         scene.spend(cost=400)
         scene.interval()
