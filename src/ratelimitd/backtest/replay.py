@@ -6,7 +6,6 @@ Makes no decisions itself: each check goes to :class:`ratelimitd.limiter.limiter
 
 from __future__ import annotations
 
-import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import merge
@@ -141,16 +140,8 @@ class Trace:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    """Return the identity of a file, the same for all its names.
-
-    Raises:
-        TraceInvalidError: the file is not regular; a pipe would block, and files are read twice.
-        OSError: the file cannot be found.
-    """
+    """Return the identity of a file, the same for all its names."""
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        message = f"{path} is not a regular file"
-        raise TraceInvalidError(message)
     return found.st_dev, found.st_ino
 
 

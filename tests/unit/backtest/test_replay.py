@@ -1,4 +1,3 @@
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -347,13 +346,6 @@ async def test_a_file_named_twice_is_read_once(record, tmp_path):
     other_name = tmp_path / "other.trace"
     other_name.hardlink_to(first)
     assert Trace(first, other_name).checks == 3
-
-
-def test_a_pipe_is_refused(tmp_path):
-    path = tmp_path / "a.trace"
-    os.mkfifo(path)
-    with pytest.raises(TraceInvalidError, match=r"a.trace is not a regular file"):
-        Trace(path)
 
 
 async def test_files_of_different_traces_are_refused(record, tmp_path):
