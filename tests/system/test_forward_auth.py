@@ -101,7 +101,7 @@ class Site:
             connection._buffer[0] = f"{method} {target} HTTP/1.1".encode("latin-1")
             for name, value in headers:
                 connection.putheader(name, value)
-            if body:
+            if body and "Transfer-Encoding" not in dict(headers):
                 connection.putheader("Content-Length", str(len(body)))
             connection.endheaders(body or None)
             answer = connection.getresponse()
@@ -320,6 +320,21 @@ def test_no_request_passes_because_its_check_fails(site):
         assert status >= 400, what
     assert len(site.application.asked) == LIMIT
     assert site.ask().status == 429
+
+
+def test_requests_for_the_path_of_the_check_keep_the_node_in_use(site):
+    """A body that is broken must not reach the node: a proxy would take the failure for the node's."""
+    create_rule(site.node, "**")
+    site.spend()
+    for target in ("/v1/auth", "/v1/auth?", "/v1%2fauth", "/V1/auth"):
+        for _ in range(4):
+            try:
+                broken = site.ask(target, ("Transfer-Encoding", "chunked"), body=b"ZZ\r\n")
+            except (ConnectionError, http.client.HTTPException):
+                continue  # the proxy has closed the connection
+            assert broken.status >= 400, target
+        assert site.ask().status == 429, target
+    assert len(site.application.asked) == LIMIT
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])

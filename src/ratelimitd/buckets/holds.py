@@ -96,12 +96,12 @@ class _Record:
         """Restore a record from a dump; its end is at most ``latest_us``.
 
         Raises:
-            ValueError, TypeError, AttributeError: the dump is invalid.
+            ValueError, TypeError, AttributeError, OverflowError: the dump is invalid.
         """
         digest, end_us, last_us, cost, recorded, actual = values
         return cls(
             bytes.fromhex(digest),
-            min(end_us, latest_us),
+            min(int(end_us), latest_us),
             int(last_us),
             int(cost),
             _recorded([(bytes.fromhex(name), _outcome(*one)) for name, one in recorded.items()]),
@@ -336,7 +336,7 @@ class OwnHolds:
                 end_of = partial(self._end_of, name)
                 try:
                     bucket = load(name, json.loads(value), end_of, self._now_us, self._in_time)
-                except (ValueError, KeyError, TypeError, RecursionError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     continue
                 self._buckets[name] = bucket
                 self._catch_up(bucket)
@@ -344,7 +344,7 @@ class OwnHolds:
     def _restore_hold(self, number: bytes, value: bytes, now_us: int) -> None:
         try:
             record = _Record.load(json.loads(value), now_us + MAX_TTL_S * US_PER_S)
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return
         if record.end_us + _GRACE_US > now_us:
             self._records[number] = record

@@ -29,7 +29,7 @@ PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
 """Pauses between two reads of a bucket; the last one repeats."""
 
 MAX_BUCKETS: Final = 100_000
-"""Limit of denied buckets that are re-read in the background; others are refreshed when a check next asks the store."""
+"""Limit of denied buckets that are re-read in the background; others join when there is room."""
 
 
 class _Read(NamedTuple):
@@ -50,10 +50,12 @@ class RefreshQueue:
 
     def denied(self, bucket: Bucket, now_us: int) -> None:
         """Queue a bucket on its first denial since it was last read."""
-        bucket.is_denied = True
-        if not bucket.is_queued and self._count < MAX_BUCKETS:
+        if not bucket.is_queued:
+            if self._count >= MAX_BUCKETS:
+                return  # its next denial tries again
             bucket.is_queued = True
             self._later(bucket, 0, now_us)
+        bucket.is_denied = True
 
     def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
         """Return the next buckets to read, with their number of earlier reads; report each by :meth:`reschedule`.

@@ -250,14 +250,15 @@ class SharedBuckets:
         check.bucket.tag.drop_if_settled(check.bucket)
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Queue a refund for the next batch; returns false if the bucket is unknown or cannot be used."""
+        """Queue a refund for the next batch; returns false if the bucket cannot be used, or too many refunds wait."""
         bucket = None
         with suppress(BreakerOpenError):
             bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
         if bucket is None:
             self._missed.pop(check.key, None)
             return False
-        bucket.view.give_back(refund)
+        if not bucket.view.give_back(refund):
+            return False
         bucket.tag.touch(bucket)
         bucket.tag.flush()
         return True

@@ -63,7 +63,7 @@ class StrictBuckets:
         self.given_back_total = 0
         """Tokens that the store charged and that were refunded, because another limit denied the check."""
         self.kept_total = 0
-        """Tokens of such checks that were not refunded: always 0, as no answer is repeated."""
+        """Tokens of such checks that were not refunded."""
 
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""
@@ -157,13 +157,14 @@ class StrictBuckets:
     was_released = was_spent
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Queue a refund for the next batch."""
+        """Queue a refund for the next batch; returns false if too many wait, as while a slot is half moved."""
         name = self._stored_name(check.key)
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
             bucket = tag.buckets[name] = Bucket(check.key, name, tag, check.rule, None)
-        bucket.view.give_back(refund)
+        if not bucket.view.give_back(refund):
+            return False
         tag.touch(bucket)
         tag.flush()
         return True

@@ -41,6 +41,10 @@ STALE_US: Final = 1_000_000
 LEAST_PENDING_RUNS: Final = 1_000
 """Runs of unsent spends above which refilled ones are dropped."""
 
+MAX_REFUNDS: Final = 256
+"""Limit of refunds of a bucket in one batch. Their cost for a log is quadratic: 500 block the store for 0.1 s, 2,000
+for 2 s."""
+
 _UNKNOWN: Final = -1
 
 _NO_ASKS: Final[list[Ask]] = []
@@ -182,9 +186,12 @@ class LocalView:
         self.asked_tokens -= cost
         self.reserved -= cost
 
-    def give_back(self, refund: Refund) -> None:
-        """Give back a charge of the store with the next batch."""
+    def give_back(self, refund: Refund) -> bool:
+        """Give back a charge of the store with the next batch; false if :data:`MAX_REFUNDS` wait for it."""
+        if len(self.refunds) >= MAX_REFUNDS:
+            return False
         self.refunds = (*self.refunds, refund)
+        return True
 
     def start_alone(self, now_us: int, members: int) -> None:
         """Begin with this node's part of a full bucket, because the store is unreachable and others may use theirs.

@@ -255,7 +255,7 @@ async def _read(file: BinaryIO) -> LastGood:
     first = await asyncio.to_thread(file.readline, _MAX_HEADER_BYTES)
     header = _object(first)
     revision = header.get("revision")
-    if header.get("format") not in {FORMAT, FORMAT_WITH_ASSIGNMENTS} or not isinstance(
+    if header.get("format") not in (FORMAT, FORMAT_WITH_ASSIGNMENTS) or not isinstance(
         revision, int
     ):
         message = "it has another format"
@@ -279,7 +279,7 @@ async def _read(file: BinaryIO) -> LastGood:
 def _object(line: bytes) -> dict[str, object]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {}
 
@@ -295,7 +295,7 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
                 assignments.put(*assigned)
                 return
         rule = rule_from_row(RuleRow(*values))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         rule = None
     if not isinstance(rule, Rule):
         message = "a line of it is not a valid rule"

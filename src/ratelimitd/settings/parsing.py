@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from ratelimitd.model import EVERYBODY, TYPE_NAME, IdentifierType
+from ratelimitd.model import EVERYBODY, MAX_IDENTITIES, TYPE_NAME, IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
 from ratelimitd_wire.addresses import UNIX, ClientAddresses
 
@@ -200,12 +200,16 @@ def identifier_headers(text: str) -> tuple[str, ...]:
     if (
         not is_unique
         or len({*others}) < len(others)
+        or len({kind for _, kind in named}) > MAX_IDENTITIES
         or not all(
             re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
             for header, kind in named
         )
     ):
-        message = f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip"
+        message = (
+            f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip, at"
+            f" most {MAX_IDENTITIES} types"
+        )
         raise ValueError(message)
     return found
 
@@ -217,11 +221,12 @@ def path_templates(text: str) -> tuple[str, ...]:
         len(found) > MAX_TEMPLATES
         or len(set(found)) < len(found)
         or not all(PATH_TEMPLATE.fullmatch(one) and len(one) <= MAX_ENDPOINT_CHARS for one in found)
+        or any(one.startswith("HEAD ") for one in found)  # HEAD counts as GET
     ):
         message = (
             f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once,"
             " separated by commas: [METHOD ][HOST]/path, where {name} (not :name) is a whole segment and {name...} the"
-            " rest"
+            " rest; GET includes HEAD"
         )
         raise ValueError(message)
     return found

@@ -410,6 +410,11 @@ _COMBINATIONS: Final = (
         "ADMIN_SANS and CHECK_SANS share a name; the admin role includes the check role",
     ),
     _Combination(
+        ("SPOE_LISTEN", "TRUSTED_PROXIES"),
+        lambda s: s.spoe_listen is not None and not s.trusted_proxies,
+        "SPOE_LISTEN needs TRUSTED_PROXIES: connections of other addresses are closed, and HAProxy lets requests pass",
+    ),
+    _Combination(
         ("LISTEN", "HTTP_LISTEN"),
         lambda s: s.listen == s.http_listen and s.listen.port != 0,
         "LISTEN and HTTP_LISTEN are the same address",

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
+from ratelimitd.web.api.forward_auth import AUTH_PATH, URI, ForwardAuth
 from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
 
 VERSION: Final = b"2.0"
@@ -39,6 +39,8 @@ FRAMES_PER_ITERATION: Final = 16
 """Frames of all connections handled per event-loop iteration, in about 2 ms."""
 MAX_PENDING: Final = 200
 """Requests per connection that wait for the shared state; beyond that, reading stops."""
+
+_URI_ARGUMENT: Final = URI.lower().encode()
 
 _FIN: Final = 1
 _TRANSACTION: Final = 2
@@ -348,10 +350,13 @@ class SpopConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")  # None under uvloop if the peer has reset it
         if peer is None or not self._auth.trusts(peer[0]):
             transport.abort()
+            if peer is not None:
+                self._auth.ignore()
             return
         self._client = peer[:2]
         if len(self._connections) >= MAX_CONNECTIONS:
-            next(iter(self._connections)).make_room()
+            idle = (one for one in self._connections if not one.is_busy)
+            next(idle, next(iter(self._connections))).make_room()
         self._connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
@@ -378,6 +383,11 @@ class SpopConnection(asyncio.Protocol):
         """Resume reading."""
         self._is_blocked = False
         self._frames.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether HAProxy waits for an answer: it lets the requests of a closed connection pass."""
+        return bool(self.pending or self._received or self in self._frames)
 
     def make_room(self) -> None:
         """Close to make room for another connection; at once if the peer does not read pending output."""
@@ -458,6 +468,10 @@ class SpopConnection(asyncio.Protocol):
 
     async def _answer(self, received: Frame, arguments: dict[bytes, bytes]) -> None:
         query = arguments.pop(b"query", b"")
+        if arguments.get(_URI_ARGUMENT) == b"":
+            arguments[_URI_ARGUMENT] = (
+                b"/"  # a target without a path, as in `GET http://shop.example`
+            )
         scope = {
             "type": "http",
             "method": "GET",

@@ -1,6 +1,7 @@
 """Holds on a node's own buckets: bounds, dropped holds, and invalid data in files."""
 
 import json
+import math
 from functools import partial
 
 import pytest
@@ -155,6 +156,9 @@ async def test_invalid_holds_and_buckets_in_a_file_are_skipped():
     ]
     bad += [json.dumps(bucket | {"full_after_s": full_s}).encode() for full_s in (0, 2**31, "5")]
     bad += [json.dumps(bucket | {"limit": [10, 60, "sliding_window", 0], "state": "00"}).encode()]
+    [hold] = [json.loads(value) for (kind, _), value in changes.items() if kind == HOLD]
+    bad += [json.dumps([hold[0], end_us, *hold[2:]]).encode() for end_us in (math.inf, "x", None)]
+    bad += [json.dumps(bucket | {"state": [math.inf, 1]}).encode()]
     broken = {(kind, next(names)): value for kind in (HOLD, BUCKET) for value in bad}
     other = Scene()
     other.holds.restore(broken | changes)

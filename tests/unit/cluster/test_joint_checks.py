@@ -8,6 +8,7 @@ import pytest
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.joint_checks import JointCheck
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.ledger import local_view
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from tests.unit.cluster.world import MS, World, limited, name_of
 
@@ -332,6 +333,13 @@ async def test_a_node_that_decides_alone_charges_all_or_none():
     assert verdicts(scene.all_at_once(cost=60)) == [(False, 40), (False, 40)]
     views = [scene.view(key) for key in (b"a", b"t")]
     assert [view.unsent.tokens + view.in_flight_tokens for view in views] == [60, 60]
+
+
+async def test_refunds_beyond_a_bound_are_counted_as_kept(scene, monkeypatch):
+    monkeypatch.setattr(local_view, "MAX_REFUNDS", 0)
+    scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
+    assert not scene.met(cost=3)[1][0]
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (0, 3)
 
 
 async def test_charges_that_cannot_be_refunded_are_counted(scene):

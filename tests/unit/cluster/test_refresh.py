@@ -89,3 +89,4 @@ def test_the_number_of_watched_buckets_is_bounded(rereading, monkeypatch):
         rereading.denied(bucket, 0)
     assert len(rereading) == 2
     assert [bucket.is_queued for bucket in buckets] == [True, True, False]
+    assert not buckets[2].is_denied  # its next denial tries again

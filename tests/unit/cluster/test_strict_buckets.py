@@ -7,6 +7,7 @@ import pytest
 from ratelimitd.cluster.redis.codec import JOINED
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.ledger import local_view
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Enforcement
 from ratelimitd.testing import ManualClock
@@ -154,6 +155,20 @@ async def test_charges_of_a_denied_check_are_refunded():
     assert (scene.store.spent(b"a"), scene.store.spent(b"b")) == (0, 1_000)
     assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (12, 0)
     assert scene.tags[ord("a")].buckets == {}
+
+
+async def test_refunds_beyond_a_bound_are_counted_as_kept(monkeypatch):
+    monkeypatch.setattr(local_view, "MAX_REFUNDS", 1)
+    scene = SharingScene()
+    scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
+    charges = [(key, RULE, None) for key in (b"a", b"b")]
+    for _ in range(3):
+        scene.buckets.wait_all(charges, scene.clock.now_us(), 7, peek=False)
+    scene.run(2 * MS)
+    scene.settle()
+    buckets = scene.buckets
+    assert buckets.given_back_total + buckets.kept_total == 21
+    assert buckets.kept_total == scene.store.spent(b"a") > 0
 
 
 async def test_an_unreachable_bucket_has_its_own_error():

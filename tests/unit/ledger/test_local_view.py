@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.ledger.accounts import ACCOUNTS, Refund
-from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView, TightView
+from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, MAX_REFUNDS, LocalView, TightView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm
 from tests.ledger_model import settle
@@ -497,3 +497,4 @@ def test_a_refund_is_in_the_next_batch():
     assert one.freeze() == Update(RULE, 0, (), (), (refund,))
     assert one.is_clean
     assert one.freeze().refunds == ()
+    assert [one.give_back(refund) for _ in range(MAX_REFUNDS + 1)] == [True] * MAX_REFUNDS + [False]

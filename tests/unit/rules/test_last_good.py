@@ -119,8 +119,10 @@ async def test_changed_byte_is_detected(tmp_path, reports):
         b"[1, 2]\n",
         b'{"format":"another 1","revision":1}\n',
         b'{"format":"ratelimitd rule book 1","revision":"1"}\n',
+        b'{"format":[],"revision":1}\n',
+        b"[" * 1_020 + b"\n",
     ],
-    ids=["empty", "zeros", "yaml", "a list", "another format", "no revision"],
+    ids=["empty", "zeros", "yaml", "a list", "another format", "no revision", "list", "nested"],
 )
 async def test_foreign_file_is_set_aside(tmp_path, reports, foreign):
     (tmp_path / BOOK_FILE).write_bytes(foreign)
@@ -128,7 +130,9 @@ async def test_foreign_file_is_set_aside(tmp_path, reports, foreign):
     assert reports == ["the last good rule book was set aside: it has another format"]
 
 
-@pytest.mark.parametrize("line", [b"[]", b"7", b"nonsense", json.dumps([None] * 8).encode()])
+@pytest.mark.parametrize(
+    "line", [b"[]", b"7", b"nonsense", b"[" * 10_000, json.dumps([None] * 8).encode()]
+)
 async def test_invalid_rule_line_invalidates_the_file(tmp_path, reports, line):
     path = await stored(tmp_path, book_of("/orders"))
     lines = path.read_bytes().splitlines()

@@ -112,11 +112,17 @@ def test_all_problems_are_reported_at_once():
         ),
         ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
         (
-            {"SPOE_LISTEN": "127.0.0.1:8080"},
+            {"SPOE_LISTEN": "127.0.0.1:8080", "TRUSTED_PROXIES": "127.0.0.1"},
             "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
         ),
+        ({"SPOE_LISTEN": "127.0.0.1:9091"}, "SPOE_LISTEN needs TRUSTED_PROXIES: "),
         ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
         ({"AUTH_IDENTIFIERS": "x-a=api_key,x-b=api_key"}, "each HEADER and each TYPE but ip once"),
+        (
+            {"AUTH_IDENTIFIERS": ",".join(f"x-{n}=t{n}" for n in range(9))},
+            "at most 8 types",
+        ),
+        ({"AUTH_ENDPOINTS": "HEAD /orders"}, "GET includes HEAD"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"HTTP_TLS": "on"}, "HTTP_TLS needs TLS_CERT and TLS_KEY"),

@@ -155,7 +155,7 @@ class Auth:
     """Records its requests, and answers when released."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.ignored = [], 0
         self.proxies = {"127.0.0.1"}
         self.arrived = asyncio.Queue()
         self.may_answer = asyncio.Event()
@@ -167,6 +167,9 @@ class Auth:
 
     def trusts(self, peer):
         return peer in self.proxies
+
+    def ignore(self):
+        self.ignored += 1
 
     async def answer(self, request):
         self.asked.append(request)
@@ -255,6 +258,7 @@ async def test_untrusted_peers_are_not_answered(auth, connect):
     with contextlib.suppress(ConnectionError):
         assert await peer.reader.read() == b""
     assert not auth.asked
+    assert auth.ignored == 1
 
 
 async def test_connection_reset_by_its_peer_is_closed(auth):
@@ -387,6 +391,37 @@ async def test_connection_beyond_the_bound_closes_the_longest_silent_one(connect
     for peer in (first, third):
         peer.send(notify())
         assert (await peer.frame()).kind == FrameType.ACK
+
+
+async def test_connection_that_waits_for_an_answer_is_not_closed_for_another(
+    connect, auth, monkeypatch
+):
+    monkeypatch.setattr(spop, "MAX_CONNECTIONS", 2)
+    auth.may_answer.clear()
+    waiting = await connect()
+    waiting.send(notify())
+    await auth.arrived.get()
+    silent = await connect()
+    silent.send(notify())
+    await auth.arrived.get()
+    auth.may_answer.set()
+    await silent.frame()
+    auth.may_answer.clear()
+    await waiting.frame()
+    waiting.send(notify(2))
+    await auth.arrived.get()
+    silent.send(notify(2))
+    await auth.arrived.get()
+    await connect()  # both wait: the one that was heard longest ago goes
+    assert await waiting.ended() == disconnect(Status.NORMAL)
+
+
+@pytest.mark.parametrize(("uri", "expected"), [(b"", "/"), (b"/orders", "/orders")])
+async def test_absent_path_is_the_root(connect, auth, uri, expected):
+    peer = await connect()
+    peer.send(notify(x_forwarded_uri=uri))
+    await peer.frame()
+    assert auth.asked[0].headers["x-forwarded-uri"] == expected
 
 
 UNREAD_BYTES = 20_000_000

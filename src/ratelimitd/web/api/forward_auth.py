@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import INT32_MAX, MAX_IDENTITIES, IdentifierType
+from ratelimitd.model import INT32_MAX, IdentifierType
 from ratelimitd.rpc.interface import RpcError, StatusCode, UnaryHandler
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.settings.parsing import FORWARDED_FOR, PATH_TEMPLATE, UNMATCHED
@@ -174,10 +174,13 @@ def parameters_of(query: str, client_query: str = "") -> Parameters:
     """
     if not query:
         return Parameters()
-    if client_query and (query == client_query or query.endswith(f"&{client_query}")):
+    client_query = client_query.partition("#")[0]  # as nginx cuts it
+    if client_query and f"&{client_query}&" in f"&{query}&":
         _refuse("query", "must be set by the proxy, which passes on the client's query instead")
     if len(query) > MAX_QUERY_BYTES:
         _refuse("query", f"must be at most {MAX_QUERY_BYTES} bytes")
+    if not query.isascii():
+        _refuse("query", "must be ASCII, with other characters escaped as % and two digits")
     given = parse_qsl(query, keep_blank_values=True)
     found = dict(given)
     if len(found) < len(given) or not found.keys() <= set(Parameters._fields):
@@ -269,7 +272,7 @@ class ForwardAuth:
         peer = request.client.host if request.client else None
         is_trusted = self.trusts(peer)
         if not is_trusted and any(name in headers for name in _FORWARDING):
-            self._ignore()
+            self.ignore()
         uri = _only(headers, URI) if is_trusted else None
         if uri is None and is_cross_site(headers):
             # A browser on the node's host: browsers add no forwarding header to cross-site requests without a
@@ -314,7 +317,7 @@ class ForwardAuth:
                 identifier = address
             else:
                 identifier = self._identifier(_only(headers, header), kind, is_trusted=is_trusted)
-            if identifier and len(found) < MAX_IDENTITIES:
+            if identifier:
                 found.setdefault(kind, identifier)
         if not found:
             if address is None:
@@ -348,13 +351,15 @@ class ForwardAuth:
         again = f" Try again in {wait_s} s." if wait_s else ""
         return PlainTextResponse(f"Too many requests.{again}\n", deny, fields)
 
-    def _ignore(self) -> None:
+    def ignore(self) -> None:
+        """Count something that is ignored because its peer is not in TRUSTED_PROXIES, and log the first time."""
         self._ignored()
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "forwarding headers of %s are ignored from peers that are not in TRUSTED_PROXIES: their checks"
-                " count for the peer's address and the endpoint %s; later ones are only counted, not logged",
+                " count for the peer's address and the endpoint %s, and their connections to SPOE_LISTEN are closed;"
+                " later ones are only counted, not logged",
                 AUTH_PATH,
                 UNMATCHED,
             )
