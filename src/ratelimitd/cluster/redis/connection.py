@@ -3,9 +3,10 @@
 All requests of one event-loop iteration are sent in one write. Connecting, logging in, reconnecting and sending again
 are the task of :mod:`ratelimitd.cluster.redis.link`.
 
-One timer serves all requests. A request that times out fails at once and keeps its place, so that its late reply is
-dropped. A connection whose oldest request has waited for ``silence_s`` is presumed dead. If the timer itself is late,
-this process was delayed and replies may wait in the socket: the socket is read first, a few times while replies come.
+One timer serves all requests. A request that times out fails at once, unless it is patient, and keeps its place, so
+that its late reply is dropped. A connection whose oldest request has waited for ``silence_s`` is presumed dead. If the
+timer itself is late, this process was delayed and replies may wait in the socket: the socket is read first, a few times
+while replies come.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ pack: Final = cast("Callable[[tuple[bytes | int | str, ...]], bytes]", pack_comm
 class Request:
     """A command, and ``done``: ``None`` once it was called."""
 
-    __slots__ = ("asking", "done", "had_script", "packed", "redirected", "script", "weight")
+    __slots__ = (
+        "asking",
+        "done",
+        "had_script",
+        "is_patient",
+        "packed",
+        "redirected",
+        "script",
+        "weight",
+    )
 
     def __init__(
         self, packed: bytes, done: Done, script: Script | None = None, weight: int = 1
@@ -53,6 +63,8 @@ class Request:
         self.done: Done | None = done
         self.script = script
         """The script to load if the server does not know it."""
+        self.is_patient = False
+        """A late reply is taken: it fails only with its connection."""
         self.had_script = False
         """The script was loaded for this request."""
         self.redirected = False
@@ -400,7 +412,8 @@ class Connection(asyncio.Protocol):
             self._expired = write[1]
             for request in list(late):
                 self._expired_weight += request.weight
-                request.resolve(StoreSlowError("the shared state was too slow"))
+                if not request.is_patient:
+                    request.resolve(StoreSlowError("the shared state was too slow"))
         return bool(writes)
 
     def _set_timer(self, seconds: float, now_s: float) -> None:

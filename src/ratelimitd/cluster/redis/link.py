@@ -255,10 +255,17 @@ class Link:
         arguments: Sequence[bytes | int],
         done: Done,
         weight: int = 1,
+        *,
+        is_patient: bool = False,
     ) -> None:
-        """Run ``script`` in the store; ``done`` as with :meth:`send`. It counts as ``weight`` requests."""
+        """Run ``script`` in the store; ``done`` as with :meth:`send`. It counts as ``weight`` requests.
+
+        With ``is_patient`` a late reply is taken, too.
+        """
         packed = pack((b"EVALSHA", script.sha, len(keys), *keys, *arguments))
-        self.submit(Request(packed, done, script, weight))
+        request = Request(packed, done, script, weight)
+        request.is_patient = is_patient
+        self.submit(request)
 
     def flush(self) -> None:
         """Send the requests of this iteration now, not at its end."""

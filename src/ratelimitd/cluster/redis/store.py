@@ -346,7 +346,11 @@ class RedisStore:
     ) -> None:
         """Apply a batch; idempotent. ``None``: it is older than the last one of its sender."""
         keys, arguments = settle_request(tag, batch)
-        self._topology.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
+        settled = partial(self._settled, batch, done)
+        # Checks in a batch have deadlines of their own. A batch that takes longer than the timeout would be repeated
+        # for ever if its late replies were dropped. The probe, which is empty, has to be in time.
+        is_patient = bool(batch.updates or batch.cold)
+        self._topology.of_tag(tag).run(SETTLE, keys, arguments, settled, is_patient=is_patient)
 
     def _settled(
         self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any

@@ -122,6 +122,31 @@ async def test_a_request_that_times_out_fails_and_its_late_reply_is_dropped():
     assert (len(first), second, setup.errors) == (1, [b"second"], [])
 
 
+async def test_a_patient_request_gets_its_late_reply():
+    setup = Setup()
+    replies = []
+    patient = Request(PING, replies.append)
+    patient.is_patient = True
+    setup.connection.submit(patient)
+    usual = await setup.asked()
+    setup.timer()
+    assert (replies, len(usual)) == ([], 1)
+    setup.connection.data_received(b"+late\r\n+later\r\n")
+    assert (replies, len(usual)) == ([b"late"], 1)
+
+
+async def test_a_patient_request_fails_with_its_connection():
+    setup = Setup()
+    replies = []
+    patient = Request(PING, replies.append)
+    patient.is_patient = True
+    setup.connection.submit(patient)
+    await turn()
+    setup.timer()
+    setup.connection.drop(StoreUnavailableError("silent"))
+    assert [type(reply) for reply in replies] == [StoreUnavailableError]
+
+
 async def test_only_requests_past_their_deadline_fail():
     setup = Setup()
     first = await setup.asked()

@@ -51,7 +51,7 @@ class Liar:
     def send(self, _command, done):
         asyncio.get_running_loop().call_soon(done, self.reply)
 
-    def run(self, _script, _keys, _arguments, done, _weight=1):
+    def run(self, _script, _keys, _arguments, done, _weight=1, **_options):
         self.send((), done)
 
     def flush(self):
