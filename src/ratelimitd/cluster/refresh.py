@@ -195,5 +195,7 @@ class Refresh:
     ) -> None:
         before = bucket.view.base
         self.adopt(bucket, shared)
+        if shared is None:
+            bucket.view.end_alone()
         has_changed = bucket.view.base is not before
         self.queue.reschedule(bucket, times, self._clock.monotonic_us(), has_changed=has_changed)

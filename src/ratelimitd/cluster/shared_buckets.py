@@ -35,7 +35,7 @@ from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
 from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck
-from ratelimitd.model import CONCURRENCY, Limit, Outcome
+from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
@@ -450,7 +450,7 @@ class SharedBuckets:
         """Handle a check that was denied (an outcome), or that the view cannot decide (``None``)."""
         if outcome is None:
             return None
-        if not bucket.is_denied:
+        if not bucket.is_denied and outcome[4] is not COST_EXCEEDS_LIMIT:
             self._refresh.queue.denied(bucket, self._clock.monotonic_us())
         if bucket.view.has_newer_limit and not bucket.is_dirty:
             # Nothing is spent, so no other batch would carry the new limit to the store.
@@ -474,5 +474,7 @@ class SharedBuckets:
 
 def _is_noteworthy(check: PendingCheck, outcome: Outcome) -> bool:
     """Return whether the bucket of a first check needs a view: it was denied, or may have entered its last half."""
+    if outcome[4] is COST_EXCEEDS_LIMIT:
+        return False  # no state of the bucket changes that
     left, half = outcome[1], check.rule.capacity // 2
     return not outcome[0] or left <= half <= left + check.cost

@@ -203,6 +203,11 @@ class LocalView:
         if of_others:
             self._state = self._account.charged(None, self.rule, [(now_us, of_others)])
 
+    def end_alone(self) -> None:
+        """Drop the parts of the others, because the store has the bucket full."""
+        if self.base is None and self.is_clean:
+            self._recompute()
+
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, because the store did not answer in time."""
         outcome = self.peek(now_us, cost)

@@ -150,7 +150,7 @@ class Settings:
         "lifetime of an unused bucket in the cache, s")]
     max_holds: Annotated[int, SettingSpec("100000", whole_number(1, 10_000_000),
         "maximum holds in flight that a node has made; more are refused")]
-    max_holds_per_bucket: Annotated[int, SettingSpec("10000", whole_number(1, 1_000_000),
+    max_holds_per_bucket: Annotated[int, SettingSpec("10000", whole_number(1, 100_000),
         "maximum holds in flight on one bucket; more are refused")]
     breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]

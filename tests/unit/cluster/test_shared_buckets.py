@@ -660,11 +660,11 @@ class TestResets:
 
 
 class TestDenials:
-    def reads_while_denied(self, world, us):
+    def reads_while_denied(self, world, us, cost=1):
         """Return the times of reads, in ms, while checks stay denied."""
         began_us, reads = world.clock.monotonic_us(), []
         while world.clock.monotonic_us() - began_us < us:
-            world.at_once()
+            world.at_once(cost=cost)
             known = len(world.store.asked("read"))
             world.refresh.step()
             if len(world.store.asked("read")) > known:
@@ -695,6 +695,31 @@ class TestDenials:
         world.store.mode = "down"
         assert self.reads_while_denied(world, SECOND) == [100, 420]
         assert not world.at_once()[0]
+
+    async def test_a_cost_above_the_limit_is_no_reason_to_read(self):
+        world = World(TEN)
+        assert not world.check(b"new", cost=11)[0]
+        world.know()
+        assert not world.at_once(cost=11)[0]
+        assert len(world.refresh.queue) == 0
+
+    async def test_a_bucket_that_the_store_has_lost_stays_denied(self):
+        world = World(TEN)
+        world.store.spend(b"a", TEN, 10, world.clock.now_us())
+        world.know()
+        world.store.ledger.buckets.clear()
+        assert self.reads_while_denied(world, 150 * MS) == [100]
+        assert not world.at_once()[0]
+
+    async def test_parts_of_other_nodes_end_when_the_store_has_the_bucket_full(self):
+        world = World(TEN, members=3, decides_alone=True)
+        world.open_breaker()
+        assert not world.at_once(cost=5)[0]  # it has 4 of its own
+        world.run(60 * SECOND)
+        assert world.server.begins_probe()
+        world.server.answered()
+        assert self.reads_while_denied(world, 150 * MS, cost=5) == [100]
+        assert world.check(cost=5)[0]
 
     async def test_an_open_breaker_stops_the_reads(self):
         world = World(TEN, decides_alone=True)
