@@ -337,7 +337,7 @@ async def test_a_port_in_use_is_a_one_line_error_that_leaves_nothing_open(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartupError, match=named) as caught:
-            await node_of(kept, **{setting: address}).start()
+            await node_of(kept, trusted_proxies="127.0.0.1", **{setting: address}).start()
     assert "\n" not in str(caught.value)
     assert address in str(caught.value)
     await everything_is_closed(kept, threads_before)
