@@ -469,9 +469,8 @@ class SpopConnection(asyncio.Protocol):
     async def _answer(self, received: Frame, arguments: dict[bytes, bytes]) -> None:
         query = arguments.pop(b"query", b"")
         if arguments.get(_URI_ARGUMENT) == b"":
-            arguments[_URI_ARGUMENT] = (
-                b"/"  # a target without a path, as in `GET http://shop.example`
-            )
+            # A target without a path, as in `GET http://shop.example`.
+            arguments[_URI_ARGUMENT] = b"/"
         scope = {
             "type": "http",
             "method": "GET",

@@ -55,7 +55,13 @@ class Request:
     )
 
     def __init__(
-        self, packed: bytes, done: Done, script: Script | None = None, weight: int = 1
+        self,
+        packed: bytes,
+        done: Done,
+        script: Script | None = None,
+        weight: int = 1,
+        *,
+        is_patient: bool = False,
     ) -> None:
         self.packed = packed
         self.weight = weight
@@ -63,7 +69,7 @@ class Request:
         self.done: Done | None = done
         self.script = script
         """The script to load if the server does not know it."""
-        self.is_patient = False
+        self.is_patient = is_patient
         """A late reply is taken: it fails only with its connection."""
         self.had_script = False
         """The script was loaded for this request."""

@@ -263,9 +263,7 @@ class Link:
         With ``is_patient`` a late reply is taken, too.
         """
         packed = pack((b"EVALSHA", script.sha, len(keys), *keys, *arguments))
-        request = Request(packed, done, script, weight)
-        request.is_patient = is_patient
-        self.submit(request)
+        self.submit(Request(packed, done, script, weight, is_patient=is_patient))
 
     def flush(self) -> None:
         """Send the requests of this iteration now, not at its end."""

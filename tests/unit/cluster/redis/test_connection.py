@@ -56,15 +56,15 @@ class Setup:
         )
         self.connection.connection_made(self.transport)
 
-    def ask(self, packed=PING, *, weight=1):
+    def ask(self, packed=PING, **options):
         """Submit a request; return the list that receives its replies."""
         replies = []
-        self.connection.submit(Request(packed, replies.append, weight=weight))
+        self.connection.submit(Request(packed, replies.append, **options))
         return replies
 
-    async def asked(self, packed=PING, *, weight=1):
+    async def asked(self, packed=PING, **options):
         """Submit a request and flush it."""
-        replies = self.ask(packed, weight=weight)
+        replies = self.ask(packed, **options)
         await turn()
         return replies
 
@@ -124,11 +124,7 @@ async def test_a_request_that_times_out_fails_and_its_late_reply_is_dropped():
 
 async def test_a_patient_request_gets_its_late_reply():
     setup = Setup()
-    replies = []
-    patient = Request(PING, replies.append)
-    patient.is_patient = True
-    setup.connection.submit(patient)
-    usual = await setup.asked()
+    replies, usual = setup.ask(is_patient=True), await setup.asked()
     setup.timer()
     assert (replies, len(usual)) == ([], 1)
     setup.connection.data_received(b"+late\r\n+later\r\n")
@@ -137,11 +133,7 @@ async def test_a_patient_request_gets_its_late_reply():
 
 async def test_a_patient_request_fails_with_its_connection():
     setup = Setup()
-    replies = []
-    patient = Request(PING, replies.append)
-    patient.is_patient = True
-    setup.connection.submit(patient)
-    await turn()
+    replies = await setup.asked(is_patient=True)
     setup.timer()
     setup.connection.drop(StoreUnavailableError("silent"))
     assert [type(reply) for reply in replies] == [StoreUnavailableError]
