@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 STEP_MS: Final = 6.25
 """Longest pause between two steps of the sync job; packing, re-reading and freeing are done in the same steps."""
 
+RESYNC_PAUSE_US: Final = 1_000_000
+"""Shortest pause between two resyncs, of which each drops all packed buckets and reads the rules."""
+
 WATCH_S: Final = 0.1
 """Period of probing breakers and following moved hash tags."""
 
@@ -166,6 +169,8 @@ class Cluster:
         )
         self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0
+        self._is_resync_due = False
+        self._resynced_us = clock.monotonic_us() - RESYNC_PAUSE_US
 
     # Start and stop
 
@@ -218,6 +223,8 @@ class Cluster:
         for tag in self._tags[self._step :: self._steps]:
             tag.sync()
         self._step = (self._step + 1) % self._steps
+        if self._is_resync_due:
+            self._resync()
         if self._refresh is not None:
             self._refresh.step()
         if not self._step:
@@ -249,7 +256,16 @@ class Cluster:
             self._rules_changed.set()
 
     def resync(self) -> None:
-        """Read rules and buckets again: messages of other nodes may have been lost."""
+        """Read rules and buckets again soon: messages of other nodes may have been lost."""
+        self._is_resync_due = True
+
+    def _resync(self) -> None:
+        """Do what :meth:`resync` asked for, unless it was done less than ``RESYNC_PAUSE_US`` ago."""
+        now_us = self.clock.monotonic_us()
+        if now_us - self._resynced_us < RESYNC_PAUSE_US:
+            return
+        self._is_resync_due = False
+        self._resynced_us = now_us
         self._rules_changed.set()
         if self._refresh is not None:
             self._refresh.resync()

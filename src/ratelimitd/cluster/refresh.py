@@ -6,7 +6,7 @@ A view that denies does not ask the store, and messages of other nodes may be lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -109,7 +109,8 @@ class Refresh:
         self._stale: list[bytes] = []
         self._unread: dict[bytes, None] = {}
         """Names of buckets whose read failed, in order."""
-        self._unsynced: Iterator[int] = iter(())
+        self._unsynced_tags = 0
+        self._next_tag = 0
 
     def adopt(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
         """Adopt the state read of a known bucket; ignores errors, and ``None`` of a full bucket."""
@@ -156,7 +157,7 @@ class Refresh:
     def resync(self) -> None:
         """Drop packed buckets and re-read those in use, in steps; called when messages may have been lost."""
         self._cache.forget_all_packed()
-        self._unsynced = iter(range(len(self._tags)))
+        self._unsynced_tags = len(self._tags)
 
     def step(self) -> None:
         """Do the periodic work in small steps: pack idle buckets, re-read stale and denied ones."""
@@ -179,11 +180,13 @@ class Refresh:
                 self._store.read(bucket.name, bucket.view.rule, done)
 
     def _queue_unsynced(self) -> None:
-        """Queue the buckets in use of the next hash tags after a :meth:`resync`, one tag at a time."""
-        while len(self._stale) < REREADS_PER_STEP:
-            number = next(self._unsynced, None)
-            if number is None:
-                return
+        """Queue the buckets in use of the next hash tags after a :meth:`resync`, one tag at a time.
+
+        A resync during another one goes on with the next tag, or the last tags would never be read.
+        """
+        while self._unsynced_tags and len(self._stale) < REREADS_PER_STEP:
+            self._unsynced_tags -= 1
+            number, self._next_tag = self._next_tag, (self._next_tag + 1) % len(self._tags)
             # Those packed since the resync may be stale, too.
             self._cache.forget_packed_of(number)
             tag = self._tags[number]

@@ -229,6 +229,18 @@ class TestMessages:
             await soon(lambda: scene.rule_changes == 1)
         assert len(scene.store.asked("read")) - known == reads
 
+    async def test_many_gaps_cause_one_resync_a_second(self, scene):
+        scene.spend()
+        known, reads = len(scene.store.asked("read")), []
+        for _ in range(3 * STEPS):
+            scene.spend()
+            scene.cluster.resync()
+            scene.cluster.sync_step()
+            scene.answer()
+            reads.append(len(scene.store.asked("read")) - known)
+            scene.clock.advance(us=100 * MS)
+        assert reads == [1 + step // 10 for step in range(3 * STEPS)]
+
     async def test_a_strict_node_ignores_messages_about_buckets(self):
         scene = Scene(consistency="strict")
         scene.cluster.take(b"D" + name_of(b"a"))

@@ -587,6 +587,15 @@ class TestGossip:
         world.refresh.step()
         assert {*world.store.asked("read")[known:]} >= {*map(name_of, keys)}
 
+    async def test_a_gap_during_the_reads_of_another_goes_on_with_the_next_hash_tag(self, world):
+        keys = [b"%d" % number for number in range(5 * REREADS_PER_STEP)]
+        world.know(*keys)
+        known = len(world.store.asked("read"))
+        for _ in range(10):
+            world.refresh.resync()
+            world.refresh.step()
+        assert {*world.store.asked("read")[known:]} == {*map(name_of, keys)}
+
     async def test_buckets_packed_before_a_gap_is_processed_are_dropped(self, world):
         world.know()
         world.refresh.resync()
