@@ -15,13 +15,14 @@ from ratelimitd_client import (
     NodeClient,
     RateLimiterClient,
     Reason,
+    async_hold,
 )
 from ratelimitd_client.async_sessions import Transport
 from ratelimitd_client.fail_open import MAX_HOLD_ANSWER_BYTES, CallError
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.conftest import NOON_US, node_in_a_thread
-from tests.client.hostile import bytes_server
+from tests.client.hostile import bytes_server, never_answering
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
 from tests.servers import free_port
@@ -69,6 +70,39 @@ async def test_a_hold_of_asyncio_is_settled_on_leaving(async_client):
     assert (denied.allowed, denied.decision.reason) == (False, Reason.LIMIT_EXCEEDED)
     assert not await denied.settle(1)
     assert not await denied.extend()
+
+
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_closing_waits_for_a_hold_and_for_a_settle(transport, monkeypatch):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", PATIENT_S)
+    with fake_node() as node:
+        client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S, transport=transport)
+        assert await client.wait_until_ready(PATIENT_S)
+        hold = await client.hold("u", *WHO)
+        node.answering.clear()
+        holding = asyncio.ensure_future(client.hold("u", *WHO))
+        settling = asyncio.ensure_future(hold.settle(1, timeout_s=PATIENT_S))
+        while len(node.seen) < 3:  # noqa: ASYNC110 - it is told by another thread
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
+        node.answering.set()
+        await closing
+        assert (await holding).decision.reason is Reason.WITHIN_LIMIT
+        assert await settling
+
+
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_hold_whose_call_is_cancelled_is_let_through(transport):
+    with bytes_server(never_answering([])) as address:
+        options = {"timeout_s": PATIENT_S, "transport": transport}
+        async with AsyncRateLimiterClient(address, **options) as client:
+            holding = asyncio.ensure_future(client.hold("u", *WHO))
+            await asyncio.sleep(0)
+            [call] = client._opened()._under_way
+            call.cancel()
+            decision = (await holding).decision
+            assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "CANCELLED")
 
 
 async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):

@@ -91,7 +91,7 @@ class RateLimiterClient(Sessions):
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Over gRPC's channel, as in a blocking client, checks in flight then fail open."""
+        """Close the connections, in asyncio after the calls in flight. In a blocking client they fail open."""
         self._closed = True
         session = self._current()
         if session is not None:
