@@ -72,6 +72,26 @@ async def test_a_hold_of_asyncio_is_settled_on_leaving(async_client):
     assert not await denied.extend()
 
 
+async def test_a_block_that_is_cancelled_is_settled(async_client, real_node):
+    name = f"{async_client.name} cancelled"
+    entered = asyncio.Event()
+
+    async def block():
+        async with await async_client.hold(name, *WHO, cost=4) as hold:
+            hold.actual = 1
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(block())
+    await entered.wait()
+    while not task.done():  # as anyio cancels, and so Starlette
+        task.cancel()
+        await asyncio.sleep(0)
+    await async_client.close()  # which waits for the settle
+    async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as other:
+        assert left_of(await other.check(name, *WHO, peek=True)) == 4
+
+
 @pytest.mark.parametrize("transport", get_args(Transport))
 async def test_closing_waits_for_a_hold_and_for_a_settle(transport, monkeypatch):
     monkeypatch.setattr(async_hold, "ATTEMPT_S", PATIENT_S)
@@ -261,6 +281,9 @@ class AsyncGarbled:
 
     async def call(self, *_):
         return b"\xff"
+
+    def keep(self, _):
+        pass
 
 
 async def test_an_answer_that_means_nothing_is_no_error_of_the_application():

@@ -30,6 +30,11 @@ class AsyncCaller(Protocol):
         """As :meth:`ratelimitd_client.async_sessions.AsyncSession.call`."""
         ...
 
+    # asyncio only:
+    def keep(self, task: asyncio.Task[bool], /) -> None:
+        """As :meth:`ratelimitd_client.async_sessions.AsyncSession.keep`."""
+        ...
+
 
 class AsyncHold:
     """A hold, or the denial of one.
@@ -102,7 +107,15 @@ class AsyncHold:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.settle(self._cost if self.actual is None else self.actual)
+        actual = self._cost if self.actual is None else self.actual
+        # asyncio only:
+        if self._session is not None and self._hold:
+            settling = asyncio.create_task(self.settle(actual))
+            self._session.keep(settling)
+            await asyncio.shield(settling)  # a cancelled block is settled, too
+            return
+
+        await self.settle(actual)
 
     async def _tried(
         self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float

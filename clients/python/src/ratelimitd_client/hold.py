@@ -99,7 +99,8 @@ class Hold:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle(self._cost if self.actual is None else self.actual)
+        actual = self._cost if self.actual is None else self.actual
+        self.settle(actual)
 
     def _tried(
         self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float
