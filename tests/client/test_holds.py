@@ -92,6 +92,30 @@ async def test_a_block_that_is_cancelled_is_settled(async_client, real_node):
         assert left_of(await other.check(name, *WHO, peek=True)) == 4
 
 
+@pytest.mark.parametrize(
+    ("hold_id", "methods"), [("", ["Hold", "Settle"]), ("kept for a repetition", ["Hold"])]
+)
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_hold_that_is_cancelled_is_given_back_unless_it_has_an_id(
+    transport, hold_id, methods, monkeypatch
+):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", async_hold.DEFAULT_SETTLE_S)
+    options = {"timeout_s": PATIENT_S, "transport": transport}
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address, **options) as client:
+            assert await client.wait_until_ready(PATIENT_S)
+            node.answering.clear()
+            holding = asyncio.ensure_future(client.hold("u", *WHO, hold_id=hold_id))
+            while not node.seen:  # noqa: ASYNC110 - it is told by another thread
+                await asyncio.sleep(0.001)
+            holding.cancel()
+            await asyncio.wait([holding])
+            assert holding.cancelled()
+            node.answering.set()
+        assert node.methods() == methods
+        assert node.seen[-1].request == pb.SettleRequest(hold="hold-0") or hold_id
+
+
 @pytest.mark.parametrize("transport", get_args(Transport))
 async def test_closing_waits_for_a_hold_and_for_a_settle(transport, monkeypatch):
     monkeypatch.setattr(async_hold, "ATTEMPT_S", PATIENT_S)

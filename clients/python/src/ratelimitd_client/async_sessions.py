@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
@@ -229,6 +230,20 @@ class AsyncSession:
             CallError: it ended with another status.
         """
         return await _answer_of(self._begin(path, message, timeout_s))
+
+    async def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """As :meth:`call`, of a hold; if the caller is cancelled, what the call holds is given back."""
+        call = self._begin(path, message, timeout_s)
+        try:
+            return await _answer_of(call)
+        except asyncio.CancelledError:
+            self.keep(self.loop.create_task(self._give_back(call)))
+            raise
+
+    async def _give_back(self, call: asyncio.Task[bytes | None]) -> None:
+        with suppress(CallError):
+            decision, held = self.fail_open.held(await _answer_of(call))
+            await AsyncHold(decision, hold=held.hold, session=self).settle(0)
 
     def _begin(self, path: str, message: bytes, timeout_s: float) -> asyncio.Task[bytes | None]:
         call = self.loop.create_task(self._call(path, message, timeout_s))
