@@ -149,6 +149,21 @@ async def test_a_hold_whose_call_is_cancelled_is_let_through(transport):
             assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "CANCELLED")
 
 
+async def test_no_settle_is_tried_again_once_the_client_is_closed(monkeypatch):
+    with fake_node() as node:
+        client = RateLimiterClient(node.address, timeout_s=PATIENT_S)
+        hold = client.hold("u", *WHO)
+        client.close()
+        async_client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S)
+        other = await async_client.hold("u", *WHO)
+        await async_client.close()
+        for module in ("hold", "async_hold"):  # no pause before another try can be computed
+            monkeypatch.setattr(f"ratelimitd_client.{module}.FIRST_PAUSE_S", None)
+        assert not hold.settle(1)
+        assert not await other.settle(1)
+        assert node.methods() == ["Hold"] * 2
+
+
 async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
     name = f"{async_client.name} once"
     hold = await async_client.hold(name, *WHO, cost=3, ttl_s=5)

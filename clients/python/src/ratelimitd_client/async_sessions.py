@@ -182,6 +182,7 @@ class AsyncSession:
         self._methods = {} if self._grpc_channel is None else methods_of(self._grpc_channel)
         self._under_way: set[asyncio.Task[Any]] = set()
         self.leases: Leases | None = None
+        self._is_closed = False
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
@@ -206,6 +207,7 @@ class AsyncSession:
         if self._under_way:
             # Unlike gather, this cancels no call when it is cancelled.
             await asyncio.wait(self._under_way)
+        self._is_closed = True
         await self.channel.close()
         if self._grpc_channel is not None:
             await self._grpc_channel.close()
@@ -227,7 +229,7 @@ class AsyncSession:
         The call continues when its caller is cancelled. Closing waits for it.
 
         Raises:
-            CallError: it ended with another status.
+            CallError: it ended with another status, or the session is closed.
         """
         return await _answer_of(self._begin(path, message, timeout_s))
 
@@ -246,6 +248,8 @@ class AsyncSession:
             await AsyncHold(decision, hold=held.hold, session=self).settle(0)
 
     def _begin(self, path: str, message: bytes, timeout_s: float) -> asyncio.Task[bytes | None]:
+        if self._is_closed:
+            raise CallError.of_closed()
         call = self.loop.create_task(self._call(path, message, timeout_s))
         self.keep(call)
         call.add_done_callback(_mark_retrieved)
