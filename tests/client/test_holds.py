@@ -337,6 +337,23 @@ async def test_an_answer_that_means_nothing_is_no_error_of_the_application():
             raise KeyError
 
 
+@pytest.mark.parametrize(
+    ("actual", "error"), [(12.0, TypeError), ("3", TypeError), (-1, ValueError)]
+)
+async def test_a_cost_that_is_not_valid_is_refused_when_it_is_set(actual, error):
+    sync, other = FakeRateLimiter(), AsyncFakeRateLimiter()
+    for fake in (sync, other):
+        fake.limit("/five", "user", 5)
+    with pytest.raises(error, match="actual must be"), sync.hold("u", *WHO, cost=4) as hold:
+        hold.actual = actual
+    with pytest.raises(error, match="actual must be"):
+        async with await other.hold("u", *WHO, cost=4) as hold_of_asyncio:
+            hold_of_asyncio.actual = actual
+    assert (hold.actual, hold_of_asyncio.actual) == (None, None)
+    assert left_of(sync.check("u", *WHO, peek=True)) == 1
+    assert left_of(await other.check("u", *WHO, peek=True)) == 1
+
+
 async def test_the_fakes_settle_as_nodes_do():
     sync, other = FakeRateLimiter(), AsyncFakeRateLimiter()
     for fake in (sync, other):
