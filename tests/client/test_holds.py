@@ -15,13 +15,14 @@ from ratelimitd_client import (
     NodeClient,
     RateLimiterClient,
     Reason,
+    async_hold,
 )
 from ratelimitd_client.async_sessions import Transport
 from ratelimitd_client.fail_open import MAX_HOLD_ANSWER_BYTES, CallError
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.conftest import NOON_US, node_in_a_thread
-from tests.client.hostile import bytes_server
+from tests.client.hostile import bytes_server, never_answering
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
 from tests.servers import free_port
@@ -69,6 +70,98 @@ async def test_a_hold_of_asyncio_is_settled_on_leaving(async_client):
     assert (denied.allowed, denied.decision.reason) == (False, Reason.LIMIT_EXCEEDED)
     assert not await denied.settle(1)
     assert not await denied.extend()
+
+
+async def test_a_block_that_is_cancelled_is_settled(async_client, real_node):
+    name = f"{async_client.name} cancelled"
+    entered = asyncio.Event()
+
+    async def block():
+        async with await async_client.hold(name, *WHO, cost=4) as hold:
+            hold.actual = 1
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(block())
+    await entered.wait()
+    while not task.done():  # as anyio cancels, and so Starlette
+        task.cancel()
+        await asyncio.sleep(0)
+    await async_client.close()  # which waits for the settle
+    async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as other:
+        assert left_of(await other.check(name, *WHO, peek=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("hold_id", "methods"), [("", ["Hold", "Settle"]), ("kept for a repetition", ["Hold"])]
+)
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_hold_that_is_cancelled_is_given_back_unless_it_has_an_id(
+    transport, hold_id, methods, monkeypatch
+):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", async_hold.DEFAULT_SETTLE_S)
+    options = {"timeout_s": PATIENT_S, "transport": transport}
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address, **options) as client:
+            assert await client.wait_until_ready(PATIENT_S)
+            node.answering.clear()
+            holding = asyncio.ensure_future(client.hold("u", *WHO, hold_id=hold_id))
+            while not node.seen:  # noqa: ASYNC110 - it is told by another thread
+                await asyncio.sleep(0.001)
+            holding.cancel()
+            await asyncio.wait([holding])
+            assert holding.cancelled()
+            node.answering.set()
+        assert node.methods() == methods
+        assert node.seen[-1].request == pb.SettleRequest(hold="hold-0") or hold_id
+
+
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_closing_waits_for_a_hold_and_for_a_settle(transport, monkeypatch):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", PATIENT_S)
+    with fake_node() as node:
+        client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S, transport=transport)
+        assert await client.wait_until_ready(PATIENT_S)
+        hold = await client.hold("u", *WHO)
+        node.answering.clear()
+        holding = asyncio.ensure_future(client.hold("u", *WHO))
+        settling = asyncio.ensure_future(hold.settle(1, timeout_s=PATIENT_S))
+        while len(node.seen) < 3:  # noqa: ASYNC110 - it is told by another thread
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
+        node.answering.set()
+        await closing
+        assert (await holding).decision.reason is Reason.WITHIN_LIMIT
+        assert await settling
+
+
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_hold_whose_call_is_cancelled_is_let_through(transport):
+    with bytes_server(never_answering([])) as address:
+        options = {"timeout_s": PATIENT_S, "transport": transport}
+        async with AsyncRateLimiterClient(address, **options) as client:
+            holding = asyncio.ensure_future(client.hold("u", *WHO))
+            await asyncio.sleep(0)
+            [call] = client._opened()._under_way
+            call.cancel()
+            decision = (await holding).decision
+            assert (decision.reason, decision.error) == (Reason.NO_ANSWER, "CANCELLED")
+
+
+async def test_no_settle_is_tried_again_once_the_client_is_closed(monkeypatch):
+    with fake_node() as node:
+        client = RateLimiterClient(node.address, timeout_s=PATIENT_S)
+        hold = client.hold("u", *WHO)
+        client.close()
+        async_client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S)
+        other = await async_client.hold("u", *WHO)
+        await async_client.close()
+        for module in ("hold", "async_hold"):  # no pause before another try can be computed
+            monkeypatch.setattr(f"ratelimitd_client.{module}.FIRST_PAUSE_S", None)
+        assert not hold.settle(1)
+        assert not await other.settle(1)
+        assert node.methods() == ["Hold"] * 2
 
 
 async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
@@ -228,6 +321,9 @@ class AsyncGarbled:
     async def call(self, *_):
         return b"\xff"
 
+    def keep(self, _):
+        pass
+
 
 async def test_an_answer_that_means_nothing_is_no_error_of_the_application():
     decision = FakeRateLimiter().hold("u", *WHO).decision
@@ -239,6 +335,23 @@ async def test_an_answer_that_means_nothing_is_no_error_of_the_application():
     with pytest.raises(KeyError):  # its own
         async with AsyncHold(decision, hold="text", session=AsyncGarbled()):
             raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("actual", "error"), [(12.0, TypeError), ("3", TypeError), (-1, ValueError)]
+)
+async def test_a_cost_that_is_not_valid_is_refused_when_it_is_set(actual, error):
+    sync, other = FakeRateLimiter(), AsyncFakeRateLimiter()
+    for fake in (sync, other):
+        fake.limit("/five", "user", 5)
+    with pytest.raises(error, match="actual must be"), sync.hold("u", *WHO, cost=4) as hold:
+        hold.actual = actual
+    with pytest.raises(error, match="actual must be"):
+        async with await other.hold("u", *WHO, cost=4) as hold_of_asyncio:
+            hold_of_asyncio.actual = actual
+    assert (hold.actual, hold_of_asyncio.actual) == (None, None)
+    assert left_of(sync.check("u", *WHO, peek=True)) == 1
+    assert left_of(await other.check("u", *WHO, peek=True)) == 1
 
 
 async def test_the_fakes_settle_as_nodes_do():

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import nullcontext
 
 import flask
 import httpx
@@ -161,6 +162,37 @@ def test_a_stream_of_flask_is_settled_when_it_is_closed():
     answer = app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
     assert answer.text == "words"
     answer.close()
+    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+
+
+def _raise(*_):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("propagates", [False, True])
+@pytest.mark.parametrize("fails", ["view", "before", "after", "after the headers"])
+def test_a_request_of_flask_that_fails_is_settled_once(fails, propagates):
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    settles = []
+    app = flask.Flask("chat")
+    app.config["PROPAGATE_EXCEPTIONS"] = propagates
+    if fails == "after the headers":  # those that are added first are called last
+        app.after_request(_raise)
+    for_flask.setup(app, limiter)
+    if fails == "before":
+        app.before_request(_raise)
+    if fails == "after":
+        app.after_request(_raise)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda request: settles.append(request) or 5)
+    def chat():
+        return _raise() if fails == "view" else "words"
+
+    with nullcontext() if not propagates else pytest.raises(ZeroDivisionError):
+        app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"}).close()
+    assert [type(request) for request in settles] == [flask.Request]
     assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
 
 

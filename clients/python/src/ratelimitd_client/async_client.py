@@ -92,7 +92,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Over gRPC's channel, as in a blocking client, checks in flight then fail open."""
+        """Close the connections, in asyncio after the calls in flight. In a blocking client they fail open."""
         self._closed = True
         session = self._current()
         if session is not None:
@@ -206,7 +206,8 @@ class AsyncRateLimiterClient(AsyncSessions):
         """Return whether a request may proceed, and hold ``cost`` tokens, and slots, until it is settled.
 
         ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
-        call safe: the same id is the same hold. The other arguments are those of :class:`Check`.
+        call safe: the same id is the same hold. In asyncio, a call without it gives back what it holds if it is
+        cancelled. The other arguments are those of :class:`Check`.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
@@ -217,9 +218,14 @@ class AsyncRateLimiterClient(AsyncSessions):
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
         held = pb.HoldResponse()
+        call = session.call
+        # asyncio only:
+        if not hold_id:  # with one, the hold stays for a repetition
+            call = session.call_or_give_back
+
         if session.allows():
             try:
-                answer = await session.call(HOLD, message, deadline_s)
+                answer = await call(HOLD, message, deadline_s)
             except CallError as error:
                 decision = session.fail_open.not_held(error)
             else:

@@ -30,6 +30,11 @@ class AsyncCaller(Protocol):
         """As :meth:`ratelimitd_client.async_sessions.AsyncSession.call`."""
         ...
 
+    # asyncio only:
+    def keep(self, task: asyncio.Task[bool], /) -> None:
+        """As :meth:`ratelimitd_client.async_sessions.AsyncSession.keep`."""
+        ...
+
 
 class AsyncHold:
     """A hold, or the denial of one.
@@ -40,7 +45,6 @@ class AsyncHold:
     Attributes:
         decision: the answer to the check.
         expire_time: when the hold ends, in Unix seconds; 0 if nothing is held.
-        actual: tokens that the request has cost.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class AsyncHold:
     ) -> None:
         self.decision = decision
         self.expire_time: int = expire_time
-        self.actual: int | None = None
+        self._actual: int | None = None
         self._cost = cost
         self._hold = hold
         self._session = session
@@ -68,6 +72,21 @@ class AsyncHold:
     def is_held(self) -> bool:
         """Whether tokens or slots of a limit are held: not where none was asked."""
         return bool(self._hold and self.decision.limit)
+
+    @property
+    def actual(self) -> int | None:
+        """Tokens that the request has cost.
+
+        Raises:
+            ValueError, TypeError: the number that is set is not valid. Leaving the block then still settles.
+        """
+        return self._actual
+
+    @actual.setter
+    def actual(self, actual: int | None) -> None:
+        if actual is not None:
+            require_number("actual", actual, 0, MAX_COST)
+        self._actual = actual
 
     async def settle(self, actual: int, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
         """Charge ``actual`` tokens in place of those held, also more; 0 gives all back.
@@ -102,7 +121,15 @@ class AsyncHold:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.settle(self._cost if self.actual is None else self.actual)
+        actual = self._cost if self._actual is None else self._actual
+        # asyncio only:
+        if self._session is not None and self._hold:
+            settling = asyncio.create_task(self.settle(actual))
+            self._session.keep(settling)
+            await asyncio.shield(settling)  # a cancelled block is settled, too
+            return
+
+        await self.settle(actual)
 
     async def _tried(
         self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float

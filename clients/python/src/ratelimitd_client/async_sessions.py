@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import grpc
 import grpc.aio
@@ -168,7 +169,9 @@ class AsyncSession:
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        self._call: Callable[[str, bytes, float], Awaitable[bytes | None]] = self._call_grpc
+        self._call: Callable[[str, bytes, float], Coroutine[Any, Any, bytes | None]] = (
+            self._call_grpc
+        )
         send: Send = self._send_grpc
         if native is not None:
             self._call = partial(self._call_native, native)
@@ -177,8 +180,9 @@ class AsyncSession:
         self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
         self._methods = {} if self._grpc_channel is None else methods_of(self._grpc_channel)
-        self._under_way: set[asyncio.Task[list[Decision]]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
         self.leases: Leases | None = None
+        self._is_closed = False
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
@@ -203,6 +207,7 @@ class AsyncSession:
         if self._under_way:
             # Unlike gather, this cancels no call when it is cancelled.
             await asyncio.wait(self._under_way)
+        self._is_closed = True
         await self.channel.close()
         if self._grpc_channel is not None:
             await self._grpc_channel.close()
@@ -210,22 +215,45 @@ class AsyncSession:
     def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
         """Send checks in one call; the task returns their decisions. Closing waits for it."""
         task = self.loop.create_task(self._decisions(requests, timeout_s))
+        self.keep(task)
+        return task
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Let :meth:`close` wait for a task."""
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return task
 
     async def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
 
+        The call continues when its caller is cancelled. Closing waits for it.
+
         Raises:
-            CallError: it ended with another status.
+            CallError: it ended with another status, or the session is closed.
         """
+        return await _answer_of(self._begin(path, message, timeout_s))
+
+    async def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """As :meth:`call`, of a hold; if the caller is cancelled, what the call holds is given back."""
+        call = self._begin(path, message, timeout_s)
         try:
-            return await self._call(path, message, timeout_s)
-        except CallError:
+            return await _answer_of(call)
+        except asyncio.CancelledError:
+            self.keep(self.loop.create_task(self._give_back(call)))
             raise
-        except Exception as error:  # noqa: BLE001 - as in _decisions
-            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+
+    async def _give_back(self, call: asyncio.Task[bytes | None]) -> None:
+        with suppress(CallError):
+            decision, held = self.fail_open.held(await _answer_of(call))
+            await AsyncHold(decision, hold=held.hold, session=self).settle(0)
+
+    def _begin(self, path: str, message: bytes, timeout_s: float) -> asyncio.Task[bytes | None]:
+        if self._is_closed:
+            raise CallError.of_closed()
+        call = self.loop.create_task(self._call(path, message, timeout_s))
+        self.keep(call)
+        call.add_done_callback(_mark_retrieved)
+        return call
 
     async def _call_grpc(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         """As :meth:`call`; errors that are no status are raised as they are."""
@@ -308,6 +336,27 @@ class AsyncSession:
             return self.fail_open.answered(answer, count)
         except Exception as error:  # noqa: BLE001 - callers need an answer, whatever gRPC raises
             return self.fail_open.broken(error, count)
+
+
+async def _answer_of(call: asyncio.Task[bytes | None]) -> bytes | None:
+    """Return the answer to a call, which continues when the caller is cancelled.
+
+    Raises:
+        CallError: the call ended with another status than OK.
+    """
+    await asyncio.wait([call])
+    try:
+        return call.result()
+    except CallError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - as in _decisions; gRPC's channel was closed
+        raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
+
+
+def _mark_retrieved(call: asyncio.Task[bytes | None]) -> None:
+    """Prevent that asyncio logs the error of a call whose caller was cancelled."""
+    if not call.cancelled():
+        call.exception()
 
 
 async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens: int) -> AsyncHold:

@@ -91,7 +91,7 @@ class RateLimiterClient(Sessions):
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Over gRPC's channel, as in a blocking client, checks in flight then fail open."""
+        """Close the connections, in asyncio after the calls in flight. In a blocking client they fail open."""
         self._closed = True
         session = self._current()
         if session is not None:
@@ -192,7 +192,8 @@ class RateLimiterClient(Sessions):
         """Return whether a request may proceed, and hold ``cost`` tokens, and slots, until it is settled.
 
         ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
-        call safe: the same id is the same hold. The other arguments are those of :class:`Check`.
+        call safe: the same id is the same hold. In asyncio, a call without it gives back what it holds if it is
+        cancelled. The other arguments are those of :class:`Check`.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
@@ -203,9 +204,10 @@ class RateLimiterClient(Sessions):
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
         held = pb.HoldResponse()
+        call = session.call
         if session.allows():
             try:
-                answer = session.call(HOLD, message, deadline_s)
+                answer = call(HOLD, message, deadline_s)
             except CallError as error:
                 decision = session.fail_open.not_held(error)
             else:

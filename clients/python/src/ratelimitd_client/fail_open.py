@@ -105,6 +105,11 @@ class CallError(Exception):
         trailers: dict[str, bytes] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
         return cls(error.code(), error.details() or "", trailers.get(STATUS_KEY, b""))
 
+    @classmethod
+    def of_closed(cls) -> Self:
+        """Return the error of a call of a client that was closed, which is not tried again."""
+        return cls(grpc.StatusCode.FAILED_PRECONDITION, "the client is closed")
+
 
 _TRANSIENT: Final = frozenset(
     {

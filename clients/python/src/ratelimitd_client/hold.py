@@ -39,7 +39,6 @@ class Hold:
     Attributes:
         decision: the answer to the check.
         expire_time: when the hold ends, in Unix seconds; 0 if nothing is held.
-        actual: tokens that the request has cost.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Hold:
     ) -> None:
         self.decision = decision
         self.expire_time: int = expire_time
-        self.actual: int | None = None
+        self._actual: int | None = None
         self._cost = cost
         self._hold = hold
         self._session = session
@@ -67,6 +66,21 @@ class Hold:
     def is_held(self) -> bool:
         """Whether tokens or slots of a limit are held: not where none was asked."""
         return bool(self._hold and self.decision.limit)
+
+    @property
+    def actual(self) -> int | None:
+        """Tokens that the request has cost.
+
+        Raises:
+            ValueError, TypeError: the number that is set is not valid. Leaving the block then still settles.
+        """
+        return self._actual
+
+    @actual.setter
+    def actual(self, actual: int | None) -> None:
+        if actual is not None:
+            require_number("actual", actual, 0, MAX_COST)
+        self._actual = actual
 
     def settle(self, actual: int, *, timeout_s: float = DEFAULT_SETTLE_S) -> bool:
         """Charge ``actual`` tokens in place of those held, also more; 0 gives all back.
@@ -99,7 +113,8 @@ class Hold:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle(self._cost if self.actual is None else self.actual)
+        actual = self._cost if self._actual is None else self._actual
+        self.settle(actual)
 
     def _tried(
         self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float

@@ -136,6 +136,7 @@ class Session:
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self._metadata = metadata
         self._methods = methods_of(channel)
+        self._is_closed = False
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether that succeeded in time."""
@@ -149,6 +150,7 @@ class Session:
 
     def close(self) -> None:
         """Close the channel."""
+        self._is_closed = True
         self.grpc_channel.close()
 
     def ask(self, request: bytes, timeout_s: float) -> Decision:
@@ -174,8 +176,10 @@ class Session:
         """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
 
         Raises:
-            CallError: it ended with another status.
+            CallError: it ended with another status, or the session is closed.
         """
+        if self._is_closed:
+            raise CallError.of_closed()
         try:
             answer: bytes | None = self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata

@@ -6,6 +6,7 @@ test the edges of a window.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Self, TypeAlias
 
@@ -240,6 +241,9 @@ class _AsyncCalls(NamedTuple):
     async def call(self, path: str, message: bytes, _timeout_s: float) -> bytes:
         """Answer as a node does."""
         return self.held.answer(path, message)
+
+    def keep(self, _task: asyncio.Task[bool]) -> None:
+        """Do nothing: a call of a fake never waits."""
 
 
 class FakeRateLimiter(_Counts):

@@ -5,6 +5,7 @@ The user is ``REMOTE_USER``, which the server sets; for other logins use the opt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from flask import Flask, Request, Response, current_app, request
@@ -49,8 +50,7 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             route=None if rule is None else flask_route(rule.rule),
             view=None if endpoint is None else marked_part(current_app.view_functions[endpoint]),
         )
-        flask_request: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
-        decision, held = policy.admit(limiter, flask_request, info)
+        decision, held = policy.admit(limiter, _current(), info)
         if decision is None:
             return
         if held is not None:
@@ -68,15 +68,33 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         if decision is not None:
             for name, value in policy.headers(decision).items():
                 response.headers.setdefault(name, value)
-        held: Held | None = request.environ.get(HELD)
-        if held is not None:
+        if HELD in request.environ:
             # A streamed answer ends later, without the request's context.
-            flask_request: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
-            response.call_on_close(lambda: held.hold.settle(policy.actual(held, flask_request)))
+            response.call_on_close(partial(_settle, policy, _current()))
         return response
 
     app.before_request(check)
     app.after_request(add_headers)
+    app.teardown_request(partial(_settle_failed, policy))
+
+
+def _settle(policy: Policy[Request], flask_request: Request) -> None:
+    """Settle the hold of a request, unless it has none or is settled."""
+    held: Held | None = flask_request.environ.pop(HELD, None)
+    if held is not None:
+        held.hold.settle(policy.actual(held, flask_request))
+
+
+def _settle_failed(policy: Policy[Request], error: BaseException | None) -> None:
+    """Settle the hold of a request that failed: no answer that settles it may have been made."""
+    if error is not None:
+        _settle(policy, _current())
+
+
+def _current() -> Request:
+    """Return the request itself, of which ``flask.request`` is a proxy."""
+    current: Request = request._get_current_object()  # type: ignore[attr-defined]  # noqa: SLF001 - documented
+    return current
 
 
 def _is_static_file() -> bool:
