@@ -73,6 +73,7 @@ class _Record:
     """
 
     digest: bytes
+    made_us: int
     end_us: int
     last_us: int
     cost: int
@@ -94,20 +95,24 @@ class _Record:
     def dump(self) -> Sequence[Any]:
         """Return values for JSON, from which :meth:`load` restores the record."""
         recorded = {name.hex(): one for name, one in self.recorded}
-        return [self.digest.hex(), self.end_us, self.last_us, self.cost, recorded, self.actual]
+        times = self.end_us, self.last_us
+        return [self.digest.hex(), *times, self.cost, recorded, self.actual, self.made_us]
 
     @classmethod
     def load(cls, values: Any, now_us: int) -> _Record:
-        """Restore a record from a dump; its end is at most one maximal TTL after ``now_us``.
+        """Restore a record from a dump; a hold made after ``now_us`` is moved to it with its ends (I8).
 
         Raises:
             ValueError, TypeError, AttributeError, OverflowError: the dump is invalid.
         """
-        digest, end_us, last_us, cost, recorded, actual = values
+        digest, end_us, last_us, cost, recorded, actual, *made = values
+        made_us = int(made[0]) if made else now_us  # earlier releases did not write it
+        ahead_us = max(0, made_us - now_us)
         return cls(
             bytes.fromhex(digest),
-            min(int(end_us), now_us + MAX_TTL_S * US_PER_S),
-            int(last_us),
+            made_us - ahead_us,
+            min(int(end_us) - ahead_us, now_us + MAX_TTL_S * US_PER_S),
+            int(last_us) - ahead_us,
             int(cost),
             _recorded([(bytes.fromhex(name), _outcome(*one)) for name, one in recorded.items()]),
             actual if actual is None else int(actual),
@@ -197,7 +202,7 @@ class OwnHolds:
                 recorded[name] = bucket.held()
             self._changed[_BUCKET, name] = True
         record = self._records[hold.number] = _Record(
-            hold.check_digest, end_us, last_us, hold.cost, _recorded(recorded.items())
+            hold.check_digest, now_us, end_us, last_us, hold.cost, _recorded(recorded.items())
         )
         self._changed.setdefault((_HOLD, hold.number), False)
         self._schedule(hold.number, record)

@@ -15,7 +15,7 @@ from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.errors import HoldsFullError
+from ratelimitd.errors import HoldEndedError, HoldsFullError
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.model import US_PER_S, Algorithm, Calendar, Limit, Period
 from ratelimitd.testing import ManualClock
@@ -380,16 +380,36 @@ async def test_the_bucket_of_a_calendar_window_expires_soon_after_it_even_after_
     assert len(other.holds) == 0
 
 
-async def test_a_bucket_of_an_earlier_release_without_its_time_to_full_is_restored():
+async def test_a_bucket_and_a_hold_of_an_earlier_release_without_their_new_times_are_restored():
     scene = Scene()
     await scene.hold(1, cost=4)
     changes = {which: json.loads(value) for which, value in scene.written().items()}
     for value in changes.values():
         if isinstance(value, dict):
             del value["full_after_s"]
+        else:
+            del value[6:]  # when the hold was made
     other = Scene()
     other.holds.restore({which: json.dumps(value).encode() for which, value in changes.items()})
     assert other.check()[1] == 5
+
+
+@pytest.mark.parametrize("limit", [TOKENS, SLOTS], ids=["tokens", "slots"])
+async def test_a_hold_of_a_clock_that_was_ahead_ends_as_if_it_were_made_at_the_restart(limit):
+    scene, key = Scene(), b"a"
+    scene.clock.step(86_400 * US_PER_S)
+    await scene.hold(1, key, limit, ttl_s=50)
+    scene.clock.step(-86_400 * US_PER_S)
+    other, number = await restarted(scene), (1).to_bytes(16, "big")
+    now_us = other.clock.now_us()
+    assert [*other.holds.open_holds()] == [(number, now_us + 50 * US_PER_S)]
+    end_us = await other.holds.extend(number, [], 3_600 * US_PER_S, now_us)
+    life_s = limit.window_seconds if limit is SLOTS else 3_600
+    assert end_us == now_us + life_s * US_PER_S
+    other.clock.advance(seconds=life_s)
+    other = await restarted(other)
+    with pytest.raises(HoldEndedError):
+        await other.settle(1, 0)
 
 
 async def test_holds_that_ended_long_ago_are_not_restored():
