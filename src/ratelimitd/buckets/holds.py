@@ -73,6 +73,7 @@ class _Record:
     """
 
     digest: bytes
+    made_us: int
     end_us: int
     last_us: int
     cost: int
@@ -82,6 +83,11 @@ class _Record:
     tick: int = 0
 
     @property
+    def due_us(self) -> int:
+        """When the hold ends, or is dropped if it is not in flight."""
+        return self.end_us if self.actual is None else self.end_us + _GRACE_US
+
+    @property
     def more(self) -> int:
         """Tokens settled beyond those held, negative if fewer."""
         return 0 if self.actual is None or self.actual == _ENDED else self.actual - self.cost
@@ -89,20 +95,24 @@ class _Record:
     def dump(self) -> Sequence[Any]:
         """Return values for JSON, from which :meth:`load` restores the record."""
         recorded = {name.hex(): one for name, one in self.recorded}
-        return [self.digest.hex(), self.end_us, self.last_us, self.cost, recorded, self.actual]
+        times = self.end_us, self.last_us
+        return [self.digest.hex(), *times, self.cost, recorded, self.actual, self.made_us]
 
     @classmethod
-    def load(cls, values: Any, latest_us: int) -> _Record:
-        """Restore a record from a dump; its end is at most ``latest_us``.
+    def load(cls, values: Any, now_us: int) -> _Record:
+        """Restore a record from a dump; a hold made after ``now_us`` is moved to it with its ends (I8).
 
         Raises:
             ValueError, TypeError, AttributeError, OverflowError: the dump is invalid.
         """
-        digest, end_us, last_us, cost, recorded, actual = values
+        digest, end_us, last_us, cost, recorded, actual, *made = values
+        made_us = int(made[0]) if made else now_us  # earlier releases did not write it
+        ahead_us = max(0, made_us - now_us)
         return cls(
             bytes.fromhex(digest),
-            min(int(end_us), latest_us),
-            int(last_us),
+            made_us - ahead_us,
+            min(int(end_us) - ahead_us, now_us + MAX_TTL_S * US_PER_S),
+            int(last_us) - ahead_us,
             int(cost),
             _recorded([(bytes.fromhex(name), _outcome(*one)) for name, one in recorded.items()]),
             actual if actual is None else int(actual),
@@ -139,7 +149,9 @@ class OwnHolds:
         self._due: dict[int, dict[bytes, None]] = {}
         """Tick → numbers of the holds to be ended or dropped then; ``_ticks`` is a heap of these ticks."""
         self._ticks: list[int] = []
-        self._changed: dict[tuple[bytes, bytes], None] = {}
+        self._changed: dict[tuple[bytes, bytes], bool] = {}
+        """(kind, number or name) → whether the files may have an earlier value. Then the number of a dropped hold stays
+        until that is written; as many can stay as were in flight when they were written, about ``max_holds``."""
         self._given_back: dict[bytes, bytes | None] = {}
         """Stored name → key of buckets returned to the table, ``None`` if among its restored ones."""
         table.apart = self
@@ -171,22 +183,16 @@ class OwnHolds:
             there = [name for name, _ in record.recorded]
             return Held(there, _outcomes(record.recorded, there), record.end_us)
         outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
-        recorded: dict[bytes, Outcome] = {
-            name: (*one[:5], None) for name, one in zip(names, outcomes, strict=True)
-        }
+        judged = [*zip(names, hold.charges, outcomes, strict=True)]
+        recorded: dict[bytes, Outcome] = {name: (*one[:5], None) for name, _, one in judged}
         if not passes([limit for _, limit, _ in hold.charges], outcomes):
             return Held(names, [*recorded.values()], 0)
-        passing = [
-            (name, charge, outcome)
-            for name, charge, outcome in zip(names, hold.charges, outcomes, strict=True)
-            if outcome[0]
-        ]
+        passing = [one for one in judged if one[2][0]]
         self._require_room([name for name, _, _ in passing])
-        lives_us = [
-            limit.window_us for _, (_, limit, _), _ in passing if limit.algorithm is CONCURRENCY
-        ]
+        limits = [limit for _, (_, limit, _), _ in passing]
+        lives_us = [limit.window_us for limit in limits if limit.algorithm is CONCURRENCY]
         now_us = self._now_us()
-        last_us = min([now_us + life_us for life_us in lives_us], default=MAX_TIME_US)
+        last_us = now_us + min(lives_us, default=MAX_TIME_US)
         end_us = min(now_us + hold.ttl_us, last_us)
         for name, charge, outcome in passing:
             bucket = self._buckets[name] if name in self._buckets else self._take(name, charge)
@@ -194,9 +200,11 @@ class OwnHolds:
             if isinstance(bucket, SlotsBucket):
                 bucket.take(hold.number, end_us)
                 recorded[name] = bucket.held()
-            self._changed[_BUCKET, name] = None
-        record = _Record(hold.check_digest, end_us, last_us, hold.cost, _recorded(recorded.items()))
-        self._records[hold.number] = record
+            self._changed[_BUCKET, name] = True
+        record = self._records[hold.number] = _Record(
+            hold.check_digest, now_us, end_us, last_us, hold.cost, _recorded(recorded.items())
+        )
+        self._changed.setdefault((_HOLD, hold.number), False)
         self._schedule(hold.number, record)
         return Held(names, [*recorded.values()], end_us, is_first=True)
 
@@ -212,10 +220,8 @@ class OwnHolds:
         is_first = record.actual is None
         if is_first:
             record.actual = actual
-            buckets = self._leave(number, record)
-            record.settled = _recorded(
-                [(bucket.name, bucket.outcome(now_us)) for bucket in buckets]
-            )
+            left = self._leave(number, record)
+            record.settled = _recorded([(one.name, one.outcome(now_us)) for one in left])
         elif record.actual != actual:
             raise HoldSettledError
         return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, names))
@@ -249,7 +255,7 @@ class OwnHolds:
     ) -> None:
         """Charge an allowed check to a bucket that is kept apart."""
         bucket.charge(charge, now_us, cost, state)
-        self._changed[_BUCKET, bucket.name] = None
+        self._changed[_BUCKET, bucket.name] = True
         if bucket.fits_table:
             self._give_back(bucket)
 
@@ -301,14 +307,16 @@ class OwnHolds:
 
     def _taken(self, kind: bytes, name: bytes) -> Change:
         del self._changed[kind, name]
-        dump = self._buckets[name].dump() if kind == _BUCKET else self._records[name].dump()
-        return kind, name, json.dumps(dump, separators=(",", ":")).encode()
+        one = self._buckets[name] if kind == _BUCKET else self._records.get(name)
+        # Empty: a dropped hold, which a restart would otherwise find in flight.
+        value = b"" if one is None else json.dumps(one.dump(), separators=(",", ":")).encode()
+        return kind, name, value
 
     def change_again(self, changes: Iterable[Change]) -> None:
         """Let :meth:`changes` return these again, because they could not be written."""
         for kind, name, _ in changes:
-            if name in (self._buckets if kind == _BUCKET else self._records):
-                self._changed[kind, name] = None
+            if kind == _HOLD or name in self._buckets:
+                self._changed[kind, name] = True
 
     def given_back(self) -> list[GivenBack]:
         """Return the buckets that were returned to the table since the last call."""
@@ -322,35 +330,34 @@ class OwnHolds:
 
     def change_all(self) -> None:
         """Let :meth:`changes` return everything."""
-        self._changed = {(_HOLD, number): None for number in self._records}
-        self._changed |= {(_BUCKET, name): None for name in self._buckets}
+        self._changed = (
+            {(_HOLD, number): True for number in self._records}
+            | {(_BUCKET, name): True for name in self._buckets}
+            | self._changed
+        )
 
     def restore(self, values: Mapping[tuple[bytes, bytes], bytes]) -> None:
         """Restore holds and buckets from :meth:`changes`: (kind, name) → its last value. Skips invalid ones."""
         now_us = self._now_us()
-        for (kind, number), value in values.items():
-            if kind == _HOLD:
-                self._restore_hold(number, value, now_us)
-        for (kind, name), value in values.items():
-            if kind == _BUCKET:
-                end_of = partial(self._end_of, name)
-                try:
-                    bucket = load(name, json.loads(value), end_of, self._now_us, self._in_time)
-                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                    continue
-                self._buckets[name] = bucket
-                self._catch_up(bucket)
-
-    def _restore_hold(self, number: bytes, value: bytes, now_us: int) -> None:
-        try:
-            record = _Record.load(json.loads(value), now_us + MAX_TTL_S * US_PER_S)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            return
-        if record.end_us + _GRACE_US > now_us:
-            self._records[number] = record
-            if record.actual is not None:
-                self._over[number] = None
-            self._schedule(number, record)
+        # Holds first: a bucket is restored with those in flight on it.
+        for (kind, name), value in sorted(values.items(), key=lambda one: one[0][0] != _HOLD):
+            one: _Record | HeldBucket
+            try:
+                dump = json.loads(value)
+                if kind == _HOLD:
+                    one = _Record.load(dump, now_us)
+                else:
+                    one = load(name, dump, partial(self._end_of, name), self._now_us, self._in_time)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                continue
+            if isinstance(one, HeldBucket):
+                self._buckets[name] = one
+                self._catch_up(one)
+            elif one.end_us + _GRACE_US > now_us:
+                self._records[name] = one
+                if one.actual is not None:
+                    self._over[name] = None
+                self._schedule(name, one)
 
     def _in_time(self, value: Value) -> Value:
         return value if self._table.callers_time else in_time(value, self._now_us())
@@ -362,8 +369,7 @@ class OwnHolds:
             message = f"the node has {self._max_holds} holds in flight, its maximum"
             raise HoldsFullError(message)
         for name in names:
-            bucket = self._buckets.get(name)
-            if bucket is not None and len(bucket) >= self._max_per_bucket:
+            if name in self._buckets and len(self._buckets[name]) >= self._max_per_bucket:
                 message = f"a limit has {self._max_per_bucket} holds in flight for one identity, the maximum"
                 raise HoldsFullError(message)
 
@@ -371,20 +377,18 @@ class OwnHolds:
         """Return the record of a hold, as of now."""
         now_us = self._now_us()
         self._expire(now_us)
-        record = self._records.get(number)
-        if record is None or record.end_us > now_us:
-            return record
         # Steps are bounded, so the hold may not have been processed yet.
-        if record.actual is None:
+        while (record := self._records.get(number)) is not None and record.due_us <= now_us:
             self._end(number, record)
-        if record.end_us + _GRACE_US > now_us:
-            return record
-        self._forget(number)
-        return None
+        return record
 
     def _end(self, number: bytes, record: _Record) -> None:
-        record.actual = _ENDED
-        self._leave(number, record)
+        """End a hold that is due, or drop it if it is not in flight."""
+        if record.actual is None:
+            record.actual = _ENDED
+            self._leave(number, record)
+        else:
+            self._forget(number)
 
     def _leave(self, number: bytes, record: _Record) -> list[HeldBucket]:
         """Settle a finished hold on its buckets, and return them."""
@@ -400,19 +404,14 @@ class OwnHolds:
 
     def _schedule(self, number: bytes, record: _Record) -> None:
         """Note that a hold has changed, and schedule its end, or its removal if it has ended."""
-        self._changed[_HOLD, number] = None
-        self._unschedule(number, record)
-        due_us = record.end_us if record.actual is None else record.end_us + _GRACE_US
-        record.tick = (due_us >> _TICK_BITS) + 1
+        self._changed.setdefault((_HOLD, number), True)
+        if record.tick:
+            del self._due[record.tick][number]
+        record.tick = (record.due_us >> _TICK_BITS) + 1
         if record.tick not in self._due:
             self._due[record.tick] = {}
             heappush(self._ticks, record.tick)
         self._due[record.tick][number] = None
-
-    def _unschedule(self, number: bytes, record: _Record) -> None:
-        if record.tick:
-            del self._due[record.tick][number]
-            record.tick = 0
 
     def _expire(self, now_us: int) -> None:
         """End the holds that are due, and drop those that ended long ago, at most :data:`STEP` together."""
@@ -425,16 +424,13 @@ class OwnHolds:
                 del self._due[heappop(ticks)]
                 continue
             number = next(iter(numbers))
-            record = self._records[number]
-            if record.actual is None:
-                self._end(number, record)
-            else:
-                self._forget(number)
+            self._end(number, self._records[number])
 
     def _forget(self, number: bytes) -> None:
-        self._unschedule(number, self._records.pop(number))
-        del self._over[number]
-        self._changed.pop((_HOLD, number), None)
+        record = self._records.pop(number)
+        del self._due[record.tick][number], self._over[number]
+        if self._changed.get((_HOLD, number)) is False:
+            del self._changed[_HOLD, number]
 
     # Buckets.
 
@@ -450,10 +446,8 @@ class OwnHolds:
         """Settle the holds on a bucket that ended or were settled while it was removed."""
         for number in bucket.numbers():
             record = self._on_bucket(bucket.name, number)
-            if record is None:
-                bucket.settle(number, 0)
-            elif record.actual is not None:
-                bucket.settle(number, record.more)
+            if record is None or record.actual is not None:
+                bucket.settle(number, 0 if record is None else record.more)
         self._was_left(bucket)
 
     def _on_bucket(self, name: bytes, number: bytes) -> _Record | None:
@@ -467,19 +461,17 @@ class OwnHolds:
 
     def _was_left(self, bucket: HeldBucket) -> None:
         """Note that holds on a bucket have ended; without any left, return it to the table unless it is in debt."""
-        self._changed[_BUCKET, bucket.name] = None
-        if len(bucket):
-            return
+        self._changed[_BUCKET, bucket.name] = True
         if bucket.fits_table:
             self._give_back(bucket)
-            return
-        self._idle[bucket.name] = None
-        if len(self._idle) > self._max_holds:
-            # The debt beyond one capacity is forgiven.
-            oldest = next(iter(self._idle))
-            del self._idle[oldest]
-            if oldest in self._buckets and not len(self._buckets[oldest]):
-                self._give_back(self._buckets[oldest])
+        elif not len(bucket):
+            self._idle[bucket.name] = None
+            if len(self._idle) > self._max_holds:
+                # The debt beyond one capacity is forgiven.
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                if oldest in self._buckets and not len(self._buckets[oldest]):
+                    self._give_back(self._buckets[oldest])
 
     def _give_back(self, bucket: HeldBucket) -> None:
         self._drop(bucket.name)

@@ -156,6 +156,7 @@ def _apply(chunk: snapshot_format.Chunk, restored: Restored) -> None:
     elif chunk.kind in {snapshot_format.HOLDS, snapshot_format.APART}:
         for name, value in snapshot_format.decode_named(chunk):
             holds.pop((chunk.kind, name), None)
-            holds[chunk.kind, name] = value
+            if value:  # else the hold was dropped
+                holds[chunk.kind, name] = value
             if chunk.kind == snapshot_format.APART:
                 buckets.discard(name)

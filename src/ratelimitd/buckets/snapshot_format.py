@@ -16,7 +16,7 @@ A file is a header, then chunks with a checksum each; all integers are little-en
     S   states in one integer each:   stored key (16) · value (26)
     L   logs:                         stored key (16) · length (4) · value
     R   resets:                       stored key (16)
-    H   holds:                        number (16) · length (4) · JSON
+    H   holds:                        number (16) · length (4) · JSON, empty if the hold was dropped
     B   buckets kept apart for them:  stored key (16) · length (4) · JSON
 
 The chunks are in the order of events. A killed writer may leave an invalid chunk; it and everything after it are

@@ -3,23 +3,26 @@
 import json
 import math
 from functools import partial
+from itertools import count, islice
 
 import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
 from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.buckets import snapshot, snapshot_format
+from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.holds import STEP, OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.errors import HoldsFullError
+from ratelimitd.errors import HoldEndedError, HoldsFullError
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.model import US_PER_S, Algorithm, Calendar, Limit, Period
 from ratelimitd.testing import ManualClock
 
 HOLD, BUCKET = snapshot_format.HOLDS, snapshot_format.APART
 TOKENS = Limit(limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
+MANY = Limit(limit=1_000_000, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
 SLOTS = Limit(limit=3, window_seconds=600, algorithm=Algorithm.CONCURRENCY)
 
 
@@ -28,6 +31,7 @@ class Scene:
         self.clock, self.keys = ManualClock(), BucketKeys(b"k" * 32)
         self.table = BucketTable(100)
         self.holds = OwnHolds(self.table, self.keys, self.clock.now_us, **bounds)
+        self.others = count(1_000)
 
     async def hold(self, number, key=b"a", limit=TOKENS, *, cost=1, ttl_s=60):
         charges = [(key, limit, DECIDE[limit.algorithm])]
@@ -40,6 +44,12 @@ class Scene:
     async def settle(self, number, actual, key=b"a"):
         names, now_us = [self.keys.stored(key)], self.clock.now_us()
         return await self.holds.settle(number.to_bytes(16, "big"), names, actual, now_us)
+
+    async def drop(self):
+        """Settle enough other holds that the settled ones are dropped."""
+        for number in islice(self.others, self.holds._max_holds):
+            await self.hold(number, b"other", MANY)
+            await self.settle(number, 1, b"other")
 
     def written(self):
         """Return the changes since the last call, as a restart reads them."""
@@ -130,6 +140,117 @@ async def test_changes_that_could_not_be_written_are_returned_again():
     assert len(scene.holds.changes(100)) == 4
 
 
+HELD = (HOLD, (1).to_bytes(16, "big"))
+
+
+def fails(*_args, **_how):
+    raise OSError(28, "No space left on device")
+
+
+async def writes_nothing(log, patched):
+    """Leave everything to the end."""
+
+
+async def writes_a_pass(log, patched):
+    """Write a complete pass."""
+    await log.write_pass()
+    assert not log.errors_total
+
+
+async def writes_a_base(log, patched):
+    """Replace the files in which the hold is in flight."""
+    patched.setattr(snapshot, "MIN_LOG_BYTES", 0)
+    patched.setattr(snapshot, "LOG_PER_BASE", 0)
+    await log.write_pass()
+    assert not log.errors_total
+
+
+async def fails_to_write_a_pass(log, patched):
+    """Write no hold."""
+    patched.setattr(log, "_append", fails)
+    await log.write_pass()
+    assert log.errors_total
+
+
+async def fails_to_write_a_base(log, patched):
+    """Write a log whose base fails at the end, so that the earlier log still counts."""
+    patched.setattr(snapshot, "MIN_LOG_BYTES", 0)
+    patched.setattr(snapshot, "LOG_PER_BASE", 0)
+    patched.setattr(Appender, "publish", fails)
+    await log.write_pass()
+    assert log.errors_total
+
+
+@pytest.mark.parametrize("limit", [TOKENS, SLOTS], ids=["tokens", "slots"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        writes_nothing,
+        writes_a_pass,
+        writes_a_base,
+        fails_to_write_a_pass,
+        fails_to_write_a_base,
+    ],
+)
+async def test_a_settled_hold_that_was_dropped_unwritten_is_not_in_flight_after_a_restart(
+    tmp_path, monkeypatch, write, limit
+):
+    scene = Scene(max_holds=2)
+    log = scene.opened(tmp_path)
+    await scene.hold(1, b"a", limit)
+    await log.write_pass()
+    await scene.settle(1, 0)
+    await scene.drop()
+    with monkeypatch.context() as patched:
+        await write(log, patched)
+    await log.drain()
+    other = Scene()
+    log = other.opened(tmp_path)
+    assert other.holds.in_flight == 0
+    assert not (await other.settle(1, 0)).known
+    assert (await other.hold(1, b"a", limit)).is_first
+    assert other.check(b"a", limit)[1] == limit.limit - 1 - (limit is TOKENS)
+    await log.drain()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_a_dropped_hold_is_written_after_a_failed_write(is_dropped):
+    scene = Scene(max_holds=2)
+    await scene.hold(1)
+    scene.written()
+    await scene.settle(1, 1)
+    settled = scene.holds.changes(100)
+    if is_dropped:
+        await scene.drop()
+    scene.holds.change_again(settled)
+    await scene.drop()
+    changes = scene.holds.changes(100)
+    assert (*HELD, b"") in changes
+    scene.holds.change_again(changes)
+    assert scene.written()[HELD] == b""
+
+
+async def test_a_dropped_hold_is_written_although_another_had_its_number():
+    scene = Scene(max_holds=2)
+    await scene.hold(1)
+    scene.written()
+    for _ in range(2):
+        await scene.settle(1, 1)
+        await scene.drop()
+        await scene.hold(1)
+    await scene.settle(1, 1)
+    await scene.drop()
+    assert scene.written()[HELD] == b""
+
+
+async def test_a_hold_that_was_dropped_before_it_was_ever_written_leaves_no_trace():
+    scene = Scene(max_holds=2)
+    for number in range(1, 100):
+        await scene.hold(number, limit=MANY)
+        await scene.settle(number, 1)
+    assert scene.holds.unwritten == 2
+
+
 async def test_large_buckets_are_written_in_steps():
     scene = Scene()
     for number in range(1, 40):
@@ -177,21 +298,21 @@ async def after_a_hold(tmp_path):
     return tmp_path
 
 
-async def test_debts_do_not_displace_a_bucket_unused_since_a_restart(after_a_hold):
-    for is_written in (False, True):
-        scene = Scene(max_holds=1)
-        log = scene.opened(after_a_hold)
-        await scene.settle(1, 9)
-        for number, key in ((2, b"b"), (3, b"c")):
-            await scene.hold(number, key)
-            await scene.settle(number, 25, key)
-        if is_written:
-            await log.write_pass()
-            await scene.hold(4, b"d")
-            await log.write_pass()
-        assert len(scene.table) > 0
-        assert scene.check(cost=2)[:2] == (False, 1)
-        await log.drain()
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_debts_do_not_displace_a_bucket_unused_since_a_restart(after_a_hold, is_written):
+    scene = Scene(max_holds=1)
+    log = scene.opened(after_a_hold)
+    await scene.settle(1, 9)
+    for number, key in ((2, b"b"), (3, b"c")):
+        await scene.hold(number, key)
+        await scene.settle(number, 25, key)
+    if is_written:
+        await log.write_pass()
+        await scene.hold(4, b"d")
+        await log.write_pass()
+    assert len(scene.table) > 0
+    assert scene.check(cost=2)[:2] == (False, 1)
+    await log.drain()
 
 
 async def test_a_bucket_without_a_key_is_written_again_after_a_failed_write(
@@ -259,16 +380,36 @@ async def test_the_bucket_of_a_calendar_window_expires_soon_after_it_even_after_
     assert len(other.holds) == 0
 
 
-async def test_a_bucket_of_an_earlier_release_without_its_time_to_full_is_restored():
+async def test_a_bucket_and_a_hold_of_an_earlier_release_without_their_new_times_are_restored():
     scene = Scene()
     await scene.hold(1, cost=4)
     changes = {which: json.loads(value) for which, value in scene.written().items()}
     for value in changes.values():
         if isinstance(value, dict):
             del value["full_after_s"]
+        else:
+            del value[6:]  # when the hold was made
     other = Scene()
     other.holds.restore({which: json.dumps(value).encode() for which, value in changes.items()})
     assert other.check()[1] == 5
+
+
+@pytest.mark.parametrize("limit", [TOKENS, SLOTS], ids=["tokens", "slots"])
+async def test_a_hold_of_a_clock_that_was_ahead_ends_as_if_it_were_made_at_the_restart(limit):
+    scene, key = Scene(), b"a"
+    scene.clock.step(86_400 * US_PER_S)
+    await scene.hold(1, key, limit, ttl_s=50)
+    scene.clock.step(-86_400 * US_PER_S)
+    other, number = await restarted(scene), (1).to_bytes(16, "big")
+    now_us = other.clock.now_us()
+    assert [*other.holds.open_holds()] == [(number, now_us + 50 * US_PER_S)]
+    end_us = await other.holds.extend(number, [], 3_600 * US_PER_S, now_us)
+    life_s = limit.window_seconds if limit is SLOTS else 3_600
+    assert end_us == now_us + life_s * US_PER_S
+    other.clock.advance(seconds=life_s)
+    other = await restarted(other)
+    with pytest.raises(HoldEndedError):
+        await other.settle(1, 0)
 
 
 async def test_holds_that_ended_long_ago_are_not_restored():

@@ -18,9 +18,9 @@ from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.errors import HoldSettledError
+from ratelimitd.errors import HoldSettledError, HoldsFullError
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.holds import Hold
+from ratelimitd.ledger.holds import MAX_HOLDS, Hold
 from ratelimitd.model import INT32_MAX, US_PER_S, Algorithm, Limit
 from ratelimitd.testing import ManualClock
 
@@ -41,6 +41,7 @@ class World:
 
     def __init__(self, directory, rng):
         self.directory, self.rng, self.met = directory / "state", rng, Counter()
+        self.max_holds = rng.choice([5, MAX_HOLDS])
         self.copy = directory / "copy"
         self.directory.mkdir()
         self.clock, self.numbers = ManualClock(), iter(range(10**9))
@@ -53,7 +54,7 @@ class World:
     def start(self):
         self.stops = False
         self.table = BucketTable(1_000)
-        self.holds = OwnHolds(self.table, KEYS, self.clock.now_us)
+        self.holds = OwnHolds(self.table, KEYS, self.clock.now_us, max_holds=self.max_holds)
         self.snapshot = SnapshotLog.open(self.directory, self.table, SECRET, self.clock)
         append = self.snapshot._append
 
@@ -91,7 +92,10 @@ class World:
         number, cost = next(self.numbers).to_bytes(16, "big"), self.rng.randint(10, 99)
         charges = [(key, LIMITS[key], DECIDE[LIMITS[key].algorithm]) for key in keys]
         hold = Hold(number, b"d" * 8, charges, self.clock.now_us(), cost, 3_600 * US_PER_S)
-        assert (await self.holds.hold(hold)).expire_us
+        try:
+            assert (await self.holds.hold(hold)).expire_us
+        except HoldsFullError:
+            return
         self.holds_made[number] = cost
         self.note(keys, lambda held: [*held, (cost, number)])
 
@@ -182,8 +186,11 @@ class World:
     async def stop(self):
         """Stop cleanly, which keeps everything."""
         self.stops = True
+        in_flight = {number for number, _ in self.holds.open_holds()}
+        self.met["hold was dropped"] += len(self.settled.keys() - self.holds._records.keys())
         await self.snapshot.drain()
         self.start()
+        assert {number for number, _ in self.holds.open_holds()} == in_flight
         self.floor = {key: len(versions) - 1 for key, versions in self.versions.items()}
         await self.look_after_a_kill()
         self.met["clean stop"] += 1
@@ -213,7 +220,7 @@ async def run(directory, seeds, steps):
 
 
 CASES = {"kill while it is written", "kill between two steps", "reset with holds", "base", "hold is known",
-         "hold is lost", "clean stop"}  # fmt: skip
+         "hold is lost", "hold was dropped", "clean stop"}  # fmt: skip
 
 
 @pytest.mark.timeout(240)
