@@ -22,7 +22,8 @@ _LATEST_MASK: Final = (1 << 53) - 1
 _LIMIT_MASK: Final = (1 << 31) - 1
 _GENERATION_MASK: Final = (1 << 31) - 1
 _REVISION_MASK: Final = (1 << 63) - 1
-_HEAD_MASK: Final = (1 << SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
+HEAD_MASK: Final = (1 << SPENT_SHIFT) - (1 << _LIMIT_SHIFT)
+"""Generation, revision and limit, at their places."""
 
 
 def pack(shared: SharedState) -> Packed:
@@ -44,18 +45,6 @@ def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
     if packed & 1:
         return limit, (packed >> SPENT_SHIFT, packed >> LATEST_SHIFT & _LATEST_MASK)
     return limit, None
-
-
-def is_usual(packed: Packed, base: int, most: int) -> bool:
-    """Return whether a state has the generation, revision and limit of ``base``, and at most ``most`` spent."""
-    return (
-        type(packed) is int and not (packed ^ base) & _HEAD_MASK and packed >> SPENT_SHIFT <= most
-    )
-
-
-def head_of(packed: int) -> int:
-    """Return the generation, revision and limit of a packed state, at their places."""
-    return packed & _HEAD_MASK
 
 
 def generation_of(packed: int) -> int:

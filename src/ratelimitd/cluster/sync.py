@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from ratelimitd.cluster.packed import Packed, is_usual, unpack
+from ratelimitd.cluster.packed import HEAD_MASK, SPENT_SHIFT, Packed, unpack
 from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
@@ -295,16 +295,22 @@ class Partition:
         self._go_on()
 
     def _settled_cold(self, states: Mapping[bytes, Packed]) -> None:
-        settled, rule, most = {}, None, 0
-        for name, spent in self._end_cold():
-            packed = states[name]
+        sent = self._end_cold()
+        if len(sent) != len(states):  # some have a view by now
+            states = {name: states[name] for name in sent}
+        unusual, rule, most = {}, None, 0
+        for (name, spent), packed in zip(sent.items(), states.values(), strict=True):
             if spent[0] is not rule:
                 rule = spent[0]
                 most = plenty(rule)
-            if not is_usual(packed, spent[1], most):
-                packed = self._accounted(name, spent, packed)
-            settled[name] = packed
-        self._node.cache.end_cold(settled)
+            # Inlined: most states have the generation, revision and limit of before, and plenty is left.
+            if (
+                type(packed) is not int
+                or (packed ^ spent[1]) & HEAD_MASK
+                or packed >> SPENT_SHIFT > most
+            ):
+                unusual[name] = self._accounted(name, spent, packed)
+        self._node.cache.end_cold({**states, **unusual} if unusual else states)
 
     def _accounted(self, name: bytes, spent: ColdSpend, packed: Packed) -> Packed:
         """Account for the state after a cold spend through a temporary view; return the newest known state."""
@@ -318,7 +324,7 @@ class Partition:
     def _drop(self, batch: Batch) -> None:
         """Abandon a batch that was never sent, or that may or may not have been applied."""
         self._asked.forget_taken()
-        lost = dict(self._end_cold())
+        lost = self._end_cold()
         if lost:
             self._node.lost(sum([spent.cost for spent in lost.values()]))
             self._node.cache.end_cold({name: spent.base for name, spent in lost.items()})
@@ -333,10 +339,10 @@ class Partition:
         sent, self._sent = self._sent, ()
         return sent
 
-    def _end_cold(self) -> Iterable[tuple[bytes, ColdSpend]]:
+    def _end_cold(self) -> Mapping[bytes, ColdSpend]:
         """End the cold spends in flight; return them by name."""
         sent, self._sent_cold = self._sent_cold, {}
-        return sent.items()
+        return sent
 
     def _go_on(self) -> None:
         if self._flush_next or self._asked.are_waiting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha1
 from importlib.resources import files
 from struct import Struct, error
@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.cluster.packed import (
+    HEAD_MASK,
     LATEST_SHIFT,
     SPENT_SHIFT,
     Packed,
     generation_of,
-    head_of,
     pack,
 )
 from ratelimitd.errors import StoreCorruptError
@@ -234,6 +234,8 @@ _NO_GENERATION: Final = -1
 _NUMBER: Final = Struct("<Q")
 _UPDATE: Final = Struct("<BiQIIIII")
 _UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIIQQ")
+_HEAD_AND_RUN: Final = Struct(f"<{_UPDATE.size}sQQ")
+_ANY_RUN: Final = ((0, 0),)
 _PAIR: Final = Struct("<QQ")
 _REFUND: Final = Struct("<IQQQQQ")
 _COUNT: Final = Struct("<I")
@@ -282,12 +284,7 @@ def settle_request(tag: int, batch: Batch) -> Request:
     keys += [_PREFIXES[name[0]] + name for name in (*batch.updates, *batch.cold)]
     parts = [_NUMBER.pack(batch.number)]
     parts += [_packed(update) for update in batch.updates.values()]
-    parts += [
-        _packed_run(rule, generation_of(base), at_us, cost)
-        if not refilled
-        else _packed(Update(rule, generation_of(base), batch.cold[name].runs()))
-        for name, (rule, base, at_us, cost, refilled, _) in batch.cold.items()
-    ]
+    parts += _packed_cold(batch.cold.values())
     return keys, [b"".join(parts)]
 
 
@@ -297,7 +294,11 @@ def _packed(update: Update) -> bytes:
         generation = _NO_GENERATION
     kind = NUMBERS[rule.algorithm]
     if len(runs) == 1 and not asks and not refunds:
-        return _packed_run(rule, generation, *runs[0])
+        # By far the most frequent kind, in half the time.
+        return _UPDATE_OF_ONE_RUN.pack(
+            kind, generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
+            *runs[0],
+        )  # fmt: skip
     if refunds:
         kind += _REFUNDS
     head = _UPDATE.pack(
@@ -309,12 +310,18 @@ def _packed(update: Update) -> bytes:
     return head + b"".join([_PAIR.pack(*pair) for pair in (*runs, *asks)])
 
 
-def _packed_run(rule: Limit, generation: int, at_us: int, tokens: int) -> bytes:
-    """Pack an update of one run, by far the most frequent kind, in half the time."""
-    return _UPDATE_OF_ONE_RUN.pack(
-        NUMBERS[rule.algorithm], generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
-        at_us, tokens,
-    )  # fmt: skip
+def _packed_cold(spends: Iterable[ColdSpend]) -> Iterator[bytes]:
+    """Pack cold spends. Many in a row have the same rule and generation: their head is packed once."""
+    rule, base, head = None, 0, b""
+    for spend in spends:
+        its_rule, its_base, at_us, cost, refilled, _ = spend
+        if refilled:
+            yield _packed(Update(its_rule, generation_of(its_base), spend.runs()))
+            continue
+        if its_rule is not rule or (its_base ^ base) & HEAD_MASK:
+            rule, base = its_rule, its_base
+            head = _packed(Update(rule, generation_of(base), _ANY_RUN))[: _UPDATE.size]
+        yield _HEAD_AND_RUN.pack(head, at_us, cost)
 
 
 def settle_reply(batch: Batch, reply: Any) -> Reply | None:
@@ -363,7 +370,7 @@ def _packed_buckets(cold: Mapping[bytes, ColdSpend], values: Sequence[Any]) -> d
             continue
         packed[name] = state = pack(bucket_of(value, rule))
         if head and type(state) is int:
-            heads[head] = head_of(state) | 1
+            heads[head] = state & HEAD_MASK | 1
     return packed
 
 
