@@ -30,9 +30,8 @@ def test_each_range_is_drawn_whole_with_ticks_of_both_axes(cluster, visit, name)
     page = visit(cluster).go("/")
     page.get_by_role("link", name=name, exact=True).click()
     expect(page.get_by_role("heading", name=f"The last {title}", exact=True)).to_be_visible()
-    expect(page.locator("#live")).to_have_text(
-        "Live, every two seconds."
-    )  # all pieces of the past are drawn
+    # Then all pieces of the past are drawn.
+    expect(page.locator("#live")).to_have_text("Live, every two seconds.")
     chart = page.locator("[data-chart=checks]")
     ticks = chart.locator("text").all_text_contents()
     times = [tick for tick in ticks if ":" in tick]
