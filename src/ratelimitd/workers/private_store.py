@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,7 +58,14 @@ PREDECESSOR_S: Final = 5.0
 LOOK_S: Final = 0.02
 
 LEFT_BYTES: Final = 1 << 16
-"""Size of one read of a killed store's last output."""
+"""Size of one read of a killed store's last output, or of a file's end."""
+
+FILES: Final = "appendonlydir"
+DAMAGED_FILES: Final = "appendonlydir.bad"
+_DAMAGED: Final = re.compile(
+    r"Bad file format|FATAL AOF MANIFEST|^Error reading the|^Unable to obtain the AOF"
+)
+"""What Valkey says of files that it cannot read. Its tool for repairs is not in the wheel."""
 
 _READY: Final = b"+OK\r\n+PONG\r\n"
 
@@ -160,6 +168,8 @@ class PrivateStore:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.chmod(0o700)
             await self._demand_free()
+            for log in (self.directory / FILES).glob("*.incr.aof"):
+                _cut_zeros(log)
             process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.PIPE,
@@ -178,6 +188,13 @@ class PrivateStore:
         process.stdin.write(self.users)
         process.stdin.close()
         return StoreProcess(self, process)
+
+    def set_aside(self) -> str:
+        """Rename damaged files, so that the next start begins without them; return what happened."""
+        kept = self.directory / DAMAGED_FILES
+        shutil.rmtree(kept, ignore_errors=True)
+        (self.directory / FILES).rename(kept)
+        return f"its files are damaged, and now in {kept}: its next start is without them"
 
     async def answer(self, within_s: float) -> bytes:
         """Return its reply to AUTH and PING; empty after a timeout, or if nothing listens."""
@@ -214,6 +231,7 @@ class StoreProcess(ChildProcess):
     def __init__(self, store: PrivateStore, process: asyncio.subprocess.Process) -> None:
         super().__init__(process)
         self._store = store
+        self._is_damaged = False
         self._reading = asyncio.create_task(self._read())
 
     async def prepared(self) -> None:
@@ -253,6 +271,7 @@ class StoreProcess(ChildProcess):
                 text = _LOG_PREFIX.sub("", line.decode(errors="replace").strip())
                 if text:
                     self._reason = text
+                    self._is_damaged |= _DAMAGED.search(text) is not None
                     _log.info("the private Valkey: %s", text)
         except ValueError:  # an endless line
             self.kill()
@@ -261,6 +280,23 @@ class StoreProcess(ChildProcess):
                 pass
         if await self._process.wait() < 0:
             self._reason = ""  # its last output is not why it was killed
+        elif self._is_damaged:
+            with contextlib.suppress(OSError):
+                self._reason = self._store.set_aside()
+
+
+def _cut_zeros(log: Path) -> None:
+    """Cut off the zeros with which a file may end after a power cut, which Valkey refuses; no command ends so."""
+    with log.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - LEFT_BYTES)
+            file.seek(start)
+            kept = file.read(end - start).rstrip(b"\0")
+            end = start + len(kept)
+            if kept:
+                break
+        file.truncate(end)
 
 
 async def _listens(path: Path) -> bool:

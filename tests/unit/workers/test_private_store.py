@@ -110,13 +110,54 @@ async def test_a_killed_store_reports_the_signal(running):
 
 
 async def test_a_failed_start_reports_the_last_log_line(store):
-    (store.directory / "appendonlydir").mkdir(parents=True)
-    (store.directory / "appendonlydir" / "appendonly.aof.manifest").write_text("none\n")
-    process = await store.start(lambda _report: None)
+    process = await dataclasses.replace(store, max_bytes=-1).start(lambda _report: None)
     with pytest.raises(StartupError) as failed:
         await process.ready()
     assert await process.ended() == 1
     assert not re.match(r"\d+:", str(failed.value))  # the message without process and time
+
+
+MANIFEST = b"file appendonly.aof.1.incr.aof seq 1 type i\n"
+SET = b"*3\r\n$3\r\nSET\r\n$5\r\nrl1:%d\r\n$1\r\nx\r\n"
+
+
+def write_files(store, manifest, log):
+    files = store.directory / "appendonlydir"
+    files.mkdir(parents=True)
+    (files / "appendonly.aof.manifest").write_bytes(manifest)
+    file = files / "appendonly.aof.1.incr.aof"
+    file.write_bytes(log)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("manifest", "log"),
+    [(b"", b""), (MANIFEST, SET % 1 + b"*what\r\n"), (MANIFEST, b"*1\r\n$1\r\nx\r\n")],
+)
+async def test_damaged_files_are_set_aside_for_the_next_start(store, manifest, log):
+    write_files(store, manifest, log)
+    kept = store.directory / "appendonlydir.bad"
+    kept.mkdir()  # of an earlier time
+    process = await store.start(lambda _report: None)
+    with pytest.raises(StartupError, match=f"^its files are damaged, and now in {kept}: "):
+        await process.ready()
+    assert (kept / "appendonly.aof.1.incr.aof").read_bytes() == log
+    successor = await store.start(lambda _report: None)
+    await successor.ready()
+    successor.kill()
+    await successor.ended()
+
+
+@pytest.mark.parametrize("zeros", [1, 512, private_store.LEFT_BYTES + 1])
+@pytest.mark.parametrize("commands", [0, 2])
+async def test_zeros_at_the_end_of_a_file_cost_nothing_before_them(store, commands, zeros):
+    written = b"".join([SET % number for number in range(commands)])
+    file = write_files(store, MANIFEST, written + bytes(zeros))
+    process = await store.start(lambda _report: None)
+    await process.ready()
+    assert file.read_bytes() == written
+    process.kill()
+    await process.ended()
 
 
 async def test_a_start_beside_another_store_is_refused(store, running, monkeypatch):
