@@ -134,6 +134,10 @@ class StoreMisconfiguredError(StoreUnavailableError):
     """A store rejects the node until a password, a permission or a setting is corrected."""
 
 
+class StoreClusterDownError(StoreUnavailableError):
+    """A server of a Cluster waits until the Cluster is whole again, mostly for a failover of another server."""
+
+
 class StoreMovingError(StoreUnavailableError):
     """Keys of a command are being moved to another server; nothing was executed. One command per key works."""
 

@@ -205,6 +205,37 @@ def test_the_loss_of_one_shard_affects_only_its_own_checks(on_cluster):
     assert reasons == {pb.WITHIN_LIMIT}
 
 
+def test_shards_that_wait_for_a_lost_one_are_used_again_once_the_cluster_is_whole(tmp_path):
+    """With the servers' default one lost shard makes all of them answer CLUSTERDOWN."""
+    options = (*OPTIONS, "--breaker-recovery-s", "3600")  # only an early probe closes a breaker
+    with (
+        ValkeyCluster(tmp_path / "valkey", 3, "--cluster-require-full-coverage", "yes") as servers,
+        Nodes(tmp_path / "nodes", servers.url, *options, count=1) as nodes,
+    ):
+        served = Served(nodes, servers)
+        rule = served.rule()
+        names = (f"u{number}" for number in itertools.count())
+
+        def answers(number):
+            """Return the reason of a check of a new bucket of a shard."""
+            name = next(one for one in names if slot_of(rule, one) in servers.slots(number))
+            return nodes[0].check(rule.endpoint, name).reason
+
+        servers.nodes[0].kill()
+        for number in (1, 2):
+            until(
+                lambda of=number: answers(of) == pb.FAIL_OPEN_BREAKER,
+                "the breaker of a shard that waits is open",
+            )
+        servers.nodes[0].start()
+        for number in (1, 2):
+            until(
+                lambda of=number: answers(of) == pb.WITHIN_LIMIT,
+                "the breaker of a shard that waited is closed",
+            )
+        served.whole()
+
+
 def test_a_shard_lost_between_two_charges_leaves_the_other_limits_in_force(on_cluster):
     """Each check is for a user, on any shard, and for everybody, on a live one."""
     rule = on_cluster.rule(limit=5)

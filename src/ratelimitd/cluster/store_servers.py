@@ -16,6 +16,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
     RateLimitdError,
+    StoreClusterDownError,
     StoreMovingError,
     StoreSlowError,
     StoreUnavailableError,
@@ -118,7 +119,7 @@ class StoreServer:
         All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
         says nothing about the server does not count. A late answer does not count for the breaker, but the loss of a
         connection that was silent for BREAKER_SILENCE_MS does. A late probe has failed. A migrating slot is no fault of
-        the server, which still serves others.
+        the server, which still serves others. A server that waits for the failover of another is probed soon.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
@@ -132,7 +133,7 @@ class StoreServer:
             return
         self._failed_now = True
         self._has_failed = True
-        self._breaker.failed()
+        self._breaker.failed(soon=isinstance(error, StoreClusterDownError))
         self._follow(f"open: {error}")
 
     def left(self) -> None:

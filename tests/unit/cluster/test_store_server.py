@@ -3,6 +3,7 @@ import pytest
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
+    StoreClusterDownError,
     StoreCorruptError,
     StoreMovingError,
     StoreOverloadedError,
@@ -202,6 +203,19 @@ def test_a_failed_probe_restarts_the_recovery_time(scene):
     assert not scene.server.begins_probe()
     scene.clock.advance(us=1)
     assert scene.server.begins_probe()
+
+
+def test_a_server_that_waits_for_a_failover_is_probed_every_second(scene):
+    for _ in range(5):
+        scene.server.failed(StoreClusterDownError("CLUSTERDOWN"))
+        scene.timers.run()
+    for _ in range(3):
+        assert scene.server.open_error().retry_after_us == SECOND
+        scene.clock.advance(seconds=1)
+        assert scene.server.begins_probe()
+        scene.server.failed(StoreClusterDownError("CLUSTERDOWN"))
+        scene.timers.run()
+    assert scene.server.is_open
 
 
 def test_only_a_probe_closes_an_open_breaker(scene):

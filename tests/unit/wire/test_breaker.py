@@ -141,6 +141,34 @@ def test_the_pause_after_a_failed_probe_is_at_most_the_recovery_time():
     assert breaker.retry_at_us == clock.monotonic_us() + US_PER_S // 2
 
 
+def test_a_peer_that_is_expected_back_soon_is_probed_every_second():
+    clock = ManualClock()
+    breaker = Breaker(clock.monotonic_us)
+    for _ in range(FAILURE_THRESHOLD - 1):
+        breaker.failed(soon=True)
+        assert breaker.allows()
+    for _ in range(4):
+        breaker.failed(soon=True)
+        assert breaker.state is State.OPEN
+        assert breaker.retry_at_us == clock.monotonic_us() + US_PER_S
+        clock.advance(seconds=1)
+        assert breaker.begin_probe()
+    for seconds in (1, 2):  # another failure
+        breaker.failed()
+        assert breaker.retry_at_us == clock.monotonic_us() + seconds * US_PER_S
+        clock.advance(seconds=seconds)
+        assert breaker.begin_probe()
+    breaker.succeeded()
+    assert breaker.allows()
+
+
+def test_a_peer_that_is_expected_back_soon_is_probed_after_the_recovery_time_at_the_latest():
+    clock = ManualClock()
+    breaker = Breaker(clock.monotonic_us, failure_threshold=1, recovery_us=US_PER_S // 2)
+    breaker.failed(soon=True)
+    assert breaker.retry_at_us == clock.monotonic_us() + US_PER_S // 2
+
+
 @pytest.mark.parametrize("report", ["succeeded", "failed"])
 def test_a_report_after_the_breaker_opened_neither_closes_nor_delays_it(report):
     clock = ManualClock()

@@ -5,6 +5,8 @@
     half_open   one probe is in flight: its success closes the breaker; its failure opens it again, for one second, two,
                 four and so on up to the recovery time; without a result its lease expires (I16)
 
+A failure of a peer that is expected back within seconds opens the breaker for one second each time.
+
 Starts no task: the caller reports results, and calls :meth:`Breaker.begin_probe` periodically. Thread-safe.
 """
 
@@ -24,7 +26,8 @@ RECOVERY_US: Final = 30 * US_PER_S
 """Default pause of an open breaker before a probe: the specification's number."""
 
 PROBE_AGAIN_US: Final = US_PER_S
-"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon."""
+"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon. Also the
+pause of a peer that is expected back within seconds, which is not doubled."""
 
 LEASE_US: Final = US_PER_S
 """Lease of a probe, after which another replaces it. Timeouts of calls are milliseconds."""
@@ -100,20 +103,27 @@ class Breaker:
                 self.state = State.CLOSED
                 self._failures, self.retry_at_us = 0, None
 
-    def failed(self) -> None:
-        """Report a round trip or probe without a usable answer, once per round trip."""
+    def failed(self, *, soon: bool = False) -> None:
+        """Report a round trip or probe without a usable answer, once per round trip.
+
+        ``soon``: the peer is expected back within seconds.
+        """
         with self._lock:
             if self.state is State.OPEN:
                 return
             self._failures += 1
-            if self.state is State.HALF_OPEN:
-                pause_us = min(PROBE_AGAIN_US << self._probes, self._recovery_us)
+            if self.state is State.CLOSED and self._failures < self._threshold:
+                return
+            if soon:
+                pause_us = PROBE_AGAIN_US
+                self._probes = 0
+            elif self.state is State.HALF_OPEN:
+                pause_us = PROBE_AGAIN_US << self._probes
                 self._probes = min(self._probes + 1, _MOST_DOUBLED)
-            elif self._failures >= self._threshold:
+            else:
                 pause_us = self._recovery_us
                 self._probes = 0
-            else:
-                return
+            pause_us = min(pause_us, self._recovery_us)
             # If the clock or the jitter raises, the state must not change: it would be open without a probe.
             self.retry_at_us = self._now_us() + pause_us + self._jitter_us()
             self.state = State.OPEN

@@ -24,6 +24,7 @@ from hiredis import Reader, ReplyError, pack_command
 from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.errors import (
     RateLimitdError,
+    StoreClusterDownError,
     StoreCorruptError,
     StoreMisconfiguredError,
     StoreMovingError,
@@ -95,18 +96,17 @@ def deliver(done: Done, reply: object) -> None:
         )
 
 
-UNAVAILABLE: Final = frozenset(
-    {
-        "BUSY",
-        "CLUSTERDOWN",
-        "LOADING",
-        "MASTERDOWN",
-        "MISCONF",
-        "NOREPLICAS",
-        "OOM",
-        "READONLY",
-    }
-)
+UNAVAILABLE: Final = {
+    "BUSY": StoreUnavailableError,
+    "CLUSTERDOWN": StoreClusterDownError,
+    "LOADING": StoreUnavailableError,
+    "MASTERDOWN": StoreUnavailableError,
+    "MISCONF": StoreUnavailableError,
+    "NOREPLICAS": StoreUnavailableError,
+    "OOM": StoreUnavailableError,
+    "READONLY": StoreUnavailableError,
+    "TRYAGAIN": StoreMovingError,
+}
 """Temporary errors. Reads may still work, but spends cannot be settled."""
 
 MISCONFIGURED: Final = frozenset({"DENIED", "NOAUTH", "NOPERM", "NOPROTO", "WRONGPASS"})
@@ -116,7 +116,6 @@ NOT_PRIMARY: Final = frozenset({"MASTERDOWN", "READONLY"})
 """Errors of a server that is no longer the primary: the connection is closed."""
 
 NOSCRIPT: Final = "NOSCRIPT"
-TRYAGAIN: Final = "TRYAGAIN"
 REDIRECTIONS: Final = frozenset({"ASK", "MOVED"})
 
 _CODE: Final = re.compile(r"[A-Z]{2,20}")
@@ -143,10 +142,8 @@ def server_named(host: str, port: str) -> Server | None:
 def error_of(text: str) -> RateLimitdError:
     """Return the error for the sender of the command."""
     code = code_of(text)
-    if code == TRYAGAIN:
-        return StoreMovingError(f"the shared state answered {code}")
     if code in UNAVAILABLE:
-        return StoreUnavailableError(f"the shared state answered {code}")
+        return UNAVAILABLE[code](f"the shared state answered {code}")
     if text.startswith(_FULL):
         return StoreUnavailableError("the shared state has reached its maximum of clients")
     line = _SCRIPT_LINE.search(text)

@@ -2,6 +2,7 @@ import pytest
 
 from ratelimitd.cluster.redis.connection import code_of, error_of, login_error_of
 from ratelimitd.errors import (
+    StoreClusterDownError,
     StoreCorruptError,
     StoreMisconfiguredError,
     StoreMovingError,
@@ -21,7 +22,7 @@ SECRET = "hunter2"
         ("NOREPLICAS Not enough good replicas to write.", StoreUnavailableError),
         ("BUSY Redis is busy running a script.", StoreUnavailableError),
         ("MISCONF Redis is configured to save RDB snapshots", StoreUnavailableError),
-        ("CLUSTERDOWN The cluster is down", StoreUnavailableError),
+        ("CLUSTERDOWN The cluster is down", StoreClusterDownError),
         ("TRYAGAIN Multiple keys request during rehashing of slot", StoreMovingError),
         ("ERR max number of clients reached", StoreUnavailableError),
         ("ERR max number of clients + cluster connections reached", StoreUnavailableError),
