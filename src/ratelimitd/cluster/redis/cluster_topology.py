@@ -1,7 +1,7 @@
 """A Cluster: a link to each primary, and the map of hash tags, which follows the Cluster.
 
 The map is read at the start, after a redirection, and every few seconds; more often while a server of the map is
-unreachable, since a failover may follow. A server that is down affects its own tags only.
+unreachable or answers CLUSTERDOWN, since a failover may follow. A server that is down affects its own tags only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ POLL_S: Final = 5.0
 """Interval of reading the map without a change; a request for a moved slot is redirected at once."""
 
 POLL_TROUBLED_S: Final = 0.5
-"""Interval while a server of the map is not connected. Both are shortened at random by up to a half."""
+"""Interval while a server of the map is not connected or answers CLUSTERDOWN. Both are shortened at random by up to a
+half."""
 
 RETIRE_S: Final = 1.0
 """Time for a link without tags to finish its requests: longer than any timeout."""
@@ -160,20 +161,29 @@ class ClusterTopology:
     async def _until_due(self) -> None:
         """Wait until it is time to read the map again."""
         shorter = 1 - self.options.random() / 2
-        ticks = round(POLL_S / POLL_TROUBLED_S) if self.connected else 1
+        ticks = 1 if self._is_troubled else round(POLL_S / POLL_TROUBLED_S)
         while ticks and not self._wanted.is_set():
-            ticks = ticks - 1 if self.connected else min(ticks, 2) - 1
+            ticks = min(ticks, 2) - 1 if self._is_troubled else ticks - 1
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_TROUBLED_S * shorter):
                     await self._wanted.wait()
+
+    @property
+    def _is_troubled(self) -> bool:
+        return not self.connected or any(link.reports_cluster_down for link in self._links.values())
 
     async def _read(self) -> Map:
         """Return the map from any server that answers; raises the error of the last one if none does."""
         connected = [server for server, link in self._links.items() if link.connected]
         others = [server for server in (*self._links, *self._seeds) if server not in connected]
         start = int(self.options.random() * len(connected))
+        connected = connected[start:] + connected[:start]
+        # A server that answers CLUSTERDOWN may be cut off from the others, and so may its map: it is asked last.
+        connected.sort(key=lambda server: self._links[server].reports_cluster_down)
+        for link in self._links.values():
+            link.reports_cluster_down = False
         failure: RateLimitdError = StoreUnavailableError("no server of the Cluster answers")
-        for server in (*connected[start:], *connected[:start], *dict.fromkeys(others)):
+        for server in (*connected, *dict.fromkeys(others)):
             try:
                 return await self._read_from(server)
             except RateLimitdError as error:

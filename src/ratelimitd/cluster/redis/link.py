@@ -39,7 +39,12 @@ from ratelimitd.cluster.redis.connection import (
     pack,
     server_named,
 )
-from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.errors import (
+    RateLimitdError,
+    StoreClusterDownError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
 from ratelimitd.retry import Backoff
 from ratelimitd.settings.urls import Server
 
@@ -211,6 +216,8 @@ class Link:
         """Address of the server: ``host:port`` or a path; empty until known."""
         self.connections_total = 0
         """Connections that were used."""
+        self.reports_cluster_down = False
+        """The server has answered CLUSTERDOWN since the map of the Cluster was last read; reset by the reader."""
         self._locate = locate
         self._server = Server("", 0)
         self._options = options
@@ -426,6 +433,8 @@ class Link:
             self._follow_redirect(request, code, text)
             return
         error = error_of(text)
+        if isinstance(error, StoreClusterDownError):
+            self.reports_cluster_down = True
         if isinstance(error, StoreMisconfiguredError) and not self._refusal_reported:
             self._refusal_reported = True
             self._options.report(f"shared state at {self.name}: {error}")

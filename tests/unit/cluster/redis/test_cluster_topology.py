@@ -1,4 +1,5 @@
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -7,7 +8,7 @@ from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import Handshake
 from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.topology import TAGS
-from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.errors import StoreClusterDownError, StoreUnavailableError
 from ratelimitd.settings.urls import Server, parse_redis_url
 from tests.servers import ValkeyCluster, free_port
 from tests.unit.cluster.redis.asking import PATIENT, ask, asked, at, linked, peer, serving, soon
@@ -146,8 +147,15 @@ async def test_without_any_server_the_start_returns_and_requests_fail_until_one_
     await topology.close()
 
 
+def slot_map(*ranges):
+    """Return the reply to CLUSTER SLOTS: each range is the first slot, the last slot, and the port of the server."""
+    return b"*%d\r\n" % len(ranges) + b"".join(
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % one for one in ranges
+    )
+
+
 def slots(port, last):
-    return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % (last, port)
+    return slot_map((0, last, port))
 
 
 async def test_an_incomplete_map_is_used_and_read_again_soon(monkeypatch):
@@ -184,6 +192,46 @@ async def test_an_incomplete_map_is_used_and_read_again_soon(monkeypatch):
         await topology.close()
     assert changes[0] == 2
     assert lines[1] == "the map of the Cluster can be read again"
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.5])
+async def test_after_clusterdown_the_map_is_soon_read_from_another_server(monkeypatch, luck):
+    """A primary that is cut off from the others names itself for half of the slots, which another one has by now."""
+    monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_S", 3_600)
+    monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.01)
+    asked_for = []
+
+    async def serve(reader, writer, cut_off):
+        while told := await reader.read(1_000):
+            if b"PING" in told:
+                writer.write(b"+PONG\r\n")
+            if b"SLOTS" in told:
+                asked_for.append(cut_off)
+                half = SLOTS // 2
+                ranges = ((0, half - 1, old), (half, SLOTS - 1, new))
+                writer.write(slot_map(*ranges) if cut_off else slot_map((0, SLOTS - 1, new)))
+            if b"GET" in told:
+                writer.write(b"-CLUSTERDOWN The cluster is down\r\n")
+
+    async with (
+        serving(partial(serve, cut_off=True)) as old,
+        serving(partial(serve, cut_off=False)) as new,
+    ):
+        url = parse_redis_url(f"redis+cluster://127.0.0.1:{old}")
+        options = PATIENT._replace(handshake=Handshake(wants_primary=False), random=lambda: luck)
+        topology = ClusterTopology(url, options)
+        await topology.start()
+        assert topology.connected
+        moved, other = (
+            topology.of_tag(tag_between(0, SLOTS // 2)),
+            topology.of_tag(tag_between(SLOTS // 2, SLOTS)),
+        )
+        assert moved is not other
+        reply = await asked(moved.send, (b"GET", b"k"))
+        assert isinstance(reply, StoreClusterDownError)
+        await soon(lambda: set(topology._of_tag) == {other})
+        assert asked_for == [True, False]
+        await topology.close()
 
 
 def tag_between(first, end):
