@@ -26,8 +26,9 @@ RECOVERY_US: Final = 30 * US_PER_S
 """Default pause of an open breaker before a probe: the specification's number."""
 
 PROBE_AGAIN_US: Final = US_PER_S
-"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon. Also the
-pause of a peer that is expected back within seconds, which is not doubled."""
+"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon. Not
+doubled for a peer that is expected back within seconds, whose first pause it is, too.
+"""
 
 LEASE_US: Final = US_PER_S
 """Lease of a probe, after which another replaces it. Timeouts of calls are milliseconds."""

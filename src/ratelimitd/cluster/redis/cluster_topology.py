@@ -68,8 +68,7 @@ POLL_S: Final = 5.0
 """Interval of reading the map without a change; a request for a moved slot is redirected at once."""
 
 POLL_TROUBLED_S: Final = 0.5
-"""Interval while a server of the map is not connected or answers CLUSTERDOWN. Both are shortened at random by up to a
-half."""
+"""Interval while a server is not connected or answers CLUSTERDOWN. Both are shortened at random by up to a half."""
 
 RETIRE_S: Final = 1.0
 """Time for a link without tags to finish its requests: longer than any timeout."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+from contextlib import suppress
 from typing import Final
 
 from ratelimitd.cluster.redis.connection import Handshake, server_named
-from ratelimitd.cluster.redis.link import LinkOptions, ask_once
+from ratelimitd.cluster.redis.link import LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.cluster.redis.topology import OneServer
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
@@ -14,6 +16,9 @@ from ratelimitd.settings.urls import RedisUrl, Server
 
 ASK_S: Final = 0.3
 """Timeout of one sentinel. There are others, and no check waits for them."""
+
+POLL_S: Final = 3.0
+"""Interval of asking for the primary: a sentinel that hangs announces none. Shortened at random by up to a half."""
 
 SWITCHED: Final = Channel(b"+switch-master")
 """Channel on which sentinels announce a new primary."""
@@ -88,14 +93,19 @@ class SentinelTopology(OneServer):
             on_message=self._switched,
             on_begin=lambda: None,
         )
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start connecting."""
         await super().start()
         self._switches.start()
+        self._polling = asyncio.create_task(repeat_step(self._poll, self.options.sleep))
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
         await self._switches.close()
         await super().close()
 
@@ -103,6 +113,12 @@ class SentinelTopology(OneServer):
         """Return the sentinel to subscribe to; also follow a primary whose change was missed."""
         self._follow(await self._sentinels.primary())
         return self._sentinels.preferred
+
+    async def _poll(self) -> None:
+        """Follow the primary after a pause; the link reports that no sentinel answers."""
+        await self.options.sleep(POLL_S * (1 - self.options.random() / 2))
+        with suppress(StoreUnavailableError):
+            self._follow(await self._sentinels.primary())
 
     def _switched(self, message: bytes) -> None:
         """Follow ``service old-host old-port new-host new-port``."""

@@ -104,6 +104,44 @@ async def test_the_link_leaves_a_primary_that_still_answers_after_a_failover(val
         await topology.close()
 
 
+async def test_a_new_primary_is_followed_although_the_subscribed_sentinel_hangs(valkey):
+    """It accepts connections and says no more, as a stopped process; another one knows of the failover."""
+    primary, other = b"%d" % valkey.port, b"%d" % free_port()
+    hangs = asyncio.Event()
+
+    async def hang_later(reader, writer):
+        await reader.readuntil(b"PING\r\n")
+        if not hangs.is_set():
+            writer.write(b"+PONG\r\n")
+            if b"SUBSCRIBE" in await reader.read(1_000):
+                writer.write(b"*3\r\n$9\r\nsubscribe\r\n$14\r\n+switch-master\r\n:1\r\n")
+            else:
+                writer.write(reply(b"127.0.0.1", primary))
+        await reader.read()
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"+PONG\r\n")
+        await reader.read(1_000)
+        writer.write(reply(b"127.0.0.1", other))
+        await reader.read()
+
+    async def pause(_seconds):
+        await hangs.wait()
+
+    async with serving(hang_later) as hanging, serving(answer) as live:
+        servers = (Server("127.0.0.1", hanging), Server("127.0.0.1", live))
+        url = RedisUrl(TopologyKind.SENTINEL, servers, service="ours")
+        topology = SentinelTopology(url, PATIENT._replace(sleep=pause))
+        await topology.start()
+        (link,) = topology.all()
+        await soon(lambda: topology._switches.connected)
+        assert link.name == f"127.0.0.1:{primary.decode()}"
+        hangs.set()
+        await soon(lambda: link.name == f"127.0.0.1:{other.decode()}")
+        await topology.close()
+
+
 async def test_sentinels_use_their_own_login():
     url = RedisUrl(
         TopologyKind.SENTINEL,
