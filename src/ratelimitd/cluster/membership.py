@@ -237,7 +237,7 @@ class Membership:
         own = self._fingerprint()
         had_other_secret, self._has_other_secret = (
             self._has_other_secret,
-            bool(own) and fingerprint != own,
+            bool(own) and fingerprint not in {own, ""},  # empty: the store has just lost its data
         )
         if self._has_other_secret and not had_other_secret:
             _log.warning(

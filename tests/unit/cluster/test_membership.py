@@ -112,6 +112,11 @@ def test_a_node_without_its_secret_yet_reports_no_mismatch(scene, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_a_store_without_a_fingerprint_is_no_mismatch(scene, caplog):
+    scene.beat_answered("")
+    assert caplog.messages == []
+
+
 async def test_a_node_joins_when_the_store_answers(scene):
     scene.pulse.answer = (7_000_000, "ours", ("node/1", "other/2"))
     await scene.membership.join(LONG_S)
