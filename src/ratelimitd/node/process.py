@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -119,6 +120,8 @@ class StopSignals:
 def _report_lost_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     """Log the error of a task or callback that is not awaited; asyncio's own line would quote arguments."""
     error = context.get("exception")
+    if isinstance(error, socket.gaierror) and type(context.get("future")) is asyncio.Future:
+        return  # uvloop does not cancel a look-up when its connection times out, and that was reported
     exc_info = error if isinstance(error, BaseException) else None
     _log.error("an exception was lost in the event loop", exc_info=exc_info)
 

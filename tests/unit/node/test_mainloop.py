@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 
 import pytest
@@ -89,6 +90,21 @@ def test_an_unawaited_exception_is_logged_without_its_text(caplog):
     kinds = [record.exc_info and record.exc_info[0] for record in caplog.records]
     assert kinds == [None, KeyError]
     assert all("alice" not in record.getMessage() for record in caplog.records)
+
+
+def test_the_error_of_a_lookup_that_outlasted_its_connection_is_not_logged(caplog):
+    async def lookup():
+        raise socket.gaierror
+
+    async def serve():
+        asyncio.get_running_loop().create_future().set_exception(socket.gaierror())
+        asyncio.create_task(lookup())  # noqa: RUF006 - the defect: nothing awaits it
+        await asyncio.sleep(0)
+        return 0
+
+    with caplog.at_level(logging.ERROR):
+        process.run_process(serve)
+    assert [record.exc_info[0] for record in caplog.records] == [socket.gaierror]  # the task's
 
 
 def test_the_event_loop_is_uvloop_if_available(monkeypatch):
