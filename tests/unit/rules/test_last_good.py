@@ -193,6 +193,14 @@ async def test_later_book_replaces_the_file_atomically(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [BOOK_FILE]
 
 
+async def test_file_is_private_even_beside_a_leftover_temporary_one(tmp_path):
+    left_over = tmp_path / f"{BOOK_FILE}.tmp"
+    left_over.write_bytes(b"half")
+    left_over.chmod(0o644)
+    path = await stored(tmp_path, book_of("/orders"), assigned(1))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 async def test_failed_write_is_reported_and_the_next_one_is_tried(tmp_path, reports):
     directory = tmp_path / "state"
     last_good = LastGoodBook(directory, sleep=lambda _s: asyncio.sleep(0))
