@@ -267,18 +267,20 @@ class SqlRuleStore:
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """Return the secret of this name."""
+        # First without the lock: a node must also start on a locked or read-only database.
+        async with self._database.reading() as connection:
+            value = await _secret(connection, name)
+        if value is not None:
+            return value
         async with self._database.writing() as connection:
-            await next_revision(
-                connection
-            )  # takes the lock, so that only one node creates the secret
-            value = await connection.scalar(
-                sa.select(secrets.c.value).where(secrets.c.name == name)
-            )
+            # Takes the lock, so that only one node creates the secret.
+            await next_revision(connection)
+            value = await _secret(connection, name)
             if value is None:
                 value = proposed or self._random_bytes(SECRET_BYTES)
                 row = {"name": name, "value": value, "created_at": self._now()}
                 await connection.execute(secrets.insert().values(row))
-        return bytes(value)
+        return value
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
@@ -441,6 +443,11 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
         message = "the rule has changed: read it again and send its new etag"
         raise RuleConflictError(message)
     return found
+
+
+async def _secret(connection: AsyncConnection, name: str) -> bytes | None:
+    value = await connection.scalar(sa.select(secrets.c.value).where(secrets.c.name == name))
+    return None if value is None else bytes(value)
 
 
 class _Change(NamedTuple):
