@@ -16,7 +16,7 @@ from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.retry import Backoff
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import BookEditor, RuleBook
-from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.last_good import IS_EMPTY, LastGoodBook
 from ratelimitd.rules.store import BookChanges, RuleStore
 
 POLL_S: Final = 2.0
@@ -45,6 +45,7 @@ class RuleFeed:
     ``assignments`` mirrors those of the store, changed in place.
 
     Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
+    An empty store in place of one with content was lost: the feed keeps its book, as while a store is unavailable.
 
     Awaits ``open_store`` before each read to prepare the store; it raises ``StoreUnavailableError`` while it cannot.
     Enters ``whole_load`` around each load of a whole book. Tests set ``sleep`` and ``random`` (0 to 1).
@@ -94,6 +95,12 @@ class RuleFeed:
     def connected(self) -> bool:
         """Whether the book came from the store, not from disk, and the last read succeeded."""
         return self._from_store and not self._failures
+
+    def expects_content(self) -> bool:
+        """Return whether the store was ever edited, by the book in use, else by the last good one."""
+        if self._book is not None:
+            return self._book.revision > 0
+        return self._last_good is not None and self._last_good.has_content()
 
     async def start(self) -> None:
         """Load the first book from the store, else the last good one from disk.
@@ -153,12 +160,15 @@ class RuleFeed:
             if self._open_store is not None:
                 await self._open_store()
             known = self._book.revision if self._book is not None and self._from_store else None
-            if known is not None:
-                current = await self._store.revision()
-                if current == known:
-                    return
-                if current < known:
-                    known = None  # another database: the changes since are unknown
+            current = await self._store.revision()
+            if current == known:
+                return
+            if not current and self.expects_content():
+                # What it holds next is another book, even at the same revision.
+                self._from_store = False
+                raise StoreUnavailableError(IS_EMPTY)
+            if known is not None and current < known:
+                known = None  # another database: the changes since are unknown
             with self._whole_load() if known is None else nullcontext():
                 changes = await self._store.changes_since(known)
                 self._count_skipped(changes)

@@ -37,6 +37,14 @@ FORMAT: Final = "ratelimitd rule book 1"
 FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
 """Not format 1: a release without assignments must reject such a file."""
 
+WAY_OUT: Final = (
+    f"restore it; to begin with an empty one, remove {BOOK_FILE} from STATE_DIR and restart"
+)
+"""What to do about a lost rule database."""
+
+IS_EMPTY: Final = f"the rule database is empty: {WAY_OUT}"
+"""The error of a database without any edit beside a book that had some."""
+
 WRITE_DELAY_S: Final = 5.0
 """Delay of writing a new book, during which a newer one replaces it: an import is written once."""
 
@@ -82,9 +90,16 @@ class LastGoodBook:
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    def exists(self) -> bool:
-        """Return whether there is a file."""
-        return self._path.exists()
+    def has_content(self) -> bool:
+        """Return whether there is a book of a database that was ever edited; reads its header only."""
+        try:
+            with self._path.open("rb") as file:
+                header = _object(file.readline(_MAX_HEADER_BYTES))
+            return header.get("revision", 0) != 0
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     async def load(self) -> LastGood | None:
         """Return the content of the file; ``None`` without a usable one.

@@ -87,6 +87,22 @@ async def test_large_book_is_restored_whole(tmp_path):
     assert len(found) == count
 
 
+async def test_only_a_book_of_an_edited_database_is_content(tmp_path):
+    last_good = LastGoodBook(tmp_path)
+    assert not last_good.has_content()
+    await stored(tmp_path, RuleBook.of([], 0))
+    assert not last_good.has_content()
+    path = await stored(tmp_path, RuleBook.of([], 3))
+    assert last_good.has_content()
+    path.write_bytes(b"not ours")
+    assert not last_good.has_content()
+
+
+async def test_file_that_cannot_be_read_counts_as_content(tmp_path):
+    (tmp_path / BOOK_FILE).mkdir()
+    assert LastGoodBook(tmp_path).has_content()
+
+
 async def test_missing_file_is_no_book_and_not_reported(tmp_path, reports):
     assert await LastGoodBook(tmp_path).load() is None
     assert reports == []
