@@ -29,7 +29,7 @@ from ratelimitd.rules.last_good import (
 )
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
-from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
+from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S, identity_of
 from ratelimitd.rules.store import RuleDraft, RuleStore
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
@@ -114,6 +114,7 @@ class StoreOpening:
     ) -> None:
         self._store = store
         self._database_url = database_url
+        self._database = urls.parse_database_url(database_url)
         self._may_be_new = may_be_new
         self._rules_file = rules_file
         self._types = types
@@ -121,16 +122,19 @@ class StoreOpening:
         self._shared_key = shared_key
         self._was_tried = False
         self._is_open = False
+        self._file: tuple[int, int] | None = None
 
-    async def open(self) -> None:
-        """Open the store, unless it is open; call it again after a failure.
+    async def open(self) -> bool:
+        """Open the store, unless it is open; call it again before each read.
+
+        Returns whether it was opened: the first time, or because its SQLite file was replaced.
 
         Raises:
             StoreUnavailableError: a later attempt may succeed.
             StartupError: the configuration is wrong. Only the first attempt raises it: a serving node continues.
         """
-        if self._is_open:
-            return
+        if self._is_open and self._file == self._identity():
+            return False
         was_tried, self._was_tried = self._was_tried, True
         try:
             await self._prepare()
@@ -139,9 +143,17 @@ class StoreOpening:
                 raise
             raise StoreUnavailableError(str(error)) from error
         self._is_open = True
+        self._file = self._identity()
+        return True
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Return the identity of the SQLite file; ``None`` for a server."""
+        if isinstance(self._database, urls.SqliteFile):
+            return identity_of(self._database.path)
+        return None
 
     async def _prepare(self) -> None:
-        database = urls.parse_database_url(self._database_url)
+        database = self._database
         may_be_new = self._may_be_new()
         drafts = None
         if isinstance(database, urls.SqliteFile):

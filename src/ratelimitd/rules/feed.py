@@ -47,8 +47,9 @@ class RuleFeed:
     Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
     An empty store in place of one with content was lost: the feed keeps its book, as while a store is unavailable.
 
-    Awaits ``open_store`` before each read to prepare the store; it raises ``StoreUnavailableError`` while it cannot.
-    Enters ``whole_load`` around each load of a whole book. Tests set ``sleep`` and ``random`` (0 to 1).
+    Awaits ``open_store`` before each read to prepare the store; it returns whether the store is another one than
+    before, and raises ``StoreUnavailableError`` while it cannot. Enters ``whole_load`` around each load of a whole
+    book. Tests set ``sleep`` and ``random`` (0 to 1).
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class RuleFeed:
         on_book: Callable[[RuleBook], None],
         assignments: Assignments | None = None,
         last_good: LastGoodBook | None = None,
-        open_store: Callable[[], Awaitable[None]] | None = None,
+        open_store: Callable[[], Awaitable[bool]] | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         random: Callable[[], float] = random_source.random,
@@ -157,8 +158,8 @@ class RuleFeed:
 
     async def _reload(self) -> None:
         async with self._reloading:
-            if self._open_store is not None:
-                await self._open_store()
+            if self._open_store is not None and await self._open_store():
+                self._from_store = False
             known = self._book.revision if self._book is not None and self._from_store else None
             current = await self._store.revision()
             if current == known:

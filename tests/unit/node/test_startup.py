@@ -25,7 +25,7 @@ from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.table import Settings
-from tests.rule_stores import store_at
+from tests.rule_stores import sqlite_store, store_at
 
 RULES = """
 rules:
@@ -252,12 +252,12 @@ async def test_a_missing_database_is_created_only_while_allowed(unopened, url, t
 
 
 @pytest.fixture
-def started(unopened, url, rules_file, tmp_path):
-    """Start a node's feed, with the rules file unless told otherwise, and close it."""
+def new_feed(unopened, url, rules_file, tmp_path):
+    """Return a node's feed, with the rules file unless told otherwise."""
 
-    async def started(given=None):
+    def new_feed(given=None):
         given = {"RULES_FILE": str(rules_file)} if given is None else given
-        feed = feed_of(
+        return feed_of(
             unopened,
             Settings.load({}, {"DATABASE_URL": url, **given}),
             None,
@@ -266,6 +266,16 @@ def started(unopened, url, rules_file, tmp_path):
             assignments=Assignments(),
             whole_load=nullcontext,
         )
+
+    return new_feed
+
+
+@pytest.fixture
+def started(new_feed):
+    """Start a node's feed and close it."""
+
+    async def started(given=None):
+        feed = new_feed(given)
         await feed.start()
         await feed.notify()
         await feed.close()
@@ -297,6 +307,43 @@ async def test_a_lost_database_leaves_edits_and_assignments_of_the_last_good_boo
     feed = await started(given)
     assert (len(feed.book), len(feed.assignments)) == (0 if given is not None else 2, 0)
     assert feed.connected
+
+
+@pytest.mark.parametrize("endpoints_there", [["/x"], ["/x", "/y"], ["/x", "/y", "/z"]])
+async def test_a_file_in_place_of_that_of_a_running_node_is_loaded_whole(
+    new_feed, tmp_path, endpoints_there
+):
+    feed = new_feed()
+    await feed.start()
+    assert feed.book.revision == 2
+    (tmp_path / "there").mkdir()
+    async with sqlite_store(tmp_path / "there") as there:
+        for endpoint in endpoints_there:
+            await there.create(RuleDraft(endpoint, "user", 1, 60, "token_bucket"), "me")
+    for wal in tmp_path.glob("rules.db-*"):
+        wal.unlink()
+    (tmp_path / "there/rules.db").replace(tmp_path / "rules.db")
+    await feed.notify()
+    assert sorted(rule.endpoint for rule in feed.book.rules()) == endpoints_there
+    book = feed.book
+    await feed.notify()
+    assert feed.book is book
+    await feed.close()
+
+
+async def test_an_empty_file_that_another_node_creates_does_not_replace_the_book_in_use(
+    new_feed, url, tmp_path, caplog
+):
+    feed = new_feed()
+    await feed.start()
+    for file in tmp_path.glob("rules.db*"):
+        file.unlink()
+    await feed.notify()
+    assert "rules.db is missing: restore it" in caplog.text
+    await migrations.upgrade(url)
+    await feed.notify()
+    assert (len(feed.book), feed.connected) == (2, False)
+    await feed.close()
 
 
 async def test_a_database_without_edits_is_created_again(started, tmp_path):

@@ -453,6 +453,7 @@ async def test_store_is_opened_before_each_read_until_it_succeeds(store, reports
         if len(attempts) < 2:
             message = "locked"
             raise StoreUnavailableError(message)
+        return len(attempts) == 2
 
     feed = RuleFeed(store, on_book=lambda _book: None, open_store=open_store)
     await feed.start()
