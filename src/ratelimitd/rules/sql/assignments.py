@@ -40,7 +40,7 @@ ROWS_PER_STEP: Final = 256
 """Rows processed per event-loop iteration: about 1 ms."""
 
 KEPT_S: Final = 86_400
-"""Retention of an expired assignment: far above the clock differences between nodes."""
+"""Retention of an expired assignment: far above the usual clock differences between nodes."""
 
 PURGED_PER_WRITE: Final = 100
 """Expired assignments that each write deletes, plus two per assignment written."""
@@ -195,9 +195,13 @@ class SqlAssignmentStore:
     async def _purge(self, connection: AsyncConnection, most: int) -> int:
         """Delete at most ``most`` assignments that expired long ago; return their number.
 
-        Nodes need no notification: an expired assignment has no effect.
+        Nodes need no notification: an expired assignment has no effect. Both this node's clock and the database's must
+        say so: one node with a wrong clock would delete assignments that are in force on the others.
         """
-        ended = assignments.c.expire_time.between(1, self._now_s() - KEPT_S)
+        expire_time = assignments.c.expire_time
+        ended = expire_time.between(1, self._now_s() - KEPT_S) & (
+            expire_time <= sa.extract("epoch", sa.func.now()) - KEPT_S
+        )
         columns = (assignments.c.identifier_type, assignments.c.identifier)
         rows = await connection.execute(sa.select(*columns).where(ended).limit(most))
         identities = [(row.identifier_type, row.identifier) for row in rows]
