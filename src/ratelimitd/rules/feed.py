@@ -103,6 +103,17 @@ class RuleFeed:
             return self._book.revision > 0
         return self._last_good is not None and self._last_good.has_content()
 
+    def require_content(self) -> None:
+        """Refuse a store without any edit if there is a book with some: the store was lost.
+
+        Raises:
+            StoreUnavailableError: there is; the message says what to do.
+        """
+        if self.expects_content():
+            # What it holds next is another book, even at the same revision.
+            self._from_store = False
+            raise StoreUnavailableError(IS_EMPTY)
+
     async def start(self) -> None:
         """Load the first book from the store, else the last good one from disk.
 
@@ -164,10 +175,8 @@ class RuleFeed:
             current = await self._store.revision()
             if current == known:
                 return
-            if not current and self.expects_content():
-                # What it holds next is another book, even at the same revision.
-                self._from_store = False
-                raise StoreUnavailableError(IS_EMPTY)
+            if not current:
+                self.require_content()
             if known is not None and current < known:
                 known = None  # another database: the changes since are unknown
             with self._whole_load() if known is None else nullcontext():

@@ -6,7 +6,7 @@ A write is one transaction under the revision lock; each change in it has its ow
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -59,9 +59,17 @@ class SqlAssignmentStore:
     The rule store creates it and closes ``database``.
     """
 
-    def __init__(self, database: RuleDatabase, *, clock: Clock, max_assignments: int) -> None:
+    def __init__(
+        self,
+        database: RuleDatabase,
+        *,
+        clock: Clock,
+        before_first_edit: Callable[[], None],
+        max_assignments: int,
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._before_first_edit = before_first_edit
         self._max_assignments = max_assignments
 
     async def assign_all(
@@ -70,6 +78,8 @@ class SqlAssignmentStore:
         """Assign every identity, or none."""
         async with self._database.writing() as connection:
             revision = await next_revision(connection)
+            if revision == 1:
+                self._before_first_edit()
             purged = await self._purge(connection, PURGED_PER_WRITE + 2 * len(assignments))
             stored = await _stored(connection, [one.identity for one in assignments])
             answers: list[Assignment] = []
