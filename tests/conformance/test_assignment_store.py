@@ -1,5 +1,7 @@
 """What every store of assignments promises, the same tests for each of them."""
 
+import time
+
 import pytest
 
 from ratelimitd.errors import (
@@ -133,6 +135,16 @@ async def test_what_expired_long_ago_makes_room_in_a_full_store(open_store, cloc
             await store.assignments.assign_all([pro(b"e")], ME)
         await store.assignments.unassign(("user", b"d"), "", ME)
         await store.assignments.assign_all([pro(b"e")], ME)
+
+
+async def test_a_node_whose_clock_is_ahead_deletes_nothing_that_is_in_force(store, clock):
+    until = int(time.time()) + 30 * DAY_S
+    await store.assignments.assign_all([pro(b"a", expire_time=until)], ME)
+    ahead_us = 20 * 365 * DAY_S * US_PER_S
+    clock.step(us=ahead_us)
+    await store.assignments.assign_all([pro(b"b")], ME)
+    clock.step(us=-ahead_us)
+    assert await listed(store) == [("user", b"a"), ("user", b"b")]
 
 
 async def test_each_change_is_in_the_audit_trail_with_who_and_what(store):

@@ -187,7 +187,10 @@ class Node:
             _log.warning("%s", warning)
         self._recorder = self._new_recorder()
         store = SqlRuleStore(
-            open_database(settings.database_url), clock=self._clock, types=settings.known_types
+            open_database(settings.database_url),
+            clock=self._clock,
+            types=settings.known_types,
+            before_first_edit=lambda: feed.require_content(),  # noqa: PLW0108 -- made after its store
         )
         self._open.push_async_callback(store.close)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path)

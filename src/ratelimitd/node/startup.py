@@ -20,10 +20,16 @@ from ratelimitd.node.tokens_file import without_waiting
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import BOOK_FILE, BucketKey, LastGoodBook, require_same_key
+from ratelimitd.rules.last_good import (
+    IS_EMPTY,
+    WAY_OUT,
+    BucketKey,
+    LastGoodBook,
+    require_same_key,
+)
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
-from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
+from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S, identity_of
 from ratelimitd.rules.store import RuleDraft, RuleStore
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
@@ -32,17 +38,24 @@ ACTOR: Final = "RULES_FILE"
 """Actor in the audit trail."""
 
 
-async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
+async def seed_new_book(
+    store: RuleStore,
+    path: Path,
+    types: Collection[str] | None = None,
+    drafts: Sequence[RuleDraft] | None = None,
+) -> int:
     """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
-    Returns how many were written. ``types`` are the identifier types that rules may use.
+    Returns how many were written. ``types`` are the identifier types that rules may use. ``drafts`` are the rules of
+    ``path`` if it was read already.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
     if not await store.revision():  # else the file may be missing
-        drafts = await _drafts_in(path, types)
+        if drafts is None:
+            drafts = await _drafts_in(path, types)
         # The transaction checks again that the book is new.
         written = await store.create_all(drafts, ACTOR)
         if written or not drafts:
@@ -82,9 +95,10 @@ _log = logging.getLogger(__name__)
 class StoreOpening:
     """Opens the store of one node.
 
-    ``may_create`` returns at each attempt whether to create a missing file. ``rules_file`` seeds a new book.
-    ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
-    of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
+    ``may_be_new`` returns at each attempt whether the store may be a new one; else a missing or empty one is refused.
+    ``rules_file`` seeds a new book. ``bucket_key`` is settled with the store; ``None`` when the settings give the key.
+    ``shared_key`` is the KEY_SECRET of a node that shares its buckets, empty = not set; ``None`` for a node that does
+    not share them.
     """
 
     def __init__(
@@ -92,7 +106,7 @@ class StoreOpening:
         store: RuleStore,
         database_url: str,
         *,
-        may_create: Callable[[], bool],
+        may_be_new: Callable[[], bool],
         rules_file: Path | None,
         types: Collection[str] | None = None,
         bucket_key: BucketKey | None,
@@ -100,23 +114,27 @@ class StoreOpening:
     ) -> None:
         self._store = store
         self._database_url = database_url
-        self._may_create = may_create
+        self._database = urls.parse_database_url(database_url)
+        self._may_be_new = may_be_new
         self._rules_file = rules_file
         self._types = types
         self._bucket_key = bucket_key
         self._shared_key = shared_key
         self._was_tried = False
         self._is_open = False
+        self._file: tuple[int, int] | None = None
 
-    async def open(self) -> None:
-        """Open the store, unless it is open; call it again after a failure.
+    async def open(self) -> bool:
+        """Open the store, unless it is open; call it again before each read.
+
+        Returns whether it was opened: the first time, or because its SQLite file was replaced.
 
         Raises:
             StoreUnavailableError: a later attempt may succeed.
             StartupError: the configuration is wrong. Only the first attempt raises it: a serving node continues.
         """
-        if self._is_open:
-            return
+        if self._is_open and self._file == self._identity():
+            return False
         was_tried, self._was_tried = self._was_tried, True
         try:
             await self._prepare()
@@ -125,25 +143,37 @@ class StoreOpening:
                 raise
             raise StoreUnavailableError(str(error)) from error
         self._is_open = True
+        self._file = self._identity()
+        return True
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Return the identity of the SQLite file; ``None`` for a server."""
+        if isinstance(self._database, urls.SqliteFile):
+            return identity_of(self._database.path)
+        return None
 
     async def _prepare(self) -> None:
-        database = urls.parse_database_url(self._database_url)
+        database = self._database
+        may_be_new = self._may_be_new()
+        drafts = None
         if isinstance(database, urls.SqliteFile):
-            may_create = self._may_create()
-            if not may_create and not await asyncio.to_thread(database.path.exists):
-                message = (
-                    f"the rule database {database.path} is missing: restore it; to begin with an empty one, "
-                    f"remove {BOOK_FILE} from STATE_DIR and restart"
-                )
-                raise StoreUnavailableError(message)
+            if not await asyncio.to_thread(database.path.exists):
+                if not may_be_new:
+                    message = f"the rule database {database.path} is missing: {WAY_OUT}"
+                    raise StoreUnavailableError(message)
+                if self._rules_file is not None:
+                    # Read before the database is created: a wrong file must not leave an empty one.
+                    drafts = await _drafts_in(self._rules_file, self._types)
             await migrations.upgrade(
-                self._database_url, create=may_create, busy_timeout_s=BUSY_TIMEOUT_S
+                self._database_url, create=may_be_new, busy_timeout_s=BUSY_TIMEOUT_S
             )
         else:
             # Other nodes may run an older release; the operator decides when to migrate.
             await migrations.require_current(self._database_url)
+        if not may_be_new and not await self._store.revision():
+            raise StoreUnavailableError(IS_EMPTY)
         if self._rules_file is not None:
-            written = await seed_new_book(self._store, self._rules_file, self._types)
+            written = await seed_new_book(self._store, self._rules_file, self._types, drafts)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
         if self._bucket_key is not None:
@@ -167,10 +197,8 @@ def feed_of(
     opening = StoreOpening(
         store,
         settings.database_url,
-        # Beside a last good book a missing database was lost. An empty one that nothing fills would allow all checks.
-        may_create=lambda: (
-            feed.book is None and (settings.rules_file is not None or not last_good.exists())
-        ),
+        # Else it was lost: an empty one would allow all checks, and RULES_FILE lacks later edits and assignments.
+        may_be_new=lambda: not feed.expects_content(),
         rules_file=settings.rules_file,
         types=settings.known_types,
         bucket_key=bucket_key,

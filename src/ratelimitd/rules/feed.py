@@ -16,7 +16,7 @@ from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.retry import Backoff
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import BookEditor, RuleBook
-from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.last_good import IS_EMPTY, LastGoodBook
 from ratelimitd.rules.store import BookChanges, RuleStore
 
 POLL_S: Final = 2.0
@@ -45,9 +45,11 @@ class RuleFeed:
     ``assignments`` mirrors those of the store, changed in place.
 
     Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
+    An empty store in place of one with content was lost: the feed keeps its book, as while a store is unavailable.
 
-    Awaits ``open_store`` before each read to prepare the store; it raises ``StoreUnavailableError`` while it cannot.
-    Enters ``whole_load`` around each load of a whole book. Tests set ``sleep`` and ``random`` (0 to 1).
+    Awaits ``open_store`` before each read to prepare the store; it returns whether the store is another one than
+    before, and raises ``StoreUnavailableError`` while it cannot. Enters ``whole_load`` around each load of a whole
+    book. Tests set ``sleep`` and ``random`` (0 to 1).
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class RuleFeed:
         on_book: Callable[[RuleBook], None],
         assignments: Assignments | None = None,
         last_good: LastGoodBook | None = None,
-        open_store: Callable[[], Awaitable[None]] | None = None,
+        open_store: Callable[[], Awaitable[bool]] | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         random: Callable[[], float] = random_source.random,
@@ -94,6 +96,23 @@ class RuleFeed:
     def connected(self) -> bool:
         """Whether the book came from the store, not from disk, and the last read succeeded."""
         return self._from_store and not self._failures
+
+    def expects_content(self) -> bool:
+        """Return whether the store was ever edited, by the book in use, else by the last good one."""
+        if self._book is not None:
+            return self._book.revision > 0
+        return self._last_good is not None and self._last_good.has_content()
+
+    def require_content(self) -> None:
+        """Refuse a store without any edit if there is a book with some: the store was lost.
+
+        Raises:
+            StoreUnavailableError: there is; the message says what to do.
+        """
+        if self.expects_content():
+            # What it holds next is another book, even at the same revision.
+            self._from_store = False
+            raise StoreUnavailableError(IS_EMPTY)
 
     async def start(self) -> None:
         """Load the first book from the store, else the last good one from disk.
@@ -150,15 +169,16 @@ class RuleFeed:
 
     async def _reload(self) -> None:
         async with self._reloading:
-            if self._open_store is not None:
-                await self._open_store()
+            if self._open_store is not None and await self._open_store():
+                self._from_store = False
             known = self._book.revision if self._book is not None and self._from_store else None
-            if known is not None:
-                current = await self._store.revision()
-                if current == known:
-                    return
-                if current < known:
-                    known = None  # another database: the changes since are unknown
+            current = await self._store.revision()
+            if current == known:
+                return
+            if not current:
+                self.require_content()
+            if known is not None and current < known:
+                known = None  # another database: the changes since are unknown
             with self._whole_load() if known is None else nullcontext():
                 changes = await self._store.changes_since(known)
                 self._count_skipped(changes)

@@ -1,8 +1,8 @@
 """Copies of the rule database's content in the state directory, for a start while the database is unavailable.
 
 Two files: the last good rule book with the assignments, and the key that hashes bucket names. Each is written to a
-temporary file and renamed, so that readers see the old or the new file, whole. An unusable file is logged and never
-fails the start. See ADR 0013.
+temporary file and renamed, so that readers see the old or the new file, whole. Both are readable by their owner only:
+an assigned identity may be an API key. An unusable file is logged and never fails the start. See ADR 0013.
 
 The book is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, one per assignment in the fields
 of ``Assigned``, and a checksum of all preceding lines. For assignments changed during the write, the file holds either
@@ -36,6 +36,14 @@ KEY_FILE: Final = "bucket-key"
 FORMAT: Final = "ratelimitd rule book 1"
 FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
 """Not format 1: a release without assignments must reject such a file."""
+
+WAY_OUT: Final = (
+    f"restore it; to begin with an empty one, remove {BOOK_FILE} from STATE_DIR and restart"
+)
+"""What to do about a lost rule database."""
+
+IS_EMPTY: Final = f"the rule database is empty: {WAY_OUT}"
+"""The error of a database without any edit beside a book that had some."""
 
 WRITE_DELAY_S: Final = 5.0
 """Delay of writing a new book, during which a newer one replaces it: an import is written once."""
@@ -82,9 +90,16 @@ class LastGoodBook:
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    def exists(self) -> bool:
-        """Return whether there is a file."""
-        return self._path.exists()
+    def has_content(self) -> bool:
+        """Return whether there is a book of a database that was ever edited; reads its header only."""
+        try:
+            with self._path.open("rb") as file:
+                header = _object(file.readline(_MAX_HEADER_BYTES))
+            return header.get("revision", 0) != 0
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     async def load(self) -> LastGood | None:
         """Return the content of the file; ``None`` without a usable one.
@@ -135,7 +150,7 @@ class LastGoodBook:
         digest = blake2b()
         kind = FORMAT_WITH_ASSIGNMENTS if assignments else FORMAT
         header = {"format": kind, "revision": book.revision, "rules": len(book)}
-        with await asyncio.to_thread(aside.open, "wb") as file:
+        with await asyncio.to_thread(_new_private_file, aside) as file:
             lines = [_line(header)]
             written = chain(
                 (_line(RuleRow.of(rule)) for rule in book.rules()), _lines_of(assignments)
@@ -213,10 +228,7 @@ class BucketKey:
     def _save(self) -> None:
         aside = self._path.with_name(f"{KEY_FILE}.tmp")
         try:
-            with suppress(FileNotFoundError):
-                aside.unlink()  # left by a killed process, perhaps with another mode
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            with _new_private_file(aside) as file:
                 file.write(self._key)
                 _sync(file)
             aside.replace(self._path)
@@ -310,6 +322,14 @@ def _lines_of(assignments: Assignments) -> Iterator[bytes]:
 
 def _line(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _new_private_file(path: Path) -> BinaryIO:
+    """Create a file that only its owner can read, in place of an existing one."""
+    with suppress(FileNotFoundError):
+        path.unlink()  # left by a killed process, perhaps with another mode
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    return os.fdopen(descriptor, "wb")
 
 
 def _sync(file: BinaryIO) -> None:

@@ -48,6 +48,7 @@ class Client:
         self.channel = grpc.aio.insecure_channel(node.grpc_address)
         self.checks = stubs.RateLimiterStub(self.channel)
         self.rules = stubs.RateLimiterConfigStub(self.channel)
+        self.plans = stubs.RateLimiterPlansStub(self.channel)
         self.node = stubs.RateLimiterHealthStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
@@ -483,6 +484,35 @@ async def test_a_lost_database_is_not_recreated_while_the_last_good_book_is_serv
             assert await client.allowed(5) == 3
         assert list((tmp_path / "database").iterdir()) == []
         (tmp_path / "database").rmdir()
+
+
+async def test_no_single_edit_but_a_whole_set_takes_the_place_of_a_lost_book(kept, tmp_path):
+    rule = pb.RateLimit(
+        endpoint="/b",
+        identifier_type="user",
+        limit=1,
+        window_seconds=1,
+        algorithm="token_bucket",
+    )
+    blocked = pb.Assignment(
+        identity=pb.Identity(identifier="u", identifier_type="user"), plan="blocked"
+    )
+    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
+        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+            connection.execute("DELETE FROM rules")
+            connection.execute("DELETE FROM rule_audit")
+            connection.execute("UPDATE rule_revision SET revision = 0")
+        for edit in (
+            client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule)),
+            client.plans.AssignPlan(pb.AssignPlanRequest(assignment=blocked)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="the rule database is empty: restore"):
+                await edit
+        assert await client.allowed(5) == 3
+        wanted = pb.ApplyRateLimitsRequest(rate_limits=[rule], prune=True)
+        await client.rules.ApplyRateLimits(wanted)
+        assert await client.allowed(5) == 5, "no rule for /a"
+        await client.plans.AssignPlan(pb.AssignPlanRequest(assignment=blocked))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sqlite3
 from contextlib import closing, nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +17,15 @@ from ratelimitd.errors import (
 )
 from ratelimitd.node import startup
 from ratelimitd.node.startup import ACTOR, StoreOpening, feed_of, seed_new_book
-from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.assignments import Assignment, Assignments
 from ratelimitd.rules.last_good import KEY_NAME, BucketKey
+from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.table import Settings
-from tests.rule_stores import store_at
+from tests.rule_stores import sqlite_store, store_at
 
 RULES = """
 rules:
@@ -157,7 +160,7 @@ async def test_a_pipe_is_refused_without_waiting_for_a_writer(store, tmp_path):
 
 def opening_of(store, url, **changes):
     """Return the opening of a store that may be created, without rules file and key."""
-    given = {"may_create": lambda: True, "rules_file": None, "bucket_key": None}
+    given = {"may_be_new": lambda: True, "rules_file": None, "bucket_key": None}
     return StoreOpening(store, url, **{**given, **changes})
 
 
@@ -203,7 +206,7 @@ async def test_a_failed_attempt_is_repeated(unopened, url, monkeypatch, tmp_path
 
 
 async def test_a_wrong_configuration_fails_the_first_attempt_and_is_retried_by_later_ones(
-    unopened, url, rules_file
+    unopened, url, rules_file, tmp_path
 ):
     rules_file.write_text("rules: [{}]")
     opening = opening_of(unopened, url, rules_file=rules_file)
@@ -211,13 +214,36 @@ async def test_a_wrong_configuration_fails_the_first_attempt_and_is_retried_by_l
         await opening.open()
     with pytest.raises(StoreUnavailableError, match="RULES_FILE"):
         await opening.open()
+    assert list(tmp_path.iterdir()) == [rules_file], "no empty database is left"
     rules_file.write_text(RULES)
     await opening.open()
     assert await unopened.revision() == 2
 
 
+async def test_an_empty_database_in_place_of_one_with_content_is_not_filled(
+    store, url, rules_file, tmp_path
+):
+    opening = opening_of(
+        store,
+        url,
+        may_be_new=lambda: False,
+        rules_file=rules_file,
+        bucket_key=BucketKey(tmp_path),
+        shared_key=b"sixteen bytes or",
+    )
+    with pytest.raises(
+        StoreUnavailableError, match=r"database is empty: restore it; .* rules.last-good"
+    ):
+        await opening.open()
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM secrets").fetchall() == [(0,)]
+    assert await endpoints(store) == []
+    await store.create_all(parse_rules(RULES.encode()), "restored")
+    await opening.open()
+
+
 async def test_a_missing_database_is_created_only_while_allowed(unopened, url, tmp_path):
-    opening = opening_of(unopened, url, may_create=lambda: False)
+    opening = opening_of(unopened, url, may_be_new=lambda: False)
     with pytest.raises(
         StoreUnavailableError, match=r"rules.db is missing: restore it; .* rules.last-good"
     ):
@@ -225,13 +251,13 @@ async def test_a_missing_database_is_created_only_while_allowed(unopened, url, t
     assert not (tmp_path / "rules.db").exists()
 
 
-async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_book(
-    url, unopened, rules_file, *, tmp_path, caplog
-):
-    with_file = {"RULES_FILE": str(rules_file)}
+@pytest.fixture
+def new_feed(unopened, url, rules_file, tmp_path):
+    """Return a node's feed, with the rules file unless told otherwise."""
 
-    async def started(given=with_file):
-        feed = feed_of(
+    def new_feed(given=None):
+        given = {"RULES_FILE": str(rules_file)} if given is None else given
+        return feed_of(
             unopened,
             Settings.load({}, {"DATABASE_URL": url, **given}),
             None,
@@ -240,11 +266,95 @@ async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_bo
             assignments=Assignments(),
             whole_load=nullcontext,
         )
+
+    return new_feed
+
+
+@pytest.fixture
+def started(new_feed):
+    """Start a node's feed and close it."""
+
+    async def started(given=None):
+        feed = new_feed(given)
         await feed.start()
         await feed.notify()
         await feed.close()
         return feed
 
+    return started
+
+
+def truncated(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, truncated])
+@pytest.mark.parametrize("given", [None, {}], ids=["with RULES_FILE", "without"])
+async def test_a_lost_database_leaves_edits_and_assignments_of_the_last_good_book_in_force(
+    started, unopened, tmp_path, *, lose, given
+):
+    await started()
+    await unopened.create(RuleDraft("/c", "user", 1, 60, "token_bucket"), "me")
+    await unopened.assignments.assign_all([Assignment("user", b"eve", "blocked")], "me")
+    await started()
+    await unopened.close()
+    copy = (tmp_path / "rules.last-good").read_bytes()
+    lose(tmp_path / "rules.db")
+    feed = await started(given)
+    assert (len(feed.book), len(feed.assignments), feed.connected) == (3, 1, False)
+    assert (tmp_path / "rules.last-good").read_bytes() == copy
+    (tmp_path / "rules.last-good").unlink()
+    feed = await started(given)
+    assert (len(feed.book), len(feed.assignments)) == (0 if given is not None else 2, 0)
+    assert feed.connected
+
+
+@pytest.mark.parametrize("endpoints_there", [["/x"], ["/x", "/y"], ["/x", "/y", "/z"]])
+async def test_a_file_in_place_of_that_of_a_running_node_is_loaded_whole(
+    new_feed, tmp_path, endpoints_there
+):
+    feed = new_feed()
+    await feed.start()
+    assert feed.book.revision == 2
+    (tmp_path / "there").mkdir()
+    async with sqlite_store(tmp_path / "there") as there:
+        for endpoint in endpoints_there:
+            await there.create(RuleDraft(endpoint, "user", 1, 60, "token_bucket"), "me")
+    for wal in tmp_path.glob("rules.db-*"):
+        wal.unlink()
+    (tmp_path / "there/rules.db").replace(tmp_path / "rules.db")
+    await feed.notify()
+    assert sorted(rule.endpoint for rule in feed.book.rules()) == endpoints_there
+    book = feed.book
+    await feed.notify()
+    assert feed.book is book
+    await feed.close()
+
+
+async def test_an_empty_file_that_another_node_creates_does_not_replace_the_book_in_use(
+    new_feed, url, tmp_path, caplog
+):
+    feed = new_feed()
+    await feed.start()
+    for file in tmp_path.glob("rules.db*"):
+        file.unlink()
+    await feed.notify()
+    assert "rules.db is missing: restore it" in caplog.text
+    await migrations.upgrade(url)
+    await feed.notify()
+    assert (len(feed.book), feed.connected) == (2, False)
+    await feed.close()
+
+
+async def test_a_database_without_edits_is_created_again(started, tmp_path):
+    assert len((await started({})).book) == 0
+    (tmp_path / "rules.db").unlink()
+    assert (await started({})).connected
+
+
+async def test_the_feed_opens_the_store_and_creates_none_beside_the_last_good_book(
+    started, rules_file, tmp_path, caplog
+):
     assert len((await started()).book) == 2
     rules_file.unlink()
     (tmp_path / "rules.db").rename(tmp_path / "away.db")

@@ -180,6 +180,50 @@ async def test_replaced_database_is_reloaded(start, store, behind):
     assert node.feed.book.revision == 1
 
 
+EMPTY = (
+    "the rule database is empty: restore it; to begin with an empty one, remove rules.last-good from STATE_DIR and "
+    "restart"
+)
+
+
+async def test_emptied_database_does_not_replace_the_book(start, store, behind):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    behind("DELETE FROM rules")
+    behind("DELETE FROM rule_audit")
+    behind("UPDATE rule_revision SET revision = 0")
+    await node.pauses.turn()
+    await node.pauses.turn()
+    assert node.books == [node.feed.book]
+    assert list(node.feed.book.rules()) == [rule]
+    assert not node.feed.connected
+    assert node.loads == ["begins", "ends with 1 books"]
+    restored = await store.create(CARTS, "me")
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [restored]
+    assert node.reports == [f"rules cannot be read: {EMPTY}", "rules can be read again"]
+
+
+async def test_start_on_an_emptied_database_serves_the_last_good_book_until_that_is_removed(
+    start, store, behind, tmp_path
+):
+    await store.assignments.assign_all([pro(b"a", "blocked")], "me")
+    await (await start()).close()
+    behind("DELETE FROM assignments")
+    behind("UPDATE rule_revision SET revision = 0")
+    node = await start()
+    await node.pauses.turn()
+    assert (plans(node), node.feed.connected) == ({b"a": "blocked"}, False)
+    assert node.reports == [
+        f"rules cannot be read: {EMPTY}",
+        "serving the last good rule book, revision 1",
+    ]
+    await node.close()
+    (tmp_path / "rules.last-good").unlink()
+    node = await start()
+    assert (plans(node), node.feed.connected) == ({}, True)
+
+
 async def test_polls_are_two_seconds_apart_within_a_fifth(start):
     node = await start()
     await node.pauses.turn()
@@ -318,11 +362,12 @@ async def test_deleted_invalid_row_is_no_longer_counted(start, store, behind):
 
 async def test_replaced_database_replaces_the_invalid_rows(start, store, behind):
     await store.create(ORDERS, "me")
+    await store.delete((await store.create(CARTS, "me")).id, "", "me")
     behind("UPDATE rules SET algorithm = ''")
     node = await start()
     assert node.feed.left_out == 1
     behind("DELETE FROM rules")
-    behind("UPDATE rule_revision SET revision = 0")
+    behind("UPDATE rule_revision SET revision = 1")
     await node.feed.notify()
     assert (len(node.feed.book), node.feed.left_out) == (0, 0)
 
@@ -408,6 +453,7 @@ async def test_store_is_opened_before_each_read_until_it_succeeds(store, reports
         if len(attempts) < 2:
             message = "locked"
             raise StoreUnavailableError(message)
+        return len(attempts) == 2
 
     feed = RuleFeed(store, on_book=lambda _book: None, open_store=open_store)
     await feed.start()
@@ -501,6 +547,19 @@ async def test_server_outage_loses_no_rule_and_logs_two_lines(cluster, postgres)
         "rules cannot be read",
         "rules can be read again",
     ]
+
+
+async def test_database_made_again_does_not_lift_the_limits_of_running_nodes(
+    cluster, postgres, postgresql_url
+):
+    node, store = await cluster("a")
+    rule = await store.create(ORDERS, "me")
+    await node.feed.notify()
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(f"DROP DATABASE {name} WITH (FORCE)", f"CREATE DATABASE {name} TEMPLATE migrated")
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+    assert node.reports == [f"rules cannot be read: {EMPTY}"]
 
 
 async def test_node_that_starts_during_an_outage_serves_its_last_good_book(cluster, postgres):

@@ -87,6 +87,22 @@ async def test_large_book_is_restored_whole(tmp_path):
     assert len(found) == count
 
 
+async def test_only_a_book_of_an_edited_database_is_content(tmp_path):
+    last_good = LastGoodBook(tmp_path)
+    assert not last_good.has_content()
+    await stored(tmp_path, RuleBook.of([], 0))
+    assert not last_good.has_content()
+    path = await stored(tmp_path, RuleBook.of([], 3))
+    assert last_good.has_content()
+    path.write_bytes(b"not ours")
+    assert not last_good.has_content()
+
+
+async def test_file_that_cannot_be_read_counts_as_content(tmp_path):
+    (tmp_path / BOOK_FILE).mkdir()
+    assert LastGoodBook(tmp_path).has_content()
+
+
 async def test_missing_file_is_no_book_and_not_reported(tmp_path, reports):
     assert await LastGoodBook(tmp_path).load() is None
     assert reports == []
@@ -191,6 +207,14 @@ async def test_later_book_replaces_the_file_atomically(tmp_path):
         await stored(tmp_path, book_of("/carts", revision=2))
         assert old + reader.read() != (tmp_path / BOOK_FILE).read_bytes()
     assert [entry.name for entry in tmp_path.iterdir()] == [BOOK_FILE]
+
+
+async def test_file_is_private_even_beside_a_leftover_temporary_one(tmp_path):
+    left_over = tmp_path / f"{BOOK_FILE}.tmp"
+    left_over.write_bytes(b"half")
+    left_over.chmod(0o644)
+    path = await stored(tmp_path, book_of("/orders"), assigned(1))
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 async def test_failed_write_is_reported_and_the_next_one_is_tried(tmp_path, reports):

@@ -6,7 +6,7 @@ A write is one transaction under the revision lock; each change in it has its ow
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ ROWS_PER_STEP: Final = 256
 """Rows processed per event-loop iteration: about 1 ms."""
 
 KEPT_S: Final = 86_400
-"""Retention of an expired assignment: far above the clock differences between nodes."""
+"""Retention of an expired assignment: far above the usual clock differences between nodes."""
 
 PURGED_PER_WRITE: Final = 100
 """Expired assignments that each write deletes, plus two per assignment written."""
@@ -59,9 +59,17 @@ class SqlAssignmentStore:
     The rule store creates it and closes ``database``.
     """
 
-    def __init__(self, database: RuleDatabase, *, clock: Clock, max_assignments: int) -> None:
+    def __init__(
+        self,
+        database: RuleDatabase,
+        *,
+        clock: Clock,
+        before_first_edit: Callable[[], None],
+        max_assignments: int,
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._before_first_edit = before_first_edit
         self._max_assignments = max_assignments
 
     async def assign_all(
@@ -70,6 +78,8 @@ class SqlAssignmentStore:
         """Assign every identity, or none."""
         async with self._database.writing() as connection:
             revision = await next_revision(connection)
+            if revision == 1:
+                self._before_first_edit()
             purged = await self._purge(connection, PURGED_PER_WRITE + 2 * len(assignments))
             stored = await _stored(connection, [one.identity for one in assignments])
             answers: list[Assignment] = []
@@ -195,9 +205,13 @@ class SqlAssignmentStore:
     async def _purge(self, connection: AsyncConnection, most: int) -> int:
         """Delete at most ``most`` assignments that expired long ago; return their number.
 
-        Nodes need no notification: an expired assignment has no effect.
+        Nodes need no notification: an expired assignment has no effect. Both this node's clock and the database's must
+        say so: one node with a wrong clock would delete assignments that are in force on the others.
         """
-        ended = assignments.c.expire_time.between(1, self._now_s() - KEPT_S)
+        expire_time = assignments.c.expire_time
+        ended = expire_time.between(1, self._now_s() - KEPT_S) & (
+            expire_time <= sa.extract("epoch", sa.func.now()) - KEPT_S
+        )
         columns = (assignments.c.identifier_type, assignments.c.identifier)
         rows = await connection.execute(sa.select(*columns).where(ended).limit(most))
         identities = [(row.identifier_type, row.identifier) for row in rows]

@@ -159,7 +159,7 @@ class SqliteDatabase:
         return engine
 
     def _set_up(self, connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info["file"] = _identity(self._path)
+        entry.info["file"] = identity_of(self._path)
         # The driver would begin a transaction only at the first write; `_begin` does so explicitly.
         connection.isolation_level = None
         # Invalid UTF-8 in one row would fail a whole load; validation rejects the lone surrogates instead.
@@ -175,7 +175,7 @@ class SqliteDatabase:
         self, _connection: DBAPIConnection, entry: ConnectionPoolEntry, _proxy: Any
     ) -> None:
         # Writes to a file that was replaced (a restored backup) or deleted would be lost.
-        if entry.info["file"] != _identity(self._path):
+        if entry.info["file"] != identity_of(self._path):
             raise DisconnectionError
 
 
@@ -259,7 +259,8 @@ def _lenient_text(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that replaced it; ``None`` for a missing one."""
     try:
         status = path.stat()
     except OSError:

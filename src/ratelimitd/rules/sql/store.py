@@ -91,7 +91,8 @@ class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
     :meth:`close` closes ``database``. Several processes may share one. ``types`` are the identifier types that new
-    rules may have or combine. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
+    rules may have or combine. ``before_first_edit`` raises to refuse a single rule or assignment that would become the
+    whole book. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SqlRuleStore:
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
         types: Collection[str] = tuple(IdentifierType),
+        before_first_edit: Callable[[], None] = lambda: None,
         max_assignments: int = MAX_ASSIGNMENTS,
     ) -> None:
         self._database = database
@@ -111,8 +113,12 @@ class SqlRuleStore:
         self._new_id = new_id
         self._random_bytes = random_bytes
         self._types = types
+        self._before_first_edit = before_first_edit
         self.assignments = SqlAssignmentStore(
-            database, clock=clock, max_assignments=max_assignments
+            database,
+            clock=clock,
+            before_first_edit=before_first_edit,
+            max_assignments=max_assignments,
         )
         """The assignments in the same database."""
 
@@ -123,6 +129,8 @@ class SqlRuleStore:
         validated(draft, rule_id=rule_id, revision=0, types=self._types)
         async with self._database.writing() as connection:
             revision = await next_revision(connection)
+            if revision == 1:
+                self._before_first_edit()
             await _refuse_taken_id(connection, rule_id)
             await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             await self._refuse_beyond_maximum(connection)
@@ -267,18 +275,20 @@ class SqlRuleStore:
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """Return the secret of this name."""
+        # First without the lock: a node must also start on a locked or read-only database.
+        async with self._database.reading() as connection:
+            value = await _secret(connection, name)
+        if value is not None:
+            return value
         async with self._database.writing() as connection:
-            await next_revision(
-                connection
-            )  # takes the lock, so that only one node creates the secret
-            value = await connection.scalar(
-                sa.select(secrets.c.value).where(secrets.c.name == name)
-            )
+            # Takes the lock, so that only one node creates the secret.
+            await next_revision(connection)
+            value = await _secret(connection, name)
             if value is None:
                 value = proposed or self._random_bytes(SECRET_BYTES)
                 row = {"name": name, "value": value, "created_at": self._now()}
                 await connection.execute(secrets.insert().values(row))
-        return bytes(value)
+        return value
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
@@ -441,6 +451,11 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
         message = "the rule has changed: read it again and send its new etag"
         raise RuleConflictError(message)
     return found
+
+
+async def _secret(connection: AsyncConnection, name: str) -> bytes | None:
+    value = await connection.scalar(sa.select(secrets.c.value).where(secrets.c.name == name))
+    return None if value is None else bytes(value)
 
 
 class _Change(NamedTuple):

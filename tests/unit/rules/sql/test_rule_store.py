@@ -285,6 +285,13 @@ async def test_reads_succeed_and_writes_fail_while_another_process_holds_the_loc
     await store.create(ORDERS, "me")
 
 
+async def test_stored_secret_is_read_while_another_process_holds_the_lock(store, tmp_path):
+    secret = await store.secret("key")
+    with closing(sqlite3.connect(tmp_path / "rules.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert await store.secret("key") == secret
+
+
 async def test_database_without_the_schema_is_unavailable(tmp_path):
     sqlite3.connect(tmp_path / "rules.db").executescript("CREATE TABLE t (x)").connection.close()
     async with store_at(f"sqlite:///{tmp_path}/rules.db") as store:
@@ -421,6 +428,23 @@ async def test_node_runs_with_a_role_without_schema_permissions(postgres, postgr
         await store.update(rule.id, RuleChanges(limit=5), "", "me")
         assert len(await store.secret("key")) == 32
         await store.delete(rule.id, "", "me")
+
+
+async def test_stored_secret_is_read_on_a_server_that_became_read_only(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    async with store_at(postgresql_url) as store:
+        secret = await store.secret("key")
+    postgres.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    async with store_at(postgresql_url) as store:
+        assert await store.secret("key") == secret
+        with pytest.raises(StoreUnavailableError, match="read-only"):
+            await store.secret("another")
+
+
+async def test_one_of_racing_first_calls_creates_the_secret(postgresql_url):
+    async with AsyncExitStack() as stack:
+        stores = [await stack.enter_async_context(store_at(postgresql_url)) for _ in range(4)]
+        assert len(set(await asyncio.gather(*(one.secret("key") for one in stores)))) == 1
 
 
 async def test_long_load_of_assignments_yields_between_steps(store, behind, monkeypatch):
