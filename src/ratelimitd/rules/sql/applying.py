@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from itertools import islice
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
@@ -17,11 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ratelimitd.errors import RuleBookConflictError
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import RuleDraft, limit_count
 from ratelimitd.rules.validation import RuleRow
 
 PER_STEP: Final = 64
-"""Rules validated, compared or written per event-loop iteration: about 1 ms."""
+"""Limits validated, compared or written per event-loop iteration: about 1 ms. A rule has up to 264, in plans."""
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
     Raises:
         RuleInvalidError: names the violated fields.
     """
-    for step in steps(drafts):
+    for step in steps(drafts, limit_count):
         for draft in step:
             diff.want(draft)
         await asyncio.sleep(0)
@@ -51,7 +50,7 @@ async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) 
             for row in rows:
                 diff.see(RuleRow._make(row))
     changes: list[Change] = []
-    for step in steps(diff.changes(current + 1)):
+    for step in steps(diff.changes(current + 1), _limits_of):
         changes += step
         await asyncio.sleep(0)
     diff.refuse()
@@ -101,7 +100,7 @@ async def record(
     text_of: Callable[[RuleRow | None], str | None],
 ) -> None:
     """Insert the changes into ``rule_audit_changes``."""
-    for step in steps(changes):
+    for step in steps(changes, _limits_of):
         rows = [
             {
                 "revision": revision,
@@ -115,11 +114,25 @@ async def record(
         await connection.execute(rule_audit_changes.insert(), rows)
 
 
-def steps(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the items in batches of ``PER_STEP``."""
-    iterator = iter(items)
-    while step := list(islice(iterator, PER_STEP)):
+def steps(
+    items: Iterable[T], limits_of: Callable[[T], int] = lambda _: 1, most: int = PER_STEP
+) -> Iterator[list[T]]:
+    """Yield the items in batches of at most ``most`` limits, or of one item that has more."""
+    step: list[T] = []
+    limits = 0
+    for item in items:
+        more = limits_of(item)
+        if step and limits + more > most:
+            yield step
+            step, limits = [], 0
+        step.append(item)
+        limits += more
+    if step:
         yield step
+
+
+def _limits_of(change: Change) -> int:
+    return sum(row.limit_count for row in change if row is not None)
 
 
 def _by_action(changes: Iterable[Change]) -> dict[str, list[Any]]:

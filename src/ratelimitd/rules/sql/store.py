@@ -6,6 +6,7 @@ snapshot. Builds no book and applies no rule. See ADR 0008, ADR 0013 and ADR 002
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets as random_source
 import uuid
@@ -22,6 +23,7 @@ from collections.abc import (
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -42,6 +44,7 @@ from ratelimitd.rules.sql.applying import (
     changes_of,
     record,
     refuse_changes_after,
+    steps,
     want_all,
     write,
 )
@@ -66,6 +69,7 @@ from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.sql.trail import read_trail
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
+    MAX_PAGE_LIMITS,
     MAX_RULES,
     SECRET_BYTES,
     Applied,
@@ -75,14 +79,17 @@ from ratelimitd.rules.store import (
     RuleChanges,
     RuleDraft,
     SkippedRow,
+    limit_count,
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
 ROWS_PER_STEP: Final = 128
-"""Rows converted to rules per event-loop iteration: about 1 ms at 8 µs a row."""
+"""Limits converted from rows to rules per event-loop iteration: about 1 ms at 8 µs a row of one limit."""
 
 _COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
+
+_LIMITS_OF: Final = attrgetter("limit_count")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -145,9 +152,10 @@ class SqlRuleStore:
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
-            for start in range(0, len(drafts), ROWS_PER_STEP):
-                batch = drafts[start : start + ROWS_PER_STEP]
-                await self._insert_batch(connection, batch, start + 1, actor)
+            first = 1
+            for batch in steps(drafts, limit_count, ROWS_PER_STEP):
+                await self._insert_batch(connection, batch, first, actor)
+                first += len(batch)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
         return len(drafts)
 
@@ -224,13 +232,19 @@ class SqlRuleStore:
             place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
             statement = statement.where(place > sa.tuple_(*after))
         found: list[Rule] = []
+        limits = 0
         # No LIMIT: invalid rows do not count, and rows after the page are never fetched.
         async with (
             self._database.reading() as connection,
             aclosing(_read(connection, statement)) as batches,
         ):
-            while len(found) < size and (batch := await anext(batches, None)) is not None:
+            while (
+                len(found) < size
+                and limits < MAX_PAGE_LIMITS
+                and (batch := await anext(batches, None)) is not None
+            ):
                 found += batch.rules
+                limits += sum(map(limit_count, batch.rules))
         return found[:size]
 
     async def audit(
@@ -394,14 +408,16 @@ async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> Async
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
         async for rows in result.partitions(ROWS_PER_STEP):
-            batch = _Batch([], [])
-            for row in rows:
-                rule = rule_from_row(RuleRow._make(row))
-                if isinstance(rule, Rule):
-                    batch.rules.append(rule)
-                else:
-                    batch.skipped.append(rule)
-            yield batch
+            for step in steps(map(RuleRow._make, rows), _LIMITS_OF, ROWS_PER_STEP):
+                batch = _Batch([], [])
+                for row in step:
+                    rule = rule_from_row(row)
+                    if isinstance(rule, Rule):
+                        batch.rules.append(rule)
+                    else:
+                        batch.skipped.append(rule)
+                yield batch
+                await asyncio.sleep(0)
 
 
 async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:
