@@ -307,7 +307,7 @@ class RuleStore(Protocol):
         """Return at most ``size`` changes, newest first; fewer only at the end.
 
         ``rule_id`` selects the changes of one rule, including those in whole sets; empty = all, with a whole set as one
-        entry. ``before`` is the last revision of the previous page.
+        entry. ``before`` is the last revision of the previous page. Selections by ``wanted`` run one at a time.
         """
 
     async def changes_since(self, revision: int | None) -> BookChanges:

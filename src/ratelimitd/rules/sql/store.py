@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Awaitable,
     Callable,
     Collection,
@@ -20,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from operator import attrgetter
@@ -36,6 +37,7 @@ from ratelimitd.errors import (
     RuleExistsError,
     RuleNotFoundError,
     RulesFullError,
+    StoreUnavailableError,
 )
 from ratelimitd.model import IdentifierType, Rule, types_within
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
@@ -86,6 +88,9 @@ from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_fro
 ROWS_PER_STEP: Final = 128
 """Limits converted from rows to rules per event-loop iteration: about 1 ms at 8 µs a row of one limit."""
 
+SEARCH_WAIT_S: Final = 5.0
+"""Longest wait for other searches of the audit trail; as long as for a connection."""
+
 _COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
 
@@ -118,6 +123,7 @@ class SqlRuleStore:
         self._new_id = new_id
         self._random_bytes = random_bytes
         self._types = types
+        self._searches = asyncio.Lock()
         self.assignments = SqlAssignmentStore(
             database, clock=clock, max_assignments=max_assignments
         )
@@ -251,7 +257,8 @@ class SqlRuleStore:
         self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
     ) -> Sequence[AuditEntry]:
         """Return a page of the audit trail."""
-        async with self._database.reading() as connection:
+        searching = nullcontext() if wanted == EVERY_CHANGE else self._searching()
+        async with searching, self._database.reading() as connection:
             return await read_trail(connection, rule_id, before, size, wanted)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
@@ -297,6 +304,20 @@ class SqlRuleStore:
     async def close(self) -> None:
         """Close every connection; idempotent."""
         await self._database.close()
+
+    @asynccontextmanager
+    async def _searching(self) -> AsyncIterator[None]:
+        """Search the audit trail alone: searches read all of it, and several would take every connection."""
+        try:
+            async with asyncio.timeout(SEARCH_WAIT_S):
+                await self._searches.acquire()
+        except TimeoutError:
+            message = "other searches of the audit trail take too long"
+            raise StoreUnavailableError(message) from None
+        try:
+            yield
+        finally:
+            self._searches.release()
 
     async def _record(
         self,

@@ -31,7 +31,14 @@ from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
-from ratelimitd.rules.store import AssignmentQuery, RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.rules.store import (
+    EVERY_CHANGE,
+    AssignmentQuery,
+    AuditFilter,
+    RuleChanges,
+    RuleDraft,
+    SkippedRow,
+)
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
 from tests.rule_stores import rules_with_many_plans, sqlite_store, store_at
@@ -238,6 +245,44 @@ async def test_audit_text_without_fields_is_read_as_none(store, behind, text):
     [entry] = await store.audit("", None, 10)
     assert (entry.before, entry.after["endpoint"]) == (None, "/orders")
     assert entry.at.utcoffset() == timedelta(0)
+
+
+async def test_searches_of_the_audit_trail_leave_connections_to_others(store, monkeypatch):
+    running, finish, read = [], asyncio.Event(), sql_store.read_trail
+
+    async def spied(*arguments):
+        if arguments[-1] != EVERY_CHANGE:
+            running.append(arguments[-1].text)
+            await finish.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(sql_store, "read_trail", spied)
+    await store.create(ORDERS, "me")
+    searches = [
+        asyncio.create_task(store.audit("", None, 10, AuditFilter(text=text)))
+        for text in ("/orders", *"abcdef")
+    ]
+    [change] = await store.audit("", None, 10)
+    await store.update(ID, RuleChanges(limit=20), "", "me")
+    assert running == ["/orders"]
+    finish.set()
+    first, *others = await asyncio.gather(*searches)
+    assert first[-1] == change
+    assert running == ["/orders", *"abcdef"]
+    assert len(others) == 6
+
+
+async def test_search_of_the_audit_trail_does_not_wait_for_long(store, monkeypatch):
+    finish = asyncio.Event()
+    monkeypatch.setattr(sql_store, "SEARCH_WAIT_S", 0)
+    monkeypatch.setattr(sql_store, "read_trail", lambda *_: finish.wait())
+    search = AuditFilter(actor="me")
+    first = asyncio.create_task(store.audit("", None, 10, search))
+    await asyncio.sleep(0)
+    with pytest.raises(StoreUnavailableError, match="other searches of the audit trail take"):
+        await store.audit("", None, 10, search)
+    finish.set()
+    await first
 
 
 async def paced(work, monkeypatch, module, reader):
