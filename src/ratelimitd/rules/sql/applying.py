@@ -22,6 +22,9 @@ from ratelimitd.rules.validation import RuleRow
 PER_STEP: Final = 64
 """Limits validated, compared or written per event-loop iteration: about 1 ms. A rule has up to 264, in plans."""
 
+_CONTROL: Final = sa.literal("\x01")
+"""A control character, which is in no valid endpoint."""
+
 T = TypeVar("T")
 
 
@@ -80,11 +83,11 @@ async def write(connection: AsyncConnection, changes: Iterable[Change], now: dat
     by_id = rules.c.id == sa.bindparam("of_id")
     for step in steps(row.id for row, _ in of["delete"]):
         await connection.execute(rules.delete().where(rules.c.id.in_(step)))
-    # Endpoints must stay unique at every step: first, rules that move get a free temporary endpoint, their id.
+    # Endpoints must stay unique at every step: first, rules that move get a temporary one that no rule can have.
     moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
     for step in steps(moved):
-        parked = rules.update().where(rules.c.id.in_(step)).values(endpoint=rules.c.id)
-        await connection.execute(parked)
+        parked = rules.update().where(rules.c.id.in_(step))
+        await connection.execute(parked.values(endpoint=_CONTROL + rules.c.id))
     for updated in steps(of["update"]):
         values = [{**after._asdict(), "updated_at": now, "of_id": after.id} for _, after in updated]
         await connection.execute(rules.update().where(by_id), values)

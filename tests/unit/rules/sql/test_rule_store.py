@@ -205,6 +205,15 @@ async def test_invalid_row_can_be_repaired_or_deleted_through_the_store(store, b
     assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
+async def test_identifier_type_that_is_no_text_can_be_repaired(store, behind):
+    await store.create(ORDERS, "me")
+    behind("UPDATE rules SET identifier_type = ?", b"user")
+    with pytest.raises(RuleInvalidError, match="identifier_type"):
+        await store.update(ID, RuleChanges(limit=5), "", "me")
+    mended = await store.update(ID, RuleChanges(identifier_type="user"), "", "me")
+    assert mended.identifier_type == "user"
+
+
 async def test_invalid_row_does_not_count_towards_a_page(store, behind, insert_many):
     insert_many(ROWS_PER_STEP + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
