@@ -62,6 +62,8 @@ class FakeNode(
         """Tokens by hold."""
         self.page_size = 1000
         self.max_changes = 1000
+        self.revision: int | None = None
+        """The revision of whole sets; else the number of calls."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
         self.explanation = pb.Explanation()
@@ -210,7 +212,7 @@ class FakeNode(
                 del self.rules[change.before.id]
         kinds = [(one.HasField("before"), one.HasField("after")) for one in changes]
         return pb.ApplyRateLimitsResponse(
-            revision=len(self.seen),
+            revision=len(self.seen) if self.revision is None else self.revision,
             created=kinds.count((False, True)),
             updated=kinds.count((True, True)),
             deleted=kinds.count((True, False)),

@@ -9,12 +9,32 @@ from ratelimitd.rules.book import BookEditor
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.rules.validation import MAX_LIMITS, MAX_PLANS
 from ratelimitd.testing import ManualClock
 
 UNHURRIED_S = 50.0
 """Waits of tests that are about something else: longer than any on a busy machine, within a test's own limit."""
 
 _made: list[bytes] = []
+
+
+def rules_with_many_plans(number: int) -> list[RuleDraft]:
+    """Rules for /00, /01 and so on, with as many plans and limits as a rule may have."""
+    limits = tuple(LimitDraft(f"limit-{n}", 1, 1, "fixed_window") for n in range(MAX_LIMITS))
+    plans = tuple(PlanDraft(f"plan-{n:02}", limits) for n in range(MAX_PLANS))
+    return [
+        RuleDraft(
+            f"/{n:02}",
+            "user",
+            limit=1,
+            window_seconds=1,
+            algorithm="fixed_window",
+            id=f"00000000-0000-4000-8000-{n:012}",
+            plans=plans,
+        )
+        for n in range(number)
+    ]
 
 
 def successor(book, changed, removed_ids, revision):

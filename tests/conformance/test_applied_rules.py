@@ -87,6 +87,12 @@ async def test_rules_trade_their_places(store):
     }  # fmt: skip
 
 
+async def test_a_rule_moves_beside_one_whose_endpoint_is_its_id(store):
+    await apply(store, draft("/a", id=IDS[0]), draft(IDS[0]))
+    await apply(store, draft("/b", id=IDS[0]))
+    assert set(await stored(store)) == {"/b", IDS[0]}
+
+
 async def test_limits_and_plans_are_compared_as_they_are_stored(store):
     limits = (
         LimitDraft("", 10, 60, "token_bucket"),

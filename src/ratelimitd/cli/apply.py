@@ -104,7 +104,7 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print the changes without making them.")
 ]
 RevisionOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
         metavar="N",
@@ -121,7 +121,7 @@ def apply(
     file: FileOption,
     prune: PruneOption = False,
     dry_run: DryRunOption = False,
-    revision: RevisionOption = 0,
+    revision: RevisionOption = None,
 ) -> None:
     """Apply a rules file to a node, all of it or nothing, and print the changes.
 
@@ -159,7 +159,7 @@ def revert(
         int, typer.Argument(metavar="REVISION", min=1, help="The revision to go back to.")
     ],
     dry_run: DryRunOption = False,
-    revision: RevisionOption = 0,
+    revision: RevisionOption = None,
 ) -> None:
     """Bring the rules back to what they were at a revision, in a new revision, and print the changes.
 
@@ -176,7 +176,10 @@ def revert(
     with target.client() as client, _named_if_missing(target):
         try:
             answer = client.revert_rules(
-                as_of, dry_run=dry_run, revision=revision, timeout_s=timeout_s
+                as_of,
+                dry_run=dry_run,
+                revision=_checked_revision(client, revision),
+                timeout_s=timeout_s,
             )
         except grpc.RpcError as error:
             reasons = [why for field, why in violations_of(error) if field == "as_of"]
@@ -225,7 +228,7 @@ def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
 
 
 def _ask(
-    target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int = 0
+    target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int | None = None
 ) -> pb.ApplyRateLimitsResponse:
     """Send a file to the node, and return its changes."""
     import grpc  # noqa: PLC0415 - as in client_options
@@ -243,7 +246,7 @@ def _ask(
                 map(_message, wanted),
                 prune=prune,
                 dry_run=dry_run,
-                revision=revision,
+                revision=_checked_revision(client, revision),
                 timeout_s=timeout_s,
             )
         except grpc.RpcError as error:
@@ -254,6 +257,14 @@ def _ask(
         added = {one.after.endpoint for one in moved} - {""}
         warn_of_case(client, added, gone={one.before.id for one in moved})
         return answer
+
+
+def _checked_revision(client: NodeClient, revision: int | None) -> int:
+    """Return the revision to send; in the contract 0 means unchecked, so compare it here, by a call of its own."""
+    if revision == 0 and (current := client.apply_rules((), dry_run=True).revision):
+        message = f"rules may have been changed after revision 0: the revision is {current} now"
+        raise CliError(message)
+    return revision or 0
 
 
 def _in_file(violation: FieldViolation, wanted: Sequence[RuleDraft]) -> FieldViolation:

@@ -40,6 +40,8 @@ _UNLIMITED: Final = (INT32_MAX, 1)
 _OBSERVE: Final = ("shadow_mode", "quota_mode")
 """Keys of a descriptor whose limit never denies."""
 
+_TRUE: Final = frozenset({"true", "yes", "on", "y"})
+
 _LIMIT_KEYS: Final = frozenset({"unit", "requests_per_unit", "name", "unlimited", "replaces"})
 _KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", *_OBSERVE})
 _TOP_KEYS: Final = frozenset({"domain", "descriptors"})
@@ -92,11 +94,12 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
     domain, top = _domain_and_descriptors(data, notes)
     limits = [*_limits(top, (), domain, notes)]
     new = dict.fromkeys(_new_keys(limits, identifiers), UNNAMED_TYPE)
+    every = {**identifiers, **new}
     rules: dict[tuple[str, str], RuleDraft] = {}
     for limit in limits:
         place = _place(domain, limit.entries)
         try:
-            rule = _rule(domain, limit, {**identifiers, **new})
+            rule = _rule(domain, limit, every)
             if (rule.endpoint, rule.identifier_type) in rules:
                 _leave_out("an earlier limit has the same endpoint and type")
         except ValueError as reason:
@@ -232,15 +235,13 @@ def _place(domain: str, entries: Sequence[_Entry]) -> str:
 
 
 def _text(node: Node | None) -> str:
-    """Return a scalar as written in the file."""
-    value = None if node is None else node.value
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, str | int) else ""
+    """Return a scalar as written in the file; empty for null."""
+    return "" if node is None or node.value is None else node.text
 
 
 def _is_true(node: Node | None) -> bool:
-    return node is not None and node.value is True
+    """Return whether a flag is set, also in the words of YAML 1.1, which envoyproxy/ratelimit reads."""
+    return _text(node).lower() in _TRUE
 
 
 def _leave_out(reason: str) -> NoReturn:

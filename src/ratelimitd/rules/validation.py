@@ -104,6 +104,13 @@ class RuleRow(NamedTuple):
     plans: Any = None
     """JSON: an object with an array of limits per plan; ``None`` without plans."""
 
+    @property
+    def limit_count(self) -> int:
+        """About the number of its limits, its own and those of its plans: the time to read them grows with it."""
+        return 1 + sum(
+            text.count("{") for text in (self.limits, self.plans) if isinstance(text, str)
+        )
+
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
         """Return the row of a rule."""

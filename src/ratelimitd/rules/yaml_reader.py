@@ -36,10 +36,14 @@ class YamlError(ValueError):
 
 
 class Node(NamedTuple):
-    """A value and the line it starts on, counted from 1. Keys of a mapping are text."""
+    """A value and the line it starts on, counted from 1. Keys of a mapping are text.
+
+    ``text`` is a scalar as written, without its quotes.
+    """
 
     value: Scalar | list[Node] | dict[str, Node]
     line: int
+    text: str = ""
 
 
 def read_yaml_file(data: bytes, max_bytes: int) -> Node:
@@ -104,7 +108,8 @@ def _node(event: Any, events: Iterator[Any], depth: int) -> Node:
         return Node(_sequence(events, depth), line)
     if isinstance(event, yaml.MappingStartEvent):
         return Node(_entries(events, depth), line)
-    return Node(_scalar(event.value) if event.implicit[0] else event.value, line)
+    text = event.value
+    return Node(_scalar(text) if event.implicit[0] else text, line, text)
 
 
 def _sequence(events: Iterator[Any], depth: int) -> list[Node]:

@@ -13,12 +13,21 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
+from google.protobuf.message import Message
+
 from ratelimitd.errors import FieldViolation, RuleInvalidError, RuleNotFoundError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.assignments import is_utf8
-from ratelimitd.rules.store import Applied, RuleDraft, RuleStore, in_order
+from ratelimitd.rules.store import (
+    MAX_PAGE_LIMITS,
+    Applied,
+    RuleDraft,
+    RuleStore,
+    in_order,
+    limit_count,
+)
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert_rules import (
     change_of,
@@ -42,7 +51,7 @@ from ratelimitd.services.wire import (
     rules_within,
     text_of,
 )
-from ratelimiter.v1 import ratelimiter_pb2
+from ratelimiter.v1.ratelimiter_pb2 import ApplyRateLimitsResponse, ListRateLimitsResponse
 
 SEAL_BYTES: Final = 16
 
@@ -104,15 +113,14 @@ SERVICE: Final = "ratelimiter.v1.RateLimiterConfig"
 
 DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 1_000
-"""Rules in one answer: at most 1.4 MB, well below the 4 MiB of a message."""
+"""Rules in one answer: at most 1.4 MB, with ``MAX_PAGE_LIMITS`` 2.6 MB, well below the 4 MiB of a message."""
 
 MAX_CHANGES: Final = 1_000
 MAX_CHANGES_BYTES: Final = 2 * 1024 * 1024
 """Changes in one answer, and their bytes: a rule with many plans takes 10 KB."""
 
-CHANGES_PER_STEP: Final = 16
 BYTES_PER_STEP: Final = 4_096
-"""Changes that are written, and bytes of rules that are read, per event-loop iteration: about 1 ms."""
+"""Bytes of rules that are read or written per event-loop iteration: about 1 ms."""
 
 PAGE_KEY_NAME: Final = "page-token"
 """Name of the secret that seals page tokens; it is in the store, so that every node accepts every node's tokens."""
@@ -195,13 +203,15 @@ class ConfigService:
         after = position_of(token, query, key) if token else None
         # One more than requested shows whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
-        shown = [rule for rule in rules[:size] if not message.unused or self._is_unused(rule.id)]
-        answer = ratelimiter_pb2.ListRateLimitsResponse(rate_limits=map(rate_limit_of, shown))
-        if len(rules) > size:
-            last = rules[size - 1]
-            position = Position(last.endpoint, last.identifier_type)
-            answer.next_page_token = page_token(position, query, key)
-        return answer.SerializeToString()
+        page = rules[:size]
+        shown = (rule for rule in page if not message.unused or self._is_unused(rule.id))
+        parts = (ListRateLimitsResponse(rate_limits=[rate_limit_of(rule)]) for rule in shown)
+        answer = [part async for part in _paced(map(_serialised, parts))]
+        if len(rules) > size or sum(map(limit_count, rules)) >= MAX_PAGE_LIMITS:
+            position = Position(page[-1].endpoint, page[-1].identifier_type)
+            end = page_token(position, query, key)
+            answer.append(_serialised(ListRateLimitsResponse(next_page_token=end)))
+        return b"".join(answer)
 
     async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Return one rule, by its id or by its endpoint and identifier type."""
@@ -251,6 +261,11 @@ class ConfigService:
         return self._page_key
 
 
+def _serialised(part: Message) -> bytes:
+    """Return a part of an answer: protobuf reads parts that follow each other as one message."""
+    return part.SerializeToString()
+
+
 async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield serialised rules, about 1 ms of work per event-loop iteration."""
     size = 0
@@ -277,23 +292,23 @@ def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
 
 async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     """Return the answer to an applied set, with its changes up to the bounds."""
-    answer = ratelimiter_pb2.ApplyRateLimitsResponse(
+    numbers = ApplyRateLimitsResponse(
         revision=applied.revision,
         created=applied.counts["create"],
         updated=applied.counts["update"],
         deleted=applied.counts["delete"],
         unchanged=applied.counts[""],
     )
-    size = 0
-    for number, change in enumerate(applied.changes[:MAX_CHANGES], 1):
-        one = change_of(change, dry_run=dry_run)
-        size += one.ByteSize()
-        if size > MAX_CHANGES_BYTES:
+    changes = bytearray()
+    parts = (
+        ApplyRateLimitsResponse(changes=[change_of(change, dry_run=dry_run)])
+        for change in applied.changes[:MAX_CHANGES]
+    )
+    async for part in _paced(map(_serialised, parts)):
+        if len(changes) + len(part) > MAX_CHANGES_BYTES:
             break
-        answer.changes.append(one)
-        if not number % CHANGES_PER_STEP:
-            await asyncio.sleep(0)
-    return answer.SerializeToString()
+        changes += part
+    return _serialised(numbers) + changes
 
 
 def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:

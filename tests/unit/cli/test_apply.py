@@ -200,6 +200,21 @@ def test_rules_changed_after_a_revision_are_not_overwritten(ask, node, book):
     assert ask("rules", "apply", "-f", book(), "--revision", -1).status == 2
 
 
+@pytest.mark.parametrize("command", [("apply", "-f"), ("revert",)])
+def test_revision_0_is_checked_although_the_contract_has_no_number_for_it(ask, node, book, command):
+    node.revision = 3
+    given = (*command, book() if "-f" in command else 1, "--revision", 0)
+    ended = ask("rules", *given)
+    assert (ended.status, ended.err) == (
+        1,
+        "Error: rules may have been changed after revision 0: the revision is 3 now\n",
+    )
+    assert asked(node) == [(0, False, True)]
+    node.revision = 0
+    assert ask("rules", *given).status == 0
+    assert [dry_run for _, _, dry_run in asked(node)[1:]] == [True, False]
+
+
 def test_json_is_the_answer_of_the_node(ask, node, book):
     rule = node.add_rule("*", limit=10)
     node.add_rule("/other")

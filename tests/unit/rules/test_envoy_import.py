@@ -1,5 +1,7 @@
 """The examples are those of the README of envoyproxy/ratelimit, by their number there, reworded."""
 
+from collections import UserDict
+
 import pytest
 import yaml
 
@@ -157,6 +159,43 @@ def test_limit_that_never_denies_observes(mode, notes):
     assert [one.enforcement for one in rule.limits] == ["observe"]
     assert texts(found) == notes
     assert imported(entry("a", "b", **{mode: False}, **limit())).rules[0].limits == ()
+
+
+@pytest.mark.parametrize("word", ["yes", "Yes", "on", "ON", "True"])
+def test_flags_may_be_written_in_the_words_of_yaml_1_1(word):
+    data = f"""\
+domain: d
+descriptors:
+- {{key: a, value: b, shadow_mode: {word}, rate_limit: {{unit: hour, requests_per_unit: 5}}}}
+- {{key: c, value: d, shadow_mode: off, rate_limit: {{unlimited: {word}}}}}
+"""
+    found = import_config(data.encode(), {})
+    assert rules_of(found) == [("d/a=b", "api_key", 5, 3600), ("d/c=d", "api_key", 2**31 - 1, 1)]
+    assert [[one.enforcement for one in rule.limits] for rule in found.rules] == [["observe"], []]
+
+
+@pytest.mark.parametrize("value", ["True", "+5", "007", "1.50", "No", "0x10", "-0"])
+def test_values_are_compared_as_written(value):
+    data = f"""\
+domain: d
+descriptors:
+- {{key: a, value: {value}, rate_limit: {{unit: hour, requests_per_unit: 5}}}}
+"""
+    found = import_config(data.encode(), {})
+    assert rules_of(found) == [(f"d/a={value}", "api_key", 5, 3600)]
+
+
+def test_known_keys_are_collected_once_for_all_limits():
+    class Counted(UserDict):
+        collected = 0
+
+        def keys(self):
+            Counted.collected += 1
+            return super().keys()
+
+    data = yaml.safe_dump({"domain": "d", "descriptors": [entry(c, **limit()) for c in "abc"]})
+    assert len(import_config(data.encode(), Counted(IDENTIFIERS)).new_identifiers) == 3
+    assert Counted.collected == 1
 
 
 @pytest.mark.parametrize(

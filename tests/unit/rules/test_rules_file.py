@@ -252,7 +252,7 @@ def test_values_that_older_yaml_converts_stay_text(text):
 
 def test_every_node_has_its_first_line():
     assert read_yaml("# head\na: 1\nb:\n  - 2\n") == Node(
-        {"a": Node(1, 2), "b": Node([Node(2, 4)], 4)}, 2
+        {"a": Node(1, 2, "1"), "b": Node([Node(2, 4, "2")], 4)}, 2
     )
 
 

@@ -1,9 +1,12 @@
+import asyncio
+
 import pytest
 
 from ratelimitd.errors import RuleInvalidError, RuleNotFoundError, StoreUnavailableError
+from ratelimitd.services import config
 from ratelimitd.services.config import ConfigService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.rule_stores import sqlite_store
+from tests.rule_stores import rules_with_many_plans, sqlite_store
 from tests.unit.services.fake_call import FakeCall
 
 CALL = FakeCall()
@@ -103,6 +106,51 @@ async def test_the_page_size_has_a_default_and_a_bound(store, monkeypatch, asked
     monkeypatch.setattr(store, "page", page)
     await listing(service, page_size=asked)
     assert sizes == [read]
+
+
+async def test_a_page_ends_before_its_size_when_its_rules_have_many_limits(service, store):
+    await store.create_all(rules_with_many_plans(40), "me")
+    first = await listing(service, page_size=1000)
+    assert len(first.rate_limits) == 32, "with 256 limits in plans and one of their own"
+    second = await listing(service, page_size=1000, page_token=first.next_page_token)
+    listed = [rule.endpoint for page in (first, second) for rule in page.rate_limits]
+    assert listed == [f"/{n:02}" for n in range(40)]
+    assert not second.next_page_token
+
+
+async def test_rules_with_many_plans_are_written_one_per_iteration(service, store, monkeypatch):
+    await store.create_all(rules_with_many_plans(3), "me")
+    written = []
+    write = config.rate_limit_of
+
+    def spied(rule):
+        asyncio.get_running_loop().call_soon(written.append, "an iteration")
+        written.append(rule.endpoint)
+        return write(rule)
+
+    monkeypatch.setattr(config, "rate_limit_of", spied)
+    await listing(service)
+    assert written[:5] == ["/00", "an iteration", "/01", "an iteration", "/02"]
+
+
+async def test_changes_of_rules_with_many_plans_are_written_one_per_iteration(
+    service, store, monkeypatch
+):
+    await store.create_all(rules_with_many_plans(3), "me")
+    written = []
+    write = config.change_of
+
+    def spied(change, **options):
+        asyncio.get_running_loop().call_soon(written.append, "an iteration")
+        written.append(change.before.endpoint)
+        return write(change, **options)
+
+    monkeypatch.setattr(config, "change_of", spied)
+    message = pb.ApplyRateLimitsRequest(prune=True)
+    data = await service.apply_rate_limits(message.SerializeToString(), CALL)
+    answer = pb.ApplyRateLimitsResponse.FromString(data)
+    assert (answer.deleted, len(answer.changes), answer.revision) == (3, 3, 4)
+    assert written[:5] == ["/00", "an iteration", "/01", "an iteration", "/02"]
 
 
 async def test_the_key_of_page_tokens_is_read_once_from_the_store(

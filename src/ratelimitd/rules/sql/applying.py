@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from itertools import islice
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
@@ -17,11 +16,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ratelimitd.errors import RuleBookConflictError
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import RuleDraft, limit_count
 from ratelimitd.rules.validation import RuleRow
 
 PER_STEP: Final = 64
-"""Rules validated, compared or written per event-loop iteration: about 1 ms."""
+"""Limits validated, compared or written per event-loop iteration: about 1 ms. A rule has up to 264, in plans."""
+
+_CONTROL: Final = sa.literal("\x01")
+"""A control character, which is in no valid endpoint."""
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
     Raises:
         RuleInvalidError: names the violated fields.
     """
-    for step in steps(drafts):
+    for step in steps(drafts, limit_count):
         for draft in step:
             diff.want(draft)
         await asyncio.sleep(0)
@@ -51,7 +53,7 @@ async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) 
             for row in rows:
                 diff.see(RuleRow._make(row))
     changes: list[Change] = []
-    for step in steps(diff.changes(current + 1)):
+    for step in steps(diff.changes(current + 1), _limits_of):
         changes += step
         await asyncio.sleep(0)
     diff.refuse()
@@ -81,11 +83,11 @@ async def write(connection: AsyncConnection, changes: Iterable[Change], now: dat
     by_id = rules.c.id == sa.bindparam("of_id")
     for step in steps(row.id for row, _ in of["delete"]):
         await connection.execute(rules.delete().where(rules.c.id.in_(step)))
-    # Endpoints must stay unique at every step: first, rules that move get a free temporary endpoint, their id.
+    # Endpoints must stay unique at every step: first, rules that move get a temporary one that no rule can have.
     moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
     for step in steps(moved):
-        parked = rules.update().where(rules.c.id.in_(step)).values(endpoint=rules.c.id)
-        await connection.execute(parked)
+        parked = rules.update().where(rules.c.id.in_(step))
+        await connection.execute(parked.values(endpoint=_CONTROL + rules.c.id))
     for updated in steps(of["update"]):
         values = [{**after._asdict(), "updated_at": now, "of_id": after.id} for _, after in updated]
         await connection.execute(rules.update().where(by_id), values)
@@ -101,7 +103,7 @@ async def record(
     text_of: Callable[[RuleRow | None], str | None],
 ) -> None:
     """Insert the changes into ``rule_audit_changes``."""
-    for step in steps(changes):
+    for step in steps(changes, _limits_of):
         rows = [
             {
                 "revision": revision,
@@ -115,11 +117,25 @@ async def record(
         await connection.execute(rule_audit_changes.insert(), rows)
 
 
-def steps(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the items in batches of ``PER_STEP``."""
-    iterator = iter(items)
-    while step := list(islice(iterator, PER_STEP)):
+def steps(
+    items: Iterable[T], limits_of: Callable[[T], int] = lambda _: 1, most: int = PER_STEP
+) -> Iterator[list[T]]:
+    """Yield the items in batches of at most ``most`` limits, or of one item that has more."""
+    step: list[T] = []
+    limits = 0
+    for item in items:
+        more = limits_of(item)
+        if step and limits + more > most:
+            yield step
+            step, limits = [], 0
+        step.append(item)
+        limits += more
+    if step:
         yield step
+
+
+def _limits_of(change: Change) -> int:
+    return sum(row.limit_count for row in change if row is not None)
 
 
 def _by_action(changes: Iterable[Change]) -> dict[str, list[Any]]:

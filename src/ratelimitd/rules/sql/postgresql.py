@@ -56,6 +56,7 @@ _DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
 _MISCONFIGURED: Final = {
     "28": "refuses the user or the password of DATABASE_URL",
     "3D": "does not exist",
+    "3F": "has none of the schemas in its search_path: create one",
     "42501": "forbids its user to read or write the rules",
 }
 
@@ -63,7 +64,6 @@ _UNAVAILABLE: Final = {
     "08": "cannot be reached",
     "25006": "is read-only",
     "25": "ended a transaction that took too long",
-    "3F": "lacks the tables of this release: run `ratelimitd db upgrade`",
     "40": "was changed by another transaction",
     "42703": "lacks the tables of this release: run `ratelimitd db upgrade`",
     "42P01": "lacks the tables of this release: run `ratelimitd db upgrade`",

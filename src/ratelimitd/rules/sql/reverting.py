@@ -39,7 +39,7 @@ async def changes_back_to(to: int, connection: AsyncConnection, current: int) ->
     for trail in (rule_audit.c, rule_audit_changes.c):
         await _find_earliest(connection, trail, to, earliest)
     changes = []
-    for ids in steps(sorted(earliest)):
+    for ids in steps(sorted(earliest), lambda rule_id: _limits_in(earliest[rule_id].before)):
         now = await _rows(connection, ids)
         for rule_id in ids:
             before, then = now.get(rule_id), _row(earliest[rule_id].before)
@@ -84,6 +84,11 @@ async def _rows(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, Ru
     columns = [rules.c[name] for name in RuleRow._fields]
     rows = await connection.execute(sa.select(*columns).where(rules.c.id.in_(ids)))
     return {row.id: RuleRow._make(row) for row in rows}
+
+
+def _limits_in(text: str | None) -> int:
+    """Return about the number of limits in a rule of the trail."""
+    return 1 + (text or "").count("{")
 
 
 def _row(text: str | None) -> RuleRow | None:

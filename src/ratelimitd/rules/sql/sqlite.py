@@ -60,6 +60,10 @@ _MEANINGS: Final = {
 }
 
 
+_NO_TABLE: Final = ("no such table", "no such column")
+"""SQLite has no code for these errors, only a text."""
+
+
 class SqliteDatabase:
     """A :class:`~ratelimitd.rules.sql.database.RuleDatabase` in the file at ``path``.
 
@@ -183,6 +187,8 @@ def meaning_of(error: SQLAlchemyError) -> str:
     """Return the meaning of a database error, in one line without SQL or values."""
     orig = error.orig if isinstance(error, DBAPIError) else error
     meaning = _MEANINGS.get(_code_of(orig))
+    if str(orig).startswith(_NO_TABLE):
+        meaning = "lacks the tables of this release: run `ratelimitd db upgrade`"
     if meaning is None:
         meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
     return f"the rule database {meaning}"

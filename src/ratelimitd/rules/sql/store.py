@@ -6,12 +6,14 @@ snapshot. Builds no book and applies no rule. See ADR 0008, ADR 0013 and ADR 002
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets as random_source
 import uuid
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Awaitable,
     Callable,
     Collection,
@@ -19,9 +21,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -34,6 +37,7 @@ from ratelimitd.errors import (
     RuleExistsError,
     RuleNotFoundError,
     RulesFullError,
+    StoreUnavailableError,
 )
 from ratelimitd.model import IdentifierType, Rule, types_within
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
@@ -42,6 +46,7 @@ from ratelimitd.rules.sql.applying import (
     changes_of,
     record,
     refuse_changes_after,
+    steps,
     want_all,
     write,
 )
@@ -66,6 +71,7 @@ from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.sql.trail import read_trail
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
+    MAX_PAGE_LIMITS,
     MAX_RULES,
     SECRET_BYTES,
     Applied,
@@ -75,14 +81,20 @@ from ratelimitd.rules.store import (
     RuleChanges,
     RuleDraft,
     SkippedRow,
+    limit_count,
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
 ROWS_PER_STEP: Final = 128
-"""Rows converted to rules per event-loop iteration: about 1 ms at 8 µs a row."""
+"""Limits converted from rows to rules per event-loop iteration: about 1 ms at 8 µs a row of one limit."""
+
+SEARCH_WAIT_S: Final = 5.0
+"""Longest wait for other searches of the audit trail; as long as for a connection."""
 
 _COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
+
+_LIMITS_OF: Final = attrgetter("limit_count")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -114,6 +126,7 @@ class SqlRuleStore:
         self._random_bytes = random_bytes
         self._types = types
         self._before_first_edit = before_first_edit
+        self._searches = asyncio.Lock()
         self.assignments = SqlAssignmentStore(
             database,
             clock=clock,
@@ -153,9 +166,10 @@ class SqlRuleStore:
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
-            for start in range(0, len(drafts), ROWS_PER_STEP):
-                batch = drafts[start : start + ROWS_PER_STEP]
-                await self._insert_batch(connection, batch, start + 1, actor)
+            first = 1
+            for batch in steps(drafts, limit_count, ROWS_PER_STEP):
+                await self._insert_batch(connection, batch, first, actor)
+                first += len(batch)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
         return len(drafts)
 
@@ -183,7 +197,7 @@ class SqlRuleStore:
             before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
             # A type that is no longer declared may stay.
-            types = {*self._types, *types_within(before.identifier_type)}
+            types = {*self._types, *types_within(str(before.identifier_type))}
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision, types=types)
             if RuleRow.of(unchanged) == before:
                 return unchanged
@@ -232,20 +246,27 @@ class SqlRuleStore:
             place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
             statement = statement.where(place > sa.tuple_(*after))
         found: list[Rule] = []
+        limits = 0
         # No LIMIT: invalid rows do not count, and rows after the page are never fetched.
         async with (
             self._database.reading() as connection,
             aclosing(_read(connection, statement)) as batches,
         ):
-            while len(found) < size and (batch := await anext(batches, None)) is not None:
+            while (
+                len(found) < size
+                and limits < MAX_PAGE_LIMITS
+                and (batch := await anext(batches, None)) is not None
+            ):
                 found += batch.rules
+                limits += sum(map(limit_count, batch.rules))
         return found[:size]
 
     async def audit(
         self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
     ) -> Sequence[AuditEntry]:
         """Return a page of the audit trail."""
-        async with self._database.reading() as connection:
+        searching = nullcontext() if wanted == EVERY_CHANGE else self._searching()
+        async with searching, self._database.reading() as connection:
             return await read_trail(connection, rule_id, before, size, wanted)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
@@ -293,6 +314,20 @@ class SqlRuleStore:
     async def close(self) -> None:
         """Close every connection; idempotent."""
         await self._database.close()
+
+    @asynccontextmanager
+    async def _searching(self) -> AsyncIterator[None]:
+        """Search the audit trail alone: searches read all of it, and several would take every connection."""
+        try:
+            async with asyncio.timeout(SEARCH_WAIT_S):
+                await self._searches.acquire()
+        except TimeoutError:
+            message = "other searches of the audit trail take too long"
+            raise StoreUnavailableError(message) from None
+        try:
+            yield
+        finally:
+            self._searches.release()
 
     async def _record(
         self,
@@ -404,14 +439,16 @@ async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> Async
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
         async for rows in result.partitions(ROWS_PER_STEP):
-            batch = _Batch([], [])
-            for row in rows:
-                rule = rule_from_row(RuleRow._make(row))
-                if isinstance(rule, Rule):
-                    batch.rules.append(rule)
-                else:
-                    batch.skipped.append(rule)
-            yield batch
+            for step in steps(map(RuleRow._make, rows), _LIMITS_OF, ROWS_PER_STEP):
+                batch = _Batch([], [])
+                for row in step:
+                    rule = rule_from_row(row)
+                    if isinstance(rule, Rule):
+                        batch.rules.append(rule)
+                    else:
+                        batch.skipped.append(rule)
+                yield batch
+                await asyncio.sleep(0)
 
 
 async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:

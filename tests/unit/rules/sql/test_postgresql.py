@@ -424,6 +424,13 @@ async def test_failed_upgrade_names_the_database(postgres, database):
                     pytest.fail("it opened what is not there")
 
 
+async def test_upgrade_without_a_schema_is_a_configuration_error(postgres):
+    async with opened(postgres.url("postgres") + "?search_path=nonesuch") as database:
+        with pytest.raises(StoreMisconfiguredError, match="none of the schemas in its search_path"):
+            async with database.upgrading() as connection:
+                await connection.exec_driver_sql("CREATE TABLE rules (id int)")
+
+
 async def test_database_with_an_unsuitable_encoding_is_refused(postgres):
     postgres.sql("CREATE DATABASE latin TEMPLATE template0 ENCODING latin1 LOCALE 'C'")
     async with opened(postgres.url("latin")) as database:

@@ -1,6 +1,7 @@
 """The SQL store beyond the protocol, which tests/conformance/test_rule_store.py covers."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import sqlite3
@@ -20,18 +21,27 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
+from ratelimitd.rules import applying
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql import assignments as sql_assignments
+from ratelimitd.rules.sql import reverting
 from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
-from ratelimitd.rules.store import AssignmentQuery, RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.rules.store import (
+    EVERY_CHANGE,
+    AssignmentQuery,
+    AuditFilter,
+    RuleChanges,
+    RuleDraft,
+    SkippedRow,
+)
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
-from tests.rule_stores import sqlite_store, store_at
+from tests.rule_stores import rules_with_many_plans, sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 ID = "0b1f2c3d-0000-4000-8000-00000000000a"
@@ -195,6 +205,15 @@ async def test_invalid_row_can_be_repaired_or_deleted_through_the_store(store, b
     assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
+async def test_identifier_type_that_is_no_text_can_be_repaired(store, behind):
+    await store.create(ORDERS, "me")
+    behind("UPDATE rules SET identifier_type = ?", b"user")
+    with pytest.raises(RuleInvalidError, match="identifier_type"):
+        await store.update(ID, RuleChanges(limit=5), "", "me")
+    mended = await store.update(ID, RuleChanges(identifier_type="user"), "", "me")
+    assert mended.identifier_type == "user"
+
+
 async def test_invalid_row_does_not_count_towards_a_page(store, behind, insert_many):
     insert_many(ROWS_PER_STEP + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
@@ -237,8 +256,46 @@ async def test_audit_text_without_fields_is_read_as_none(store, behind, text):
     assert entry.at.utcoffset() == timedelta(0)
 
 
-async def loaded(store, monkeypatch, module, reader):
-    """Load everything; return it, and the number of rows read in each event-loop iteration."""
+async def test_searches_of_the_audit_trail_leave_connections_to_others(store, monkeypatch):
+    running, finish, read = [], asyncio.Event(), sql_store.read_trail
+
+    async def spied(*arguments):
+        if arguments[-1] != EVERY_CHANGE:
+            running.append(arguments[-1].text)
+            await finish.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(sql_store, "read_trail", spied)
+    await store.create(ORDERS, "me")
+    searches = [
+        asyncio.create_task(store.audit("", None, 10, AuditFilter(text=text)))
+        for text in ("/orders", *"abcdef")
+    ]
+    [change] = await store.audit("", None, 10)
+    await store.update(ID, RuleChanges(limit=20), "", "me")
+    assert running == ["/orders"]
+    finish.set()
+    first, *others = await asyncio.gather(*searches)
+    assert first[-1] == change
+    assert running == ["/orders", *"abcdef"]
+    assert len(others) == 6
+
+
+async def test_search_of_the_audit_trail_does_not_wait_for_long(store, monkeypatch):
+    finish = asyncio.Event()
+    monkeypatch.setattr(sql_store, "SEARCH_WAIT_S", 0)
+    monkeypatch.setattr(sql_store, "read_trail", lambda *_: finish.wait())
+    search = AuditFilter(actor="me")
+    first = asyncio.create_task(store.audit("", None, 10, search))
+    await asyncio.sleep(0)
+    with pytest.raises(StoreUnavailableError, match="other searches of the audit trail take"):
+        await store.audit("", None, 10, search)
+    finish.set()
+    await first
+
+
+async def paced(work, monkeypatch, module, reader):
+    """Do the work; return its result, and the number of rules read in each event-loop iteration."""
     rows_of, iteration, read = Counter(), itertools.count(), getattr(module, reader)
     now = next(iteration)
 
@@ -248,22 +305,48 @@ async def loaded(store, monkeypatch, module, reader):
             now = next(iteration)
             await asyncio.sleep(0)
 
-    def counted(row):
+    def counted(row, **options):
         rows_of[now] += 1
-        return read(row)
+        return read(row, **options)
 
     monkeypatch.setattr(module, reader, counted)
     iterating = asyncio.create_task(iterate())
-    changes = await store.changes_since(None)
+    result = await work
     iterating.cancel()
-    return changes, rows_of
+    return result, rows_of
 
 
 async def test_long_load_is_complete_and_yields_between_batches(store, insert_many, monkeypatch):
     insert_many(2 * ROWS_PER_STEP + 1)
-    changes, rows_of = await loaded(store, monkeypatch, sql_store, "rule_from_row")
+    load = store.changes_since(None)
+    changes, rows_of = await paced(load, monkeypatch, sql_store, "rule_from_row")
     assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
+
+
+async def test_rules_with_many_plans_are_read_and_validated_one_per_iteration(store, monkeypatch):
+    drafts = rules_with_many_plans(3)
+
+    async def per_iteration(work, module, reader):
+        _, rules_of = await paced(work, monkeypatch, module, reader)
+        return list(rules_of.values())
+
+    fill = store.create_all(drafts, "me")
+    assert await per_iteration(fill, sql_store, "validated") == [1, 1, 1]
+    load = store.changes_since(None)
+    assert await per_iteration(load, sql_store, "rule_from_row") == [1, 1, 1]
+    doubled = [dataclasses.replace(draft, limit=2 * draft.limit) for draft in drafts]
+    apply = store.apply(doubled, "me", prune=False, dry_run=False, since=0)
+    assert await per_iteration(apply, applying, "validated") == [1, 1, 1]
+    revert = store.revert(3, "me", dry_run=False, since=0)
+    assert await per_iteration(revert, reverting, "rule_from_row") == [1, 1, 1]
+    assert await store.revision() == 5
+
+
+async def test_changes_of_rules_with_many_plans_are_recorded_one_per_iteration(store, monkeypatch):
+    apply = store.apply(rules_with_many_plans(3), "me", prune=False, dry_run=False, since=0)
+    _, rows_of = await paced(apply, monkeypatch, sql_store, "_json")
+    assert max(rows_of.values()) <= 2, "before and after"
 
 
 async def test_failed_write_stores_nothing(store, behind):
@@ -454,7 +537,8 @@ async def test_long_load_of_assignments_yields_between_steps(store, behind, monk
         " INSERT INTO assignments SELECT 'user', CAST(i AS BLOB), 'pro', 0, '', 1 FROM n",
         many_assigned,
     )
-    changes, rows_of = await loaded(store, monkeypatch, sql_assignments, "assigned_of")
+    load = store.changes_since(None)
+    changes, rows_of = await paced(load, monkeypatch, sql_assignments, "assigned_of")
     assert changes.assignments is not None
     assert len(changes.assignments) == rows_of.total() == many_assigned
     assert max(rows_of.values()) <= ROWS_OF_ASSIGNMENTS

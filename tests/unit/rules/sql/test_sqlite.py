@@ -151,6 +151,12 @@ async def test_message_contains_neither_statement_nor_value(path):
     assert "s3cret" not in str(caught.value.__cause__)
 
 
+@pytest.mark.parametrize("statement", ["SELECT 1 FROM rules", "SELECT plans FROM things"])
+async def test_missing_table_asks_for_an_upgrade(path, statement):
+    with pytest.raises(StoreUnavailableError, match="lacks the tables of this release"):
+        await using(path, sql(statement))
+
+
 def test_error_of_another_library_has_a_message():
     assert sqlite.meaning_of(SQLAlchemyError("x")) == "the rule database failed (SQLAlchemyError)"
     assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"))

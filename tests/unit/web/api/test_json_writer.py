@@ -5,7 +5,7 @@ import math
 import pytest
 from google.protobuf import empty_pb2, json_format
 
-from ratelimitd.web.api.json_messages import SLICE_ITEMS, json_of
+from ratelimitd.web.api.json_messages import SLICE_CHARS, SLICE_ITEMS, json_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.unit.web.api.turns import Turns, at_once
 
@@ -65,3 +65,10 @@ async def test_long_list_is_written_in_steps_and_a_short_one_at_once():
     assert turns.taken == 5
     await json_of(pb.BatchRateLimitResponse(responses=[RESPONSE] * SLICE_ITEMS), turns)
     assert turns.taken == 5
+
+
+async def test_large_items_are_written_in_a_step_each():
+    turns = Turns()
+    message = pb.ListRateLimitsResponse(rate_limits=[pb.RateLimit(id="i" * SLICE_CHARS)] * 3)
+    assert json.loads(await json_of(message, turns)) == as_the_library(message)
+    assert turns.taken == 2, "beside the first, which is written at once"
