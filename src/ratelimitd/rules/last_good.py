@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -51,11 +51,8 @@ WRITE_DELAY_S: Final = 5.0
 ASSIGNMENTS_PER_S: Final = 20_000
 """The delay grows by 1 s per this many assignments: a million take 3 s to write, at most once in 55 s."""
 
-RULES_PER_STEP: Final = 128
-"""Rules or assignments written per event-loop iteration: about 0.5 ms."""
-
 BYTES_PER_STEP: Final = 16_384
-"""Bytes read and decoded per event-loop iteration: about 100 rules, 1 ms."""
+"""Bytes encoded or decoded per event-loop iteration: about 100 rules of one limit, 1 ms."""
 
 _MAX_HEADER_BYTES: Final = 1_024
 
@@ -159,7 +156,7 @@ class LastGoodBook:
                 data = b"".join(lines)
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
-                lines = list(islice(written, RULES_PER_STEP))
+                lines = _step(written)
             await asyncio.to_thread(file.write, _line({"blake2b": digest.hexdigest()}))
             await asyncio.to_thread(_sync, file)
         await asyncio.to_thread(os.replace, aside, self._path)
@@ -318,6 +315,17 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
 def _lines_of(assignments: Assignments) -> Iterator[bytes]:
     for identifier_type, identifier, plan, expire_time in assignments.items():
         yield _line((identifier_type, identifier.decode(), plan, expire_time))
+
+
+def _step(lines: Iterator[bytes]) -> list[bytes]:
+    """Return the next lines, of about ``BYTES_PER_STEP``: a rule may have one limit or hundreds."""
+    step, size = [], 0
+    for line in lines:
+        step.append(line)
+        size += len(line)
+        if size >= BYTES_PER_STEP:
+            break
+    return step
 
 
 def _line(value: object) -> bytes:

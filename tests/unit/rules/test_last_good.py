@@ -15,7 +15,6 @@ from ratelimitd.rules.last_good import (
     FINGERPRINT_NAME,
     KEY_FILE,
     KEY_NAME,
-    RULES_PER_STEP,
     WRITE_DELAY_S,
     BucketKey,
     LastGoodBook,
@@ -23,7 +22,10 @@ from ratelimitd.rules.last_good import (
 )
 from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
-from tests.rule_stores import store_at
+from tests.rule_stores import rules_with_many_plans, store_at
+
+MANY = 400
+"""Rules or assignments: more than one step encodes."""
 
 ENDPOINTS = ("/orders", "*", "/é😀", '/"quoted"')
 
@@ -81,10 +83,23 @@ async def test_empty_book_is_restored(tmp_path):
 
 
 async def test_large_book_is_restored_whole(tmp_path):
-    count = 3 * RULES_PER_STEP + 1
-    await stored(tmp_path, book_of(*(f"/{n}" for n in range(count))))
+    await stored(tmp_path, book_of(*(f"/{n}" for n in range(MANY))))
     found = (await LastGoodBook(tmp_path).load()).book
-    assert len(found) == count
+    assert len(found) == MANY
+
+
+async def test_rules_of_many_limits_are_written_one_after_the_other(tmp_path, monkeypatch):
+    written, to_thread = [], asyncio.to_thread
+
+    def noted(function, *arguments):
+        written.extend(one for one in arguments if isinstance(one, bytes))
+        return to_thread(function, *arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    drafts = rules_with_many_plans(5)
+    rules = [validated(draft, rule_id=draft.id, revision=1) for draft in drafts]
+    await stored(tmp_path, RuleBook.of(rules, 1))
+    assert [step.count(b"\n") for step in written] == [1] * (1 + 5 + 1)
 
 
 async def test_only_a_book_of_an_edited_database_is_content(tmp_path):
@@ -379,7 +394,7 @@ def assigned(count, plan="pro"):
 
 
 async def test_assignments_with_any_identifier_are_restored(tmp_path):
-    assignments = assigned(3 * RULES_PER_STEP)
+    assignments = assigned(MANY)
     for identifier in (b"nul\x00", "caf\u00e9".encode(), b'"', b"i" * 256):
         assignments.put("tenant", identifier, "blocked", 0)
     await stored(tmp_path, book_of(*ENDPOINTS), assignments)

@@ -12,7 +12,6 @@ import secrets as random_source
 import uuid
 from collections import Counter
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -21,11 +20,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -61,17 +59,22 @@ from ratelimitd.rules.sql.database import (
     current_revision,
     next_revision,
     rule_audit,
-    rule_audit_changes,
     rule_revision,
     rules,
     secrets,
     storable,
 )
+from ratelimitd.rules.sql.reading import (
+    COLUMNS,
+    ROWS_PER_STEP,
+    read_page,
+    read_removed_ids,
+    read_rules,
+)
 from ratelimitd.rules.sql.reverting import changes_back_to
 from ratelimitd.rules.sql.trail import read_trail
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
-    MAX_PAGE_LIMITS,
     MAX_RULES,
     SECRET_BYTES,
     Applied,
@@ -80,21 +83,12 @@ from ratelimitd.rules.store import (
     BookChanges,
     RuleChanges,
     RuleDraft,
-    SkippedRow,
     limit_count,
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
-ROWS_PER_STEP: Final = 128
-"""Limits converted from rows to rules per event-loop iteration: about 1 ms at 8 µs a row of one limit."""
-
 SEARCH_WAIT_S: Final = 5.0
 """Longest wait for other searches of the audit trail; as long as for a connection."""
-
-_COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
-"""The columns of a rule, in the order of ``RuleRow``."""
-
-_LIMITS_OF: Final = attrgetter("limit_count")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -237,29 +231,8 @@ class SqlRuleStore:
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:
         """Return rules in order."""
-        statement = sa.select(*_COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
-        if endpoint:
-            statement = statement.where(rules.c.endpoint == endpoint)
-        if identifier_type:
-            statement = statement.where(rules.c.identifier_type == identifier_type)
-        if after is not None:
-            place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
-            statement = statement.where(place > sa.tuple_(*after))
-        found: list[Rule] = []
-        limits = 0
-        # No LIMIT: invalid rows do not count, and rows after the page are never fetched.
-        async with (
-            self._database.reading() as connection,
-            aclosing(_read(connection, statement)) as batches,
-        ):
-            while (
-                len(found) < size
-                and limits < MAX_PAGE_LIMITS
-                and (batch := await anext(batches, None)) is not None
-            ):
-                found += batch.rules
-                limits += sum(map(limit_count, batch.rules))
-        return found[:size]
+        async with self._database.reading() as connection:
+            return await read_page(connection, endpoint, identifier_type, after, size)
 
     async def audit(
         self, rule_id: str, before: int | None, size: int, wanted: AuditFilter = EVERY_CHANGE
@@ -271,18 +244,18 @@ class SqlRuleStore:
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """Return the changes since a revision."""
-        statement = sa.select(*_COLUMNS)
+        statement = sa.select(*COLUMNS)
         async with self._database.reading() as connection:
             current = await current_revision(connection)
             if revision is None or revision > current:
-                every = await _read_all(connection, statement)
+                every = await read_rules(connection, statement)
                 assigned, skipped = await read_assignments(connection, self._clock.now_us())
                 return BookChanges(
                     current, every.rules, (), every.skipped, full=True, assignments=assigned,
                     skipped_assignments=skipped,
                 )  # fmt: skip
-            changed = await _read_all(connection, statement.where(rules.c.revision > revision))
-            removed_ids = await _removed_ids(connection, revision)
+            changed = await read_rules(connection, statement.where(rules.c.revision > revision))
+            removed_ids = await read_removed_ids(connection, revision)
             found, skipped = await read_assigned(connection, revision)
             return BookChanges(
                 current, changed.rules, removed_ids, changed.skipped, assigned=found,
@@ -428,49 +401,6 @@ class SqlRuleStore:
         return _EPOCH + timedelta(microseconds=self._clock.now_us())
 
 
-class _Batch(NamedTuple):
-    """The valid rules of some rows, and the invalid rows."""
-
-    rules: list[Rule]
-    skipped: list[SkippedRow]
-
-
-async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[_Batch]:
-    """Yield the rules that a statement selects, one batch per event-loop iteration."""
-    async with connection.stream(statement) as result:
-        async for rows in result.partitions(ROWS_PER_STEP):
-            for step in steps(map(RuleRow._make, rows), _LIMITS_OF, ROWS_PER_STEP):
-                batch = _Batch([], [])
-                for row in step:
-                    rule = rule_from_row(row)
-                    if isinstance(rule, Rule):
-                        batch.rules.append(rule)
-                    else:
-                        batch.skipped.append(rule)
-                yield batch
-                await asyncio.sleep(0)
-
-
-async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:
-    """Return all batches of :func:`_read` as one."""
-    whole = _Batch([], [])
-    async for batch in _read(connection, statement):
-        whole.rules.extend(batch.rules)
-        whole.skipped.extend(batch.skipped)
-    return whole
-
-
-async def _removed_ids(connection: AsyncConnection, revision: int) -> Sequence[str]:
-    """Return the ids of the rules that were deleted after ``revision``; some may exist again."""
-    found: dict[str, None] = {}
-    for trail in (rule_audit.c, rule_audit_changes.c):
-        deletions = (trail.revision > revision) & (trail.action == "delete")
-        # No DISTINCT: SQLite would walk the index of the rules through the whole trail.
-        statement = sa.select(trail.rule_id).where(deletions & (trail.rule_id != ""))
-        found |= dict.fromkeys(await connection.scalars(statement))
-    return list(found)
-
-
 async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
     """Return the row of a rule, valid or not.
 
@@ -478,9 +408,7 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
         RuleNotFoundError: no rule has this id.
         RuleConflictError: ``etag`` is given and is not the row's.
     """
-    row = (
-        await connection.execute(sa.select(*_COLUMNS).where(rules.c.id == rule_id))
-    ).one_or_none()
+    row = (await connection.execute(sa.select(*COLUMNS).where(rules.c.id == rule_id))).one_or_none()
     if row is None:
         raise RuleNotFoundError(rule_id)
     found = RuleRow._make(row)

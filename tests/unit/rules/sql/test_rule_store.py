@@ -24,13 +24,14 @@ from ratelimitd.model import Rule
 from ratelimitd.rules import applying
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql import assignments as sql_assignments
-from ratelimitd.rules.sql import reverting
+from ratelimitd.rules.sql import reading, reverting
 from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
-from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
+from ratelimitd.rules.sql.reading import ROWS_PER_STEP
+from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
     AssignmentQuery,
@@ -319,7 +320,7 @@ async def paced(work, monkeypatch, module, reader):
 async def test_long_load_is_complete_and_yields_between_batches(store, insert_many, monkeypatch):
     insert_many(2 * ROWS_PER_STEP + 1)
     load = store.changes_since(None)
-    changes, rows_of = await paced(load, monkeypatch, sql_store, "rule_from_row")
+    changes, rows_of = await paced(load, monkeypatch, reading, "rule_from_row")
     assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
 
@@ -334,7 +335,7 @@ async def test_rules_with_many_plans_are_read_and_validated_one_per_iteration(st
     fill = store.create_all(drafts, "me")
     assert await per_iteration(fill, sql_store, "validated") == [1, 1, 1]
     load = store.changes_since(None)
-    assert await per_iteration(load, sql_store, "rule_from_row") == [1, 1, 1]
+    assert await per_iteration(load, reading, "rule_from_row") == [1, 1, 1]
     doubled = [dataclasses.replace(draft, limit=2 * draft.limit) for draft in drafts]
     apply = store.apply(doubled, "me", prune=False, dry_run=False, since=0)
     assert await per_iteration(apply, applying, "validated") == [1, 1, 1]
