@@ -190,7 +190,7 @@ class Node:
             open_database(settings.database_url),
             clock=self._clock,
             types=settings.known_types,
-            before_first_edit=lambda: feed.require_content(),  # noqa: PLW0108 -- made after its store
+            before_first_edit=lambda: feed.require_edits(),  # noqa: PLW0108 -- made after its store
         )
         self._open.push_async_callback(store.close)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path)

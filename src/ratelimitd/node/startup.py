@@ -22,7 +22,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import (
     IS_EMPTY,
-    WAY_OUT,
+    REMEDY,
     BucketKey,
     LastGoodBook,
     require_same_key,
@@ -42,20 +42,17 @@ async def seed_new_book(
     store: RuleStore,
     path: Path,
     types: Collection[str] | None = None,
-    drafts: Sequence[RuleDraft] | None = None,
 ) -> int:
     """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
-    Returns how many were written. ``types`` are the identifier types that rules may use. ``drafts`` are the rules of
-    ``path`` if it was read already.
+    Returns how many were written. ``types`` are the identifier types that rules may use.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
     if not await store.revision():  # else the file may be missing
-        if drafts is None:
-            drafts = await _drafts_in(path, types)
+        drafts = await _drafts_in(path, types)
         # The transaction checks again that the book is new.
         written = await store.create_all(drafts, ACTOR)
         if written or not drafts:
@@ -155,15 +152,14 @@ class StoreOpening:
     async def _prepare(self) -> None:
         database = self._database
         may_be_new = self._may_be_new()
-        drafts = None
         if isinstance(database, urls.SqliteFile):
             if not await asyncio.to_thread(database.path.exists):
                 if not may_be_new:
-                    message = f"the rule database {database.path} is missing: {WAY_OUT}"
+                    message = f"the rule database {database.path} is missing: {REMEDY}"
                     raise StoreUnavailableError(message)
                 if self._rules_file is not None:
-                    # Read before the database is created: a wrong file must not leave an empty one.
-                    drafts = await _drafts_in(self._rules_file, self._types)
+                    # Before the database is created: a wrong file must not leave an empty one.
+                    await _drafts_in(self._rules_file, self._types)
             await migrations.upgrade(
                 self._database_url, create=may_be_new, busy_timeout_s=BUSY_TIMEOUT_S
             )
@@ -173,7 +169,7 @@ class StoreOpening:
         if not may_be_new and not await self._store.revision():
             raise StoreUnavailableError(IS_EMPTY)
         if self._rules_file is not None:
-            written = await seed_new_book(self._store, self._rules_file, self._types, drafts)
+            written = await seed_new_book(self._store, self._rules_file, self._types)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
         if self._bucket_key is not None:
@@ -198,7 +194,7 @@ def feed_of(
         store,
         settings.database_url,
         # Else it was lost: an empty one would allow all checks, and RULES_FILE lacks later edits and assignments.
-        may_be_new=lambda: not feed.expects_content(),
+        may_be_new=lambda: not feed.expects_edits(),
         rules_file=settings.rules_file,
         types=settings.known_types,
         bucket_key=bucket_key,

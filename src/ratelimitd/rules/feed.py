@@ -71,6 +71,7 @@ class RuleFeed:
         self._store = store
         self._on_book = on_book
         self._last_good = last_good
+        self._was_edited = last_good is not None and last_good.was_edited()
         self._open_store = open_store
         self._whole_load = whole_load
         self._sleep = sleep
@@ -97,21 +98,20 @@ class RuleFeed:
         """Whether the book came from the store, not from disk, and the last read succeeded."""
         return self._from_store and not self._failures
 
-    def expects_content(self) -> bool:
-        """Return whether the store was ever edited, by the book in use, else by the last good one."""
-        if self._book is not None:
-            return self._book.revision > 0
-        return self._last_good is not None and self._last_good.has_content()
+    def expects_edits(self) -> bool:
+        """Return whether the store was ever edited, by the book in use, else by the last good one of the start."""
+        return self._was_edited if self._book is None else self._book.revision > 0
 
-    def require_content(self) -> None:
-        """Refuse a store without any edit if there is a book with some: the store was lost.
+    def require_edits(self) -> None:
+        """Refuse a store that was never edited if it should have been: it was lost, and is read whole next time.
 
         Raises:
-            StoreUnavailableError: there is; the message says what to do.
+            StoreUnavailableError: it should have been; the message says what to do.
         """
-        if self.expects_content():
-            # What it holds next is another book, even at the same revision.
-            self._from_store = False
+        if self.expects_edits():
+            self._from_store = (
+                False  # what it holds next is another book, even at the same revision
+            )
             raise StoreUnavailableError(IS_EMPTY)
 
     async def start(self) -> None:
@@ -172,15 +172,16 @@ class RuleFeed:
             if self._open_store is not None and await self._open_store():
                 self._from_store = False
             known = self._book.revision if self._book is not None and self._from_store else None
-            current = await self._store.revision()
-            if current == known:
-                return
-            if not current:
-                self.require_content()
-            if known is not None and current < known:
-                known = None  # another database: the changes since are unknown
+            if known is not None:
+                current = await self._store.revision()
+                if current == known:
+                    return
+                if current < known:
+                    known = None  # another database: the changes since are unknown
             with self._whole_load() if known is None else nullcontext():
                 changes = await self._store.changes_since(known)
+                if not changes.revision:
+                    self.require_edits()
                 self._count_skipped(changes)
                 await self._apply(changes)
 

@@ -28,7 +28,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.model import Rule
 from ratelimitd.rules.assignments import Assigned, Assignments, assigned_of
 from ratelimitd.rules.book import BookEditor, RuleBook
-from ratelimitd.rules.store import SECRET_BYTES, RuleStore
+from ratelimitd.rules.store import SECRET_BYTES, RuleStore, steps
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 
 BOOK_FILE: Final = "rules.last-good"
@@ -37,12 +37,12 @@ FORMAT: Final = "ratelimitd rule book 1"
 FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
 """Not format 1: a release without assignments must reject such a file."""
 
-WAY_OUT: Final = (
+REMEDY: Final = (
     f"restore it; to begin with an empty one, remove {BOOK_FILE} from STATE_DIR and restart"
 )
 """What to do about a lost rule database."""
 
-IS_EMPTY: Final = f"the rule database is empty: {WAY_OUT}"
+IS_EMPTY: Final = f"the rule database is empty: {REMEDY}"
 """The error of a database without any edit beside a book that had some."""
 
 WRITE_DELAY_S: Final = 5.0
@@ -87,7 +87,7 @@ class LastGoodBook:
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    def has_content(self) -> bool:
+    def was_edited(self) -> bool:
         """Return whether there is a book of a database that was ever edited; reads its header only."""
         try:
             with self._path.open("rb") as file:
@@ -148,15 +148,12 @@ class LastGoodBook:
         kind = FORMAT_WITH_ASSIGNMENTS if assignments else FORMAT
         header = {"format": kind, "revision": book.revision, "rules": len(book)}
         with await asyncio.to_thread(_new_private_file, aside) as file:
-            lines = [_line(header)]
-            written = chain(
-                (_line(RuleRow.of(rule)) for rule in book.rules()), _lines_of(assignments)
-            )
-            while lines:
-                data = b"".join(lines)
+            rules = (_line(RuleRow.of(rule)) for rule in book.rules())
+            lines = chain([_line(header)], rules, _lines_of(assignments))
+            for step in steps(lines, BYTES_PER_STEP, len):
+                data = b"".join(step)
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
-                lines = _step(written)
             await asyncio.to_thread(file.write, _line({"blake2b": digest.hexdigest()}))
             await asyncio.to_thread(_sync, file)
         await asyncio.to_thread(os.replace, aside, self._path)
@@ -315,17 +312,6 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
 def _lines_of(assignments: Assignments) -> Iterator[bytes]:
     for identifier_type, identifier, plan, expire_time in assignments.items():
         yield _line((identifier_type, identifier.decode(), plan, expire_time))
-
-
-def _step(lines: Iterator[bytes]) -> list[bytes]:
-    """Return the next lines, of about ``BYTES_PER_STEP``: a rule may have one limit or hundreds."""
-    step, size = [], 0
-    for line in lines:
-        step.append(line)
-        size += len(line)
-        if size >= BYTES_PER_STEP:
-            break
-    return step
 
 
 def _line(value: object) -> bytes:

@@ -6,10 +6,10 @@ The interface keeps SQL out of the core; :mod:`ratelimitd.rules.sql.store` imple
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Period, Rule
 
@@ -135,9 +135,29 @@ class RuleChanges:
         return dataclasses.replace(draft, **named)
 
 
+_T = TypeVar("_T")
+
+
 def limit_count(rule: Rule | RuleDraft) -> int:
     """Return the number of limits of a rule, its own and those of its plans."""
     return max(1, len(rule.limits)) + sum(len(plan.limits) for plan in rule.plans)
+
+
+def steps(
+    items: Iterable[_T], most: int, size_of: Callable[[_T], int] = lambda _: 1
+) -> Iterator[list[_T]]:
+    """Yield the items in batches of at most ``most`` in size together, or of one item that is larger."""
+    step: list[_T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if step and total + size > most:
+            yield step
+            step, total = [], 0
+        step.append(item)
+        total += size
+    if step:
+        yield step
 
 
 FIRST_LIMIT: Final = ("limit", "window_seconds", "algorithm")

@@ -63,9 +63,10 @@ LEFT_BYTES: Final = 1 << 16
 FILES: Final = "appendonlydir"
 DAMAGED_FILES: Final = "appendonlydir.bad"
 _DAMAGED: Final = re.compile(
-    r"Bad file format|FATAL AOF MANIFEST|^Error reading the|^Unable to obtain the AOF"
+    r"Bad file format|FATAL AOF MANIFEST|^Error reading the append only file|^Unable to obtain the AOF"
+    r"|Wrong RDB checksum|foreign type or opcode"
 )
-"""What Valkey says of files that it cannot read. Its tool for repairs is not in the wheel."""
+"""What Valkey says of damaged files. A disk error, or a file of a newer release, is not among it."""
 
 _READY: Final = b"+OK\r\n+PONG\r\n"
 

@@ -309,6 +309,22 @@ async def test_a_lost_database_leaves_edits_and_assignments_of_the_last_good_boo
     assert feed.connected
 
 
+async def test_a_lost_database_is_not_made_again_because_its_copy_is_damaged(
+    started, unopened, new_feed, tmp_path
+):
+    await started()
+    await unopened.close()
+    copy = tmp_path / "rules.last-good"
+    copy.write_bytes(copy.read_bytes()[:-9])
+    (tmp_path / "rules.db").unlink()
+    feed = new_feed()
+    await feed.start()
+    await feed.notify()
+    assert (feed.book, copy.exists()) == (None, False)
+    assert not (tmp_path / "rules.db").exists()
+    await feed.close()
+
+
 @pytest.mark.parametrize("endpoints_there", [["/x"], ["/x", "/y"], ["/x", "/y", "/z"]])
 async def test_a_file_in_place_of_that_of_a_running_node_is_loaded_whole(
     new_feed, tmp_path, endpoints_there

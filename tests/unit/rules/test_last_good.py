@@ -99,23 +99,30 @@ async def test_rules_of_many_limits_are_written_one_after_the_other(tmp_path, mo
     drafts = rules_with_many_plans(5)
     rules = [validated(draft, rule_id=draft.id, revision=1) for draft in drafts]
     await stored(tmp_path, RuleBook.of(rules, 1))
-    assert [step.count(b"\n") for step in written] == [1] * (1 + 5 + 1)
+    assert [step.count(b"\n") for step in written] == [
+        2,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]  # a header, five rules, a checksum
 
 
 async def test_only_a_book_of_an_edited_database_is_content(tmp_path):
     last_good = LastGoodBook(tmp_path)
-    assert not last_good.has_content()
+    assert not last_good.was_edited()
     await stored(tmp_path, RuleBook.of([], 0))
-    assert not last_good.has_content()
+    assert not last_good.was_edited()
     path = await stored(tmp_path, RuleBook.of([], 3))
-    assert last_good.has_content()
+    assert last_good.was_edited()
     path.write_bytes(b"not ours")
-    assert not last_good.has_content()
+    assert not last_good.was_edited()
 
 
 async def test_file_that_cannot_be_read_counts_as_content(tmp_path):
     (tmp_path / BOOK_FILE).mkdir()
-    assert LastGoodBook(tmp_path).has_content()
+    assert LastGoodBook(tmp_path).was_edited()
 
 
 async def test_missing_file_is_no_book_and_not_reported(tmp_path, reports):

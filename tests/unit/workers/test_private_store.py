@@ -148,6 +148,16 @@ async def test_damaged_files_are_set_aside_for_the_next_start(store, manifest, l
     await successor.ended()
 
 
+async def test_files_of_a_newer_release_stay(store):
+    base = b"file appendonly.aof.1.base.rdb seq 1 type b\n"
+    file = write_files(store, base + MANIFEST, b"").with_name("appendonly.aof.1.base.rdb")
+    file.write_bytes(b"VALKEY999")
+    process = await store.start(lambda _report: None)
+    with pytest.raises(StartupError, match="appendonly.aof.1.base.rdb"):
+        await process.ready()
+    assert file.exists()
+
+
 @pytest.mark.parametrize("zeros", [1, 512, private_store.LEFT_BYTES + 1])
 @pytest.mark.parametrize("commands", [0, 2])
 async def test_zeros_at_the_end_of_a_file_cost_nothing_before_them(store, commands, zeros):

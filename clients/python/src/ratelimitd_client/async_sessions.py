@@ -204,7 +204,7 @@ class AsyncSession:
         if self.leases is not None:
             await self.leases.close()
         await self.batcher.finish()
-        if self._under_way:
+        while self._under_way:  # a cancelled hold adds a task that gives it back
             # Unlike gather, this cancels no call when it is cancelled.
             await asyncio.wait(self._under_way)
         self._is_closed = True

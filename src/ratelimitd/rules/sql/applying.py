@@ -6,9 +6,9 @@ The audit trail gets one row, and ``rule_audit_changes`` one row per changed rul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ratelimitd.errors import RuleBookConflictError
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
-from ratelimitd.rules.store import RuleDraft, limit_count
+from ratelimitd.rules.store import RuleDraft, limit_count, steps
 from ratelimitd.rules.validation import RuleRow
 
 PER_STEP: Final = 64
@@ -25,8 +25,6 @@ PER_STEP: Final = 64
 _CONTROL: Final = sa.literal("\x01")
 """A control character, which is in no valid endpoint."""
 
-T = TypeVar("T")
-
 
 async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
     """Validate wanted rules, in steps.
@@ -34,7 +32,7 @@ async def want_all(diff: BookDiff, drafts: Iterable[RuleDraft]) -> None:
     Raises:
         RuleInvalidError: names the violated fields.
     """
-    for step in steps(drafts, limit_count):
+    for step in steps(drafts, PER_STEP, limit_count):
         for draft in step:
             diff.want(draft)
         await asyncio.sleep(0)
@@ -53,7 +51,7 @@ async def changes_of(diff: BookDiff, connection: AsyncConnection, current: int) 
             for row in rows:
                 diff.see(RuleRow._make(row))
     changes: list[Change] = []
-    for step in steps(diff.changes(current + 1), _limits_of):
+    for step in steps(diff.changes(current + 1), PER_STEP, _limits_of):
         changes += step
         await asyncio.sleep(0)
     diff.refuse()
@@ -81,17 +79,17 @@ async def write(connection: AsyncConnection, changes: Iterable[Change], now: dat
     """Write changed rules; rules may swap endpoints."""
     of = _by_action(changes)
     by_id = rules.c.id == sa.bindparam("of_id")
-    for step in steps(row.id for row, _ in of["delete"]):
+    for step in steps((row.id for row, _ in of["delete"]), PER_STEP):
         await connection.execute(rules.delete().where(rules.c.id.in_(step)))
     # Endpoints must stay unique at every step: first, rules that move get a temporary one that no rule can have.
     moved = (before.id for before, after in of["update"] if _pair(before) != _pair(after))
-    for step in steps(moved):
+    for step in steps(moved, PER_STEP):
         parked = rules.update().where(rules.c.id.in_(step))
         await connection.execute(parked.values(endpoint=_CONTROL + rules.c.id))
-    for updated in steps(of["update"]):
+    for updated in steps(of["update"], PER_STEP):
         values = [{**after._asdict(), "updated_at": now, "of_id": after.id} for _, after in updated]
         await connection.execute(rules.update().where(by_id), values)
-    for created in steps(of["create"]):
+    for created in steps(of["create"], PER_STEP):
         values = [{**after._asdict(), "created_at": now, "updated_at": now} for _, after in created]
         await connection.execute(rules.insert(), values)
 
@@ -103,7 +101,7 @@ async def record(
     text_of: Callable[[RuleRow | None], str | None],
 ) -> None:
     """Insert the changes into ``rule_audit_changes``."""
-    for step in steps(changes, _limits_of):
+    for step in steps(changes, PER_STEP, _limits_of):
         rows = [
             {
                 "revision": revision,
@@ -115,23 +113,6 @@ async def record(
             for one in step
         ]
         await connection.execute(rule_audit_changes.insert(), rows)
-
-
-def steps(
-    items: Iterable[T], limits_of: Callable[[T], int] = lambda _: 1, most: int = PER_STEP
-) -> Iterator[list[T]]:
-    """Yield the items in batches of at most ``most`` limits, or of one item that has more."""
-    step: list[T] = []
-    limits = 0
-    for item in items:
-        more = limits_of(item)
-        if step and limits + more > most:
-            yield step
-            step, limits = [], 0
-        step.append(item)
-        limits += more
-    if step:
-        yield step
 
 
 def _limits_of(change: Change) -> int:

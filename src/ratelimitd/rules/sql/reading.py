@@ -12,9 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ratelimitd.model import Rule
-from ratelimitd.rules.sql.applying import steps
 from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
-from ratelimitd.rules.store import MAX_PAGE_LIMITS, SkippedRow, limit_count
+from ratelimitd.rules.store import MAX_PAGE_LIMITS, SkippedRow, limit_count, steps
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 
 ROWS_PER_STEP: Final = 128
@@ -37,7 +36,7 @@ async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> Async
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
         async for rows in result.partitions(ROWS_PER_STEP):
-            for step in steps(map(RuleRow._make, rows), _LIMITS_OF, ROWS_PER_STEP):
+            for step in steps(map(RuleRow._make, rows), ROWS_PER_STEP, _LIMITS_OF):
                 batch = Batch([], [])
                 for row in step:
                     rule = rule_from_row(row)

@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.rules.applying import MAX_APPLIED, Change
-from ratelimitd.rules.sql.applying import PER_STEP, steps
+from ratelimitd.rules.sql.applying import PER_STEP
 from ratelimitd.rules.sql.database import rule_audit, rule_audit_changes, rules
-from ratelimitd.rules.store import SkippedRow
+from ratelimitd.rules.store import SkippedRow, steps
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 
 
@@ -39,7 +39,9 @@ async def changes_back_to(to: int, connection: AsyncConnection, current: int) ->
     for trail in (rule_audit.c, rule_audit_changes.c):
         await _find_earliest(connection, trail, to, earliest)
     changes = []
-    for ids in steps(sorted(earliest), lambda rule_id: _limits_in(earliest[rule_id].before)):
+    for ids in steps(
+        sorted(earliest), PER_STEP, lambda rule_id: _limits_in(earliest[rule_id].before)
+    ):
         now = await _rows(connection, ids)
         for rule_id in ids:
             before, then = now.get(rule_id), _row(earliest[rule_id].before)
@@ -88,7 +90,7 @@ async def _rows(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, Ru
 
 def _limits_in(text: str | None) -> int:
     """Return about the number of limits in a rule of the trail."""
-    return 1 + (text or "").count("{")
+    return max(1, (text or "").count("{"))  # a rule, its further limits, its plans and theirs
 
 
 def _row(text: str | None) -> RuleRow | None:

@@ -187,9 +187,9 @@ def meaning_of(error: SQLAlchemyError) -> str:
     """Return the meaning of a database error, in one line without SQL or values."""
     orig = error.orig if isinstance(error, DBAPIError) else error
     meaning = _MEANINGS.get(_code_of(orig))
-    if str(orig).startswith(_NO_TABLE):
+    if meaning is None and str(orig).startswith(_NO_TABLE):
         meaning = "lacks the tables of this release: run `ratelimitd db upgrade`"
-    if meaning is None:
+    elif meaning is None:
         meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
     return f"the rule database {meaning}"
 

@@ -44,7 +44,6 @@ from ratelimitd.rules.sql.applying import (
     changes_of,
     record,
     refuse_changes_after,
-    steps,
     want_all,
     write,
 )
@@ -84,6 +83,7 @@ from ratelimitd.rules.store import (
     RuleChanges,
     RuleDraft,
     limit_count,
+    steps,
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
@@ -161,7 +161,7 @@ class SqlRuleStore:
             if revision > 1 or some_id is not None:
                 return 0
             first = 1
-            for batch in steps(drafts, limit_count, ROWS_PER_STEP):
+            for batch in steps(drafts, ROWS_PER_STEP, limit_count):
                 await self._insert_batch(connection, batch, first, actor)
                 first += len(batch)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
