@@ -135,7 +135,7 @@ class StoreMisconfiguredError(StoreUnavailableError):
 
 
 class StoreClusterDownError(StoreUnavailableError):
-    """A server of a Cluster waits until the Cluster is whole again, mostly for a failover of another server."""
+    """A server of a Cluster waits until the Cluster is whole again, usually for a failover of another server."""
 
 
 class StoreMovingError(StoreUnavailableError):

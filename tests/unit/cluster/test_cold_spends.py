@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.cache import IDLE_US
-from ratelimitd.cluster.packed import generation_of, pack, unpack
+from ratelimitd.cluster.packed import pack
 from ratelimitd.cluster.redis.codec import NUMBERS, settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
@@ -496,12 +496,6 @@ def test_impossible_numbers_beside_a_valid_state_are_corrupt(algorithm):
         broken = b"".join([number.to_bytes(8, "little") for number in numbers])
         with pytest.raises(StoreCorruptError):
             settle_reply(batch, [b"", 0, head + bytes(24), head + broken])
-
-
-def test_a_state_is_packed_with_its_generation_revision_and_limit():
-    assert generation_of(pack(SharedState(5, 2, 10, (7, 100)))) == 5
-    for other in (SharedState(6, 2, 10), SharedState(5, 3, 10), SharedState(5, 2, 11)):
-        assert unpack(pack(other)) == other
 
 
 @pytest.mark.parametrize("algorithm", ACCOUNTS)

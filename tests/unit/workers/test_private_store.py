@@ -153,7 +153,7 @@ async def test_files_of_a_newer_release_stay(store):
     file = write_files(store, base + MANIFEST, b"").with_name("appendonly.aof.1.base.rdb")
     file.write_bytes(b"VALKEY999")
     process = await store.start(lambda _report: None)
-    with pytest.raises(StartupError, match="appendonly.aof.1.base.rdb"):
+    with pytest.raises(StartupError, match=r"appendonly\.aof\.1\.base\.rdb"):
         await process.ready()
     assert file.exists()
 

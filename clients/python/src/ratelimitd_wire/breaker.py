@@ -26,8 +26,8 @@ RECOVERY_US: Final = 30 * US_PER_S
 """Default pause of an open breaker before a probe: the specification's number."""
 
 PROBE_AGAIN_US: Final = US_PER_S
-"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon. Not
-doubled for a peer that is expected back within seconds, whose first pause it is, too.
+"""Pause after a failed probe, doubled after each further one up to the recovery time: peers often recover soon. Each
+pause, also the first, for a peer that is expected back within seconds.
 """
 
 LEASE_US: Final = US_PER_S

@@ -321,7 +321,7 @@ class Bus:
         """Start listening and sending heartbeats, without waiting for the store.
 
         ``on_message`` takes the payloads of other nodes. ``on_gap`` is called whenever some may have been lost, also
-        at the start; thousands of times a second if the store delivers every second one.
+        at the start, once for each gap and so up to once for each message.
         """
         self._on_message, self._on_gap = on_message, on_gap
         for subscription in self._subscriptions:

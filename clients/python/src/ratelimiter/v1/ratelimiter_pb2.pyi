@@ -892,7 +892,7 @@ class ListRateLimitsRequest(_message.Message):
     identifier_type: _builtins.str
     """exact match; empty = all"""
     page_size: _builtins.int
-    """0 = 100, at most 1000"""
+    """0 = 100, at most 1000; a page also ends at 8,192 limits"""
     page_token: _builtins.str
     unused: _builtins.bool
     """only rules that have judged no check on this node since it started: pages may be shorter, or empty"""
