@@ -59,6 +59,16 @@ async def test_nothing_is_charged_unless_all_descriptors_pass(node):
     assert status.limit_remaining == 3
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+async def test_a_peek_sees_no_charge_of_another_descriptor(node, is_reversed):
+    await node.rule("edge", "ip", limit=2)
+    address = LOGIN[0]
+    descriptors = [([address, *ADA], 2), ([address], 0)]
+    answer = await ask(node, "edge", *(reversed(descriptors) if is_reversed else descriptors))
+    assert answer.overall_code == Response.OK
+    assert (await ask(node, "edge", ([address], 0))).overall_code == Response.OVER_LIMIT
+
+
 async def test_concurrent_requests_never_exceed_the_limit(node):
     await node.rule("edge/path=/login", "ip", limit=7)
     await node.rule("edge", "user", limit=100)

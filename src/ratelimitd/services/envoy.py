@@ -214,7 +214,10 @@ def _bucket(check: Check) -> _Bucket:
 
 
 def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
-    """Merge checks of the same bucket; decided separately, each could take all of its tokens."""
+    """Merge checks of the same bucket; decided separately, each could take all of its tokens.
+
+    Peeks come first, so that they see no charge of the same request, as in the dry run.
+    """
     checks: _Checks = {}
     for check in asked:
         bucket = _bucket(check)
@@ -224,7 +227,7 @@ def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
         elif not check.peek:
             cost = min(earlier.cost + check.cost, INT32_MAX)
             checks[bucket] = earlier._replace(cost=cost)
-    return checks
+    return dict(sorted(checks.items(), key=lambda one: not one[1].peek))
 
 
 def _looks(checks: _Checks, cost: int = 0) -> _Checks:

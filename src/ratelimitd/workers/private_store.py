@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ FILES: Final = "appendonlydir"
 DAMAGED_FILES: Final = "appendonlydir.bad"
 _DAMAGED: Final = re.compile(
     r"Bad file format|FATAL AOF MANIFEST|^Error reading the append only file|^Unable to obtain the AOF"
-    r"|Wrong RDB checksum|foreign type or opcode"
+    r"|Wrong RDB checksum|foreign type or opcode|Internal error in RDB reading|Check RDB returned error"
 )
 """What Valkey says of damaged files. A disk error, or a file of a newer release, is not among it."""
 
@@ -279,9 +280,11 @@ class StoreProcess(ChildProcess):
             # Read the rest of the pipe: otherwise the reader pauses it, and the end of the process is never reported.
             while await self._process.stdout.read(LEFT_BYTES):
                 pass
-        if await self._process.wait() < 0:
+        status = await self._process.wait()
+        if status < 0:
             self._reason = ""  # its last output is not why it was killed
-        elif self._is_damaged:
+        # Damaged content may make it abort itself.
+        if self._is_damaged and status not in {-signal.SIGKILL, -signal.SIGTERM}:
             with contextlib.suppress(OSError):
                 self._reason = self._store.set_aside()
 

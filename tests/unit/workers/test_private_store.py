@@ -213,6 +213,16 @@ async def test_a_store_that_never_answers_is_killed(store, tmp_path, monkeypatch
     await process.ended()
 
 
+async def test_files_whose_content_makes_it_abort_are_set_aside(store, tmp_path):
+    file = write_files(store, MANIFEST, b"")
+    text = "import os\nprint('Internal error in RDB reading', flush=True)\nos.abort()\n"
+    aborting = dataclasses.replace(store, program=script(tmp_path, text))
+    process = await aborting.start(lambda _report: None)
+    with pytest.raises(StartupError, match="^its files are damaged"):
+        await process.ready()
+    assert not file.exists()
+
+
 WRITES_WHEN_KILLED = """\
 import os, time
 parent = os.getpid()

@@ -182,7 +182,7 @@ def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """
     if encoding == "identity" or not body:
         return body
-    if encoding != "gzip":
+    if encoding.lower() not in {"gzip", "x-gzip"}:  # RFC 9110 8.4.1
         message = "a body may be compressed with gzip only"
         raise EncodingUnsupportedError(StatusCode.UNIMPLEMENTED, message)
     try:
