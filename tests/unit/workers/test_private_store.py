@@ -218,7 +218,7 @@ async def test_files_whose_content_makes_it_abort_are_set_aside(store, tmp_path)
     text = "import os\nprint('Internal error in RDB reading', flush=True)\nos.abort()\n"
     aborting = dataclasses.replace(store, program=script(tmp_path, text))
     process = await aborting.start(lambda _report: None)
-    with pytest.raises(StartupError, match="^its files are damaged"):
+    with pytest.raises(StartupError, match=r"^its files are damaged"):
         await process.ready()
     assert not file.exists()
 
