@@ -38,11 +38,7 @@ ACTOR: Final = "RULES_FILE"
 """Actor in the audit trail."""
 
 
-async def seed_new_book(
-    store: RuleStore,
-    path: Path,
-    types: Collection[str] | None = None,
-) -> int:
+async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
     """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
     Returns how many were written. ``types`` are the identifier types that rules may use.

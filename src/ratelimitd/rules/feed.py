@@ -45,7 +45,7 @@ class RuleFeed:
     ``assignments`` mirrors those of the store, changed in place.
 
     Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
-    An empty store in place of one with content was lost: the feed keeps its book, as while a store is unavailable.
+    An empty store in place of one with edits was lost: the feed keeps its book, as while a store is unavailable.
 
     Awaits ``open_store`` before each read to prepare the store; it returns whether the store is another one than
     before, and raises ``StoreUnavailableError`` while it cannot. Enters ``whole_load`` around each load of a whole
@@ -109,9 +109,8 @@ class RuleFeed:
             StoreUnavailableError: it should have been; the message says what to do.
         """
         if self.expects_edits():
-            self._from_store = (
-                False  # what it holds next is another book, even at the same revision
-            )
+            # What it holds next is another book, even at the same revision.
+            self._from_store = False
             raise StoreUnavailableError(IS_EMPTY)
 
     async def start(self) -> None:

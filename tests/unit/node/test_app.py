@@ -85,6 +85,16 @@ def node_of(kept, may_listen=None, **settings):
     return Node(Settings.load({}, flags), may_listen=may_listen)
 
 
+def one_request_in(endpoint, *, seconds):
+    return pb.RateLimit(
+        endpoint=endpoint,
+        identifier_type="user",
+        limit=1,
+        window_seconds=seconds,
+        algorithm="token_bucket",
+    )
+
+
 async def test_rules_from_the_file_decide_the_first_check(kept):
     async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
         assert await client.allowed(5) == 3
@@ -94,14 +104,8 @@ async def test_a_rule_is_in_force_once_its_creation_is_answered(kept):
     kept.pop("rules_file")
     async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
         assert await client.allowed(3) == 3
-        rule = pb.RateLimit(
-            endpoint="/a",
-            identifier_type="user",
-            limit=1,
-            window_seconds=60,
-            algorithm="token_bucket",
-        )
-        await client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+        request = pb.CreateRateLimitRequest(rate_limit=one_request_in("/a", seconds=60))
+        await client.rules.CreateRateLimit(request)
         assert await client.allowed(3) == 1
 
 
@@ -487,13 +491,7 @@ async def test_a_lost_database_is_not_recreated_while_the_last_good_book_is_serv
 
 
 async def test_no_single_edit_but_a_whole_set_takes_the_place_of_a_lost_book(kept, tmp_path):
-    rule = pb.RateLimit(
-        endpoint="/b",
-        identifier_type="user",
-        limit=1,
-        window_seconds=1,
-        algorithm="token_bucket",
-    )
+    rule = one_request_in("/b", seconds=1)
     blocked = pb.Assignment(
         identity=pb.Identity(identifier="u", identifier_type="user"), plan="blocked"
     )
