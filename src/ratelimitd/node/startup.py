@@ -38,17 +38,23 @@ ACTOR: Final = "RULES_FILE"
 """Actor in the audit trail."""
 
 
-async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
+async def seed_new_book(
+    store: RuleStore,
+    path: Path,
+    types: Collection[str] | None = None,
+    drafts: Sequence[RuleDraft] | None = None,
+) -> int:
     """Write all rules of ``path`` if the store never had a rule, else log that the file is ignored.
 
-    Returns how many were written. ``types`` are the identifier types that rules may use.
+    Returns how many were written. ``types`` are the identifier types that rules may use, ``drafts`` the rules of
+    ``path`` if it was read before.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
     if not await store.revision():  # else the file may be missing
-        drafts = await _drafts_in(path, types)
+        drafts = await _drafts_in(path, types) if drafts is None else drafts
         # The transaction checks again that the book is new.
         written = await store.create_all(drafts, ACTOR)
         if written or not drafts:
@@ -148,6 +154,7 @@ class StoreOpening:
     async def _prepare(self) -> None:
         database = self._database
         may_be_new = self._may_be_new()
+        drafts = None
         if isinstance(database, urls.SqliteFile):
             if not await asyncio.to_thread(database.path.exists):
                 if not may_be_new:
@@ -155,7 +162,7 @@ class StoreOpening:
                     raise StoreUnavailableError(message)
                 if self._rules_file is not None:
                     # Before the database is created: a wrong file must not leave an empty one.
-                    await _drafts_in(self._rules_file, self._types)
+                    drafts = await _drafts_in(self._rules_file, self._types)
             await migrations.upgrade(
                 self._database_url, create=may_be_new, busy_timeout_s=BUSY_TIMEOUT_S
             )
@@ -165,7 +172,7 @@ class StoreOpening:
         if not may_be_new and not await self._store.revision():
             raise StoreUnavailableError(IS_EMPTY)
         if self._rules_file is not None:
-            written = await seed_new_book(self._store, self._rules_file, self._types)
+            written = await seed_new_book(self._store, self._rules_file, self._types, drafts)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
         if self._bucket_key is not None:
