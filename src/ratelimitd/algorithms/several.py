@@ -87,8 +87,8 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     denial decides, or the smallest remaining part of the capacity; among equals the first.
     """
     found, best, best_limit = 0, outcomes[0], limits[0]
-    for place, outcome in enumerate(outcomes):
-        limit = limits[place]
+    for place in range(1, len(outcomes)):
+        outcome, limit = outcomes[place], limits[place]
         if limit.enforcement is not best_limit.enforcement:
             is_before = limit.enforcement is ENFORCE
         elif outcome[0] != best[0]:

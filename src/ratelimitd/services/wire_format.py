@@ -50,12 +50,15 @@ _MAX_BYTES: Final = 10
 
 _KEPT_BITS: Final = 14
 _KEPT: Final = 1 << _KEPT_BITS
+_TWICE_KEPT: Final = _KEPT << _KEPT_BITS
 
 
 def varint(number: int) -> bytes:
     """Return the shortest encoding of a number of at least 0."""
     if number < _KEPT:
         return KEPT[number]
+    if number < _TWICE_KEPT:  # as below, without the call
+        return _CONTINUED[number & _KEPT - 1] + KEPT[number >> _KEPT_BITS]
     return _CONTINUED[number & _KEPT - 1] + varint(number >> _KEPT_BITS)
 
 
