@@ -30,6 +30,8 @@ SPECIFIED_DEFAULTS = {
 }
 
 CREDENTIALS = ("ADMIN_TOKEN", "CHECK_TOKEN", "KEY_SECRET")
+ACCESS = ("ADMIN_SANS", "CHECK_SANS", "TOKENS_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
+NEVER_EMPTY = (*CREDENTIALS, *ACCESS)
 
 
 def load(**environ):
@@ -48,7 +50,7 @@ def test_defaults_match_the_documentation(name, default):
 
 
 def test_every_default_is_valid_text_of_its_own_setting():
-    given = {spec.name: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
+    given = {spec.name: spec.default for spec in SETTINGS if spec.name not in NEVER_EMPTY}
     assert load(**given) == Settings.load({}, {})
 
 
@@ -63,6 +65,14 @@ def test_an_empty_credential_is_refused(name, tmp_path):
     flag = "--" + name.lower().replace("_", "-")
     assert problem(flags={name: ""}).startswith(f"{flag} is empty: ")
     assert problem(flags={f"{name}_FILE": ""}).startswith(f"{flag}-file is empty: ")
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("name", NEVER_EMPTY)
+def test_an_empty_value_does_not_open_the_node(name, text):
+    assert problem({f"RATELIMITD_{name}": text}) == (
+        f"RATELIMITD_{name} is empty: give it a value, or leave it out"
+    )
 
 
 def test_every_field_is_a_setting_and_every_setting_a_field():
