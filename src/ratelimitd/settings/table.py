@@ -330,7 +330,9 @@ def _parse(setting: SettingSpec, found: lookup.Found) -> object:
     try:
         return setting.parse(found.text)
     except ValueError as error:
-        got = "" if setting.secret else f", not {found.text[:80]!r}"
+        # With @ or ? it may be a URL with a password.
+        unshown = setting.secret or "@" in found.text or "?" in found.text
+        got = "" if unshown else f", not {found.text[:80]!r}"
         message = f"{found.origin} {error}{got}"
         raise SettingsError(message) from None
 

@@ -212,6 +212,14 @@ def test_no_secret_is_shown_in_an_error(name):
     assert "hush hush" not in problem({f"RATELIMITD_{name}": "hush hush\0", "RATELIMITD_FOO": ""})
 
 
+@pytest.mark.parametrize("name", ["OTEL_ENDPOINT", "TRUSTED_PROXIES", "LISTEN"])
+@pytest.mark.parametrize("text", ["http://me:hush@host:4318", "http://host:4318/?token=hush"])
+def test_no_password_of_a_url_is_quoted_in_an_error(name, text):
+    told = problem({f"RATELIMITD_{name}": text})
+    assert told.startswith(f"RATELIMITD_{name} must be ")
+    assert "hush" not in told
+
+
 def test_secrets_are_masked_wherever_settings_are_shown():
     settings = load(
         ADMIN_TOKEN="topsecret",
