@@ -9,6 +9,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.services.auth import Credentials
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.certificates import self_signed
 from tests.rpc.node import running_node
 
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
@@ -137,3 +138,31 @@ async def test_unusable_files_prevent_the_start_and_name_the_setting(tmp_path, t
     with pytest.raises(StartupError, match=r"TLS_KEY: .*key\.pem holds no unencrypted PEM"):
         async with running_node(tmp_path, transport=transport, tls=files):
             pass
+
+
+def write_unknown_to_grpc(files):
+    found = self_signed("secp256k1")
+    files.key.write_bytes(found.key)
+    files.cert.write_bytes(found.cert)
+
+
+async def test_a_kind_of_key_that_grpc_lacks_prevents_the_start_and_names_the_setting(
+    tmp_path, files
+):
+    write_unknown_to_grpc(files)
+    with pytest.raises(
+        StartupError, match=r"^TLS_CERT: .*cert\.pem has a kind of key that .* Ed25"
+    ):
+        async with running_node(tmp_path, transport="grpcio", tls=files):
+            pass
+
+
+async def test_a_kind_of_key_that_grpc_lacks_keeps_the_old_certificate_and_is_reported(
+    tmp_path, ca, files, caplog
+):
+    async with running_node(tmp_path, transport="grpcio", tls=files) as node:
+        write_unknown_to_grpc(files)
+        assert await call(node, ca) is OK
+        assert node.stats.errors_by_transport["tls_files"] == 1
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith("TLS_CERT: ")

@@ -32,7 +32,14 @@ from ratelimitd.rpc.interface import (
     TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import (
+    CERT_SETTING,
+    GRPCIO_KEYS,
+    KEY_SETTING,
+    Certificates,
+    CertificateSource,
+    TlsFiles,
+)
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0
@@ -75,7 +82,10 @@ class RevivedServer:
                 else server.add_secure_port(listen, credentials)
             )
         except RuntimeError:
-            message = f"LISTEN: cannot listen on {listen}"
+            suspects = (
+                "LISTEN" if credentials is None else f"LISTEN, {CERT_SETTING} or {KEY_SETTING}"
+            )
+            message = f"{suspects}: cannot listen on {listen}"
             raise StartupError(message) from None
         address = bound_address(listen, port)
         before = asyncio.all_tasks()
@@ -286,7 +296,7 @@ class GrpcioServer:
             _log.error("%s", line)
             loop.call_soon_threadsafe(self._count, TransportError.TLS_FILES)
 
-        source = CertificateSource(files, report)
+        source = CertificateSource(files, report, GRPCIO_KEYS)
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             found = source.newer()

@@ -1,6 +1,7 @@
 """The adapter's small parts; the server as a whole is tested through real channels in tests/rpc."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import grpc.aio
@@ -11,6 +12,8 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
 from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, RevivedServer
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportLimits
+from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
+from tests.certificates import KEYS, self_signed
 from tests.http2_peer import END_HEADERS, END_STREAM, GREETING, POST, Peer
 
 
@@ -91,6 +94,47 @@ async def test_a_port_taken_between_probe_and_bind_is_one_clear_error(monkeypatc
     monkeypatch.setattr(grpcio_server, "demand_free", free)
     server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats())
     with pytest.raises(StartupError, match=r"^LISTEN: cannot listen on 192\.0\.2\.1:9090$"):
+        await server.start()
+
+
+def accepts(certificate):
+    server = grpc.server(ThreadPoolExecutor(1))
+    credentials = grpc.ssl_server_credentials([(certificate.key, certificate.cert)])
+    try:
+        server.add_secure_port("127.0.0.1:0", credentials)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", sorted({*KEYS} - {"RSA of 1024 bits"}))
+def test_the_kinds_of_keys_that_are_refused_are_those_that_grpc_refuses(kind, tmp_path):
+    certificate = self_signed(kind)
+    files = TlsFiles(tmp_path / "cert", tmp_path / "key")
+    files.cert.write_bytes(certificate.cert)
+    files.key.write_bytes(certificate.key)
+    assert accepts(certificate) is (kind in GRPCIO_KEYS)
+    source = CertificateSource(files, pytest.fail, GRPCIO_KEYS)
+    if kind in GRPCIO_KEYS:
+        assert source.load().chain == certificate.cert
+    else:
+        with pytest.raises(StartupError, match=r"^TLS_CERT: .* has a kind of key that this"):
+            source.load()
+    assert CertificateSource(files, pytest.fail).load().key == certificate.key
+
+
+async def test_an_error_of_a_port_with_tls_names_its_certificate_too(monkeypatch, tmp_path):
+    certificate = self_signed("P-256")
+    files = TlsFiles(tmp_path / "cert", tmp_path / "key")
+    files.cert.write_bytes(certificate.cert)
+    files.key.write_bytes(certificate.key)
+
+    async def free(_listen):
+        return None
+
+    monkeypatch.setattr(grpcio_server, "demand_free", free)
+    server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats(), tls=files)
+    with pytest.raises(StartupError, match=r"^LISTEN, TLS_CERT or TLS_KEY: cannot listen on 192"):
         await server.start()
 
 

@@ -138,8 +138,8 @@ def test_broken_files_are_reported_once_per_change_and_read_again_when_repaired(
 def test_files_that_change_while_they_are_read_are_read_again(source, files, second, monkeypatch):
     read = tls._read
 
-    def read_and_change(names):
-        found = read(names)
+    def read_and_change(*given):
+        found = read(*given)
         put(files, second)
         return found
 
