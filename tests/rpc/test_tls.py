@@ -98,6 +98,14 @@ async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, transpo
         assert await call(node, ca, LIST, client=other, metadata=header) is denied
 
 
+async def test_a_name_that_is_an_ipv6_address_holds_its_role(tmp_path, transport, ca, mutual):
+    credentials = Credentials(admin_sans=frozenset({"2001:db8::1"}))
+    async with running_node(
+        tmp_path, transport=transport, tls=mutual, credentials=credentials
+    ) as node:
+        assert await call(node, ca, LIST, client=ca.issue_cert("2001:db8::1")) is OK
+
+
 async def test_a_new_certificate_is_served_from_the_next_connection_on(
     tmp_path, transport, ca, files
 ):

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from types import CoroutineType
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
@@ -137,6 +138,9 @@ _log = logging.getLogger(__name__)
 _STATUS: Final = {StatusCode(code.value[0]): code for code in grpc.StatusCode}
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _SAN_PROPERTY: Final = "x509_subject_alternative_name"
+"""Names in the order of the certificate, without their kinds; a text of grpc stands for names of other kinds."""
+_TEXT_PROPERTIES: Final = ("peer_dns", "peer_uri", "peer_email")
+_IP_PROPERTY: Final = "peer_ip"
 # The text of grpc's own bound, which callers receive when there are too many calls and streams together.
 _TOO_MANY_CALLS: Final = (TransportError.TOO_MANY_CALLS, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = (TransportError.TOO_MANY_STREAMS, "too many streams are open")
@@ -326,8 +330,14 @@ class GrpcioCall:
     @property
     def peer_sans(self) -> Sequence[str]:
         """The names in the client certificate that TLS verified; no header can add to them."""
-        names = self._context.auth_context().get(_SAN_PROPERTY, ())
-        return tuple(name.decode("utf-8", "replace") for name in names)
+        verified = self._context.auth_context()
+        texts = {
+            name: name.decode("utf-8", "replace")
+            for kind in _TEXT_PROPERTIES
+            for name in verified.get(kind, ())
+        }
+        texts |= {name: str(ip_address(name.decode())) for name in verified.get(_IP_PROPERTY, ())}
+        return tuple(texts[name] for name in verified.get(_SAN_PROPERTY, ()) if name in texts)
 
     def metadata(self, key: str) -> str | None:
         """The first value of a key."""

@@ -145,6 +145,18 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def certificate_names(text: str) -> tuple[str, ...]:
+    """Parse subject alternative names separated by commas, IP addresses in any notation; empty = none."""
+    return tuple(map(_canonical_ip, names(text)))
+
+
+def _canonical_ip(name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
+
+
 def proxies(text: str) -> tuple[str, ...]:
     """Parse addresses and networks of proxies, and ``unix``, separated by commas; empty = none."""
     found = names(text)

@@ -20,6 +20,7 @@ from ratelimitd.settings import sources as lookup
 from ratelimitd.settings.parsing import (
     Address,
     address,
+    certificate_names,
     covers_everything,
     database_url,
     fraction,
@@ -114,9 +115,9 @@ class Settings:
         "bearer token of the admin role; unset = generated once, in STATE_DIR/admin-token", masked, filled=True)]
     check_token: Annotated[str, SettingSpec("", token,
         "bearer token of the check role; unset = everyone", masked, filled=True)]
-    admin_sans: Annotated[tuple[str, ...], SettingSpec("", names,
+    admin_sans: Annotated[tuple[str, ...], SettingSpec("", certificate_names,
         "SANs of client certificates with the admin role, comma-separated", filled=True)]
-    check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
+    check_sans: Annotated[tuple[str, ...], SettingSpec("", certificate_names,
         "SANs of client certificates with the check role, comma-separated", filled=True)]
     tokens_file: Annotated[Path | None, SettingSpec("", optional(path),
         "YAML or JSON of names with a role and the digest of a token; loaded again when it changes", filled=True)]

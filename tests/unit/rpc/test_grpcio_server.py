@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 
 import grpc
 import grpc.aio
@@ -20,8 +21,8 @@ from tests.http2_peer import END_HEADERS, END_STREAM, GREETING, POST, Peer
 class Context:
     """The part of grpc's context that a call reads."""
 
-    def __init__(self, peer="", metadata=(), names=(), remaining_s=None):
-        self._peer, self._metadata, self._names = peer, metadata, names
+    def __init__(self, peer="", metadata=(), names=None, remaining_s=None):
+        self._peer, self._metadata, self._names = peer, metadata, names or {}
         self._remaining_s = remaining_s
 
     def peer(self):
@@ -31,7 +32,7 @@ class Context:
         return self._metadata
 
     def auth_context(self):
-        return {"x509_subject_alternative_name": list(self._names)} if self._names else {}
+        return self._names
 
     def time_remaining(self):
         return self._remaining_s
@@ -49,8 +50,17 @@ def test_the_first_value_of_a_text_key_is_the_metadata():
 
 def test_names_come_only_from_the_certificate():
     metadata = (("x509_subject_alternative_name", "forged"),)
-    call = GrpcioCall("/s/m", Context(metadata=metadata, names=(b"a.example", b"\xff")))
-    assert call.peer_sans == ("a.example", "\ufffd")
+    names = {
+        "x509_subject_alternative_name": [
+            b"2001:db8::1", b"a.example", b"other types of SAN", b"::ffff:10.0.0.1", b"\xff",
+        ],
+        "peer_dns": [b"a.example"],
+        "peer_uri": [b"\xff"],
+        "peer_ip": [b"2001:db8::1", b"::ffff:10.0.0.1"],
+    }  # fmt: skip
+    call = GrpcioCall("/s/m", Context(metadata=metadata, names=names))
+    mapped = str(ip_address("::ffff:10.0.0.1"))
+    assert call.peer_sans == ("2001:db8::1", "a.example", mapped, "\ufffd")
     assert GrpcioCall("/s/m", Context(metadata=metadata)).peer_sans == ()
 
 

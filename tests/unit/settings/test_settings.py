@@ -195,6 +195,13 @@ def test_a_complete_tls_configuration_is_accepted():
     assert settings.admin_sans == ("ops",)
 
 
+def test_certificate_names_that_are_addresses_may_be_in_any_notation():
+    names = {"ADMIN_SANS": "2001:DB8:0::0:1,ops", "CHECK_SANS": "spiffe://a:b, 10.0.0.1"}
+    settings = load(TLS_CERT="c", TLS_KEY="k", TLS_CLIENT_CA="a", **names)
+    assert settings.admin_sans == ("2001:db8::1", "ops")
+    assert settings.check_sans == ("spiffe://a:b", "10.0.0.1")
+
+
 def test_an_invalid_setting_is_not_checked_in_combinations():
     text = problem(
         {
