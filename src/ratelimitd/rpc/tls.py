@@ -34,6 +34,11 @@ OpenSSL has more, such as RSA-PSS. The core ignores a new certificate with such 
 
 _FIRST_CERTIFICATE: Final = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----([^-]+)-----END ")
 
+_OTHER_KEY: Final = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+"""Reasons of OpenSSL for a key of another certificate; the last two for one of another kind."""
+_TOO_WEAK: Final = ("_TOO_SMALL", "_TOO_WEAK")
+"""Ends of its reasons for a certificate below its security level, such as ``EE_KEY_TOO_SMALL``."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -169,10 +174,14 @@ def _demand_matching_key(files: TlsFiles) -> None:
         # A given password keeps OpenSSL from asking the terminal for that of an encrypted key.
         context.load_cert_chain(files.cert, files.key, password="")
     except OSError as error:  # SSLError is one, too
-        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        reason = getattr(error, "reason", None) or ""
+        if reason in _OTHER_KEY:
             message = (
                 f"{KEY_SETTING}: {files.key} is not the key of the certificate in {CERT_SETTING}"
             )
+        elif reason.endswith(_TOO_WEAK):
+            told = reason.lower().replace("_", " ")
+            message = f"{CERT_SETTING}: {files.cert} is too weak for OpenSSL: {told}"
         else:
             message = f"{KEY_SETTING}: {files.key} holds no unencrypted PEM private key"
         raise StartupError(message) from None

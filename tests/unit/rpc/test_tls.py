@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.serialization import (
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import tls
 from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from tests.certificates import self_signed
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,23 @@ def test_a_key_of_another_certificate_and_an_encrypted_key_have_different_errors
         CertificateSource(files, pytest.fail).load()
     files.key.write_bytes(encrypted(first))
     with pytest.raises(StartupError, match=r"TLS_KEY: .* no unencrypted"):
+        CertificateSource(files, pytest.fail).load()
+
+
+@pytest.mark.parametrize("kinds", [("RSA", "P-256"), ("P-256", "RSA"), ("Ed25519", "P-256")])
+def test_a_key_of_another_kind_is_not_that_of_the_certificate(files, kinds):
+    cert, key = map(self_signed, kinds)
+    files.cert.write_bytes(cert.cert)
+    files.key.write_bytes(key.key)
+    with pytest.raises(StartupError, match=r"^TLS_KEY: .*key is not the key of the certificate"):
+        CertificateSource(files, pytest.fail).load()
+
+
+def test_a_certificate_that_is_too_weak_for_openssl_is_named_with_the_reason(files):
+    weak = self_signed("RSA of 1024 bits")
+    files.cert.write_bytes(weak.cert)
+    files.key.write_bytes(weak.key)
+    with pytest.raises(StartupError, match=r"^TLS_CERT: .*cert is too weak .*: ee key too small$"):
         CertificateSource(files, pytest.fail).load()
 
 
