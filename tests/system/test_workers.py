@@ -346,7 +346,7 @@ def test_many_workers_that_start_at_once_make_one_rule_book(files, several):
 
 
 def statuses(node, ca, name):
-    """What a token is answered by both workers."""
+    """What a token is answered by both workers; without a name, what a check without a token is answered."""
     found = {}
     while len(found) < 2:  # the kernel chooses
         credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
@@ -355,7 +355,10 @@ def statuses(node, ca, name):
             ask = partial(stubs.RateLimiterHealthStub(channel).GetHealthStatus, Empty())
             worker = ask(timeout=START_S, metadata=bearer("the-admin-token")).node_id
             try:
-                ask(timeout=START_S, metadata=bearer(token_of(name)))
+                if name:
+                    ask(timeout=START_S, metadata=bearer(token_of(name)))
+                else:
+                    check(channel, "/ample")
                 found[worker] = grpc.StatusCode.OK
             except grpc.RpcError as error:
                 found[worker] = error.code()
@@ -412,6 +415,7 @@ def test_workers_share_tokens_users_and_tls_and_take_a_changed_file(files, sever
         assert http.get("/readyz").status_code == 200, "the other one has the last good tokens"
         write(tokens, entry("bob"))
         assert status_at_each("bob") == {grpc.StatusCode.OK}, "both, once the file is mended"
+        assert status_at_each("") == {grpc.StatusCode.UNAUTHENTICATED}, "the shop's entry is gone"
         node.signal(signal.SIGTERM)
         _, _, log = node.ended()
     assert "TOKENS_FILE" in log

@@ -78,9 +78,15 @@ class Token:
 class NamedTokens:
     """The tokens of TOKENS_FILE in force; ``now_s`` is Unix time."""
 
-    def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        tokens: Iterable[Token] = (),
+        *,
+        guard_checks: bool = False,
+    ) -> None:
         self._now_s = now_s
-        self.guard_checks = False
+        self.guard_checks = guard_checks
         """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
         self.replace(tokens)
 

@@ -88,7 +88,8 @@ async def _serve(settings: Settings) -> int:
             store = Respawner(private.start)
         port = await _own_port(settings.listen, opened)
         workers = [settings_of(settings, number, port) for number in range(settings.workers)]
-        respawners = [Respawner(partial(WorkerProcess.start, worker)) for worker in workers]
+        guarded = asyncio.Event()
+        respawners = [Respawner(partial(WorkerProcess.start, each, guarded)) for each in workers]
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(Address(settings.listen.host, port))

@@ -159,6 +159,20 @@ async def test_a_changed_file_is_in_force_without_a_restart(path, caplog):
     ]
 
 
+async def test_the_first_check_entry_is_reported_once(path):
+    reported = []
+    shop = entry("shop", "check")
+    file = TokensFile(
+        write(path, entry("a")), lambda: NOW_S, on_guard=lambda: reported.append(len(file.tokens))
+    )
+    for entries in ([entry("a"), shop], [shop, entry("b"), entry("c")], [entry("a")], [shop]):
+        write(path, *entries)
+        await file.reload()
+    assert reported == [2]
+    TokensFile(path, lambda: NOW_S, on_guard=lambda: reported.append("at the start"))
+    assert reported == [2, "at the start"]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
