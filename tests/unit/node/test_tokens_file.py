@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ratelimitd.errors import StartupError
 from ratelimitd.node.tokens_file import TokensFile, parse_tokens, read_tokens
 from ratelimitd.rules.yaml_reader import YamlError
-from ratelimitd.services.auth import Role
+from ratelimitd.services.auth import Role, key_of
 from tests.named_tokens import digest_of, entry, token_of, write
 
 NOW_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -28,7 +28,7 @@ def path(tmp_path):
 
 
 def held(file, token):
-    found = file.tokens.by_digest(sha256(token.encode()).digest())
+    found = file.tokens.by_key(key_of(sha256(token.encode()).digest()))
     return found and (found.name, found.role)
 
 
@@ -297,7 +297,7 @@ def test_an_entry_without_a_digest_is_a_proxy_user_and_no_token(path):
         authorization = file.tokens.user_of(name)
         assert held(file, authorization.removeprefix("Bearer "))[0] == name
         assert file.tokens.session_of(name) is None
-    assert file.tokens.by_digest(b"") is None
+    assert file.tokens.by_key(key_of(b"")) is None
     assert held(file, "") is None
     assert file.tokens.user_of("ci") is None
     assert file.tokens.user_of("nobody") is None
