@@ -6,6 +6,7 @@ import os
 import signal
 import ssl
 import threading
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd.cli import main
 from ratelimitd.node.serving import TRANSPORTS
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import digest_of, entry, token_of, write
@@ -260,6 +262,23 @@ def test_workers_whose_parent_is_killed_drain_by_themselves(files, several):
         _, _, log = node.ended()
     assert log.count("the parent process is gone") == 2
     assert log.count('"drained"') == 2
+
+
+def test_a_login_link_opens_one_session_also_after_its_worker_was_killed(files, several):
+    with files.serving(*several, "--loopback-admin", "off", "--admin-token", "t") as node:
+        link = f"http://{node.http_address}/login"
+        code = {"code": Sessions("t", time.time).link_code(node.http_address)}
+        assert httpx.get(link, params=code).headers["location"] == "/"
+        os.kill(workers_of(node)["n/0"], signal.SIGKILL)
+        answers = []
+        until(
+            lambda: (
+                answers.append(httpx.get(link, params=code).status_code)
+                or answers[-1] in {303, 401}
+            ),
+            "another worker answers",
+        )
+        assert answers[-1] == 401
 
 
 def test_a_worker_that_is_told_to_end_drains_and_is_started_anew(files, several):
