@@ -59,6 +59,7 @@ class TokensFile:
         on_guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
+        self._now_s = now_s
         self._others = others
         self._on_guard = on_guard
         self._stamp = stamp_of(path)
@@ -72,7 +73,7 @@ class TokensFile:
         if stamp == self._stamp:
             return
         try:
-            found = await asyncio.to_thread(read_tokens, self._path, self._others)
+            found = await asyncio.to_thread(self._read)
         except StartupError as error:
             self._stamp = stamp
             _log.error("%s; the %d tokens read before stay in force", error, len(self.tokens))
@@ -92,6 +93,10 @@ class TokensFile:
             _log.warning(
                 "TOKENS_FILE no longer has an entry with the role check: checks still need a credential until a restart"
             )
+
+    def _read(self) -> NamedTokens:
+        """Return the tokens of the file; in a thread, because thousands take tens of milliseconds."""
+        return NamedTokens(self._now_s, read_tokens(self._path, self._others))
 
 
 def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) -> list[Token]:

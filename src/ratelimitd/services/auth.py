@@ -86,26 +86,24 @@ class NamedTokens:
         guard_checks: bool = False,
     ) -> None:
         self._now_s = now_s
-        self.guard_checks = guard_checks
-        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
-        self.replace(tokens)
-
-    def replace(self, tokens: Iterable[Token]) -> None:
-        """Replace all tokens in force with ``tokens``."""
         self._by_name = {token.name: token for token in tokens}
         by_digest = {token.digest: token for token in self._by_name.values() if token.digest}
         by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
         self._by_key = {key_of(digest): token for digest, token in by_digest.items()}
-        self.guard_checks |= self.have_checks
+        self.have_checks = any(token.role is Role.CHECK for token in self._by_name.values())
+        """Whether any token holds the check role."""
+        self.guard_checks = guard_checks or self.have_checks
+        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
+
+    def replace(self, other: NamedTokens) -> None:
+        """Put the tokens of ``other`` in force instead. Takes the same time for any number of them."""
+        self._by_name, self._by_key = other._by_name, other._by_key
+        self.have_checks = other.have_checks
+        self.guard_checks |= other.have_checks
 
     def __len__(self) -> int:
         """Return the number of entries, expired ones included."""
         return len(self._by_name)
-
-    @property
-    def have_checks(self) -> bool:
-        """Whether any token holds the check role."""
-        return any(token.role is Role.CHECK for token in self._by_name.values())
 
     def by_key(self, key: bytes) -> Token | None:
         """Return the token whose digest has this :func:`key_of`, unless it expired."""

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import threading
 from datetime import UTC, datetime
 from hashlib import sha256
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from ratelimitd.errors import StartupError
 from ratelimitd.node.tokens_file import TokensFile, parse_tokens, read_tokens
 from ratelimitd.rules.yaml_reader import YamlError
+from ratelimitd.services import auth
 from ratelimitd.services.auth import Role, key_of
 from tests.named_tokens import digest_of, entry, token_of, write
 
@@ -157,6 +159,24 @@ async def test_a_changed_file_is_in_force_without_a_restart(path, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "TOKENS_FILE: 2 tokens are in force"
     ]
+
+
+async def test_no_token_is_hashed_in_the_event_loop(path, monkeypatch):
+    """Thousands take tens of milliseconds."""
+    file = TokensFile(write(path, entry("a")), lambda: NOW_S)
+    threads = []
+
+    def recorded(token):
+        threads.append(threading.current_thread())
+        return digest(token)
+
+    digest = auth.digest_of
+    monkeypatch.setattr(auth, "digest_of", recorded)
+    write(path, entry("a"), entry("b"))
+    await file.reload()
+    assert held(file, token_of("b")) == ("b", Role.ADMIN)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_the_first_check_entry_is_reported_once(path):
