@@ -6,6 +6,7 @@ import os
 import signal
 import ssl
 import threading
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd.cli import main
 from ratelimitd.node.serving import TRANSPORTS
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import digest_of, entry, token_of, write
@@ -262,6 +264,23 @@ def test_workers_whose_parent_is_killed_drain_by_themselves(files, several):
     assert log.count('"drained"') == 2
 
 
+def test_a_login_link_opens_one_session_also_after_its_worker_was_killed(files, several):
+    with files.serving(*several, "--loopback-admin", "off", "--admin-token", "t") as node:
+        link = f"http://{node.http_address}/login"
+        code = {"code": Sessions("t", time.time).link_code(node.http_address)}
+        assert httpx.get(link, params=code).headers["location"] == "/"
+        os.kill(workers_of(node)["n/0"], signal.SIGKILL)
+        answers = []
+        until(
+            lambda: (
+                answers.append(httpx.get(link, params=code).status_code)
+                or answers[-1] in {303, 401}
+            ),
+            "another worker answers",
+        )
+        assert answers[-1] == 401
+
+
 def test_a_worker_that_is_told_to_end_drains_and_is_started_anew(files, several):
     with files.serving(*several) as node:
         pid = workers_of(node)["n/1"]
@@ -346,7 +365,7 @@ def test_many_workers_that_start_at_once_make_one_rule_book(files, several):
 
 
 def statuses(node, ca, name):
-    """What a token is answered by both workers."""
+    """What a token is answered by both workers; without a name, what a check without a token is answered."""
     found = {}
     while len(found) < 2:  # the kernel chooses
         credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
@@ -355,7 +374,10 @@ def statuses(node, ca, name):
             ask = partial(stubs.RateLimiterHealthStub(channel).GetHealthStatus, Empty())
             worker = ask(timeout=START_S, metadata=bearer("the-admin-token")).node_id
             try:
-                ask(timeout=START_S, metadata=bearer(token_of(name)))
+                if name:
+                    ask(timeout=START_S, metadata=bearer(token_of(name)))
+                else:
+                    check(channel, "/ample")
                 found[worker] = grpc.StatusCode.OK
             except grpc.RpcError as error:
                 found[worker] = error.code()
@@ -412,6 +434,7 @@ def test_workers_share_tokens_users_and_tls_and_take_a_changed_file(files, sever
         assert http.get("/readyz").status_code == 200, "the other one has the last good tokens"
         write(tokens, entry("bob"))
         assert status_at_each("bob") == {grpc.StatusCode.OK}, "both, once the file is mended"
+        assert status_at_each("") == {grpc.StatusCode.UNAUTHENTICATED}, "the shop's entry is gone"
         node.signal(signal.SIGTERM)
         _, _, log = node.ended()
     assert "TOKENS_FILE" in log

@@ -72,6 +72,7 @@ class Node:
 
     ``reuse_port``: the node is one of several processes on the gRPC port, and serves HTTP to their parent, see
     :mod:`ratelimitd.workers`. ``may_listen`` is awaited before the node listens, when all else is open.
+    ``on_guard``: as for :class:`TokensFile`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Node:
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         reuse_port: bool = False,
         may_listen: Callable[[], Awaitable[None]] | None = None,
+        on_guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.grpc_address = ""
         """``host:port`` that gRPC listens on, once started."""
@@ -126,6 +128,7 @@ class Node:
         self._whole_load = whole_load
         self._reuse_port = reuse_port
         self._may_listen = may_listen
+        self._on_guard = on_guard
         self._rules_log = RulesLog()
         self._tokens: TokensFile | None = None
         self._draining = False
@@ -182,7 +185,13 @@ class Node:
                 self._admin_token: settings.admin_token_name,
                 settings.check_token: "CHECK_TOKEN",
             }
-            self._tokens = TokensFile(settings.tokens_file, self._now_s, others)
+            self._tokens = TokensFile(
+                settings.tokens_file,
+                self._now_s,
+                others,
+                guard_checks=settings.guard_checks,
+                on_guard=self._on_guard,
+            )
         for warning in settings.warnings:
             _log.warning("%s", warning)
         self._recorder = self._new_recorder()

@@ -39,6 +39,9 @@ class Overseer(Protocol):
     async def may_listen(self) -> None:
         """Wait until the node may listen for calls; all else is open."""
 
+    def checks_guarded(self) -> None:
+        """Handle that checks need a credential because of TOKENS_FILE, even after it changes again."""
+
     def ready(self, node: Node) -> None:
         """Handle that the node answers calls."""
 
@@ -65,6 +68,9 @@ class Terminal:
 
     async def may_listen(self) -> None:
         """Return at once: no other process shares the port."""
+
+    def checks_guarded(self) -> None:
+        """Return: a restart of this process forgets it."""
 
     def ready(self, node: Node) -> None:
         """Print the ready line and the login link."""
@@ -115,6 +121,7 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
         whole_load=jobs.whole_load,
         reuse_port=overseer.reuse_port,
         may_listen=overseer.may_listen,
+        on_guard=overseer.checks_guarded,
     )
     async with overseer.attending(node, stop.ask):
         starting = asyncio.create_task(node.start())

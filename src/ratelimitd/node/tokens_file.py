@@ -42,7 +42,8 @@ class TokensFile:
     """Keeps ``tokens`` up to date with the file, which is read first here; ``now_s`` returns Unix time.
 
     ``others`` maps the tokens of other settings, which no entry may have, to the settings' names; empty tokens are
-    ignored.
+    ignored. ``on_guard`` is called once an entry of the role check closes checks to callers without a credential;
+    with ``guard_checks`` they are closed from the start.
 
     Raises:
         StartupError: the file cannot be used; the message names the entry and its field.
@@ -53,11 +54,18 @@ class TokensFile:
         path: Path,
         now_s: Callable[[], float],
         others: Mapping[str, str] = MappingProxyType({}),
+        *,
+        guard_checks: bool = False,
+        on_guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
+        self._now_s = now_s
         self._others = others
+        self._on_guard = on_guard
         self._stamp = stamp_of(path)
-        self.tokens = NamedTokens(now_s, read_tokens(path, others))
+        self.tokens = NamedTokens(now_s, read_tokens(path, others), guard_checks=guard_checks)
+        if self.tokens.guard_checks:
+            on_guard()
 
     async def reload(self) -> None:
         """Read the file if it changed; never raises for its content. Costs one ``stat`` if nothing changed."""
@@ -65,7 +73,7 @@ class TokensFile:
         if stamp == self._stamp:
             return
         try:
-            found = await asyncio.to_thread(read_tokens, self._path, self._others)
+            found = await asyncio.to_thread(self._read)
         except StartupError as error:
             self._stamp = stamp
             _log.error("%s; the %d tokens read before stay in force", error, len(self.tokens))
@@ -77,6 +85,7 @@ class TokensFile:
         self.tokens.replace(found)
         _log.info("TOKENS_FILE: %d tokens are in force", len(self.tokens))
         if self.tokens.have_checks and not guarded:
+            self._on_guard()
             _log.warning(
                 "TOKENS_FILE now has an entry with the role check: checks need a credential"
             )
@@ -84,6 +93,10 @@ class TokensFile:
             _log.warning(
                 "TOKENS_FILE no longer has an entry with the role check: checks still need a credential until a restart"
             )
+
+    def _read(self) -> NamedTokens:
+        """Return the tokens of the file; in a thread, because thousands take tens of milliseconds."""
+        return NamedTokens(self._now_s, read_tokens(self._path, self._others))
 
 
 def read_tokens(path: Path, others: Mapping[str, str] = MappingProxyType({})) -> list[Token]:

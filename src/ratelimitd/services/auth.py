@@ -78,32 +78,36 @@ class Token:
 class NamedTokens:
     """The tokens of TOKENS_FILE in force; ``now_s`` is Unix time."""
 
-    def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        tokens: Iterable[Token] = (),
+        *,
+        guard_checks: bool = False,
+    ) -> None:
         self._now_s = now_s
-        self.guard_checks = False
-        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
-        self.replace(tokens)
-
-    def replace(self, tokens: Iterable[Token]) -> None:
-        """Replace all tokens in force with ``tokens``."""
         self._by_name = {token.name: token for token in tokens}
         by_digest = {token.digest: token for token in self._by_name.values() if token.digest}
         by_digest |= {digest_of(one.stand_in): one for one in self._by_name.values()}
-        self._by_key = {_key_of(digest): token for digest, token in by_digest.items()}
-        self.guard_checks |= self.have_checks
+        self._by_key = {key_of(digest): token for digest, token in by_digest.items()}
+        self.have_checks = any(token.role is Role.CHECK for token in self._by_name.values())
+        """Whether any token holds the check role."""
+        self.guard_checks = guard_checks or self.have_checks
+        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
+
+    def replace(self, other: NamedTokens) -> None:
+        """Put the tokens of ``other`` in force instead. Takes the same time for any number of them."""
+        self._by_name, self._by_key = other._by_name, other._by_key
+        self.have_checks = other.have_checks
+        self.guard_checks |= other.have_checks
 
     def __len__(self) -> int:
         """Return the number of entries, expired ones included."""
         return len(self._by_name)
 
-    @property
-    def have_checks(self) -> bool:
-        """Whether any token holds the check role."""
-        return any(token.role is Role.CHECK for token in self._by_name.values())
-
-    def by_digest(self, digest: bytes) -> Token | None:
-        """Return the token with this digest, unless it expired."""
-        return self._unexpired(self._by_key.get(_key_of(digest)))
+    def by_key(self, key: bytes) -> Token | None:
+        """Return the token whose digest has this :func:`key_of`, unless it expired."""
+        return self._unexpired(self._by_key.get(key))
 
     def by_name(self, name: str) -> Token | None:
         """Return the token with this name, unless it expired."""
@@ -154,7 +158,7 @@ class Access:
         self._guesses = guesses
         given = ((Role.CHECK, credentials.check_token), (Role.ADMIN, credentials.admin_token))
         self._tokens = {
-            _key_of(token.digest): token
+            key_of(token.digest): token
             for token in (Token(role=role, digest=digest_of(text)) for role, text in given if text)
         }
         self._set = {role for role, text in given if text}
@@ -259,15 +263,15 @@ class Access:
         text = _bearer(call)
         if not text or not (self._tokens or self._named is not None):
             return None
-        self._guesses.admit(call, cost)
-        digest = digest_of(text)
-        token = self._tokens.get(_key_of(digest))
+        key = key_of(digest_of(text))
+        is_known = self._guesses.admit(call, key, cost)
+        token = self._tokens.get(key)
         if token is None and self._named is not None:
-            token = self._named.by_digest(digest)
+            token = self._named.by_key(key)
         if token is None:
             self._guesses.wrong(call, cost)
-        else:
-            self._guesses.right(call)
+        elif not is_known:
+            self._guesses.right(call, key)
         return token
 
     def _held(self, call: Call) -> set[Role]:
@@ -308,7 +312,7 @@ def digest_of(token: str) -> bytes:
 _KEY: Final = secrets.token_bytes(32)
 
 
-def _key_of(digest: bytes) -> bytes:
+def key_of(digest: bytes) -> bytes:
     """Return the key under which a token is looked up.
 
     The time of a comparison may reveal how far two keys agree. Keys therefore depend on a secret of the process:

@@ -32,7 +32,10 @@ LOGIN_COST: Final = 50
 
 MAX_ADDRESSES: Final = 10_000
 MAX_CONNECTIONS: Final = 10_000
-"""Cached addresses and connections; the oldest are evicted first. About 4 MB when full."""
+"""Cached addresses and connections; the oldest are evicted first. About 6 MB when full."""
+
+_WRONG: Final = b""
+"""Marks a connection that sent a wrong token; no token has this key."""
 
 _RULE: Final = Rule(
     "",
@@ -62,47 +65,51 @@ class TokenGuesses:
         self._addresses = ClientAddresses(proxies)
         self._spent: OrderedDict[str, Any] = OrderedDict()
         """Address → state of its token bucket."""
-        self._connections: OrderedDict[str, bool] = OrderedDict()
-        """Peer with its port → whether all its tokens were right. Excludes connections of proxies."""
+        self._connections: OrderedDict[str, bytes] = OrderedDict()
+        """Peer with its port → key of its last right token, or ``_WRONG``. Excludes connections of proxies."""
 
-    def admit(self, call: Call, cost: int) -> None:
-        """Admit the token of ``call`` to the comparison.
+    def admit(self, call: Call, key: bytes, cost: int) -> bool:
+        """Admit the token of ``call`` to the comparison; ``key`` is the secret key under which it is looked up.
+
+        Returns whether it was the last right token of the connection. Only that one is always admitted: otherwise a
+        holder of one token could guess others without limit.
 
         Raises:
             RpcError: RESOURCE_EXHAUSTED, with the delay until the next guess.
         """
-        was_right = self._connections.get(call.peer)
-        if was_right:
-            return
+        known = self._connections.get(call.peer)
+        if known == key:
+            return True
         state = self._spent.get(self._address(call))
         if state is None:
-            return
-        spare = 0 if was_right is None else SPARE
+            return False
+        spare = SPARE if known == _WRONG else 0
         outcome = token_bucket.decide(state, _RULE, self._now_us(), cost + spare)
         if not outcome[0]:
             self._counts["refused"] += 1
             retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=outcome[3]))
             message = "too many wrong tokens came from this address"
             raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WRONG_TOKENS", message, retry)
+        return False
 
-    def right(self, call: Call) -> None:
-        """Record a right token on a connection, unless it sent a wrong one before."""
-        if call.peer not in self._connections and self._has_port(call):
-            self._remember(call.peer, all_right=True)
+    def right(self, call: Call, key: bytes) -> None:
+        """Record the right token of a connection, unless it sent a wrong one before."""
+        if self._connections.get(call.peer) != _WRONG and self._has_port(call):
+            self._remember(call.peer, key)
 
     def wrong(self, call: Call, cost: int) -> None:
         """Record a wrong token, and charge it to its address."""
         self._counts["wrong"] += 1
         if self._has_port(call):
-            self._remember(call.peer, all_right=False)
+            self._remember(call.peer, _WRONG)
         address = self._address(call)
         state, now_us = self._spent.pop(address, None), self._now_us()
         self._spent[address] = token_bucket.decide(state, _RULE, now_us, cost)[5]
         if len(self._spent) > MAX_ADDRESSES:
             self._spent.popitem(last=False)
 
-    def _remember(self, peer: str, *, all_right: bool) -> None:
-        self._connections[peer] = all_right
+    def _remember(self, peer: str, key: bytes) -> None:
+        self._connections[peer] = key
         if len(self._connections) > MAX_CONNECTIONS:
             self._connections.popitem(last=False)
 

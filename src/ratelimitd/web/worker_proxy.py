@@ -1,4 +1,4 @@
-"""Forwards requests for pages and JSON from the parent to a worker, without interpreting them.
+"""Forwards requests for pages and JSON from the parent to a worker; interprets the codes of login links only.
 
 Requests of a client address go to the same worker while it responds, so a caller sees its own changes. See ADR 0025.
 """
@@ -13,7 +13,7 @@ from typing import Final
 from zlib import crc32
 
 import h11
-from starlette.datastructures import Address
+from starlette.datastructures import Address, Headers, QueryParams
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -74,12 +74,19 @@ class PassingOn:
     """An ASGI application that forwards requests to workers.
 
     ``sockets`` are the paths at which running workers listen. ``answers`` returns whether the worker of that number
-    responds: the kernel accepts connections for a hanging one.
+    responds: the kernel accepts connections for a hanging one. ``opened_by`` returns whether the code of a login link
+    may open a session on a host, and consumes it: a worker forgets used codes when it is replaced.
     """
 
-    def __init__(self, sockets: Sequence[Path], answers: Callable[[int], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        sockets: Sequence[Path],
+        answers: Callable[[int], Awaitable[bool]],
+        opened_by: Callable[[str, str], bool],
+    ) -> None:
         self._sockets = sockets
         self._answers = answers
+        self._opened_by = opened_by
         self._reported = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,15 +97,24 @@ class PassingOn:
             await refusal(scope, receive, send)
             return
         try:
-            await _pass(exchange, scope, receive, send)
+            await _pass(exchange, self._with_fresh_code(scope), receive, send)
         finally:
             exchange.close()
+
+    def _with_fresh_code(self, scope: Scope) -> Scope:
+        """Return ``scope``, with an empty code, which a worker refuses, for a login link that is used or wrong."""
+        if scope["path"] != "/login" or scope["method"] != "GET":
+            return scope
+        code = QueryParams(scope["query_string"]).get("code")
+        if code is None or self._opened_by(code, Headers(scope=scope).get("host", "")):
+            return scope
+        return {**scope, "query_string": b"code="}
 
     async def _exchange(self, scope: Scope) -> _Exchange | None:
         """Return a connection to a responding worker; prefers the caller's own."""
         sockets = self._sockets
         client = Address(*(scope.get("client") or ("", 0)))
-        # One worker counts login attempts and stores which login links were used.
+        # One worker counts login attempts.
         first = 0 if scope["path"] == "/login" else crc32(client.host.encode()) % len(sockets)
         for offset in range(len(sockets)):
             number = (first + offset) % len(sockets)

@@ -27,7 +27,7 @@ from ratelimitd.rpc.tls import TlsFiles, web_context
 from ratelimitd.settings.parsing import MAX_NODE_ID_CHARACTERS, Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import worker_application
-from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.pages.sessions import Sessions, login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import PassingOn
 from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
@@ -87,7 +87,8 @@ async def _serve(settings: Settings) -> int:
             store = Respawner(private.start)
         settings = await _with_own_ports(settings, opened)
         workers = [settings_of(settings, number) for number in range(settings.workers)]
-        respawners = [Respawner(partial(WorkerProcess.start, worker)) for worker in workers]
+        guarded = asyncio.Event()
+        respawners = [Respawner(partial(WorkerProcess.start, each, guarded)) for each in workers]
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(settings.listen)
@@ -153,7 +154,9 @@ async def _start_http(
     if settings.http_listen is None:
         return ""
     files = TlsFiles.of(settings.tls_cert, settings.tls_key)
-    pages = PassingOn([worker.http_socket for worker in workers], pool.answers)
+    sessions = Sessions(settings.admin_token, time.time)
+    sockets = [worker.http_socket for worker in workers]
+    pages = PassingOn(sockets, pool.answers, sessions.opened_by)
     app = worker_application(metrics=pool, readiness=pool.readiness, others=pages)
     tls = web_context(files) if settings.http_tls else None
     server = HttpServer(app, *settings.http_listen, tls=tls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import random as random_source
@@ -91,6 +92,7 @@ class ChildProcess(ABC):
 class WorkerProcess(ChildProcess):
     """A worker.
 
+    ``checks_guarded`` is shared by the workers of a node, and set when TOKENS_FILE closes the checks of one.
     ``on_report`` is called with each report, even if it is too late for its request.
     """
 
@@ -99,10 +101,13 @@ class WorkerProcess(ChildProcess):
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        *,
+        checks_guarded: asyncio.Event,
         on_report: Callable[[Report], None],
     ) -> None:
         super().__init__(process)
         self._writer = writer
+        self._checks_guarded = checks_guarded
         self._on_report = on_report
         self._is_prepared = False
         self._is_ready = False
@@ -120,6 +125,7 @@ class WorkerProcess(ChildProcess):
     async def start(
         cls,
         settings: Settings,
+        checks_guarded: asyncio.Event,
         on_report: Callable[[Report], None],
         command: Sequence[str] = COMMAND,
     ) -> Self:
@@ -139,8 +145,9 @@ class WorkerProcess(ChildProcess):
         except OSError as error:
             message = f"a worker cannot be started: {error.strerror}"
             raise StartupError(message) from error
+        settings = dataclasses.replace(settings, guard_checks=checks_guarded.is_set())
         writer.write(protocol.settings_message(settings))
-        return cls(process, reader, writer, on_report)
+        return cls(process, reader, writer, checks_guarded=checks_guarded, on_report=on_report)
 
     async def prepared(self) -> None:
         """Wait until it reports so, or ends."""
@@ -204,6 +211,8 @@ class WorkerProcess(ChildProcess):
         elif kind == "ready":
             self._is_ready = True
             self._settled.set()
+        elif kind == "guarded":
+            self._checks_guarded.set()
         elif kind == "failed":
             [self._reason] = values
         elif kind == "readiness" and self._readiness is not None:

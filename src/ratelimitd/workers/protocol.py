@@ -1,8 +1,9 @@
 """Messages between a parent and its worker, as bytes on the socket between them.
 
 The parent first sends the worker's settings. The worker reports that it is prepared, waits for :data:`LISTEN`, and
-reports that it is ready, or why it failed. It answers the parent's requests in order. Each message of a worker is one
-line of JSON. The only I/O here is a worker's blocking read of its settings.
+reports that it is ready, or why it failed. It answers the parent's requests in order, and reports when TOKENS_FILE
+closes checks. Each message of a worker is one line of JSON. The only I/O here is a worker's blocking read of its
+settings.
 """
 
 from __future__ import annotations

@@ -68,6 +68,10 @@ class Parent:
         self._send("prepared")
         await self._may_listen.wait()
 
+    def checks_guarded(self) -> None:
+        """Report it, for a worker that replaces this one: the entry of TOKENS_FILE may be gone by then."""
+        self._send("guarded")
+
     def ready(self, node: Node) -> None:
         """Report that the node answers calls."""
         self._send("ready", node.grpc_address)

@@ -1,6 +1,7 @@
 """A whole node with a TOKENS_FILE: gRPC, JSON and the page, and changes of the file."""
 
 import asyncio
+import dataclasses
 import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -10,7 +11,9 @@ import httpx
 import pytest
 
 from ratelimitd.errors import StartupError
+from ratelimitd.node.node import Node
 from ratelimitd.node.serving import TRANSPORTS
+from ratelimitd.settings.table import Settings
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -133,6 +136,22 @@ async def test_checks_need_a_credential_from_the_first_check_entry_even_after_th
         assert await status_of(channel, "shop") is grpc.StatusCode.UNAUTHENTICATED
         assert await status_of(channel, "alice") is grpc.StatusCode.OK
         assert "checks still need a credential until a restart" in caplog.text
+
+
+async def test_checks_closed_before_the_start_of_a_worker_stay_closed(path, tmp_path):
+    flags = {
+        "ADMIN_TOKEN": ADMIN,
+        "TOKENS_FILE": str(write(path, entry("alice"))),
+        "LISTEN": "127.0.0.1:0",
+        "HTTP_LISTEN": "127.0.0.1:0",
+        "STATE_DIR": str(tmp_path / "state"),
+        "DATABASE_URL": f"sqlite:///{tmp_path / 'rules.db'}",
+    }
+    node = Node(dataclasses.replace(Settings.load({}, flags), guard_checks=True))
+    await node.start()
+    assert await json_status(node) == 401
+    assert await json_status(node, "alice") == 200
+    await node.drain()
 
 
 @pytest.mark.parametrize("change", ["removed", "demoted", "expired"])

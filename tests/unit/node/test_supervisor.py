@@ -24,14 +24,16 @@ class StandIn:
     login_link = ""
     happened: ClassVar[list[str]]
 
-    def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen):
+    def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen, on_guard):
         self.context = context
         self.reuse_port = reuse_port
         self.may_listen = may_listen
+        self.on_guard = on_guard
         assert whole_load is jobs.whole_load
 
     async def start(self):
         self.happened.append("start")
+        self.on_guard()
         await self.may_listen()
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
 
@@ -82,6 +84,9 @@ class Overseer:
 
     async def may_listen(self):
         self.recorded.append("lets it listen")
+
+    def checks_guarded(self):
+        self.recorded.append("hears of closed checks")
 
     def ready(self, node):
         self.recorded.append(f"ready {node.grpc_address}")
@@ -180,6 +185,7 @@ def test_an_overseer_gets_the_events_that_a_terminal_shows(node, capsys):
     assert run(overseer) == 0
     assert overseer.recorded == [
         "attends",
+        "hears of closed checks",
         "lets it listen",
         "ready 127.0.0.1:1",
         "drained",
@@ -222,4 +228,4 @@ def test_an_overseer_decides_the_effect_of_a_second_signal(node):
     node.drain = drain
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.recorded[3:] == [128 + signal.SIGINT, "drained", "leaves"]
+    assert overseer.recorded[4:] == [128 + signal.SIGINT, "drained", "leaves"]

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import threading
 from datetime import UTC, datetime
 from hashlib import sha256
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from ratelimitd.errors import StartupError
 from ratelimitd.node.tokens_file import TokensFile, parse_tokens, read_tokens
 from ratelimitd.rules.yaml_reader import YamlError
-from ratelimitd.services.auth import Role
+from ratelimitd.services import auth
+from ratelimitd.services.auth import Role, key_of
 from tests.named_tokens import digest_of, entry, token_of, write
 
 NOW_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -28,7 +30,7 @@ def path(tmp_path):
 
 
 def held(file, token):
-    found = file.tokens.by_digest(sha256(token.encode()).digest())
+    found = file.tokens.by_key(key_of(sha256(token.encode()).digest()))
     return found and (found.name, found.role)
 
 
@@ -159,6 +161,38 @@ async def test_a_changed_file_is_in_force_without_a_restart(path, caplog):
     ]
 
 
+async def test_no_token_is_hashed_in_the_event_loop(path, monkeypatch):
+    """Thousands take tens of milliseconds."""
+    file = TokensFile(write(path, entry("a")), lambda: NOW_S)
+    threads = []
+
+    def recorded(token):
+        threads.append(threading.current_thread())
+        return digest(token)
+
+    digest = auth.digest_of
+    monkeypatch.setattr(auth, "digest_of", recorded)
+    write(path, entry("a"), entry("b"))
+    await file.reload()
+    assert held(file, token_of("b")) == ("b", Role.ADMIN)
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_the_first_check_entry_is_reported_once(path):
+    reported = []
+    shop = entry("shop", "check")
+    file = TokensFile(
+        write(path, entry("a")), lambda: NOW_S, on_guard=lambda: reported.append(len(file.tokens))
+    )
+    for entries in ([entry("a"), shop], [shop, entry("b"), entry("c")], [entry("a")], [shop]):
+        write(path, *entries)
+        await file.reload()
+    assert reported == [2]
+    TokensFile(path, lambda: NOW_S, on_guard=lambda: reported.append("at the start"))
+    assert reported == [2, "at the start"]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -283,7 +317,7 @@ def test_an_entry_without_a_digest_is_a_proxy_user_and_no_token(path):
         authorization = file.tokens.user_of(name)
         assert held(file, authorization.removeprefix("Bearer "))[0] == name
         assert file.tokens.session_of(name) is None
-    assert file.tokens.by_digest(b"") is None
+    assert file.tokens.by_key(key_of(b"")) is None
     assert held(file, "") is None
     assert file.tokens.user_of("ci") is None
     assert file.tokens.user_of("nobody") is None

@@ -163,11 +163,11 @@ def test_the_bulk_handler_of_checks_ends_when_a_tokens_file_requires_credentials
     assert methods.bulk[CHECK]([b"x", b"y"]) == [b"answered"] * 2
     assert methods.unary[CHECK](b"x", FakeCall()) == b"x"
     token = Token(name="shop", role=Role.CHECK, digest=digest_of("t"))
-    named.replace([token])
+    named.replace(NamedTokens(lambda: 0.0, [token]))
     assert methods.bulk[CHECK]([b"x", b"y"]) == [None, None]
     for call, code in ((FakeCall(), StatusCode.UNAUTHENTICATED), (bearer("t"), None)):
         assert status_of(methods.unary[CHECK], call) is code
-    named.replace([])
+    named.replace(NamedTokens(lambda: 0.0))
     assert methods.bulk[CHECK]([b"x"]) == [None]
     assert status_of(methods.unary[CHECK], FakeCall()) is StatusCode.UNAUTHENTICATED
 

@@ -10,6 +10,7 @@ from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE, TokenGue
 from tests.unit.services.fake_call import FakeCall, bearer
 
 RIGHT = "the-admin-token"
+CHECK = "the-check-token"
 TRIES = MAX_GUESSES - SPARE
 """Guesses of a connection that sent a wrong token."""
 
@@ -79,9 +80,48 @@ def test_a_connection_with_a_wrong_token_is_not_trusted_for_a_right_one(node):
     assert node.code(bearer(RIGHT, peer=known)) is StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_a_right_token_of_another_role_admits_no_guess_on_its_connection():
+    node = Node(check_token=CHECK)
+
+    def code(port, token):
+        return node.code(bearer(token, peer=f"ipv4:192.0.2.1:{port}"))
+
+    ports = range(MAX_GUESSES + 5)
+    assert {code(port, CHECK) for port in ports} == {StatusCode.PERMISSION_DENIED}
+    codes = [code(port, f"guess {port}") for port in ports]
+    assert set(codes[:MAX_GUESSES]) == {StatusCode.UNAUTHENTICATED}
+    assert set(codes[MAX_GUESSES:]) == {StatusCode.RESOURCE_EXHAUSTED}
+    assert code(ports[-1], CHECK) is StatusCode.PERMISSION_DENIED, "its own token goes on"
+
+
+def test_a_connection_with_a_right_token_has_no_unlimited_logins(node):
+    call = bearer("guess", peer="ipv4:192.0.2.1:1")
+    assert node.code(bearer(RIGHT, peer=call.peer)) is StatusCode.OK
+    for port in range(MAX_GUESSES // LOGIN_COST):
+        node.access.login(bearer("guess", peer=f"ipv4:192.0.2.1:{9 + port}"))
+    with pytest.raises(RpcError):
+        node.access.login(call)
+    assert node.access.login(bearer(RIGHT, peer=call.peer)) == ""
+
+
+def test_right_tokens_may_alternate_on_a_connection_while_its_address_has_guesses():
+    node = Node(check_token=CHECK)
+    peer = "ipv4:192.0.2.1:1"
+
+    def codes():
+        return [node.code(bearer(token, peer=peer)) for token in (RIGHT, CHECK, RIGHT)]
+
+    both = [StatusCode.OK, StatusCode.PERMISSION_DENIED, StatusCode.OK]
+    node.guess(TRIES, "ipv4:192.0.2.1:2")
+    assert codes() == both
+    for port in range(SPARE):
+        node.guess(1, f"ipv4:192.0.2.1:{9 + port}")
+    assert codes() == [StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED, StatusCode.OK]
+
+
 def test_a_missing_token_and_a_missing_role_are_not_guesses():
-    node = Node(check_token="the-check-token")
-    for call in (FakeCall(), bearer(""), bearer("the-check-token"), FakeCall(peer_sans=("a",))):
+    node = Node(check_token=CHECK)
+    for call in (FakeCall(), bearer(""), bearer(CHECK), FakeCall(peer_sans=("a",))):
         assert {node.code(call) for _ in range(2 * MAX_GUESSES)} <= {
             StatusCode.UNAUTHENTICATED,
             StatusCode.PERMISSION_DENIED,

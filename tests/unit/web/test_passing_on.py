@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ratelimitd.web import worker_proxy
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.server import HttpServer, listening_at
 from ratelimitd.web.worker_proxy import PEER_HEADER, FromParent, PassingOn
 
@@ -26,6 +28,7 @@ class Worker:
             Starlette(
                 routes=[
                     Route("/asked", self.asked),
+                    Route("/login", self.login, methods=["GET", "POST"]),
                     Route("/echo", self.echo, methods=["POST"]),
                     Route("/early", self.early, methods=["POST"]),
                     Route("/events", self.events),
@@ -40,6 +43,9 @@ class Worker:
             f"{self.name} {request.client} {request.url.query} {sorted(headers)}",
             headers={"X-Kept": "1", "Keep-Alive": "no"},
         )
+
+    async def login(self, request: Request):
+        return PlainTextResponse(f"{self.name} {request.url.query}")
 
     async def echo(self, request: Request):
         return Response(await request.body(), 201)
@@ -82,7 +88,9 @@ async def parent(tmp_path):
             return worker
 
     found = Parent()
-    server = HttpServer(PassingOn(found.sockets, found.answers), "127.0.0.1", 0)
+    found.sessions = Sessions("the-admin-token", time.time)
+    proxy = PassingOn(found.sockets, found.answers, found.sessions.opened_by)
+    server = HttpServer(proxy, "127.0.0.1", 0)
     found.servers = [server]
     found.url = f"http://{await server.start()}"
     async with httpx.AsyncClient(base_url=found.url) as http:
@@ -124,6 +132,22 @@ async def test_hanging_worker_is_skipped_although_its_socket_accepts(parent):
     assert (await parent.http.get("/asked")).text[0] == ({"a", "b"} - {asked[0]}).pop()
     parent.hanging = {0, 1}
     assert (await parent.http.get("/asked")).status_code == 503
+
+
+async def test_the_code_of_a_login_link_is_forwarded_once(parent):
+    """Only the parent knows that a link was used: the worker that opened it may have been replaced."""
+    for name in ("a", "b"):
+        await parent.start(name)
+    link = {"code": parent.sessions.link_code(parent.url.removeprefix("http://"))}
+    for method in ("HEAD", "POST"):
+        await parent.http.request(method, "/login", params=link)
+    answers = [
+        (await parent.http.get("/login", params=params)).text
+        for params in ({"next": "x"}, {"code": "wrong"}, link, link)
+    ]
+    assert answers == ["a next=x", "a code=", f"a code={link['code']}", "a code="]
+    parent.hanging = {0}
+    assert (await parent.http.get("/login", params=link)).text == "b code="
 
 
 async def test_peer_header_of_a_client_is_removed(parent):
@@ -202,7 +226,7 @@ async def test_answer_is_not_lost_if_the_body_is_sent_after_it(tmp_path):
         return True
 
     path = tmp_path / "a.sock"
-    proxy = httpx.ASGITransport(PassingOn([path], answers))
+    proxy = httpx.ASGITransport(PassingOn([path], answers, lambda *_: False))
     with listening_at(path) as sock:
         worker = asyncio.create_task(asyncio.to_thread(answer, sock))
         async with httpx.AsyncClient(transport=proxy, base_url="http://localhost") as http:

@@ -21,7 +21,7 @@ from ratelimitd.observe import logs
 from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Server, parse_redis_url
-from ratelimitd.workers import parent
+from ratelimitd.workers import parent, protocol
 from ratelimitd.workers.pool import WorkerProcess
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.fake_worker import ANSWERING, command
@@ -51,8 +51,8 @@ def started(monkeypatch):
         all: ClassVar = []
 
         @classmethod
-        async def start(cls, settings, on_report):
-            found = await super().start(settings, on_report, cls.command)
+        async def start(cls, settings, checks_guarded, on_report):
+            found = await super().start(settings, checks_guarded, on_report, cls.command)
             found.settings = settings
             cls.all.append(found)
             return found
@@ -132,6 +132,40 @@ async def test_http_can_be_off(settings, started, announced):
     serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, http_listen=None)))
     _, http_address, _, link = await announced
     assert (http_address, link) == ("", "")
+    assert await ended(serving) == 0
+
+
+async def test_checks_that_one_worker_closed_stay_closed_in_the_replacement_of_each(
+    settings, started, announced, monkeypatch
+):
+    """The replacement cannot read it: the entry of TOKENS_FILE may be gone."""
+    sent, all_sent = [], asyncio.Event()
+
+    def settings_message(settings):
+        sent.append((settings.node_id, settings.guard_checks))
+        if len(sent) == 4:
+            all_sent.set()
+        return encode(settings)
+
+    encode = protocol.settings_message
+    monkeypatch.setattr(protocol, "settings_message", settings_message)
+    started.command = command(
+        """
+        until_told()
+        say("prepared")
+        questions.readline()
+        if b"n/0" in settings:
+            say("guarded")
+        say("ready", "127.0.0.1:1")
+        time.sleep(60)
+        """
+    )
+    serving = asyncio.create_task(parent._serve(settings))
+    await announced
+    for process in tuple(started.all):
+        process.kill()
+    await all_sent.wait()
+    assert sorted(sent) == [("n/0", False), ("n/0", True), ("n/1", False), ("n/1", True)]
     assert await ended(serving) == 0
 
 

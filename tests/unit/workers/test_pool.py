@@ -34,7 +34,8 @@ class Started(WorkerPool):
         self.processes = [[] for _ in programs]
 
         async def start(number, program, on_report):
-            found = await WorkerProcess.start(SETTINGS, on_report, command(program))
+            guarded = asyncio.Event()
+            found = await WorkerProcess.start(SETTINGS, guarded, on_report, command(program))
             self.processes[number].append(found)
             return found
 

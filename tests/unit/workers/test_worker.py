@@ -63,6 +63,11 @@ async def test_ready_is_reported_with_the_address(talk):
     assert await talk.said() == ["ready", "127.0.0.1:1"]
 
 
+async def test_closed_checks_are_reported(talk):
+    talk.overseer.checks_guarded()
+    assert await talk.said() == ["guarded"]
+
+
 async def test_a_worker_reports_that_it_is_prepared_and_listens_on_command(talk):
     waiting = asyncio.create_task(talk.overseer.may_listen())
     assert await talk.said() == ["prepared"]
