@@ -6,6 +6,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from ratelimitd.errors import SettingsError
 from tests.deploy.monitoring import ROOT
 from tests.deploy.settings import settings_with
 
@@ -104,7 +105,7 @@ def test_a_pod_may_do_nothing_that_it_need_not(pod):
 
 @pytest.mark.parametrize("pod", [NODE, UPGRADE["spec"]], ids=["node", "upgrade"])
 def test_what_a_pod_is_told_are_settings_and_the_secrets_that_the_example_has(pod, tmp_path):
-    secret = one("Secret")["stringData"]
+    secret = one("Secret")["stringData"] | {"admin-token": "a-token"}
     for name, text in secret.items():
         (tmp_path / name).write_text(text)
     [container] = pod["containers"]
@@ -116,6 +117,12 @@ def test_what_a_pod_is_told_are_settings_and_the_secrets_that_the_example_has(po
         assert settings.redis_url.startswith("rediss://")
         read = {value.rsplit("/", 1)[1] for name, value in told.items() if name.endswith("_FILE")}
         assert read == secret.keys()
+
+
+def test_the_admin_token_of_the_example_is_refused():
+    example = one("Secret")["stringData"]["admin-token"]
+    with pytest.raises(SettingsError, match=r"^RATELIMITD_ADMIN_TOKEN must be"):
+        settings_with({"RATELIMITD_ADMIN_TOKEN": example})
 
 
 def test_probes_ask_for_what_they_mean():

@@ -9,6 +9,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.services.auth import Credentials
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.certificates import self_signed
 from tests.rpc.node import running_node
 
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
@@ -97,6 +98,14 @@ async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, transpo
         assert await call(node, ca, LIST, client=other, metadata=header) is denied
 
 
+async def test_a_name_that_is_an_ipv6_address_holds_its_role(tmp_path, transport, ca, mutual):
+    credentials = Credentials(admin_sans=frozenset({"2001:db8::1"}))
+    async with running_node(
+        tmp_path, transport=transport, tls=mutual, credentials=credentials
+    ) as node:
+        assert await call(node, ca, LIST, client=ca.issue_cert("2001:db8::1")) is OK
+
+
 async def test_a_new_certificate_is_served_from_the_next_connection_on(
     tmp_path, transport, ca, files
 ):
@@ -137,3 +146,31 @@ async def test_unusable_files_prevent_the_start_and_name_the_setting(tmp_path, t
     with pytest.raises(StartupError, match=r"TLS_KEY: .*key\.pem holds no unencrypted PEM"):
         async with running_node(tmp_path, transport=transport, tls=files):
             pass
+
+
+def write_unknown_to_grpc(files):
+    found = self_signed("secp256k1")
+    files.key.write_bytes(found.key)
+    files.cert.write_bytes(found.cert)
+
+
+async def test_a_kind_of_key_that_grpc_lacks_prevents_the_start_and_names_the_setting(
+    tmp_path, files
+):
+    write_unknown_to_grpc(files)
+    with pytest.raises(
+        StartupError, match=r"^TLS_CERT: .*cert\.pem has a kind of key that .* Ed25"
+    ):
+        async with running_node(tmp_path, transport="grpcio", tls=files):
+            pass
+
+
+async def test_a_kind_of_key_that_grpc_lacks_keeps_the_old_certificate_and_is_reported(
+    tmp_path, ca, files, caplog
+):
+    async with running_node(tmp_path, transport="grpcio", tls=files) as node:
+        write_unknown_to_grpc(files)
+        assert await call(node, ca) is OK
+        assert node.stats.errors_by_transport["tls_files"] == 1
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith("TLS_CERT: ")

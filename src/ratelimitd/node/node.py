@@ -312,11 +312,11 @@ class Node:
         self.http_address = await serving.start_http()
         # Ends the streams of open pages, which would delay the drain.
         self._open.push_async_callback(live.end)
-        self.spoe_address = await serving.start_spop()
         server = serving.grpc_server()
-        self._open.push_async_callback(server.stop, self._settings.drain_s - self._closing_s)
         if self._may_listen is not None:
             await self._may_listen()
+        self.spoe_address = await serving.start_spop()
+        self._open.push_async_callback(server.stop, self._settings.drain_s - self._closing_s)
         self.grpc_address = await server.start()
         self._server = server
 

@@ -110,27 +110,29 @@ class _Others:
 class Live:
     """The live view of one node.
 
-    ``own`` returns the status of this node, including its next sample; ``is_healthy`` returns its health only.
-    ``board`` is ``None`` for a single node.
+    ``own`` returns the status of this node with a sample, ``next_sample`` the sample since its last call, and
+    ``is_healthy`` the health only. ``board`` is ``None`` for a single node.
     """
 
     def __init__(
         self,
-        own: Callable[[], NodeStatus],
+        own: Callable[[Sample], NodeStatus],
         denials: Denials,
         board: StatusBoard | None,
         clock: Clock,
         *,
+        next_sample: Callable[[], Sample],
         is_healthy: Callable[[], bool],
         seal: BucketKeys,
     ) -> None:
         self._own = own
+        self._next_sample = next_sample
         self._is_healthy = is_healthy
         self._seal = seal
         self._denials = denials
         self._board = board
         self._clock = clock
-        self._status = own()
+        self._status = own(next_sample())
         self._others = _Others(answered_at_us=clock.monotonic_us())
         self._history = History()
         self._listeners: set[Listener] = set()
@@ -153,7 +155,7 @@ class Live:
     async def step(self) -> None:
         """Perform the work due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
         self._denials.fade(SAMPLE_S)
-        self._status = status = self._own()
+        self._status = status = self._own(self._next_sample())
         if self._board is not None:
             self._board.note_members()
             self._board.publish(encode(status))
@@ -168,10 +170,11 @@ class Live:
     def watch(self) -> None:
         """Publish the status at once when the node's health has changed; called every :data:`WATCH_S` seconds.
 
-        Other nodes' pages show it after WATCH_S and one step of their own.
+        Other nodes' pages show it after WATCH_S and one step of their own. The sample stays that of the last step: a
+        new one would take its checks from the history, which has one sample for each step.
         """
         if self._board is not None and self._is_healthy() is not self._status.healthy:
-            self._status = self._own()
+            self._status = self._own(self._status.sample)
             self._board.publish(encode(self._status))
 
     async def end(self) -> None:
@@ -336,7 +339,14 @@ def live_of(
     """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
     sampler = Sampler(parts.stats, parts.clock)
 
-    def status() -> NodeStatus:
+    def next_sample() -> Sample:
+        return sampler.sample(
+            buckets=len(parts.buckets),
+            memory_bytes=resident_bytes(),
+            loop_lag_s=parts.runtime.loop_lag_s,
+        )
+
+    def status(sample: Sample) -> NodeStatus:
         judged, cluster = parts.health.report(), parts.cluster
         grpc_address, http_address = addresses()
         return NodeStatus(
@@ -359,11 +369,7 @@ def live_of(
             excess_ratio=cluster.worst_excess if cluster else 0.0,
             excess_bound_ratio=cluster.promised_excess if cluster else 0.0,
             admin_token_digest=admin_token_digest(),
-            sample=sampler.sample(
-                buckets=len(parts.buckets),
-                memory_bytes=resident_bytes(),
-                loop_lag_s=parts.runtime.loop_lag_s,
-            ),
+            sample=sample,
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),
             holds=_most_held(parts.in_flight()),
@@ -378,6 +384,7 @@ def live_of(
         denials,
         board,
         parts.clock,
+        next_sample=next_sample,
         is_healthy=lambda: parts.health.report().healthy,
         seal=seal,
     )

@@ -278,11 +278,11 @@ def room_for(connections: int) -> int:
 UNIX_PREFIX: Final = "unix:"
 
 
-async def demand_free(listen: str) -> None:
+async def demand_free(listen: str, *, setting: str = "LISTEN") -> None:
     """Raise if the address is in use, so that a taken port is reported in one clear line.
 
     Raises:
-        StartupError: the address is taken, not local, or does not resolve; the message names the setting.
+        StartupError: the address is taken, not local, or does not resolve; the message names ``setting``.
     """
     if listen.startswith(UNIX_PREFIX):
         await _demand_silent_socket(listen)
@@ -302,17 +302,19 @@ async def demand_free(listen: str) -> None:
                 probe.bind(address)
                 probe.listen(1)
     except OSError as error:
-        raise _cannot(listen, error) from None
+        raise _cannot(listen, error, setting) from None
 
 
-async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
+async def listening_sockets(
+    listen: str, *, setting: str = "LISTEN", reuse_port: bool = False
+) -> list[socket.socket]:
     """Return sockets bound to all addresses of ``listen``; with port 0, all to one free port.
 
     ``[::]`` includes IPv4, as with grpcio. A left-over socket file is replaced. ``reuse_port`` shares the port with
     other processes of the same user that set it, too.
 
     Raises:
-        StartupError: an address cannot be bound; the message names the setting.
+        StartupError: an address cannot be bound; the message names ``setting``.
     """
     if listen.startswith(UNIX_PREFIX):
         return [_bound_unix(listen)]
@@ -335,7 +337,7 @@ async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[so
     except OSError as error:
         for sock in sockets:
             sock.close()
-        raise _cannot(listen, error) from None
+        raise _cannot(listen, error, setting) from None
     return sockets
 
 
@@ -383,5 +385,5 @@ def _bound_unix(listen: str) -> socket.socket:
     return sock
 
 
-def _cannot(listen: str, error: OSError) -> StartupError:
-    return StartupError(f"LISTEN: cannot listen on {listen}: {error.strerror}")
+def _cannot(listen: str, error: OSError, setting: str = "LISTEN") -> StartupError:
+    return StartupError(f"{setting}: cannot listen on {listen}: {error.strerror}")

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from types import CoroutineType
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
@@ -32,7 +33,14 @@ from ratelimitd.rpc.interface import (
     TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import (
+    CERT_SETTING,
+    GRPCIO_KEYS,
+    KEY_SETTING,
+    Certificates,
+    CertificateSource,
+    TlsFiles,
+)
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0
@@ -75,7 +83,10 @@ class RevivedServer:
                 else server.add_secure_port(listen, credentials)
             )
         except RuntimeError:
-            message = f"LISTEN: cannot listen on {listen}"
+            suspects = (
+                "LISTEN" if credentials is None else f"LISTEN, {CERT_SETTING} or {KEY_SETTING}"
+            )
+            message = f"{suspects}: cannot listen on {listen}"
             raise StartupError(message) from None
         address = bound_address(listen, port)
         before = asyncio.all_tasks()
@@ -127,6 +138,9 @@ _log = logging.getLogger(__name__)
 _STATUS: Final = {StatusCode(code.value[0]): code for code in grpc.StatusCode}
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _SAN_PROPERTY: Final = "x509_subject_alternative_name"
+"""Names in the order of the certificate, without their kinds; a text of grpc stands for names of other kinds."""
+_TEXT_PROPERTIES: Final = ("peer_dns", "peer_uri", "peer_email")
+_IP_PROPERTY: Final = "peer_ip"
 # The text of grpc's own bound, which callers receive when there are too many calls and streams together.
 _TOO_MANY_CALLS: Final = (TransportError.TOO_MANY_CALLS, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = (TransportError.TOO_MANY_STREAMS, "too many streams are open")
@@ -286,7 +300,7 @@ class GrpcioServer:
             _log.error("%s", line)
             loop.call_soon_threadsafe(self._count, TransportError.TLS_FILES)
 
-        source = CertificateSource(files, report)
+        source = CertificateSource(files, report, GRPCIO_KEYS)
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             found = source.newer()
@@ -316,8 +330,14 @@ class GrpcioCall:
     @property
     def peer_sans(self) -> Sequence[str]:
         """The names in the client certificate that TLS verified; no header can add to them."""
-        names = self._context.auth_context().get(_SAN_PROPERTY, ())
-        return tuple(name.decode("utf-8", "replace") for name in names)
+        verified = self._context.auth_context()
+        texts = {
+            name: name.decode("utf-8", "replace")
+            for kind in _TEXT_PROPERTIES
+            for name in verified.get(kind, ())
+        }
+        texts |= {name: str(ip_address(name.decode())) for name in verified.get(_IP_PROPERTY, ())}
+        return tuple(texts[name] for name in verified.get(_SAN_PROPERTY, ()) if name in texts)
 
     def metadata(self, key: str) -> str | None:
         """The first value of a key."""

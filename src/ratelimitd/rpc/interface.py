@@ -82,7 +82,10 @@ class Call(Protocol):
 
     @property
     def peer_sans(self) -> Sequence[str]:
-        """Subject alternative names of the peer's verified client certificate; empty without one."""
+        """Subject alternative names of the peer's verified client certificate; empty without one.
+
+        Of the kinds DNS, URI, email and IP, the last as :mod:`ipaddress` writes them.
+        """
 
     def metadata(self, key: str) -> str | None:
         """The first value of a lower-case ASCII metadata key, or ``None``."""

@@ -391,6 +391,16 @@ def address_of(family: int | None, name: Any) -> str:
     return f"ipv6:[{name[0]}]:{name[1]}" if mapped is None else f"ipv4:{mapped}:{name[1]}"
 
 
+_IP: Final = "IP Address"
+_SAN_KINDS: Final = frozenset({"DNS", "URI", "email", _IP})
+_INVALID: Final = "<invalid>"
+"""Text of :mod:`ssl` for an IP address of another length than 4 or 16 bytes."""
+
+
 def sans_of(certificate: dict[str, Any]) -> tuple[str, ...]:
-    """Return the subject alternative names, of any kind, of a certificate in the form of :mod:`ssl`."""
-    return tuple(name for _, name in certificate.get("subjectAltName", ()) if isinstance(name, str))
+    """Return the names of a certificate in the form of :mod:`ssl`, as ``Call.peer_sans`` has them."""
+    return tuple(
+        str(ipaddress.ip_address(name)) if kind == _IP else name
+        for kind, name in certificate.get("subjectAltName", ())
+        if kind in _SAN_KINDS and name != _INVALID
+    )

@@ -5,10 +5,12 @@ Transports receive verified files only: after a broken change the old ones stay 
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
+import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -17,6 +19,25 @@ from ratelimitd.errors import StartupError
 CERT_SETTING: Final = "TLS_CERT"
 KEY_SETTING: Final = "TLS_KEY"
 CLIENT_CA_SETTING: Final = "TLS_CLIENT_CA"
+
+GRPCIO_KEYS: Final[Mapping[str, bytes]] = {
+    "RSA": bytes.fromhex("300d 0609 2a864886f70d010101 0500"),
+    "P-256": bytes.fromhex("3013 0607 2a8648ce3d0201 0608 2a8648ce3d030107"),
+    "P-384": bytes.fromhex("3010 0607 2a8648ce3d0201 0605 2b81040022"),
+    "P-521": bytes.fromhex("3010 0607 2a8648ce3d0201 0605 2b81040023"),
+    "Ed25519": bytes.fromhex("302a 3005 0603 2b6570 0321 00"),
+}
+"""Kinds of public keys that the C core of grpc can use, as certificates encode them (RFC 5280 section 4.1.2.7).
+
+OpenSSL has more, such as RSA-PSS. The core ignores a new certificate with such a key, and reports nothing.
+"""
+
+_FIRST_CERTIFICATE: Final = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----([^-]+)-----END ")
+
+_OTHER_KEY: Final = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+"""Reasons of OpenSSL for a key of another certificate; the last two for one of another kind."""
+_TOO_WEAK: Final = ("_TOO_SMALL", "_TOO_WEAK")
+"""Ends of its reasons for a certificate below its security level, such as ``EE_KEY_TOO_SMALL``."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +72,19 @@ The change time also covers permissions, and copies that keep the modification t
 class CertificateSource:
     """Reads the files of a server and detects changes.
 
-    ``report`` receives one line for every unusable change. :meth:`newer` may run in any thread, but in one at a time.
+    ``report`` receives one line for every unusable change. ``keys`` are the kinds of keys that the transport can use,
+    such as :data:`GRPCIO_KEYS`; ``None``: all of OpenSSL. :meth:`newer` may run in any thread, but in one at a time.
     """
 
-    def __init__(self, files: TlsFiles, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        files: TlsFiles,
+        report: Callable[[str], None],
+        keys: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._files = files
         self._report = report
+        self._keys = keys
         self._stamp: tuple[Stamp, ...] = ()
         self._current: Certificates | None = None
 
@@ -67,7 +95,7 @@ class CertificateSource:
             StartupError: they cannot be used; the message names the setting and the file.
         """
         self._stamp = self._stamp_now()
-        self._current = _read(self._files)
+        self._current = _read(self._files, self._keys)
         return self._current
 
     def newer(self) -> Certificates | None:
@@ -79,7 +107,7 @@ class CertificateSource:
         if stamp == self._stamp:
             return None
         try:
-            found = _read(self._files)
+            found = _read(self._files, self._keys)
         except StartupError as error:
             self._stamp = stamp
             self._report(f"{error}; the old certificate stays in service")
@@ -110,7 +138,7 @@ def stamp_of(path: Path) -> Stamp:
     return status.st_ctime_ns, status.st_size, status.st_ino
 
 
-def _read(files: TlsFiles) -> Certificates:
+def _read(files: TlsFiles, keys: Mapping[str, bytes] | None) -> Certificates:
     chain = _content(files.cert, CERT_SETTING)
     key = _content(files.key, KEY_SETTING)
     client_ca = None if files.client_ca is None else _content(files.client_ca, CLIENT_CA_SETTING)
@@ -118,6 +146,8 @@ def _read(files: TlsFiles) -> Certificates:
     if files.client_ca is not None and client_ca is not None:
         _demand_certificates(client_ca, files.client_ca, CLIENT_CA_SETTING)
     _demand_matching_key(files)
+    if keys is not None:
+        _demand_usable_key(chain, files.cert, keys)
     return Certificates(chain, key, client_ca)
 
 
@@ -144,13 +174,25 @@ def _demand_matching_key(files: TlsFiles) -> None:
         # A given password keeps OpenSSL from asking the terminal for that of an encrypted key.
         context.load_cert_chain(files.cert, files.key, password="")
     except OSError as error:  # SSLError is one, too
-        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        reason = getattr(error, "reason", None) or ""
+        if reason in _OTHER_KEY:
             message = (
                 f"{KEY_SETTING}: {files.key} is not the key of the certificate in {CERT_SETTING}"
             )
+        elif reason.endswith(_TOO_WEAK):
+            told = reason.lower().replace("_", " ")
+            message = f"{CERT_SETTING}: {files.cert} is too weak for OpenSSL: {told}"
         else:
             message = f"{KEY_SETTING}: {files.key} holds no unencrypted PEM private key"
         raise StartupError(message) from None
+
+
+def _demand_usable_key(chain: bytes, path: Path, keys: Mapping[str, bytes]) -> None:
+    first = _FIRST_CERTIFICATE.search(chain)
+    der = b"" if first is None else base64.b64decode(first[1])
+    if not any(kind in der for kind in keys.values()):
+        message = f"{CERT_SETTING}: {path} has a kind of key that this TRANSPORT cannot use; use {', '.join(keys)}"
+        raise StartupError(message)
 
 
 HTTP2: Final = "h2"

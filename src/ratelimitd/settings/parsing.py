@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from ratelimitd.model import EVERYBODY, MAX_IDENTITIES, TYPE_NAME, IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
@@ -51,12 +52,10 @@ WHY_UNMATCHED: Final = (
     " or of a proxy that is not in TRUSTED_PROXIES"
 )
 
-_PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
+_PASSWORD_BEFORE_HOST: Final = re.compile(r"(://[^:@/?#]*:).*@")
 """Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 
-_PASSWORD_IN_QUERY: Final = re.compile(
-    r"(?i)([?&][^=&]*(?:password|passwd|secret|token)[^=&]*=)[^&]*"
-)
+_SECRET_OPTION: Final = re.compile(r"(?i)password|passwd|secret|token")
 
 
 class Address(NamedTuple):
@@ -144,6 +143,18 @@ def names(text: str) -> tuple[str, ...]:
         message = "must be names separated by commas"
         raise ValueError(message)
     return found
+
+
+def certificate_names(text: str) -> tuple[str, ...]:
+    """Parse subject alternative names separated by commas, IP addresses in any notation; empty = none."""
+    return tuple(map(_canonical_ip, names(text)))
+
+
+def _canonical_ip(name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
 
 
 def proxies(text: str) -> tuple[str, ...]:
@@ -302,5 +313,12 @@ def masked(value: object) -> str:
 
 
 def masked_url(url: str) -> str:
-    """Return a URL without its password."""
-    return _PASSWORD_IN_QUERY.sub(rf"\g<1>{MASK}", _PASSWORD_IN_URL.sub(rf"\g<1>{MASK}@", url))
+    """Return a URL without its passwords, before the host and in the query."""
+    before, mark, query = url.partition("?")
+    options = "&".join(map(_masked_option, query.split("&")))
+    return _PASSWORD_BEFORE_HOST.sub(rf"\g<1>{MASK}@", before) + mark + options
+
+
+def _masked_option(option: str) -> str:
+    name, equals, _ = option.partition("=")
+    return f"{name}={MASK}" if equals and _SECRET_OPTION.search(unquote(name)) else option

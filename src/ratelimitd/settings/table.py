@@ -20,6 +20,7 @@ from ratelimitd.settings import sources as lookup
 from ratelimitd.settings.parsing import (
     Address,
     address,
+    certificate_names,
     covers_everything,
     database_url,
     fraction,
@@ -57,17 +58,14 @@ class SettingSpec(NamedTuple):
     parse: Callable[[str], Any]
     help: str
     show: Callable[[Any], str] = shown
+    filled: bool = False
+    """Whether an empty text is refused: a deployment that lost the value must not open the node."""
     name: str = ""
 
     @property
     def secret(self) -> bool:
         """Whether the value is never shown whole, and may come from a file."""
         return self.show is not shown
-
-    @property
-    def filled(self) -> bool:
-        """Whether an empty value is refused: a lost credential must not open the node."""
-        return self.show is masked
 
 
 class SettingInUse(NamedTuple):
@@ -114,14 +112,15 @@ class Settings:
         "answer while the circuit breaker is open")]
     rules_file: Annotated[Path | None, SettingSpec("", optional(path), "YAML rules that seed a new rule book")]
     admin_token: Annotated[str, SettingSpec("", token,
-        "bearer token of the admin role; empty = generated once, in STATE_DIR/admin-token", masked)]
-    check_token: Annotated[str, SettingSpec("", token, "bearer token of the check role; empty = everyone", masked)]
-    admin_sans: Annotated[tuple[str, ...], SettingSpec("", names,
-        "SANs of client certificates with the admin role, comma-separated")]
-    check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
-        "SANs of client certificates with the check role, comma-separated")]
+        "bearer token of the admin role; unset = generated once, in STATE_DIR/admin-token", masked, filled=True)]
+    check_token: Annotated[str, SettingSpec("", token,
+        "bearer token of the check role; unset = everyone", masked, filled=True)]
+    admin_sans: Annotated[tuple[str, ...], SettingSpec("", certificate_names,
+        "SANs of client certificates with the admin role, comma-separated", filled=True)]
+    check_sans: Annotated[tuple[str, ...], SettingSpec("", certificate_names,
+        "SANs of client certificates with the check role, comma-separated", filled=True)]
     tokens_file: Annotated[Path | None, SettingSpec("", optional(path),
-        "YAML or JSON of names with a role and the digest of a token; loaded again when it changes")]
+        "YAML or JSON of names with a role and the digest of a token; loaded again when it changes", filled=True)]
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
@@ -129,11 +128,13 @@ class Settings:
     user_header: Annotated[str, SettingSpec("", user_header,
         "header in which TRUSTED_PROXIES name the user of a page, such as X-Forwarded-Email; empty = off")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
-        "key of the hash of bucket keys; empty = generated once, in the database", masked)]
-    tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
-    tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
+        "key of the hash of bucket keys; unset = generated once, in the database", masked, filled=True)]
+    tls_cert: Annotated[Path | None, SettingSpec("", optional(path),
+        "server certificate chain, PEM", filled=True)]
+    tls_key: Annotated[Path | None, SettingSpec("", optional(path),
+        "private key of the certificate, PEM", filled=True)]
     tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
-        "CA of client certificates, PEM; enables mTLS")]
+        "CA of client certificates, PEM; enables mTLS", filled=True)]
     http_tls: Annotated[bool, SettingSpec("off", on_off,
         "on: HTTP_LISTEN speaks TLS with TLS_CERT and TLS_KEY; it asks for no client certificate")]
     workers: Annotated[int, SettingSpec("1", whole_number(1, 64),
@@ -324,13 +325,15 @@ _KNOWN: Final = frozenset(setting.name for setting in SETTINGS) | {
 
 
 def _parse(setting: SettingSpec, found: lookup.Found) -> object:
-    if setting.filled and not found.text:
+    if setting.filled and not found.text.strip():
         message = f"{found.origin} is empty: give it a value, or leave it out"
         raise SettingsError(message)
     try:
         return setting.parse(found.text)
     except ValueError as error:
-        got = "" if setting.secret else f", not {found.text[:80]!r}"
+        # With @ or ? it may be a URL with a password.
+        unshown = setting.secret or "@" in found.text or "?" in found.text
+        got = "" if unshown else f", not {found.text[:80]!r}"
         message = f"{found.origin} {error}{got}"
         raise SettingsError(message) from None
 

@@ -123,7 +123,7 @@ COUNTED: Final = frozenset(
 """The metrics that only grow."""
 
 MAX_LABELS: Final = 2 * MAX_RULE_LABELS
-"""Limit of values of one label: those of rules in use, and as many of rules that may be deleted."""
+"""Labels of one metric for each worker: those of rules in use, and as many of rules that may be deleted."""
 
 
 class CounterTotals:
@@ -141,17 +141,17 @@ class CounterTotals:
             last = self._last.setdefault(name, {})
             for label, reading in report[name].items():
                 # It may restart in the same process, too: its rule was deleted and created again.
-                if label in last and number(reading) < number(last[label]):
-                    _add(self._base.setdefault(name, {}), label, last[label])
+                before = last.pop(label, None)
+                if before is not None and number(reading) < number(before):
+                    _add(self._base.setdefault(name, {}), label, before)
                 last[label] = reading
-            self._forget_unused(name, report[name].keys())
 
     def process_ended(self) -> None:
         """Prepare for the reports of a new process, which counts from 0."""
         self._base, self._last = self.report(), {}
 
     def report(self) -> dict[str, dict[str, Reading]]:
-        """Return the totals so far."""
+        """Return the totals so far, the labels in the order of their last report."""
         total = {name: dict(readings) for name, readings in self._base.items()}
         for name, readings in self._last.items():
             found = total.setdefault(name, {})
@@ -159,16 +159,31 @@ class CounterTotals:
                 _add(found, label, reading)
         return total
 
-    def _forget_unused(self, name: str, used: Collection[str]) -> None:
-        """Bound the labels: drop those of deleted rules."""
-        for readings in (self._base.get(name, {}), self._last[name]):
-            if len(readings) > MAX_LABELS:
-                for label in readings.keys() - used:
-                    del readings[label]
+    def forget_others(self, name: str, kept: Collection[str]) -> None:
+        """Drop all labels of one metric but these."""
+        for readings in (self._base.get(name, {}), self._last.get(name, {})):
+            for label in readings.keys() - kept:
+                del readings[label]
+
+
+def forget_unused(workers: Sequence[CounterTotals]) -> None:
+    """Bound the labels: if there are too many, keep the :data:`MAX_LABELS` that each worker reported last.
+
+    A label is dropped in all workers or in none, since a sum without one of them would be lower. The dropped counts are
+    not added to ``other``, where they would look like new checks.
+    """
+    reports = [totals.report() for totals in workers]
+    for name in COUNTED:
+        labels = [list(report.get(name, ())) for report in reports]
+        if len(set().union(*labels)) > MAX_LABELS * len(workers):
+            kept = set().union(*(each[-MAX_LABELS:] for each in labels))
+            for totals in workers:
+                totals.forget_others(name, kept)
 
 
 def _add(totals: dict[str, Reading], label: str, reading: Reading) -> None:
-    totals[label] = added(totals[label], reading) if label in totals else reading
+    """Add a reading; its label becomes the last one."""
+    totals[label] = added(totals.pop(label), reading) if label in totals else reading
 
 
 ANSWERING: Final = Definition(

@@ -54,7 +54,7 @@ def run(settings: Settings) -> int:
     return process.run_process(lambda: _serve(settings))
 
 
-def settings_of(settings: Settings, number: int, port: int) -> Settings:
+def settings_of(settings: Settings, number: int) -> Settings:
     """Return the settings of one worker: a node with its own name and state directory.
 
     Raises:
@@ -69,7 +69,6 @@ def settings_of(settings: Settings, number: int, port: int) -> Settings:
         settings,
         node_id=node_id,
         state_dir=settings.state_dir / f"worker-{number}",
-        listen=Address(settings.listen.host, port),
     )
 
 
@@ -86,12 +85,12 @@ async def _serve(settings: Settings) -> int:
             private = PrivateStore.of(settings)
             settings = settings.with_private_store(private.url)
             store = Respawner(private.start)
-        port = await _own_port(settings.listen, opened)
-        workers = [settings_of(settings, number, port) for number in range(settings.workers)]
+        settings = await _with_own_ports(settings, opened)
+        workers = [settings_of(settings, number) for number in range(settings.workers)]
         respawners = [Respawner(partial(WorkerProcess.start, worker)) for worker in workers]
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
-        grpc_address = str(Address(settings.listen.host, port))
+        grpc_address = str(settings.listen)
         http_address = await _start_http(settings, pool, workers, opened)
         starting = asyncio.create_task(pool.start())
         try:
@@ -112,23 +111,36 @@ async def _serve(settings: Settings) -> int:
     return process.failed(failures) if failures else EXIT_OK
 
 
-async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
-    """Reserve the port for the workers, which cannot detect another program that listens on it.
+async def _with_own_ports(settings: Settings, opened: AsyncExitStack) -> Settings:
+    """Reserve the ports that the workers share; return the settings with them.
+
+    Raises:
+        StartupError: an address cannot be listened on.
+    """
+    listen = await _own_port(settings.listen, "LISTEN", opened)
+    spoe_listen = settings.spoe_listen
+    if spoe_listen is not None:
+        spoe_listen = await _own_port(spoe_listen, "SPOE_LISTEN", opened)
+    return dataclasses.replace(settings, listen=listen, spoe_listen=spoe_listen)
+
+
+async def _own_port(listen: Address, setting: str, opened: AsyncExitStack) -> Address:
+    """Reserve a port for the workers, which cannot detect another program that listens on it.
 
     The sockets never listen. While they are open, only workers can take the port, also after a restart, and port 0 is
     the same port for all.
 
     Raises:
-        StartupError: the address cannot be listened on.
+        StartupError: the address cannot be listened on; the message names ``setting``.
     """
-    await demand_free(str(listen))
-    sockets = await listening_sockets(str(listen), reuse_port=True)
+    await demand_free(str(listen), setting=setting)
+    sockets = await listening_sockets(str(listen), setting=setting, reuse_port=True)
     for sock in sockets:
         opened.callback(sock.close)
         # Needed to bind despite connections in TIME_WAIT. While it is set, any server that sets it, too, as most do,
         # could take the port at a moment when no worker listens.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    return int(sockets[0].getsockname()[1])
+    return listen._replace(port=sockets[0].getsockname()[1])
 
 
 async def _start_http(

@@ -21,7 +21,7 @@ from ratelimitd.retry import Background, Backoff
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Points, Readiness
 from ratelimitd.workers import protocol
-from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, merged
+from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, forget_unused, merged
 from ratelimitd.workers.protocol import Reading, Report
 
 T = TypeVar("T")
@@ -467,15 +467,15 @@ class WorkerPool:
         """Return the metrics of all workers as those of one node, and the parent's own."""
         answers = await asyncio.gather(*(respawner.report() for respawner in self._respawners))
         now = [answer for answer in answers if answer is not None]
+        totals = [respawner.totals for respawner in self._respawners]
+        forget_unused(totals)
         restarts = [
             Point(respawner.restarts_total, str(number))
             for number, respawner in enumerate(self._respawners)
         ]
         restarts += [Point(store.restarts_total, STORE) for store in self._stores.values()]
         return [
-            *merged(
-                [respawner.totals.report() for respawner in self._respawners], [_parent(), *now]
-            ),
+            *merged([each.report() for each in totals], [_parent(), *now]),
             (ANSWERING, [Point(len(now))]),
             (RESTARTS, restarts),
         ]

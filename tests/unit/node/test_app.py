@@ -218,14 +218,16 @@ async def test_a_node_listens_last_and_when_it_is_allowed(kept):
         asked.set()
         await may.wait()
 
-    node = node_of(kept, may_listen)
+    node = node_of(kept, may_listen, spoe_listen="127.0.0.1:0", trusted_proxies="127.0.0.1")
     starting = asyncio.create_task(node.start())
     await asked.wait()
     assert node.http_address
     assert not node.grpc_address
+    assert not node.spoe_address
     may.set()
     await starting
     assert node.grpc_address
+    assert node.spoe_address
     await node.drain()
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,10 +78,11 @@ class Scene:
         self.healthy = True
         self.denials = Denials(self.stats, digest=lambda name, _: name.hex())
         self.live = Live(
-            lambda: status_of(at_ms=self.now_ms, healthy=self.healthy),
+            lambda sample: replace(status_of(healthy=self.healthy), sample=sample),
             self.denials,
             self.board,
             self.clock,
+            next_sample=lambda: Sample(self.now_ms, allowed_per_s=1.0),
             is_healthy=lambda: self.healthy,
             seal=KEYS,
         )
@@ -416,6 +418,18 @@ async def test_clustered_node_publishes_its_cluster_state(cluster):
     assert (told.sync_lag_s, told.excess_ratio, told.excess_bound_ratio) == (0.5, 0.01, 0.51)
     assert told.names == ""
     assert (told.shared_state_connected, told.breaker_state, told.retry_s) == (False, "open", 12.0)
+
+
+async def test_a_change_of_health_takes_no_checks_out_of_the_samples(cluster):
+    parts = Parts(cluster)
+    parts.stats.allowed_total += 200
+    await parts.step()
+    parts.stats.allowed_total += 400
+    parts.stats.bucket_missed_total += 400  # the hit ratio is too low
+    parts.live.watch()
+    told = decode(cluster.board.published[-1])
+    assert (told.healthy, told.sample.allowed_per_s) == (False, 100.0)
+    assert (await parts.step()).sample.allowed_per_s == 200.0
 
 
 async def test_names_of_denied_identifiers_are_published_sealed(cluster):

@@ -1,6 +1,8 @@
 """The adapter's small parts; the server as a whole is tested through real channels in tests/rpc."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 
 import grpc
 import grpc.aio
@@ -11,14 +13,16 @@ from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
 from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, RevivedServer
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportLimits
+from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
+from tests.certificates import KEYS, self_signed
 from tests.http2_peer import END_HEADERS, END_STREAM, GREETING, POST, Peer
 
 
 class Context:
     """The part of grpc's context that a call reads."""
 
-    def __init__(self, peer="", metadata=(), names=(), remaining_s=None):
-        self._peer, self._metadata, self._names = peer, metadata, names
+    def __init__(self, peer="", metadata=(), names=None, remaining_s=None):
+        self._peer, self._metadata, self._names = peer, metadata, names or {}
         self._remaining_s = remaining_s
 
     def peer(self):
@@ -28,7 +32,7 @@ class Context:
         return self._metadata
 
     def auth_context(self):
-        return {"x509_subject_alternative_name": list(self._names)} if self._names else {}
+        return self._names
 
     def time_remaining(self):
         return self._remaining_s
@@ -46,8 +50,17 @@ def test_the_first_value_of_a_text_key_is_the_metadata():
 
 def test_names_come_only_from_the_certificate():
     metadata = (("x509_subject_alternative_name", "forged"),)
-    call = GrpcioCall("/s/m", Context(metadata=metadata, names=(b"a.example", b"\xff")))
-    assert call.peer_sans == ("a.example", "\ufffd")
+    names = {
+        "x509_subject_alternative_name": [
+            b"2001:db8::1", b"a.example", b"other types of SAN", b"::ffff:10.0.0.1", b"\xff",
+        ],
+        "peer_dns": [b"a.example"],
+        "peer_uri": [b"\xff"],
+        "peer_ip": [b"2001:db8::1", b"::ffff:10.0.0.1"],
+    }  # fmt: skip
+    call = GrpcioCall("/s/m", Context(metadata=metadata, names=names))
+    mapped = str(ip_address("::ffff:10.0.0.1"))
+    assert call.peer_sans == ("2001:db8::1", "a.example", mapped, "\ufffd")
     assert GrpcioCall("/s/m", Context(metadata=metadata)).peer_sans == ()
 
 
@@ -91,6 +104,47 @@ async def test_a_port_taken_between_probe_and_bind_is_one_clear_error(monkeypatc
     monkeypatch.setattr(grpcio_server, "demand_free", free)
     server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats())
     with pytest.raises(StartupError, match=r"^LISTEN: cannot listen on 192\.0\.2\.1:9090$"):
+        await server.start()
+
+
+def accepts(certificate):
+    server = grpc.server(ThreadPoolExecutor(1))
+    credentials = grpc.ssl_server_credentials([(certificate.key, certificate.cert)])
+    try:
+        server.add_secure_port("127.0.0.1:0", credentials)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", sorted({*KEYS} - {"RSA of 1024 bits"}))
+def test_the_kinds_of_keys_that_are_refused_are_those_that_grpc_refuses(kind, tmp_path):
+    certificate = self_signed(kind)
+    files = TlsFiles(tmp_path / "cert", tmp_path / "key")
+    files.cert.write_bytes(certificate.cert)
+    files.key.write_bytes(certificate.key)
+    assert accepts(certificate) is (kind in GRPCIO_KEYS)
+    source = CertificateSource(files, pytest.fail, GRPCIO_KEYS)
+    if kind in GRPCIO_KEYS:
+        assert source.load().chain == certificate.cert
+    else:
+        with pytest.raises(StartupError, match=r"^TLS_CERT: .* has a kind of key that this"):
+            source.load()
+    assert CertificateSource(files, pytest.fail).load().key == certificate.key
+
+
+async def test_an_error_of_a_port_with_tls_names_its_certificate_too(monkeypatch, tmp_path):
+    certificate = self_signed("P-256")
+    files = TlsFiles(tmp_path / "cert", tmp_path / "key")
+    files.cert.write_bytes(certificate.cert)
+    files.key.write_bytes(certificate.key)
+
+    async def free(_listen):
+        return None
+
+    monkeypatch.setattr(grpcio_server, "demand_free", free)
+    server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats(), tls=files)
+    with pytest.raises(StartupError, match=r"^LISTEN, TLS_CERT or TLS_KEY: cannot listen on 192"):
         await server.start()
 
 

@@ -326,9 +326,19 @@ def test_addresses_have_the_form_of_grpc(family, name, address):
     assert address_of(family, name) == address
 
 
-def test_subject_alternative_names_of_every_kind_are_returned():
-    names = (("DNS", "a.example"), ("URI", "spiffe://b"), ("DirName", (("x", "y"),)))
-    assert sans_of({"subjectAltName": names}) == ("a.example", "spiffe://b")
+def test_subject_alternative_names_are_those_that_the_other_transport_returns():
+    names = (
+        ("DNS", "a.example"),
+        ("Registered ID", "1.2.3.4"),
+        ("IP Address", "2001:DB8:0:0:0:0:0:1"),
+        ("IP Address", "<invalid>"),
+        ("DirName", (("x", "y"),)),
+        ("email", "c@example.com"),
+        ("othername", "<unsupported>"),
+        ("URI", "spiffe://b"),
+    )
+    found = sans_of({"subjectAltName": names})
+    assert found == ("a.example", "2001:db8::1", "c@example.com", "spiffe://b")
     assert sans_of({}) == ()
 
 

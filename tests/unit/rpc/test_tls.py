@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.serialization import (
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import tls
 from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from tests.certificates import self_signed
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,23 @@ def test_a_key_of_another_certificate_and_an_encrypted_key_have_different_errors
         CertificateSource(files, pytest.fail).load()
 
 
+@pytest.mark.parametrize("kinds", [("RSA", "P-256"), ("P-256", "RSA"), ("Ed25519", "P-256")])
+def test_a_key_of_another_kind_is_not_that_of_the_certificate(files, kinds):
+    cert, key = map(self_signed, kinds)
+    files.cert.write_bytes(cert.cert)
+    files.key.write_bytes(key.key)
+    with pytest.raises(StartupError, match=r"^TLS_KEY: .*key is not the key of the certificate"):
+        CertificateSource(files, pytest.fail).load()
+
+
+def test_a_certificate_that_is_too_weak_for_openssl_is_named_with_the_reason(files):
+    weak = self_signed("RSA of 1024 bits")
+    files.cert.write_bytes(weak.cert)
+    files.key.write_bytes(weak.key)
+    with pytest.raises(StartupError, match=r"^TLS_CERT: .*cert is too weak .*: ee key too small$"):
+        CertificateSource(files, pytest.fail).load()
+
+
 def test_a_comment_in_any_language_is_accepted(files, first):
     files.cert.write_bytes("# Zertifikat für …\n".encode() + first.cert_chain_pems[0].bytes())
     assert CertificateSource(files, pytest.fail).load()
@@ -138,8 +156,8 @@ def test_broken_files_are_reported_once_per_change_and_read_again_when_repaired(
 def test_files_that_change_while_they_are_read_are_read_again(source, files, second, monkeypatch):
     read = tls._read
 
-    def read_and_change(names):
-        found = read(names)
+    def read_and_change(*given):
+        found = read(*given)
         put(files, second)
         return found
 

@@ -30,6 +30,8 @@ SPECIFIED_DEFAULTS = {
 }
 
 CREDENTIALS = ("ADMIN_TOKEN", "CHECK_TOKEN", "KEY_SECRET")
+ACCESS = ("ADMIN_SANS", "CHECK_SANS", "TOKENS_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
+NEVER_EMPTY = (*CREDENTIALS, *ACCESS)
 
 
 def load(**environ):
@@ -48,7 +50,7 @@ def test_defaults_match_the_documentation(name, default):
 
 
 def test_every_default_is_valid_text_of_its_own_setting():
-    given = {spec.name: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
+    given = {spec.name: spec.default for spec in SETTINGS if spec.name not in NEVER_EMPTY}
     assert load(**given) == Settings.load({}, {})
 
 
@@ -63,6 +65,14 @@ def test_an_empty_credential_is_refused(name, tmp_path):
     flag = "--" + name.lower().replace("_", "-")
     assert problem(flags={name: ""}).startswith(f"{flag} is empty: ")
     assert problem(flags={f"{name}_FILE": ""}).startswith(f"{flag}-file is empty: ")
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("name", NEVER_EMPTY)
+def test_an_empty_value_does_not_open_the_node(name, text):
+    assert problem({f"RATELIMITD_{name}": text}) == (
+        f"RATELIMITD_{name} is empty: give it a value, or leave it out"
+    )
 
 
 def test_every_field_is_a_setting_and_every_setting_a_field():
@@ -185,6 +195,13 @@ def test_a_complete_tls_configuration_is_accepted():
     assert settings.admin_sans == ("ops",)
 
 
+def test_certificate_names_that_are_addresses_may_be_in_any_notation():
+    names = {"ADMIN_SANS": "2001:DB8:0::0:1,ops", "CHECK_SANS": "spiffe://a:b, 10.0.0.1"}
+    settings = load(TLS_CERT="c", TLS_KEY="k", TLS_CLIENT_CA="a", **names)
+    assert settings.admin_sans == ("2001:db8::1", "ops")
+    assert settings.check_sans == ("spiffe://a:b", "10.0.0.1")
+
+
 def test_an_invalid_setting_is_not_checked_in_combinations():
     text = problem(
         {
@@ -200,6 +217,14 @@ def test_an_invalid_setting_is_not_checked_in_combinations():
 @pytest.mark.parametrize("name", [spec.name for spec in SETTINGS if spec.secret])
 def test_no_secret_is_shown_in_an_error(name):
     assert "hush hush" not in problem({f"RATELIMITD_{name}": "hush hush\0", "RATELIMITD_FOO": ""})
+
+
+@pytest.mark.parametrize("name", ["OTEL_ENDPOINT", "TRUSTED_PROXIES", "LISTEN"])
+@pytest.mark.parametrize("text", ["http://me:hush@host:4318", "http://host:4318/?token=hush"])
+def test_no_password_of_a_url_is_quoted_in_an_error(name, text):
+    told = problem({f"RATELIMITD_{name}": text})
+    assert told.startswith(f"RATELIMITD_{name} must be ")
+    assert "hush" not in told
 
 
 def test_secrets_are_masked_wherever_settings_are_shown():

@@ -187,6 +187,15 @@ def test_a_masked_secret_shows_only_whether_it_is_set():
         ("redis://:p@ss/w@h:1/0", f"redis://:{MASK}@h:1/0"),
         ("redis://h/0?password=pw&x=1", f"redis://h/0?password={MASK}&x=1"),
         ("postgresql://h/d?sslpassword=pw", f"postgresql://h/d?sslpassword={MASK}"),
+        ("redis://h/0?passw%6Frd=pw&x=a%40b", f"redis://h/0?passw%6Frd={MASK}&x=a%40b"),
+        (
+            "redis+sentinel://s:1/m?sentinel_password=p@w=x?y",
+            f"redis+sentinel://s:1/m?sentinel_password={MASK}",
+        ),
+        (
+            "redis+sentinel://u:pw@s:1/m?sentinel_password=p@w&db=1",
+            f"redis+sentinel://u:{MASK}@s:1/m?sentinel_password={MASK}&db=1",
+        ),
     ],
 )
 def test_a_url_is_shown_without_its_password(url, shown):

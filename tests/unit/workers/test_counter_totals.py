@@ -1,5 +1,5 @@
 from ratelimitd.observe.metrics import HistogramSample
-from ratelimitd.workers.metrics import MAX_LABELS, CounterTotals
+from ratelimitd.workers.metrics import MAX_LABELS, CounterTotals, forget_unused
 
 ALLOWED = "rate_limiter_requests_allowed_total"
 BY_RULE = "rate_limiter_rule_allowed_total"
@@ -61,17 +61,50 @@ def test_a_returned_report_does_not_change():
     assert before == {BY_RULE: {"a": 5}}
 
 
-def test_labels_are_bounded_and_those_in_use_stay():
+def counts(numbers, count=1):
+    return {BY_RULE: {str(number): count for number in numbers}}
+
+
+def test_labels_are_bounded_and_the_last_reported_ones_stay():
     totals = CounterTotals()
     for generation in range(3):
-        totals.take({BY_RULE: {f"{generation}-{n}": 1 for n in range(MAX_LABELS)} | {"kept": 1}})
+        totals.take(counts(range(generation * MAX_LABELS, (generation + 1) * MAX_LABELS - 1)))
+        totals.take({BY_RULE: {"kept": 1}})
         totals.process_ended()
     totals.take({BY_RULE: {"kept": 1}})
-    assert totals.report() == {BY_RULE: {"kept": 4}}
+    forget_unused([totals])
+    latest = counts(range(2 * MAX_LABELS, 3 * MAX_LABELS - 1))[BY_RULE]
+    assert totals.report() == {BY_RULE: latest | {"kept": 4}}
 
 
 def test_labels_of_one_long_lived_process_are_bounded_too():
     totals = tally_of(*({BY_RULE: {str(n): 1, "kept": n}} for n in range(3 * MAX_LABELS)))
+    forget_unused([totals])
     labels = totals.report()[BY_RULE]
-    assert len(labels) <= MAX_LABELS + 1
+    assert len(labels) == MAX_LABELS
     assert labels["kept"] == 3 * MAX_LABELS - 1
+
+
+def test_a_label_is_kept_in_all_workers_while_it_is_among_the_last_of_one():
+    def lives(*reports):
+        totals = CounterTotals()
+        for report in reports:
+            totals.take(report)
+            totals.process_ended()
+        return totals
+
+    later = [counts(range(life * MAX_LABELS, (life + 1) * MAX_LABELS)) for life in (1, 2)]
+    restarted = lives(counts(range(20)), *later)
+    other = lives(counts(range(20)), counts(range(100, 90 + MAX_LABELS)))
+    forget_unused([restarted, other])
+    for totals in (restarted, other):
+        found = totals.report()[BY_RULE]
+        assert [str(number) in found for number in (0, 9, 10, 19)] == [False, False, True, True]
+
+
+def test_no_label_is_dropped_while_all_workers_together_have_no_more_than_their_bound():
+    lives = [tally_of(counts(range(MAX_LABELS))), CounterTotals()]
+    lives[0].process_ended()
+    lives[0].take(counts(range(MAX_LABELS, 2 * MAX_LABELS)))
+    forget_unused(lives)
+    assert lives[0].report() == counts(range(2 * MAX_LABELS))

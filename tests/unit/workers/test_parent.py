@@ -18,6 +18,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.node import process as mainloop
 from ratelimitd.node.admin_token import find_admin_token, own_admin_token
 from ratelimitd.observe import logs
+from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Server, parse_redis_url
 from ratelimitd.workers import parent
@@ -143,26 +144,37 @@ async def test_a_given_admin_token_is_used_by_all_workers(settings, started, ann
     assert not (settings.state_dir / "admin-token").exists()
 
 
-async def test_the_parent_reserves_the_port_while_it_runs(settings, started, announced):
+@pytest.mark.parametrize("setting", ["listen", "spoe_listen"])
+async def test_the_parent_reserves_each_port_of_the_workers_while_it_runs(
+    settings, started, announced, setting
+):
+    settings = dataclasses.replace(settings, spoe_listen=Address("127.0.0.1", 0))
     serving = asyncio.create_task(parent._serve(settings))
-    host, _, port = (await announced)[0].rpartition(":")
+    await announced
+    # Port 0 is one port for all workers.
+    [address] = {getattr(process.settings, setting) for process in started.all}
     with socket.socket() as stranger:
         # No worker listens: those of this test never do.
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="Address already in use"):
-            stranger.bind((host, int(port)))
+            stranger.bind(address)
     assert await ended(serving) == 0
 
 
-async def test_a_port_in_use_is_a_one_line_error(settings, started):
+@pytest.mark.parametrize(
+    ("setting", "named"), [("listen", "LISTEN"), ("spoe_listen", "SPOE_LISTEN")]
+)
+async def test_a_port_in_use_is_a_one_line_error(settings, started, setting, named):
     with socket.socket() as stranger:
         # A listener with SO_REUSEPORT would share it, and get half of the connections.
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
-        taken = settings.listen._replace(port=stranger.getsockname()[1])
-        with pytest.raises(StartupError, match=r"LISTEN: cannot listen on .*: Address already in"):
-            await parent._serve(dataclasses.replace(settings, listen=taken))
+        taken = {setting: Address(*stranger.getsockname())}
+        with pytest.raises(
+            StartupError, match=rf"^{named}: cannot listen on .*: Address already in"
+        ):
+            await parent._serve(dataclasses.replace(settings, **taken))
     assert started.all == []
 
 
@@ -250,10 +262,10 @@ async def test_the_parent_is_not_ready_while_the_workers_drain(settings, started
 
 def test_a_node_id_without_room_for_the_workers_number_is_refused(settings):
     longest = dataclasses.replace(settings, workers=64, node_id="n" * 125)
-    assert len(parent.settings_of(longest, 63, 1).node_id) == 128
+    assert len(parent.settings_of(longest, 63).node_id) == 128
     too_long = dataclasses.replace(settings, workers=64, node_id="n" * 126)
     with pytest.raises(StartupError, match="NODE_ID must be at most 125 characters with 64"):
-        parent.settings_of(too_long, 63, 1)
+        parent.settings_of(too_long, 63)
 
 
 def test_a_failed_start_is_a_one_line_error_with_status_1(settings, monkeypatch, capsys, tmp_path):

@@ -10,6 +10,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
+from ratelimitd.workers import metrics as metrics_module
 from ratelimitd.workers import pool as pool_module
 from ratelimitd.workers.metrics import OF_PARENT
 from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
@@ -115,6 +116,26 @@ async def test_counters_never_decrease_when_a_worker_is_killed(pool, caplog):
     assert seen == sorted(seen)
     assert seen[-1] > seen[0]
     assert found["rate_limiter_worker_restarts_total"] == {"0": 1, "1": 0}
+
+
+async def test_a_rule_that_no_worker_reports_is_forgotten_above_the_bound_and_others_are_not(
+    pool, monkeypatch
+):
+    reporting = """
+        until_told()
+        ready()
+        for rules in {}:
+            questions.readline()
+            say("points", "rate_limiter_rule_allowed_total", [[rule, 1] for rule in rules])
+            say("reported")
+        time.sleep(60)
+        """
+    both = pool(reporting.format(["ab", "b"]), reporting.format(["abc", "c"]))
+    await both.start()
+    monkeypatch.setattr(metrics_module, "MAX_LABELS", 2)
+    assert (await values(both))["rate_limiter_rule_allowed_total"] == {"a": 2, "b": 2, "c": 1}
+    monkeypatch.setattr(metrics_module, "MAX_LABELS", 1)
+    assert (await values(both))["rate_limiter_rule_allowed_total"] == {"b": 2, "c": 1}
 
 
 async def test_a_pool_is_ready_while_one_worker_is_and_names_those_that_are_not(pool, monkeypatch):

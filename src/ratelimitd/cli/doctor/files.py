@@ -17,7 +17,7 @@ from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
-from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
@@ -149,8 +149,9 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
         yield warning(
             "HTTP_TLS", what, "set it on, or listen where only a proxy with TLS can reach"
         )
+    keys = GRPCIO_KEYS if settings.transport == "grpcio" else None
     try:
-        certificates = CertificateSource(files, lambda _line: None).load()
+        certificates = CertificateSource(files, lambda _line: None, keys).load()
     except StartupError as error:
         setting, _, what = str(error).partition(": ")
         yield problem(setting, what, "put a PEM file there that the node may read")

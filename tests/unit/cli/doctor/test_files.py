@@ -24,6 +24,7 @@ from ratelimitd.cli.doctor.files import (
 from ratelimitd.node.admin_token import own_admin_token
 from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
+from tests.certificates import self_signed
 from tests.named_tokens import entry, token_of, write
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -183,6 +184,17 @@ def test_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
     finding = one(check_tls(chosen, NOW))
     assert (finding.area, finding.level) == ("TLS_KEY", "problem")
     assert "not the key" in finding.what
+
+
+def test_kind_of_key_that_the_transport_lacks_is_a_problem(tls, tmp_path):
+    chosen = tls()
+    certificate = self_signed("secp256k1")
+    (tmp_path / "cert").write_bytes(certificate.cert)
+    (tmp_path / "key").write_bytes(certificate.key)
+    assert next(check_tls(chosen, NOW)).what.startswith("expire")
+    finding = one(check_tls(replace(chosen, transport="grpcio"), NOW))
+    assert (finding.area, finding.level) == ("TLS_CERT", "problem")
+    assert "kind of key" in finding.what
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
