@@ -62,7 +62,7 @@ def entitled_by_all(log):
             for place, limit in zip(places, limits, strict=True)
         ]
         now_us = int((entry.sent_s + log.wall_s) * 1_000_000)
-        outcomes = decide_all(buckets, now_us, entry.cost)
+        outcomes = decide_all(buckets, now_us, [entry.cost] * len(buckets))
         states |= {place: outcome[5] for place, outcome in zip(places, outcomes, strict=True)}
         total += entry.cost if passes(limits, outcomes) else 0
     return total

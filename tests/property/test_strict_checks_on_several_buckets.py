@@ -54,7 +54,7 @@ def test_a_trace_matches_the_algorithms(store, seed):
             cost, peek = chance.randint(1, 4), chance.random() < 0.2
             calls += joined(rules, keys, now_us, cost, peek=peek)
             buckets = [(states.get(key), rules[key], DECIDE[rules[key].algorithm]) for key in keys]
-            outcomes = decide_all(buckets, now_us, cost)
+            outcomes = decide_all(buckets, now_us, [cost] * len(buckets))
             expected += [(*outcome[:5], None) for outcome in outcomes]
             if not peek:
                 states |= {key: outcome[5] for key, outcome in zip(keys, outcomes, strict=True)}

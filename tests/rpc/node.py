@@ -178,7 +178,6 @@ async def running_node(
                 perf_counter_s,
                 EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS),
                 holds=holds,
-                dry_run=(dry_run := DryRun(limiter)),
             ),
             config,
             PlansService(
@@ -192,7 +191,7 @@ async def running_node(
             holds,
             HealthService(
                 limiter,
-                dry_run=dry_run,
+                dry_run=DryRun(limiter),
                 report=health.report,
                 samples=lambda _names: [MetricSample("rate_limiter_active_buckets", "gauge", 1.0)],
                 unmatched=_nothing,

@@ -164,10 +164,10 @@ class PartNode(Node):
         if view.rule is not rule and rule.revision >= view.rule.revision:
             view.edit(rule)
         if self.is_cut_off:
-            part.reserve_alone(view, waiting.at_us, waiting.cost)
+            part.reserve_alone(view, waiting.at_us)
             waiting.is_alone = self.was_alone = True
         else:
-            part.reserve(view, waiting.at_us, self.members, waiting.cost)
+            part.reserve(view, waiting.at_us, self.members)
             share = view.share_of(rule, view._remaining(waiting.at_us)) / self.members
             self.most_share[key] = max(share, self.most_share.get(key, 0.0))
         if not isinstance(part.outcome, tuple):
@@ -241,11 +241,10 @@ class PartNode(Node):
 class Joint:
     """One check on several buckets, in flight."""
 
-    def __init__(self, machine: "Machine", waitings: Sequence[PartWaiting], cost: int) -> None:
+    def __init__(self, machine: "Machine", waitings: Sequence[PartWaiting]) -> None:
         self.machine = machine
         self.waitings = waitings
         self.parts = [one.part for one in waitings]
-        self.cost = cost
         self.missing = 0
 
     def decided(self) -> None:
@@ -271,21 +270,21 @@ class Machine:
         for node in nodes:
             node.machine = self
 
-    def check(self, keys: Sequence[tuple[int, bytes]], cost: int) -> None:
+    def check(self, keys: Sequence[tuple[int, bytes]], costs: Sequence[int]) -> None:
         first = self.nodes[0]
         if not first.alive:
             return
         if first.world.now_us < first.stalled_until_us:
-            first.world.at(first.stalled_until_us, self.check, keys, cost)
+            first.world.at(first.stalled_until_us, self.check, keys, costs)
             return
         at_us = first._time_of_caller()
         waitings = []
-        for shard, key in keys:
+        for (shard, key), cost in zip(keys, costs, strict=True):
             node = self.nodes[shard]
-            waiting = PartWaiting(key, cost, at_us, part=Part(node.rule), node=node)
+            waiting = PartWaiting(key, cost, at_us, part=Part(node.rule, cost), node=node)
             waiting.came_us = node.world.now_us
             waitings.append(waiting)
-        joint = self.make_joint(self, waitings, cost)
+        joint = self.make_joint(self, waitings)
         for waiting in waitings:
             waiting.joint = joint
         self.open.append(joint)
@@ -305,9 +304,8 @@ class Machine:
         if joint not in self.open:  # crashed meanwhile
             return
         self.open.remove(joint)
-        at_us, cost = joint.waitings[0].at_us, joint.cost
-        is_allowed = self.verdict(joint, at_us, cost)
-        self.allowed += cost if is_allowed else 0
+        is_allowed = self.verdict(joint, joint.waitings[0].at_us)
+        self.allowed += sum(one.cost for one in joint.waitings) if is_allowed else 0
         for waiting in joint.waitings:
             if is_allowed:
                 self._admit(waiting)
@@ -315,8 +313,8 @@ class Machine:
                 self._deny(waiting)
 
     @staticmethod
-    def verdict(joint: Joint, at_us: int, cost: int) -> bool:
-        return conclude(joint.parts, at_us, cost)
+    def verdict(joint: Joint, at_us: int) -> bool:
+        return conclude(joint.parts, at_us)
 
     def _admit(self, waiting: PartWaiting) -> None:
         node, part, key = waiting.node, waiting.part, waiting.key

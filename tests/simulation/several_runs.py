@@ -199,13 +199,13 @@ def _offer(parameters, main, machines, end_us):
         if chance() < 0.1:
             shards = [*shards[:1], *shards[2:]]
         keys = [(shard, user if shard == USERS else KEY) for shard in shards]
-        cost = 1 + int(chance() * many)
-        machines[int(chance() * len(machines))].check(keys, cost)
+        costs = [1 + int(chance() * many) for _ in keys]
+        machines[int(chance() * len(machines))].check(keys, costs)
         buckets = [
             (states.get(key), rules[key[0]], DECIDE[rules[key[0]].algorithm]) for key in keys
         ]
-        outcomes = decide_all(buckets, now_us, cost)
-        for key, outcome in zip(keys, outcomes, strict=True):
+        outcomes = decide_all(buckets, now_us, costs)
+        for key, cost, outcome in zip(keys, costs, outcomes, strict=True):
             states[key] = outcome[5]
             if key[1] == KEY:
                 offered[key[0]].append((now_us, cost))
@@ -213,7 +213,7 @@ def _offer(parameters, main, machines, end_us):
             not outcome[0] and rules[key[0]].enforcement is Enforcement.ENFORCE
             for key, outcome in zip(keys, outcomes, strict=True)
         )
-        ideal += 0 if denied else cost
+        ideal += 0 if denied else sum(costs)
 
 
 # Invariants

@@ -50,11 +50,11 @@ class SpendsWhatIsReserved(Machine):
     """Spends reserved tokens, whatever the other buckets decide."""
 
     @staticmethod
-    def verdict(joint, at_us, cost):
-        is_allowed = conclude(joint.parts, at_us, cost)
+    def verdict(joint, at_us):
+        is_allowed = conclude(joint.parts, at_us)
         for part in joint.parts:
             if not is_allowed and part.is_reserved:
-                part.charge(at_us, cost)
+                part.charge(at_us)
         return is_allowed
 
 

@@ -32,15 +32,15 @@ MORE_THAN_ANY_LIMIT: Final = INT32_MAX + 1
 """A cost that every bucket denies; the denial reports what the bucket has."""
 
 
-def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcome]:
-    """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch) on all its buckets.
+def decide_all(buckets: Sequence[Bucket], now_us: int, costs: Sequence[int]) -> list[Outcome]:
+    """Decide one check at ``now_us`` (µs since the Unix epoch) on all its buckets, which it costs these tokens.
 
     Returns:
         The outcomes in the order of the buckets. If an enforced limit denies, no bucket is charged: every state is the
         given object, and allowed outcomes report their bucket without this check.
     """
     outcomes, is_denied = [], False
-    for state, limit, decide in buckets:
+    for (state, limit, decide), cost in zip(buckets, costs, strict=True):
         outcome = decide(state, limit, now_us, cost)
         if not outcome[0] and limit.enforcement is ENFORCE:
             is_denied = True

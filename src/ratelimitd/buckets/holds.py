@@ -182,7 +182,7 @@ class OwnHolds:
                 raise CheckInvalidError(OF_WHAT_IS_OVER)
             there = [name for name, _ in record.recorded]
             return Held(there, _outcomes(record.recorded, there), record.end_us)
-        outcomes = self._table.peek_all(hold.charges, hold.now_us, hold.cost)
+        outcomes = self._table.peek_each(hold.charges, hold.now_us, [hold.cost] * len(hold.charges))
         judged = [*zip(names, hold.charges, outcomes, strict=True)]
         recorded: dict[bytes, Outcome] = {name: (*one[:5], None) for name, _, one in judged}
         if not passes([limit for _, limit, _ in hold.charges], outcomes):

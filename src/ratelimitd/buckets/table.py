@@ -187,15 +187,18 @@ class BucketTable:
                 full_s = limit.full_after_s
                 shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
             return outcomes
-        return self._apply_any(charges, now_us, cost)
+        return self.apply_each(charges, now_us, [cost] * len(charges))
 
-    def _apply_any(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
-        outcomes = self.peek_all(charges, now_us, cost)
+    def apply_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
+    ) -> list[Outcome]:
+        """Decide as :meth:`apply_all` does a check with a cost for each bucket."""
+        outcomes = self.peek_each(charges, now_us, costs)
         for (_, limit, _), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0] and limit.enforcement is ENFORCE:
                 return outcomes
         tick = self._tick
-        for (key, limit, decide), outcome in zip(charges, outcomes, strict=True):
+        for (key, limit, decide), cost, outcome in zip(charges, costs, outcomes, strict=True):
             if not outcome[0]:
                 continue  # of an observing limit
             if self.apart and (held := self.apart.find(key)) is not None:
@@ -213,9 +216,11 @@ class BucketTable:
                 self._add(key, value)
         return outcomes
 
-    def peek_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
-        """Decide as :meth:`apply_all` does, storing nothing."""
-        return decide_all(self.states(charges), now_us, cost)
+    def peek_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
+    ) -> list[Outcome]:
+        """Decide as :meth:`apply_each` does, storing nothing."""
+        return decide_all(self.states(charges), now_us, costs)
 
     def states(self, charges: Sequence[Charge]) -> list[Bucket]:
         """Return the buckets with their states."""

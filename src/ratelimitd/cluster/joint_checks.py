@@ -36,12 +36,12 @@ class PartCheck(PendingCheck):
 
     bucket: Bucket
 
-    def __init__(self, joint: JointCheck, charge: Charge, *, peek: bool) -> None:
+    def __init__(self, joint: JointCheck, charge: Charge, cost: int, *, peek: bool) -> None:
         self.key, self.rule, _ = charge
-        self.now_us, self.cost = joint.now_us, joint.cost
+        self.now_us, self.cost = joint.now_us, cost
         self.peek = peek or self.rule.algorithm is CONCURRENCY  # only holds take slots
         self.charged = self.is_counted = self.is_known = False
-        self.part = Part(self.rule)
+        self.part = Part(self.rule, cost)
         self._joint = joint
         self._is_resolved = False
 
@@ -102,7 +102,7 @@ class PartDecider(Protocol):
 
 
 class JointCheck:
-    """One check on several buckets."""
+    """One check on several buckets, with a cost for each."""
 
     def __init__(  # noqa: PLR0917 - what a check is
         self,
@@ -110,16 +110,18 @@ class JointCheck:
         timers: AbstractEventLoop,
         charges: Sequence[Charge],
         now_us: int,
-        cost: int,
+        costs: Sequence[int],
         *,
         peek: bool,
         is_counted: bool = False,
     ) -> None:
         self.now_us = now_us
-        self.cost = cost
         self._buckets = buckets
         self._timers = timers
-        self._checks = [PartCheck(self, charge, peek=peek) for charge in charges]
+        self._checks = [
+            PartCheck(self, charge, cost, peek=peek)
+            for charge, cost in zip(charges, costs, strict=True)
+        ]
         self._parts = [check.part for check in self._checks]
         self._is_counted = is_counted
         self._missing = 0
@@ -177,12 +179,12 @@ class JointCheck:
         """Peek at the views of undecided parts, instead of asking the store."""
         for part in self._parts:
             if part.outcome is None and part.view is not None:
-                part.peek(part.view, self.now_us, self.cost)
+                part.peek(part.view, self.now_us)
 
     def _withdraw(self) -> None:
         for check in self._checks:
             if check.part.is_reserved:
-                check.part.release(self.now_us, self.cost)
+                check.part.release(self.now_us)
                 self._buckets.was_released(check)
 
     def _finish(self) -> None:
@@ -201,7 +203,7 @@ class JointCheck:
 
     def _conclude(self) -> None:
         errors = self._buckets.errors_that_deny
-        is_allowed = conclude(self._parts, self.now_us, self.cost, errors)
+        is_allowed = conclude(self._parts, self.now_us, errors)
         for check in self._checks:
             part = check.part
             if part.is_reserved and part.is_charged:
@@ -214,9 +216,9 @@ class JointCheck:
     def _give_back(self, check: PartCheck) -> None:
         refund = check.part.refund
         if refund is not None and self._buckets.give_back(check, refund):
-            self._buckets.given_back_total += self.cost
+            self._buckets.given_back_total += check.cost
         else:
-            self._buckets.kept_total += self.cost
+            self._buckets.kept_total += check.cost
 
 
 def _never_passes(check: PartCheck) -> bool:

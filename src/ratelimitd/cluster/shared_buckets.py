@@ -165,20 +165,25 @@ class SharedBuckets:
 
         ``None``: nothing was charged, and :meth:`wait_all` decides.
         """
-        joint = JointCheck(self, self._timers, charges, now_us, cost, peek=False)
-        return joint.at_once()
+        return self.apply_each(charges, now_us, [cost] * len(charges))
 
-    def peek_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
+    def apply_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> Sequence[Outcome] | None:
-        """Decide a check as :meth:`apply_all` would, without charging it."""
-        return JointCheck(self, self._timers, charges, now_us, cost, peek=True).at_once()
+        """Decide as :meth:`apply_all` does a check with a cost for each bucket."""
+        return JointCheck(self, self._timers, charges, now_us, costs, peek=False).at_once()
+
+    def peek_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
+    ) -> Sequence[Outcome] | None:
+        """Decide as :meth:`apply_each` would, without charging."""
+        return JointCheck(self, self._timers, charges, now_us, costs, peek=True).at_once()
 
     def wait_all(
         self,
         charges: Sequence[Charge],
         now_us: int,
-        cost: int,
+        costs: Sequence[int],
         *,
         peek: bool,
         is_counted: bool = True,
@@ -186,7 +191,7 @@ class SharedBuckets:
         """Let the store decide where the node's views cannot."""
         answer: asyncio.Future[Outcomes] = self._new_future()
         joint = JointCheck(
-            self, self._timers, charges, now_us, cost, peek=peek, is_counted=is_counted
+            self, self._timers, charges, now_us, costs, peek=peek, is_counted=is_counted
         )
         joint.start(answer)
         return answer
@@ -217,16 +222,16 @@ class SharedBuckets:
         return True
 
     def _judge_part(self, bucket: Bucket, check: PartCheck) -> Outcome | RateLimitdError | None:
-        view, part, now_us, cost = bucket.view, check.part, check.now_us, check.cost
+        view, part, now_us = bucket.view, check.part, check.now_us
         check.bucket, check.is_known = bucket, True
         if bucket.tag.server.is_open and not self._decides_alone:
             part.outcome = error = bucket.tag.server.open_error()
             return error
         if check.peek:
-            return part.peek(view, now_us, cost)
+            return part.peek(view, now_us)
         if bucket.tag.server.is_open:
-            return part.reserve_alone(view, now_us, cost)
-        outcome = part.reserve(view, now_us, self._membership.count, cost)
+            return part.reserve_alone(view, now_us)
+        outcome = part.reserve(view, now_us, self._membership.count)
         return outcome if outcome is None or outcome[0] else self._not_allowed(bucket, outcome)
 
     def ask_part(self, check: PartCheck) -> None:

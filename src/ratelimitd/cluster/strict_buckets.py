@@ -68,7 +68,7 @@ class StrictBuckets:
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""
 
-    peek = apply_all = peek_all = apply
+    peek = apply_all = apply_each = peek_each = apply
 
     def wait(
         self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
@@ -94,7 +94,7 @@ class StrictBuckets:
         self,
         charges: Sequence[Charge],
         now_us: int,
-        cost: int,
+        costs: Sequence[int],
         *,
         peek: bool,
         is_counted: bool = True,  # noqa: ARG002 - a node that knows no bucket has no misses
@@ -102,23 +102,23 @@ class StrictBuckets:
         """Ask the shared state to decide a check on several buckets."""
         answer: asyncio.Future[Outcomes] = self._new_future()
         if self._store.decides_together:
-            self._decide_together(charges, now_us, cost, answer, peek=peek)
+            self._decide_together(charges, now_us, costs, answer, peek=peek)
             return answer
-        JointCheck(self, self._timers, charges, now_us, cost, peek=peek).start(answer)
+        JointCheck(self, self._timers, charges, now_us, costs, peek=peek).start(answer)
         return answer
 
     def _decide_together(
         self,
         charges: Sequence[Charge],
         now_us: int,
-        cost: int,
+        costs: Sequence[int],
         answer: asyncio.Future[Outcomes],
         *,
         peek: bool,
     ) -> None:
         """Ask one server, which charges all buckets or none."""
         together = _Together(len(charges), answer)
-        for place, (key, rule, _) in enumerate(charges):
+        for place, ((key, rule, _), cost) in enumerate(zip(charges, costs, strict=True)):
             name = self._stored_name(key)
             server = self._tags[name[0]].server
             if server.is_open:

@@ -21,6 +21,7 @@ class Part:
 
     Attributes:
         limit: in force on the node.
+        cost: tokens.
         view: the node's view, if that decides.
         outcome: ``None`` until decided; an error if it cannot be decided.
         refund: gives back the store's charge; ``None`` without one, or if it is not known exactly enough.
@@ -29,45 +30,55 @@ class Part:
         is_charged: the bucket is charged, by the store, or by the view because the store was late.
     """
 
-    __slots__ = ("is_charged", "is_reserved", "limit", "outcome", "refund", "shared", "view")
+    __slots__ = (
+        "cost",
+        "is_charged",
+        "is_reserved",
+        "limit",
+        "outcome",
+        "refund",
+        "shared",
+        "view",
+    )
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, cost: int) -> None:
         self.limit = limit
+        self.cost = cost
         self.view: LocalView | None = None
         self.outcome: Outcome | Exception | None = None
         self.refund: Refund | None = None
         self.shared: SharedState | None = None
         self.is_reserved = self.is_charged = False
 
-    def reserve(self, view: LocalView, now_us: int, members: int, cost: int) -> Outcome | None:
+    def reserve(self, view: LocalView, now_us: int, members: int) -> Outcome | None:
         """Decide by the node's view, and reserve the tokens if it allows; ``None`` if the store has to decide."""
-        return self._held(view, view.reserve(now_us, members, cost))
+        return self._held(view, view.reserve(now_us, members, self.cost))
 
-    def reserve_alone(self, view: LocalView, now_us: int, cost: int) -> Outcome | None:
+    def reserve_alone(self, view: LocalView, now_us: int) -> Outcome | None:
         """Decide by the node's view regardless of the share, because the store is not asked."""
-        outcome = view.peek(now_us, cost)
+        outcome = view.peek(now_us, self.cost)
         if outcome[0]:
-            view.hold(cost)
+            view.hold(self.cost)
         return self._held(view, outcome)
 
-    def peek(self, view: LocalView, now_us: int, cost: int) -> Outcome:
+    def peek(self, view: LocalView, now_us: int) -> Outcome:
         """Decide by the node's view, and reserve nothing."""
-        self.view, self.outcome = view, (outcome := view.peek(now_us, cost))
+        self.view, self.outcome = view, (outcome := view.peek(now_us, self.cost))
         return outcome
 
-    def release(self, now_us: int, cost: int) -> None:
+    def release(self, now_us: int) -> None:
         """End the reservation, and decide again, since the bucket may have been used up."""
         if self.view is not None and self.is_reserved:
-            self.view.release(cost)
-            self.outcome = self.view.peek(now_us, cost)
+            self.view.release(self.cost)
+            self.outcome = self.view.peek(now_us, self.cost)
 
-    def charge(self, now_us: int, cost: int) -> None:
+    def charge(self, now_us: int) -> None:
         """Spend the reserved tokens."""
         if self.view is not None and self.is_reserved:
-            self.outcome = self.view.check_alone(now_us, cost)
+            self.outcome = self.view.check_alone(now_us, self.cost)
             self.is_charged = True
 
-    def leave(self, now_us: int, cost: int) -> None:
+    def leave(self, now_us: int) -> None:
         """Make an allowed outcome report the bucket without this check."""
         if not isinstance(self.outcome, tuple) or not self.outcome[0]:
             return
@@ -84,7 +95,7 @@ class Part:
         else:
             _, remaining, reset_time, *_ = self.outcome
             if self.limit.algorithm is not CONCURRENCY:  # a check takes no slot
-                remaining = min(remaining + cost, self.limit.capacity)
+                remaining = min(remaining + self.cost, self.limit.capacity)
         self.outcome = (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, None)
 
     def _held(self, view: LocalView, outcome: Outcome | None) -> Outcome | None:
@@ -105,20 +116,18 @@ def denies(parts: Iterable[Part], errors: tuple[type[Exception], ...] = ()) -> b
     return False
 
 
-def conclude(
-    parts: Sequence[Part], now_us: int, cost: int, errors: tuple[type[Exception], ...] = ()
-) -> bool:
+def conclude(parts: Sequence[Part], now_us: int, errors: tuple[type[Exception], ...] = ()) -> bool:
     """End a check with decided parts: spend the reserved tokens or nothing. Returns whether it is allowed.
 
     A part with an error is not charged, and denies only if the error is one of ``errors``. If the check is denied, the
     caller must give back the store's charges.
     """
     for part in parts:
-        part.release(now_us, cost)
+        part.release(now_us)
     is_allowed = not denies(parts, errors)
     for part in parts:
         if not is_allowed:
-            part.leave(now_us, cost)
+            part.leave(now_us)
         elif isinstance(part.outcome, tuple) and part.outcome[0]:
-            part.charge(now_us, cost)
+            part.charge(now_us)
     return is_allowed

@@ -37,10 +37,15 @@ class Buckets(Protocol):
         shared state has to decide, and nothing was charged.
         """
 
-    def peek_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
+    def apply_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> Sequence[Outcome] | None:
-        """Judge a check as :meth:`apply_all` would, and charge nothing."""
+        """Judge and charge as :meth:`apply_all` a check with a cost for each bucket."""
+
+    def peek_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
+    ) -> Sequence[Outcome] | None:
+        """Judge a check as :meth:`apply_each` would, and charge nothing."""
 
 
 class RemoteBuckets(Buckets, Protocol):
@@ -58,12 +63,12 @@ class RemoteBuckets(Buckets, Protocol):
         self,
         charges: Sequence[Charge],
         now_us: int,
-        cost: int,
+        costs: Sequence[int],
         *,
         peek: bool,
         is_counted: bool = True,
     ) -> Awaitable[Sequence[Outcome | Exception]]:
-        """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
+        """Ask the shared state to decide a check on several buckets, at once; all are charged their costs, or none is.
 
         ``is_counted``: count an absent bucket as a miss.
 

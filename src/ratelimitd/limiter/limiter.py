@@ -200,10 +200,11 @@ class Limiter:
             decision = self.answer(await asked.outcome, asked.prepared)
         except Exception as error:  # noqa: BLE001 - as in check
             decision = self.failed(error)
-        self._record(check, asked.prepared.now_us, decision)
+        self.record(check, asked.prepared.now_us, decision)
         return decision
 
-    def _record(self, check: Check, at_us: int, decision: Decision) -> None:
+    def record(self, check: Check, at_us: int, decision: Decision) -> None:
+        """Notify the recorder of an answered check."""
         recorder = self.recorder
         if recorder is not None and crc32(check.identifier, recorder.seed) < recorder.below:
             recorder.record(check.identifier, check, at_us, allowed=decision.allowed)
@@ -299,7 +300,7 @@ class Limiter:
         else:
             decision = self._decide_unjudged(check, resolved)
         if self.recorder is not None and is_recorded and decision is not None:
-            self._record(check, now_us, decision)
+            self.record(check, now_us, decision)
         return decision
 
     def _decide_by(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
@@ -356,8 +357,10 @@ class Limiter:
         charges = charges_of(identifiers, scope)
         if ahead_ms:
             charges = proceeding_later(charges, ahead_ms)
-        judge_all = self.buckets.peek_all if peek else self.buckets.apply_all
-        outcomes = judge_all(charges, now_us, cost)
+        if peek:
+            outcomes = self.buckets.peek_each(charges, now_us, [cost] * len(charges))
+        else:
+            outcomes = self.buckets.apply_all(charges, now_us, cost)
         return None if outcomes is None else self._judged(identifiers, scope, outcomes)
 
     def _judged(
@@ -391,13 +394,15 @@ class Limiter:
         buckets = self._own.states(charges)
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
-    def prepare(self, check: Check) -> PreparedCheck | Decision:
-        """Return the input of a decision now; if no limit judges the check, count it and return its answer.
+    def prepare(self, check: Check, now_us: int | None = None) -> PreparedCheck | Decision:
+        """Return the input of a decision at ``now_us``, the node's time unless given.
+
+        If no limit judges the check, count it and return its answer.
 
         Raises:
             CheckInvalidError: as :meth:`check`.
         """
-        now_us = self._clock.now_us()
+        now_us = self._clock.now_us() if now_us is None else now_us
         if self.scopes.book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         scope = self.scopes.resolve_check(check, now_us)
@@ -418,7 +423,8 @@ class Limiter:
             shared = cast("RemoteBuckets", self.shared)
             if scope.several:
                 charges = charges_of(identifiers, scope)
-                outcomes = shared.wait_all(charges, now_us, check.cost, peek=check.peek)
+                costs = [check.cost] * len(charges)
+                outcomes = shared.wait_all(charges, now_us, costs, peek=check.peek)
                 return _Asked(prepared, outcomes)
             key = check.identifier + scope.key_suffix
             outcome = shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
@@ -430,11 +436,11 @@ class Limiter:
 
     def answer(
         self,
-        outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception],
+        outcome: Outcome | Exception | Sequence[Outcome | Exception],
         prepared: PreparedCheck,
     ) -> Decision:
         """Count a check with this outcome, or those of several limits, and return its answer."""
-        if isinstance(outcome, RateLimitdError):
+        if isinstance(outcome, Exception):
             return self.failed(outcome)
         if prepared.scope.several:
             return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), prepared)

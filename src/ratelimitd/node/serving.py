@@ -198,7 +198,6 @@ class Serving:
             identities=identities,
             now_s=self._now_s,
         )
-        dry_run = DryRun(self.limiter)
         offers = [
             RateLimiterService(
                 self.limiter, stats, time.perf_counter, self._queue, identities=identities
@@ -214,7 +213,6 @@ class Serving:
                     identities,
                 ),
                 holds=holds,
-                dry_run=dry_run,
             ).methods(),
             config.methods(),
             PlansService(
@@ -228,7 +226,7 @@ class Serving:
             holds.methods(),
             HealthService(
                 self.limiter,
-                dry_run=dry_run,
+                dry_run=DryRun(self.limiter),
                 report=self.parts.health.report,
                 samples=self.metrics.samples,
                 unmatched=self.live.unmatched,

@@ -9,7 +9,7 @@ the endpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -309,14 +309,26 @@ def _check(
             f"also[{number}].identifier": f"{path}.entries[{index}].value"
             for number, index in enumerate(places[1:])
         }
+        of_domain = replace(check, endpoint=request.domain)
         fields = {
             **of_also,
             "identifier": f"{path}.entries[{places[0]}].value",
-            "endpoint": f"{path}.entries" if rest else "domain",
+            "endpoint": f"{path}.entries" if _has_endpoint(of_domain, identities) else "domain",
             "tokens_requested": f"{path}.hits_addend" if own_hits else "hits_addend",
         }
-        placed = (FieldViolation(fields[field], text) for field, text in error.violations)
-        raise CheckInvalidError(*placed) from None
+        texts = {"tokens_requested": f"must be 0 to {INT32_MAX}"} if own_hits else {}
+        raise CheckInvalidError(
+            *[FieldViolation(fields[one], texts.get(one, text)) for one, text in error.violations]
+        ) from None
+
+
+def _has_endpoint(check: _AsCheck, identities: Identities) -> bool:
+    """Return whether the endpoint of a check is valid."""
+    try:
+        check_of(check, identities)
+    except CheckInvalidError as error:
+        return all(field != "endpoint" for field, _ in error.violations)
+    return True
 
 
 def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolation]:

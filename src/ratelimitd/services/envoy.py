@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, cast
+from typing import Final, Self
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
-    CheckInvalidError,
     FieldViolation,
     HoldEndedError,
     HoldSettledError,
     InvalidInputError,
 )
-from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
-from ratelimitd.model import INT32_MAX, Check, Decision, Identity
+from ratelimitd.limiter.together import Together
+from ratelimitd.model import Decision
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities
 from ratelimitd.services.convert_envoy import (
@@ -41,10 +40,6 @@ HOLD_KEY: Final = b"hold"
 
 _Refunds = Sequence[tuple[str, Ticket, int]]
 """Path of each descriptor, its hold, and the tokens that remain charged."""
-
-_Bucket = tuple[bytes, str, str, tuple[Identity, ...]]
-_Checks = dict[_Bucket, Check]
-_Verdict = Decision | CheckInvalidError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +77,8 @@ class EnvoyService:
         options: EnvoyOptions,
         *,
         holds: HoldsService,
-        dry_run: DryRun,
     ) -> None:
         self._limiter = limiter
-        self._dry_run = dry_run
         self._holds = holds
         self._stats = stats
         self._perf_counter_s = perf_counter_s
@@ -112,22 +105,10 @@ class EnvoyService:
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
-        checks = _one_for_each_bucket(asked)
-        # A single check needs no dry run: it charges nothing unless it passes.
-        # The dry run and the charge use the same time: a window that ends in between would allow without charging.
-        now_us = self._limiter.now_us()
-        passes = len(checks) == 1 or self._dry_run.all_pass([*checks.values()], now_us)
-        if not isinstance(passes, bool):
-            return self._wait(asked, checks, passes, started_s)
-        final = checks if passes else _looks(checks)
-        verdicts = self._limiter.check_batch([*final.values()], now_us)
-        if not passes and _all_allowed([one for one in verdicts if one is not None]):
-            # Each alone would pass, but not all together: they share a bucket without enough tokens for all.
-            final = _looks(checks, sum(check.cost for check in checks.values() if not check.peek))
-            verdicts = self._limiter.check_batch([*final.values()], now_us)
-        if None in verdicts:
-            return self._wait_for_charges(asked, final, verdicts, started_s)
-        return self._answer(asked, final, verdicts, started_s)
+        decisions = Together(self._limiter, asked).decide()
+        if isinstance(decisions, Awaitable):
+            return self._wait(decisions, started_s)
+        return self._answer(decisions, started_s)
 
     def _refunds(self, request: WireRequest, call: Call) -> _Refunds:
         """Return the holds whose hits a request refunds.
@@ -160,83 +141,15 @@ class EnvoyService:
                 raise type(error)(path) from None
         return self._written(decisions)
 
-    async def _wait(
-        self, asked: Sequence[Check], checks: _Checks, passes: Awaitable[bool], started_s: float
-    ) -> bytes:
-        if not await passes:
-            looks = _looks(checks)
-            verdicts = await self._verdicts(looks, self._limiter.check_batch([*looks.values()]))
-            if not _all_allowed(verdicts):
-                return self._answer(asked, looks, verdicts, started_s)
-            # By now all would pass. An answer of OK must be charged, so they are decided again by charging.
-        charges = self._limiter.check_batch([*checks.values()])
-        return await self._wait_for_charges(asked, checks, charges, started_s)
+    async def _wait(self, decisions: Awaitable[Sequence[Decision]], started_s: float) -> bytes:
+        return self._answer(await decisions, started_s)
 
-    async def _wait_for_charges(
-        self,
-        asked: Sequence[Check],
-        checks: _Checks,
-        verdicts: Sequence[_Verdict | None],
-        started_s: float,
-    ) -> bytes:
-        return self._answer(asked, checks, await self._verdicts(checks, verdicts), started_s)
-
-    async def _verdicts(
-        self, checks: _Checks, verdicts: Sequence[_Verdict | None]
-    ) -> Sequence[_Verdict]:
-        """Return the verdicts; requests missing ones from the shared state."""
-        pairs = zip(checks.values(), verdicts, strict=True)
-        late = iter(await self._limiter.wait([check for check, known in pairs if known is None]))
-        return [next(late) if known is None else known for known in verdicts]
-
-    def _answer(
-        self,
-        asked: Sequence[Check],
-        checks: _Checks,
-        verdicts: Sequence[_Verdict | None],
-        started_s: float,
-    ) -> bytes:
-        # No verdict is an error: only a timestamp of the caller causes one, and Envoy sends none.
-        by_bucket = dict(zip(checks, cast("Sequence[Decision]", verdicts), strict=True))
-        decisions = [by_bucket[_bucket(check)] for check in asked]
+    def _answer(self, decisions: Sequence[Decision], started_s: float) -> bytes:
         answer = self._written(decisions)
-        self._stats.observe_latency(self._perf_counter_s() - started_s, len(checks))
+        self._stats.observe_latency(self._perf_counter_s() - started_s, len(decisions))
         return answer
 
     def _written(self, decisions: Sequence[Decision]) -> bytes:
         options = self._options
         now_us = self._limiter.now_us()
         return answer_of(decisions, now_us, options.fields, options.ratelimit_headers)
-
-
-def _bucket(check: Check) -> _Bucket:
-    return check.identifier, check.identifier_type, check.endpoint, check.also
-
-
-def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
-    """Merge checks of the same bucket; decided separately, each could take all of its tokens.
-
-    Peeks come first, so that they see no charge of the same request, as in the dry run.
-    """
-    checks: _Checks = {}
-    for check in asked:
-        bucket = _bucket(check)
-        earlier = checks.get(bucket)
-        if earlier is None or earlier.peek:
-            checks[bucket] = check
-        elif not check.peek:
-            cost = min(earlier.cost + check.cost, INT32_MAX)
-            checks[bucket] = earlier._replace(cost=cost)
-    return dict(sorted(checks.items(), key=lambda one: not one[1].peek))
-
-
-def _looks(checks: _Checks, cost: int = 0) -> _Checks:
-    """Return the same checks as peeks, with this cost unless it is 0."""
-    return {
-        bucket: check._replace(peek=True, cost=min(cost, INT32_MAX) or check.cost)
-        for bucket, check in checks.items()
-    }
-
-
-def _all_allowed(verdicts: Sequence[_Verdict | None]) -> bool:
-    return all(isinstance(one, Decision) and one.allowed for one in verdicts)

@@ -15,7 +15,7 @@ HOUR = replace(MINUTE, limit=10, window_seconds=3_600)
 
 def decided(*given, cost=1):
     buckets = [(state, limit, DECIDE[limit.algorithm]) for state, limit in given]
-    return decide_all(buckets, NOW_US, cost)
+    return decide_all(buckets, NOW_US, [cost] * len(buckets))
 
 
 def test_a_check_that_every_limit_allows_charges_all():

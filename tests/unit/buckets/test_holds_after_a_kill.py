@@ -161,7 +161,7 @@ class World:
         self.met["hold is lost"] += len(self.holds_made) - len(known)
         for key, limit in LIMITS.items():
             charge = (key, limit, DECIDE[limit.algorithm])
-            _, remaining, *_ = other.peek_all([charge], self.clock.now_us(), 1)[0]
+            _, remaining, *_ = other.peek_each([charge], self.clock.now_us(), [1])[0]
             used = limit.limit - remaining - (limit.algorithm in ACCOUNTS)
             possible = [
                 self.used(key, held, known) for held in self.versions[key][self.floor[key] :]

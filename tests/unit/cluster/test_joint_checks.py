@@ -41,11 +41,11 @@ class Scene(World):
         return self.buckets.apply_all(self.charges(keys), self.clock.now_us(), cost)
 
     def peek_all(self, keys=b"at", cost=1):
-        return self.buckets.peek_all(self.charges(keys), self.clock.now_us(), cost)
+        return self.buckets.peek_each(self.charges(keys), self.clock.now_us(), costs_of(keys, cost))
 
     def wait_all(self, keys=b"at", cost=1, *, peek=False):
         now_us = self.clock.now_us()
-        return self.buckets.wait_all(self.charges(keys), now_us, cost, peek=peek)
+        return self.buckets.wait_all(self.charges(keys), now_us, costs_of(keys, cost), peek=peek)
 
     def met(self, keys=b"at", cost=1, **options):
         answer = self.wait_all(keys, cost, **options)
@@ -70,6 +70,10 @@ class Scene(World):
         return [self.store.spent(bytes([key])) for key in keys]
 
 
+def costs_of(keys, cost):
+    return [cost] * len(keys) if isinstance(cost, int) else cost
+
+
 @pytest.fixture
 async def scene():
     return Scene()
@@ -84,6 +88,16 @@ async def test_a_check_within_the_shares_charges_all_buckets_at_once(scene):
     assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 97)]
     scene.settle()
     assert scene.spent() == [3, 3]
+
+
+async def test_each_bucket_has_its_cost(scene):
+    scene.know_all()
+    charges, now_us = scene.charges(b"at"), scene.clock.now_us()
+    assert verdicts(scene.buckets.apply_each(charges, now_us, [3, 5])) == [(True, 97), (True, 95)]
+    scene.settle()
+    assert verdicts(scene.met(cost=[7, 96])) == [(True, 97), (False, 95)]
+    scene.settle()
+    assert (scene.spent(), scene.buckets.given_back_total) == ([3, 5], 0)
 
 
 async def test_a_used_up_share_is_sent_at_once(scene):
@@ -448,7 +462,9 @@ async def test_a_newer_rule_is_applied(scene):
 
 async def test_a_part_is_decided_once(scene):
     charges = scene.charges(b"a")
-    joint = JointCheck(scene.buckets, scene.timers, charges, scene.clock.now_us(), 1, peek=False)
+    joint = JointCheck(
+        scene.buckets, scene.timers, charges, scene.clock.now_us(), [1] * len(charges), peek=False
+    )
     joint.start(answer := scene.buckets._new_future())
     (waiting,) = scene.buckets._first_checks[b"a"]
     scene.run(2 * MS)

@@ -39,9 +39,9 @@ class Scene(World):
         """Return the answers of a bucket of tokens and one of slots."""
         charges = [(A, RULE, DECIDE[RULE.algorithm]), (S, SLOTS, DECIDE[SLOTS.algorithm])]
         now_us = self.clock.now_us()
-        judge = self.buckets.peek_all if peek else self.buckets.apply_all
-        assert judge(charges, now_us, cost) is None
-        answer = self.buckets.wait_all(charges, now_us, cost, peek=peek)
+        judge = self.buckets.peek_each if peek else self.buckets.apply_each
+        assert judge(charges, now_us, [cost] * 2) is None
+        answer = self.buckets.wait_all(charges, now_us, [cost] * 2, peek=peek)
         for _ in range(10):
             self.run(5 * MS)
         return answer.result()

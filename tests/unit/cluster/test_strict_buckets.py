@@ -129,7 +129,9 @@ class SharingScene(World):
 
     def all_of(self, *keys, cost=1, peek=False):
         charges = [(key, RULE, None) for key in keys]
-        answer = self.buckets.wait_all(charges, self.clock.now_us(), cost, peek=peek)
+        answer = self.buckets.wait_all(
+            charges, self.clock.now_us(), [cost] * len(charges), peek=peek
+        )
         self.run(2 * MS)
         return answer.result()
 
@@ -142,6 +144,14 @@ async def test_several_buckets_are_charged_together():
         (False, 400), (False, 400),
     ]  # fmt: skip
     assert (scene.store.spent(b"a"), scene.buckets.asked_total) == (600, 4)
+
+
+async def test_each_bucket_has_its_cost():
+    scene = SharingScene()
+    charges = [(key, RULE, None) for key in (b"a", b"b")]
+    scene.buckets.wait_all(charges, scene.clock.now_us(), [7, 400], peek=False)
+    scene.run(2 * MS)
+    assert (scene.store.spent(b"a"), scene.store.spent(b"b")) == (7, 400)
 
 
 async def test_charges_of_a_denied_check_are_refunded():
@@ -163,7 +173,7 @@ async def test_refunds_beyond_a_bound_are_counted_as_kept(monkeypatch):
     scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
     charges = [(key, RULE, None) for key in (b"a", b"b")]
     for _ in range(3):
-        scene.buckets.wait_all(charges, scene.clock.now_us(), 7, peek=False)
+        scene.buckets.wait_all(charges, scene.clock.now_us(), [7] * len(charges), peek=False)
     scene.run(2 * MS)
     scene.settle()
     buckets = scene.buckets
@@ -174,7 +184,7 @@ async def test_refunds_beyond_a_bound_are_counted_as_kept(monkeypatch):
 async def test_an_unreachable_bucket_has_its_own_error():
     scene = SharingScene()
     scene.store.mode = "down"
-    answer = scene.buckets.wait_all([(b"a", RULE, None)], 0, 1, peek=False)
+    answer = scene.buckets.wait_all([(b"a", RULE, None)], 0, [1], peek=False)
     scene.run(20 * MS)
     assert [type(one) for one in answer.result()] == [StoreUnavailableError]
     scene.open_breaker()
@@ -186,7 +196,7 @@ async def test_charges_of_concurrently_denied_checks_are_refunded_together():
     scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
     charges = [(key, RULE, None) for key in (b"a", b"b")]
     for _ in range(3):
-        scene.buckets.wait_all(charges, scene.clock.now_us(), 7, peek=False)
+        scene.buckets.wait_all(charges, scene.clock.now_us(), [7] * len(charges), peek=False)
     scene.settle()
     scene.run(30 * MS)
     scene.settle()
@@ -205,7 +215,7 @@ async def test_one_server_decides_all_buckets_of_a_check_together():
     scene = TogetherScene()
     observed = replace(RULE, enforcement=Enforcement.OBSERVE)
     charges = [(b"a", RULE, None), (b"b", observed, None), (b"c", RULE, None)]
-    answer = scene.buckets.wait_all(charges, scene.clock.now_us(), 600, peek=True)
+    answer = scene.buckets.wait_all(charges, scene.clock.now_us(), [600] * len(charges), peek=True)
     scene.run(2 * MS)
     assert [outcome[:2] for outcome in answer.result()] == [(True, 400)] * 3
     flags = [check.peek for check in scene.store.asked("decide")]
@@ -217,7 +227,7 @@ async def test_an_unanswered_check_is_an_error_of_each_bucket():
     scene = TogetherScene()
     scene.store.mode = "down"
     charges = [(key, RULE, None) for key in (b"a", b"b")]
-    answers = [scene.buckets.wait_all(charges, 0, 1, peek=False) for _ in range(2)]
+    answers = [scene.buckets.wait_all(charges, 0, [1] * len(charges), peek=False) for _ in range(2)]
     answers[1].cancel()
     scene.run(20 * MS)
     assert [type(one) for one in answers[0].result()] == [StoreUnavailableError] * 2

@@ -241,9 +241,9 @@ def test_no_bucket_ever_allows_more_than_without_the_charges(of):
 @pytest.mark.parametrize("limit", [10, 5])
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
 def test_after_a_denial_the_remaining_tokens_follow_the_limit_in_the_store(of, limit):
-    part = Part(of)
+    part = Part(of, 1)
     part.shared = charged(of, (NOW, 4))._replace(limit=limit)
     part.refund = refund_of(part.shared, of, 1)
     part.outcome = (True, 6, NOW // S + 10, 0, Reason.WITHIN_LIMIT, None)
-    part.leave(NOW, 1)
+    part.leave(NOW)
     assert part.outcome[:2] == (True, limit - 3)

@@ -136,10 +136,13 @@ class FakeSharedBuckets:
             raise self.at_once
         return self.at_once and [self.at_once] * len(charges)
 
-    peek_all = apply_all
+    apply_each = peek_each = apply_all
 
-    def wait_all(self, charges, now_us, cost, *, peek, is_counted=True):
-        answers = [self.wait(key, rule, now_us, cost, peek=peek) for key, rule, _ in charges]
+    def wait_all(self, charges, now_us, costs, *, peek, is_counted=True):
+        answers = [
+            self.wait(key, rule, now_us, cost, peek=peek)
+            for (key, rule, _), cost in zip(charges, costs, strict=True)
+        ]
         return asyncio.ensure_future(self._all(answers))
 
     @staticmethod

@@ -11,7 +11,6 @@ from tests.unit.limiter.nodes import (
     GRANTED,
     KEYS,
     ORDERS,
-    REFUSED,
     SECOND,
     USER,
     Node,
@@ -107,12 +106,9 @@ class TestCalendarLimits:
         self.at(node, self.APRIL)
         assert node.check(cost=10).allowed
 
-    def test_a_batch_and_a_dry_run_are_judged_by_a_calendar_limit(self, node):
+    def test_a_batch_is_judged_by_a_calendar_limit(self, node):
         batch = node.limiter.check_batch([check_of(cost=6), check_of(cost=6)])
         assert [one.allowed for one in batch] == [True, False]
-        now_us = node.clock.now_us()
-        assert node.dry_run.all_pass([check_of(cost=4)], now_us) is True
-        assert node.dry_run.all_pass([check_of(cost=5)], now_us) is False
 
     def test_bulk_checks_use_the_window_of_their_time(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
@@ -173,8 +169,3 @@ class TestCalendarLimits:
         assert limit.window_seconds == self.APRIL
         scope = node.limiter.scopes.find("/orders", USER).at(node.clock.now_us())
         assert scope.several[0].key_suffix in keys[0]
-
-    async def test_a_dry_run_works_on_shared_buckets(self):
-        node = self.at(Sharing(self.MONTHLY), self.MARCH)
-        node.shared.at_once = REFUSED
-        assert node.dry_run.all_pass([check_of()], node.clock.now_us()) is False

@@ -6,7 +6,7 @@ import pytest
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.limiter import dry_run as dry_run_module
-from ratelimitd.model import INT32_MAX, Check, Enforcement, Match, Reason
+from ratelimitd.model import Check, Enforcement, Match, Reason
 from tests.unit.limiter.nodes import (
     AWAY,
     EVERYWHERE,
@@ -19,38 +19,6 @@ from tests.unit.limiter.nodes import (
     Sharing,
     check_of,
 )
-
-
-class TestAllPass:
-    def test_checks_pass_if_each_does_without_charging_or_counting(self, node):
-        node.check(cost=9)
-        before = node.stats.allowed_total, node.stats.bucket_missed_total
-        one, bob = check_of(), check_of(b"bob", cost=10)
-        assert node.dry_run.all_pass([one, bob, check_of(endpoint="/none")], node.limiter.now_us())
-        assert not node.dry_run.all_pass([bob, check_of(cost=2)], node.limiter.now_us())
-        assert (node.stats.allowed_total, node.stats.bucket_missed_total) == before
-        assert node.denied == []
-        assert (node.remaining(), node.remaining(b"bob")) == (1, 10)
-
-    def test_checks_on_one_bucket_pass_only_if_it_has_the_tokens_of_all(self):
-        node = Node(replace(ORDERS, endpoint="**", limit=10))
-        now_us = node.limiter.now_us()
-        one, other = check_of(cost=5), check_of(endpoint="/none", cost=5)
-        assert node.dry_run.all_pass([one, other], now_us)
-        assert not node.dry_run.all_pass([one, other, check_of(endpoint="/c")], now_us)
-        assert node.dry_run.all_pass([one, other, check_of(endpoint="/c", peek=True)], now_us)
-        most = check_of(cost=INT32_MAX)
-        assert not node.dry_run.all_pass([most, most._replace(endpoint="/none")], now_us)
-
-    def test_a_check_passes_without_a_rule_or_after_an_error(self, monkeypatch):
-        assert Node(book=False).dry_run.all_pass([check_of()], 0)
-        assert Node().dry_run.all_pass([check_of()], 0)
-        node = Node(ORDERS)
-        monkeypatch.setattr(node.table, "peek_all", None)
-        assert node.dry_run.all_pass([check_of()], node.limiter.now_us())
-        monkeypatch.setattr(node.limiter.scopes, "resolve_check", None)
-        assert node.dry_run.all_pass([check_of()], node.limiter.now_us())
-        assert node.errors == []
 
 
 class TestExplaining:

@@ -271,13 +271,6 @@ class TestBlocked:
             node.check(timestamp=-1)
         assert node.stats.blocked_total == 0
 
-    def test_a_dry_run_denies_a_blocked_identity(self, node):
-        node.assign("blocked")
-        node.assign("unlimited", b"bob")
-        now_us = node.limiter.now_us()
-        assert not node.dry_run.all_pass([check_of()], now_us)
-        assert node.dry_run.all_pass([check_of(b"bob", cost=1_000)], now_us)
-
 
 class TestSharedState:
     async def test_the_shared_state_decides_by_the_limit_of_the_plan(self):

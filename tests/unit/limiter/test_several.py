@@ -70,16 +70,6 @@ class TestSeveralLimits:
         node.put(ORDERS)
         assert node.limiter.scopes.find("/orders", USER).several == ()
 
-    def test_a_dry_run_judges_all_limits_and_charges_none(self, node):
-        check = Check(b"ada", USER, "/orders", 4)
-        node.check(cost=9)
-        node.clock.advance(seconds=60)
-        missed = node.stats.bucket_missed_total
-        assert not node.dry_run.all_pass([check], node.limiter.now_us())
-        assert node.dry_run.all_pass([check._replace(cost=3)], node.limiter.now_us())
-        assert node.stats.bucket_missed_total == missed
-        assert node.check(cost=3).allowed
-
     def test_the_tolerance_of_timestamps_follows_the_shortest_window(self):
         node = Node(replace(SEVERAL, more=(replace(DAY, window_seconds=10),)))
         node.check(timestamp=NOW_S * 1_000 - 1_001)
@@ -105,10 +95,6 @@ class TestSeveralLimits:
         # The enforced limit denied the last one.
         assert node.stats.would_deny == {"orders,day": [4]}
         assert node.stats.by_rule == {"orders": [5, 1]}
-        missed = node.stats.bucket_missed_total
-        assert not node.dry_run.all_pass([Check(b"ada", USER, "/orders", 2)], 0)
-        assert node.stats.bucket_missed_total == missed
-        assert node.stats.would_deny == {"orders,day": [4]}
 
     def test_an_observing_rule_allows_and_reports_its_status(self):
         node = Node(replace(ORDERS, limit=3, enforcement=Enforcement.OBSERVE))
@@ -119,7 +105,6 @@ class TestSeveralLimits:
         ]
         assert [answer.limits for answer in answers] == [(), ()]
         assert node.stats.would_deny == {"orders,default": [1]}
-        assert node.dry_run.all_pass([Check(b"ada", USER, "/orders", 9)], node.limiter.now_us())
 
     def test_enforcing_an_observing_limit_keeps_its_spends(self):
         node = Node(replace(ORDERS, more=(replace(DAY, enforcement=Enforcement.OBSERVE),)))
@@ -211,10 +196,3 @@ class TestSeveralIdentities:
         for node in (Node(self.TENANT), Node(replace(self.EVERYBODY, limit=10))):
             answers = node.limiter.check_batch([eve, ada])
             assert [answer.allowed for answer in answers] == [True, False]
-
-    def test_a_dry_run_judges_all_identities(self):
-        node = Node(ORDERS, self.TENANT)
-        node.check(b"ada", cost=9, also=self.ACME)
-        check = Check(b"bob", USER, "/orders", 7, also=self.ACME)
-        assert node.dry_run.all_pass([check], node.clock.now_us()) is False
-        assert node.dry_run.all_pass([check._replace(cost=6)], node.clock.now_us()) is True

@@ -222,39 +222,6 @@ class TestSharedBuckets:
         with pytest.raises(StoreUnavailableError, match="no answer"):
             await node.limiter.reset(b"ada", USER, "/orders")
 
-    @pytest.mark.parametrize(
-        ("answers", "passes"),
-        [
-            ([GRANTED, GRANTED], True),
-            ([REFUSED, GRANTED], False),
-            ([GRANTED, REFUSED], False),
-            ([AWAY, GRANTED], True),
-            ([BreakerOpenError(1), GRANTED], True),
-            ([ValueError("defect"), GRANTED], True),
-            ([REFUSED, ValueError("defect")], False),
-        ],
-    )
-    async def test_a_dry_run_asks_the_shared_state_about_undecided_checks(
-        self, node, answers, passes
-    ):
-        node.shared.answers = answers
-        foreseen = node.dry_run.all_pass(
-            [check_of(), check_of(b"bob", cost=2)], node.limiter.now_us()
-        )
-        assert await foreseen is passes
-        assert [(key, *asked[2:]) for key, *asked in node.shared.asked] == [
-            (b"ada", 1, True),
-            (b"bob", 2, True),
-        ]
-        assert (node.stats.allowed_total, node.errors) == (0, [])
-
-    async def test_a_dry_run_fails_while_an_open_breaker_denies(self):
-        node = Sharing(breaker_denies=True)
-        node.shared.answers = [BreakerOpenError(1)]
-        assert not await node.dry_run.all_pass([check_of()], node.limiter.now_us())
-        node.shared.at_once = BreakerOpenError(1)
-        assert not node.dry_run.all_pass([check_of()], node.limiter.now_us())
-
 
 class TestSeveralSharedLimits:
     SEEN = replace(DAY, name="seen", enforcement=Enforcement.OBSERVE)
@@ -309,13 +276,6 @@ class TestSeveralSharedLimits:
         answer = await node.wait(GRANTED, REFUSED)
         assert (answer[:5], len(answer.limits)) == (GRANTED[:5], 2)
         assert node.stats.would_deny == {"orders,seen": [1]}
-
-    async def test_an_observing_limit_does_not_affect_a_dry_run(self):
-        node = Sharing(replace(ORDERS, more=(self.SEEN,)))
-        node.shared.answers = [GRANTED, REFUSED]
-        assert await node.dry_run.all_pass([check_of()], 0)
-        node.shared.at_once = GRANTED
-        assert node.dry_run.all_pass([check_of()], 0)
 
     async def test_a_reset_affects_all_buckets(self, node):
         await node.limiter.reset(b"ada", USER, "/orders")

@@ -6,7 +6,6 @@ from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.holder import Holder
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
@@ -49,7 +48,6 @@ class Node:
             lambda: next(ticks),
             OPTIONS,
             holds=self.holds,
-            dry_run=DryRun(self.limiter),
         )
 
     def ask(self, *descriptors, **options):

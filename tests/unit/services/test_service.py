@@ -1,15 +1,15 @@
-import asyncio
 from dataclasses import replace
 
 import pytest
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.model import Decision, Enforcement, IdentifierType, Reason
+from ratelimitd.model import Enforcement, IdentifierType
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.envoy import METHOD, EnvoyService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
+from tests.unit.limiter.nodes import GRANTED, REFUSED, Sharing
 from tests.unit.services.envoy_node import OPTIONS, USER, A, B, Node
 from tests.unit.services.fake_call import FakeCall
 
@@ -104,64 +104,6 @@ def test_a_malformed_request_is_counted_and_charges_nothing(node):
     assert (node.stats.invalid_total, node.stats.allowed_total) == (1, 0)
 
 
-GRANTED = Decision(True, 2, 0, 0, Reason.WITHIN_LIMIT, A)
-REFUSED = Decision(False, 0, 0, 9, Reason.LIMIT_EXCEEDED, A)
-
-
-class FakeChecker:
-    """Decides no check locally; the shared state predicts ``passes``, then decides the checks."""
-
-    def __init__(self, *answers, passes=True):
-        self.answers, self.passes, self.asked = [*answers], passes, []
-
-    def all_pass(self, _checks, _now_us):
-        async def foresee():
-            await asyncio.sleep(0)
-            return self.passes
-
-        return foresee()
-
-    def check_batch(self, checks, _now_us=None):
-        self.asked += [check.peek for check in checks]
-        return [None if check.endpoint.endswith("a") else GRANTED for check in checks]
-
-    async def wait(self, checks):
-        return [self.answers.pop(0) for _ in checks]
-
-    def now_us(self):
-        return 0
-
-
-async def ask(checker, *descriptors):
-    service = EnvoyService(
-        checker, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds, dry_run=checker
-    )
-    data = request_of("edge", *descriptors).SerializeToString()
-    return Response.FromString(await service.should_rate_limit(data, FakeCall()))
-
-
-async def test_checks_that_only_the_shared_state_can_decide_are_awaited():
-    assert codes(await ask(FakeChecker(REFUSED), ADA_A)) == [OVER_LIMIT]
-
-
-async def test_all_are_charged_if_the_shared_state_predicts_that_they_pass():
-    checker = FakeChecker(GRANTED, passes=True)
-    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
-    assert checker.asked == [False] * 2
-
-
-async def test_nothing_is_charged_if_the_shared_state_predicts_a_denial():
-    checker = FakeChecker(REFUSED, passes=False)
-    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OVER_LIMIT]
-    assert checker.asked == [True] * 2
-
-
-async def test_checks_allowed_by_a_later_peek_are_charged_before_the_answer():
-    checker = FakeChecker(GRANTED, GRANTED, passes=False)
-    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
-    assert checker.asked == [True, True, False, False]
-
-
 class TurningClock(ManualClock):
     """Once ``armed``, advances a minute after each reading."""
 
@@ -183,6 +125,19 @@ def test_a_window_that_ends_within_a_request_allows_nothing_uncharged():
     assert node.stats.by_rule == {"a": [2, 0], "b": [1, 1]}
 
 
-async def test_a_charge_by_another_node_in_between_denies():
-    answer = await ask(FakeChecker(REFUSED), ADA_B, ADA_A)
-    assert (answer.overall_code, codes(answer)) == (OVER_LIMIT, [OK, OVER_LIMIT])
+def test_a_full_bucket_beside_a_denied_one_has_no_retry_delay_of_the_sum(node):
+    """The sum of all hits exceeds B's limit, but B is charged one."""
+    node.ask(ADA_A, hits=3)
+    answer = node.ask((ADA_A, 2), ADA_B)
+    assert codes(answer) == [OVER_LIMIT, OK]
+    headers = {one.key.lower(): one.value for one in answer.response_headers_to_add}
+    assert int(headers["retry-after"]) <= 60
+
+
+async def test_an_answer_of_the_shared_state_is_awaited():
+    limiter = Sharing(A, B).limiter
+    limiter.shared.answers = [GRANTED, REFUSED]
+    service = EnvoyService(limiter, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds)
+    data = request_of("edge", ADA_B, ADA_A).SerializeToString()
+    answer = Response.FromString(await service.should_rate_limit(data, FakeCall()))
+    assert codes(answer) == [OK, OVER_LIMIT]

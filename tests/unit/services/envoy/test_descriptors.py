@@ -81,6 +81,7 @@ WRONG = {
     "a domain for rules only": (request_of("*", ADA), "domain"),
     "a long domain": (request_of("d" * 256, ADA), "domain"),
     "a domain that is no text": (request_of("\n", ADA), "domain"),
+    "a long domain beside other entries": (request_of("d" * 256, [PATH, *ADA]), "domain"),
     "no descriptors": (request_of("edge"), "descriptors"),
     "many descriptors": (request_of("edge", *[ADA] * (MAX_DESCRIPTORS + 1)), "descriptors"),
     "no entries": (request_of("edge", ADA, []), "descriptors[1].entries"),
@@ -122,6 +123,20 @@ def test_refunds_together_with_checks_are_refused():
         CheckInvalidError, match=r"descriptors\[1\]\.is_negative_hits: a request that gives back"
     ):
         checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (request_of("edge", ADA, hits=2**31), "hits_addend: must be 0 to 2147483647; 0 means 1"),
+        # 0 hits of a descriptor ask without spending.
+        (request_of("edge", (ADA, 2**31)), "descriptors[0].hits_addend: must be 0 to 2147483647"),
+    ],
+)
+def test_the_bounds_of_hits_are_reported(request_, text):
+    with pytest.raises(CheckInvalidError) as refused:
+        checks_of(parse_request(request_.SerializeToString()), IDENTIFIERS)
+    assert str(refused.value) == text
 
 
 def test_violations_repeat_no_values():
