@@ -23,6 +23,7 @@ from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
     rule_within,
+    stored_limit,
     validated,
 )
 from ratelimitd.services.convert import enforcement_of
@@ -87,24 +88,11 @@ def _row_message(row: RuleRow | None) -> ratelimiter_pb2.RateLimit | None:
 
 
 def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
-    return ratelimiter_pb2.Limit(
-        name=limit.name,
-        limit=limit.limit,
-        window_seconds=limit.window_seconds,
-        algorithm=limit.algorithm,
-        burst=limit.burst,
-        enforcement=enforcement_of(limit.enforcement),
-        **_calendar_fields(limit),
-    )
-
-
-def _calendar_fields(limit: Limit) -> dict[str, Any]:
-    """Return the calendar fields of the contract's ``Limit``."""
-    if limit.calendar is None:
-        return {}
-    period, time_zone, anchor_day = limit.calendar
-    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
-    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
+    fields = stored_limit(limit)
+    fields["enforcement"] = enforcement_of(limit.enforcement)
+    if limit.calendar is not None:
+        fields["period"] = ratelimiter_pb2.Period.Value(limit.calendar.period.name)
+    return ratelimiter_pb2.Limit(**fields)
 
 
 def draft_of(message: WireRule) -> RuleDraft:

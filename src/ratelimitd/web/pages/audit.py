@@ -20,7 +20,14 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rules.store import EVERY_CHANGE, AuditEntry, AuditFilter, LimitDraft, RuleStore
+from ratelimitd.rules.store import (
+    EVERY_CHANGE,
+    LIMIT_FIELDS,
+    AuditEntry,
+    AuditFilter,
+    LimitDraft,
+    RuleStore,
+)
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 from ratelimitd.web.pages.invoke import HTTP_STATUS, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
@@ -298,14 +305,7 @@ def _limits(
 def _draft_of(limit: ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit) -> LimitDraft:
     if isinstance(limit, ratelimiter_pb2.RateLimit):
         return LimitDraft("", limit.limit, limit.window_seconds, limit.algorithm)
-    return LimitDraft(
-        limit.name,
-        limit.limit,
-        limit.window_seconds,
-        limit.algorithm,
-        burst=limit.burst,
-        period=ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None,
-        time_zone=limit.time_zone,
-        anchor_day=limit.anchor_day,
-        enforcement=ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower(),
-    )
+    fields = {name: getattr(limit, name) for name in LIMIT_FIELDS}
+    fields["period"] = ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None
+    fields["enforcement"] = ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower()
+    return LimitDraft(**fields)
