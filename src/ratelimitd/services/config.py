@@ -11,7 +11,7 @@ import base64
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
@@ -31,27 +31,27 @@ from ratelimitd.rules.store import (
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert_rules import (
     change_of,
-    deleted_id_of,
     draft_of,
     rate_limit_of,
     update_of,
 )
 from ratelimitd.services.wire import (
     EMPTY,
-    WireApply,
-    WireGet,
-    WireList,
-    parse_apply,
-    parse_create,
-    parse_delete,
-    parse_get,
-    parse_list,
+    parse,
     parse_rule,
-    parse_update,
     rules_within,
     text_of,
 )
-from ratelimiter.v1.ratelimiter_pb2 import ApplyRateLimitsResponse, ListRateLimitsResponse
+from ratelimiter.v1.ratelimiter_pb2 import (
+    ApplyRateLimitsRequest,
+    ApplyRateLimitsResponse,
+    CreateRateLimitRequest,
+    DeleteRateLimitRequest,
+    GetRateLimitRequest,
+    ListRateLimitsRequest,
+    ListRateLimitsResponse,
+    UpdateRateLimitRequest,
+)
 
 SEAL_BYTES: Final = 16
 
@@ -172,14 +172,14 @@ class ConfigService:
 
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Create a rule; its id may be a UUID of the caller's choice."""
-        draft = draft_of(parse_create(data).rate_limit)
+        draft = draft_of(parse(CreateRateLimitRequest, data).rate_limit)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
 
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields in the mask, or all without one."""
-        update = update_of(parse_update(data), self._types)
+        update = update_of(parse(UpdateRateLimitRequest, data), self._types)
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
         )
@@ -188,15 +188,14 @@ class ConfigService:
 
     async def delete_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Delete a rule."""
-        message = parse_delete(data)
-        rule_id = deleted_id_of(message)
-        await self._store.delete(rule_id, text_of(message.etag), self._actor(call))
+        message = parse(DeleteRateLimitRequest, data)
+        await self._store.delete(text_of(message.id), text_of(message.etag), self._actor(call))
         await self._feed.notify()
         return EMPTY
 
     async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
         """Return one page of the rules, ordered by the bytes of endpoint, then identifier type."""
-        message = parse_list(data)
+        message = parse(ListRateLimitsRequest, data)
         query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
         key = await self.page_key()
@@ -215,7 +214,7 @@ class ConfigService:
 
     async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Return one rule, by its id or by its endpoint and identifier type."""
-        message = parse_get(data)
+        message = parse(GetRateLimitRequest, data)
         if message.id:
             if message.endpoint or message.identifier_type:
                 text = "replaces endpoint and identifier_type: send it without them"
@@ -239,7 +238,7 @@ class ConfigService:
                     text = f"must be at most {MAX_APPLIED}"
                     raise RuleInvalidError(FieldViolation("rate_limits", text))
                 drafts.append(draft_of(parse_rule(rule)))
-            message = parse_apply(bytes(others))
+            message = parse(ApplyRateLimitsRequest, bytes(others))
             _refuse_wrong_revisions(message, has_rules=bool(drafts))
             actor, dry_run, since = self._actor(call), message.dry_run, message.revision
             if message.as_of:
@@ -277,7 +276,7 @@ async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
             await asyncio.sleep(0)
 
 
-def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
+def _refuse_wrong_revisions(message: Any, *, has_rules: bool) -> None:
     violations = [
         FieldViolation(name, "must not be negative")
         for name in ("revision", "as_of")
@@ -311,7 +310,7 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     return _serialised(numbers) + changes
 
 
-def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
+def _place_of(message: Any, types: Collection[str]) -> ListQuery:
     """Return the endpoint and the identifier type of the requested rule."""
     violations = []
     place = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
@@ -327,7 +326,7 @@ def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
     return place
 
 
-def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:
+def _query_of(message: Any, types: Collection[str]) -> tuple[ListQuery, int]:
     """Return the filters and the page size: the default for 0, and at most the maximum."""
     violations = []
     query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))

@@ -27,7 +27,7 @@ from ratelimitd.rules.validation import (
     validated,
 )
 from ratelimitd.services.convert import enforcement_of
-from ratelimitd.services.wire import WireDelete, WireLimit, WireRule, WireUpdate, text_of
+from ratelimitd.services.wire import WireLimit, WireRule, text_of
 from ratelimiter.v1 import ratelimiter_pb2
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
@@ -145,7 +145,7 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
     ).completed()
 
 
-def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:
+def update_of(message: Any, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
 
     ``types`` are the identifier types that rules may have, alone or combined.
@@ -163,15 +163,6 @@ def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Upda
     if violations:
         raise RuleInvalidError(*violations)
     return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag))
-
-
-def deleted_id_of(message: WireDelete) -> str:
-    """Return the id of the rule of a delete.
-
-    Raises:
-        RuleInvalidError: it is not a UUID.
-    """
-    return canonical_id(text_of(message.id), "id")
 
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
