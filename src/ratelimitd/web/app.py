@@ -48,13 +48,13 @@ from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
-from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
+from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import Login, LoginPages
 from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
-from ratelimitd.web.pages.rules import RulesPages
+from ratelimitd.web.pages.rules import RateLimitOf, RulesPages
 from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf, Sessions
 from ratelimitd.web.pages.try_page import TryPage
 
@@ -303,7 +303,7 @@ def application(parts: Parts) -> ASGIApp:
         count=parts.refused,
         users=parts.users,
     )
-    services = ServiceCalls(parts.methods, frame, parts.rate_limit_of)
+    services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
     api = JsonApi(
         parts.methods,
@@ -329,6 +329,7 @@ def application(parts: Parts) -> ASGIApp:
             services,
             parts.book,
             trail,
+            rate_limit_of=parts.rate_limit_of,
             traffic=parts.rule_traffic,
             live=parts.live,
             types=parts.types,

@@ -19,7 +19,7 @@ PARSERS = {
     partial(wire.parse, pb.UpdateRateLimitRequest): pb.UpdateRateLimitRequest,
     partial(wire.parse, pb.ApplyRateLimitsRequest): pb.ApplyRateLimitsRequest,
 }
-NAMES = [contract.DESCRIPTOR.name for contract in PARSERS.values()]
+NAMES = [contract.__name__ for contract in PARSERS.values()]
 
 
 @pytest.mark.parametrize(("parse", "message_class"), PARSERS.items(), ids=NAMES)

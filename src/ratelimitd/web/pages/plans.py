@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import nsmallest
 from typing import Any, Final, NamedTuple, Self
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -18,7 +19,7 @@ from ratelimitd.model import RESERVED_PLANS, IdentifierType
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.assignments import Assignments, expire_time_of
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.invoke import PLANS, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -120,14 +121,15 @@ class PlansPage:
             # The service refuses the time, too, and reports other errors.
             expire_time, errors = -1, {"expire_time": str(error)}
         try:
-            await self._services.assign(
-                request,
-                ratelimiter_pb2.Assignment(
-                    identity=form.identity,
-                    plan=form.plan.strip(),
-                    expire_time=expire_time,
-                    note=form.note,
-                ),
+            assignment = ratelimiter_pb2.Assignment(
+                identity=form.identity,
+                plan=form.plan.strip(),
+                expire_time=expire_time,
+                note=form.note,
+            )
+            message = ratelimiter_pb2.AssignPlanRequest(assignment=assignment)
+            await self._services.ask(
+                request, f"{PLANS}/AssignPlan", message, ratelimiter_pb2.Assignment
             )
         except Rejected as error:
             problem = "" if error.fields else error.message
@@ -146,8 +148,9 @@ class PlansPage:
         form = AssignForm.of_fields(fields)
         if fields.get("step") != "store":
             return self._frame.page(request, "unassign.html", form=form)
+        message = ratelimiter_pb2.UnassignPlanRequest(identity=form.identity, etag=form.etag)
         try:
-            await self._services.unassign(request, form.identity, form.etag)
+            await self._services.ask(request, f"{PLANS}/UnassignPlan", message, Empty)
         except Rejected as error:
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return await self._page(request, _search({}), problem=problem, status_code=error.status)
@@ -164,7 +167,9 @@ class PlansPage:
     ) -> Response:
         found, search_errors = ratelimiter_pb2.ListAssignmentsResponse(), {}
         try:
-            found = await self._services.assignments(request, search)
+            found = await self._services.ask(
+                request, f"{PLANS}/ListAssignments", search, ratelimiter_pb2.ListAssignmentsResponse
+            )
         except Rejected as error:
             search_errors = dict(error.fields)
             # The token of a later page has no field on the page.

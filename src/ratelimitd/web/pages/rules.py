@@ -7,8 +7,10 @@ Each write has a preview and applies only to the version previewed. Stores nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -19,13 +21,14 @@ from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.invoke import CONFIG, Rejected, ServiceCalls
 from ratelimitd.web.pages.overview import SPAN_WORDS
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
 from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
+from ratelimiter.v1 import ratelimiter_pb2
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
@@ -45,6 +48,10 @@ STALE: Final = "This rule was changed meanwhile, so nothing was stored."
 GONE: Final = "This rule was deleted meanwhile, so nothing was stored. Sending the form again creates a new rule."
 
 
+RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
+"""Converts a rule to the contract's message, as the services do."""
+
+
 class RulesPages:
     """The endpoints of the pages.
 
@@ -58,6 +65,7 @@ class RulesPages:
         book: Callable[[], RuleBook | None],
         trail: AuditTrail,
         *,
+        rate_limit_of: RateLimitOf,
         traffic: RuleTraffic,
         live: Live,
         types: Sequence[str],
@@ -65,6 +73,7 @@ class RulesPages:
         self._types = types
         self._frame = frame
         self._services = services
+        self._rate_limit_of = rate_limit_of
         self._book = book
         self._trail = trail
         self._traffic = traffic
@@ -126,10 +135,14 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, None)) is not None:
             return page
         try:
-            rule_id = await self._services.create(request, form)
+            rate_limit = self._rate_limit_of(replace(form.checked(), etag=""))
+            message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
+            stored = await self._services.ask(
+                request, f"{CONFIG}/CreateRateLimit", message, ratelimiter_pb2.RateLimit
+            )
         except Rejected as error:
             return self._refused(request, form, None, error)
-        return RedirectResponse(f"/rules/{rule_id}?done=created", 303)
+        return RedirectResponse(f"/rules/{stored.id}?done=created", 303)
 
     async def show(self, request: Request) -> Response:
         """Show the form of a rule and its history."""
@@ -158,7 +171,11 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, rule)) is not None:
             return page
         try:
-            await self._services.update(request, rule.id, form, etag)
+            rate_limit = self._rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
+            message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
+            await self._services.ask(
+                request, f"{CONFIG}/UpdateRateLimit", message, ratelimiter_pb2.RateLimit
+            )
         except Rejected as error:
             return await self._not_stored(request, form, rule, error)
         return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
@@ -192,8 +209,9 @@ class RulesPages:
     async def delete(self, request: Request, fields: Fields) -> Response:
         """Delete the rule, if it is still the previewed version."""
         rule_id = request.path_params["id"]
+        message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=fields.get("etag", ""))
         try:
-            await self._services.delete(request, rule_id, fields.get("etag", ""))
+            await self._services.ask(request, f"{CONFIG}/DeleteRateLimit", message, Empty)
         except Rejected as error:
             rule = await self._trail.stored(rule_id) or self._rule(request)
             if rule is None or error.code is StatusCode.NOT_FOUND:

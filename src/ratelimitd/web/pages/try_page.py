@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.api.json_api import CHECK_METHOD
+from ratelimitd.web.pages.invoke import HEALTH, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_form import whole_number
 from ratelimiter.v1 import ratelimiter_pb2
@@ -143,12 +145,13 @@ class TryPage:
         action = fields.get("action", "check")
         try:
             if action == "reset":
-                await self._services.reset(request, ratelimiter_pb2.ResetRequest(**form.subject))
+                reset = ratelimiter_pb2.ResetRequest(**form.subject)
+                await self._services.ask(request, f"{HEALTH}/ResetRateLimit", reset, Empty)
                 return self._page(request, form, was_reset=True)
             if action == "ask":
                 # Peek first, so that errors in the form show before the check is confirmed.
                 message = ratelimiter_pb2.RateLimitRequest(**form.subject, peek=True)
-                await self._services.check(request, message)
+                await self._ask(request, message)
                 return self._frame.page(request, "reset.html", form=form)
             return await self._check(request, form, explains=action == "explain")
         except Rejected as error:
@@ -175,7 +178,7 @@ class TryPage:
             **form.subject, tokens_requested=cost, max_wait_ms=wait_ms
         )
         if explains:
-            found = await self._services.explain(request, message)
+            found = await self._explain(request, message)
             return self._page(
                 request,
                 form,
@@ -186,13 +189,25 @@ class TryPage:
                 nearest=found.nearest,
             )
         message.peek = form.peek
-        answer = await self._services.check(request, message)
+        answer = await self._ask(request, message)
         nearest: Sequence[ratelimiter_pb2.NearRule] = ()
         if answer.reason == ratelimiter_pb2.NO_RULE:
-            nearest = (await self._services.explain(request, message)).nearest
+            nearest = (await self._explain(request, message)).nearest
         return self._page(
             request, form, answer=_Answer(answer, int(self._now_s())), nearest=nearest
         )
+
+    async def _ask(
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
+    ) -> ratelimiter_pb2.RateLimitResponse:
+        answer = ratelimiter_pb2.RateLimitResponse
+        return await self._services.ask(request, CHECK_METHOD, message, answer)
+
+    async def _explain(
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
+    ) -> ratelimiter_pb2.Explanation:
+        answer = ratelimiter_pb2.Explanation
+        return await self._services.ask(request, f"{HEALTH}/ExplainRateLimit", message, answer)
 
     def _page(
         self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any
