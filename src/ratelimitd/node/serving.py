@@ -46,8 +46,9 @@ from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
 from ratelimitd.web.api.json_api import CHECK_METHOD
-from ratelimitd.web.app import Parts, Readiness, application
+from ratelimitd.web.app import application
 from ratelimitd.web.pages.sessions import ProxyUsers, no_session
+from ratelimitd.web.parts import Parts, Readiness
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.spop import SpopServer
 from ratelimitd.web.worker_proxy import FromParent

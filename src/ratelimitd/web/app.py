@@ -9,19 +9,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,30 +23,23 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratelimitd import __version__
-from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
-from ratelimitd.observe.live import Live
-from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.observe.rule_traffic import RuleTraffic
-from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.assignments import Assignments
-from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import RuleStore
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
-from ratelimitd.web.api.http_call import Requirement, is_cross_site, settled
-from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
+from ratelimitd.web.api.http_call import is_cross_site, settled
+from ratelimitd.web.api.json_api import HttpCheck, JsonApi
 from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
-from ratelimitd.web.pages.login import Login, LoginPages
+from ratelimitd.web.pages.login import LoginPages
 from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
-from ratelimitd.web.pages.rules import RateLimitOf, RulesPages
-from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf, Sessions
+from ratelimitd.web.pages.rules import RulesPages
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.pages.try_page import TryPage
+from ratelimitd.web.parts import Metrics, Parts, Readiness
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -109,23 +92,6 @@ FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
 
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2, without user information, escapes and zones, which our names never contain."""
-
-Points = Iterable[tuple[Definition, Iterable[Point]]]
-"""Every metric with its readings."""
-
-
-class Readiness(NamedTuple):
-    """Whether the node should receive traffic. ``reason``: why not, or, if ready, which part is not."""
-
-    ready: bool
-    reason: str = ""
-
-
-class Metrics(Protocol):
-    """The source of the metrics."""
-
-    def points(self) -> Points | Awaitable[Points]:
-        """Return the current readings, or an awaitable of them."""
 
 
 def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
@@ -241,57 +207,6 @@ async def _paced(page: Page) -> AsyncIterator[bytes]:
 STATUS_TITLES = {404: "There is no such page", 405: "This page does not accept that method"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a node that the HTTP side uses."""
-
-    node_id: str
-    metrics: Metrics
-    readiness: Callable[[], Readiness | Awaitable[Readiness]]
-    grpc_address: Callable[[], str]
-    hosts: Collection[str]
-    """The node's names in addition to ``localhost`` and addresses."""
-    methods: Methods
-    """The methods of the services, each guarded by its role."""
-    book: Callable[[], RuleBook | None]
-    """Returns the current rule book, ``None`` before the first."""
-    assignments: Assignments
-    """The assignments in force."""
-    audit: RuleStore
-    rule_traffic: RuleTraffic
-    """The decisions of each rule on this node."""
-    live: Live
-    """The data of the overview."""
-    may_read: Requirement
-    may_administer: Requirement
-    login: Login
-    session_of: SessionOf
-    users: ProxyUsers
-    actor: Callable[[Call], str]
-    """Returns the name of a call's caller for the log."""
-    admit: Requirement
-    """Lets a permitted call pass."""
-    translate: Translation
-    """Converts the error of a call to a status."""
-    rate_limit_of: RateLimitOf
-    admin_token: str
-    now_s: Callable[[], float]
-    """Returns Unix time that never steps back."""
-    refused: Count
-    """Counts one refused request."""
-    ratelimit_headers: str
-    """Revision of the ``RateLimit`` fields."""
-    queue: FairQueue
-    """Schedules large JSON messages together with the large calls of gRPC."""
-    types: Sequence[str]
-    """Identifier types accepted in requests."""
-    on_breaker_open: str
-    """The setting; empty for a strict node, which has no local state to fall back on."""
-    auth: ForwardAuth
-    record_dir: Path | None
-    """Directory of recorded checks."""
-
-
 def application(parts: Parts) -> ASGIApp:
     """Return the ASGI application of a node."""
     static, _ = look()
@@ -324,28 +239,10 @@ def application(parts: Parts) -> ASGIApp:
         *overview.routes(),
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
-        *RulesPages(
-            frame,
-            services,
-            parts.book,
-            trail,
-            rate_limit_of=parts.rate_limit_of,
-            traffic=parts.rule_traffic,
-            live=parts.live,
-            types=parts.types,
-        ).routes(),
-        *PlansPage(
-            frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
-        ).routes(),
-        *TryPage(frame, services, parts.now_s, parts.types).routes(),
-        *BacktestPage(
-            frame,
-            parts.record_dir,
-            parts.book,
-            may_administer=parts.may_administer,
-            types=parts.types,
-            now_s=parts.now_s,
-        ).routes(),
+        *RulesPages(frame, services, parts, trail).routes(),
+        *PlansPage(frame, services, parts).routes(),
+        *TryPage(frame, services, parts).routes(),
+        *BacktestPage(frame, parts).routes(),
         *AuditPages(frame, services, trail).routes(),
         *api.routes(),
     ]

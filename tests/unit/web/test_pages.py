@@ -5,8 +5,9 @@ from starlette.routing import Route
 
 from ratelimitd import __version__
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.app import HostCheck, Readiness, front_page, worker_application
+from ratelimitd.web.app import HostCheck, front_page, worker_application
 from ratelimitd.web.pages.errors import Cause
+from ratelimitd.web.parts import Readiness
 
 
 class OneMetric:

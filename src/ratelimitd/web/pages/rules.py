@@ -6,7 +6,7 @@ Each write has a preview and applies only to the version previewed. Stores nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,8 +16,6 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
-from ratelimitd.observe.live import Live
-from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
@@ -28,6 +26,7 @@ from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
 from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
+from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 CHOICES: Final[Mapping[str, Any]] = {
@@ -48,36 +47,16 @@ STALE: Final = "This rule was changed meanwhile, so nothing was stored."
 GONE: Final = "This rule was deleted meanwhile, so nothing was stored. Sending the form again creates a new rule."
 
 
-RateLimitOf = Callable[[Rule], ratelimiter_pb2.RateLimit]
-"""Converts a rule to the contract's message, as the services do."""
-
-
 class RulesPages:
-    """The endpoints of the pages.
-
-    ``book`` returns the current rule book, ``None`` before the first; ``types`` are accepted in requests.
-    """
+    """The endpoints of the pages."""
 
     def __init__(
-        self,
-        frame: Frame,
-        services: ServiceCalls,
-        book: Callable[[], RuleBook | None],
-        trail: AuditTrail,
-        *,
-        rate_limit_of: RateLimitOf,
-        traffic: RuleTraffic,
-        live: Live,
-        types: Sequence[str],
+        self, frame: Frame, services: ServiceCalls, parts: Parts, trail: AuditTrail
     ) -> None:
-        self._types = types
         self._frame = frame
         self._services = services
-        self._rate_limit_of = rate_limit_of
-        self._book = book
+        self._parts = parts
         self._trail = trail
-        self._traffic = traffic
-        self._live = live
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -98,27 +77,30 @@ class RulesPages:
         """Show a page of the rules that match the search."""
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
-        found = await search(book, query, self._traffic.of)
-        await self._live.refresh()
-        overview = self._live.overview()
+        found = await search(book, query, self._parts.rule_traffic.of)
+        await self._parts.live.refresh()
+        overview = self._parts.live.overview()
         return self._frame.page(
             request,
             "rules.html",
             query=query,
             found=found,
-            traffic={rule.id: traffic_of(rule.id, self._traffic, overview) for rule in found.rules},
+            traffic={
+                rule.id: traffic_of(rule.id, self._parts.rule_traffic, overview)
+                for rule in found.rules
+            },
             sorts=SORT_WORDS,
             revision=book.revision,
-            loaded=self._book() is not None,
+            loaded=self._parts.book() is not None,
             done=DONE.get(request.query_params.get("done", ""), ""),
-            types=sorted({*self._types, *book.types}),
+            types=sorted({*self._parts.types, *book.types}),
             **CHOICES,
         )
 
     async def _view(self, request: Request, rule: Rule) -> RuleView:
-        await self._live.refresh()
+        await self._parts.live.refresh()
         span = request.query_params.get("range", "")
-        return view_of_rule(rule.id, span, self._traffic, self._live.overview())
+        return view_of_rule(rule.id, span, self._parts.rule_traffic, self._parts.live.overview())
 
     async def new(self, request: Request) -> Response:
         """Show the empty form; parameters of the address fill it, for links from elsewhere."""
@@ -135,7 +117,7 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, None)) is not None:
             return page
         try:
-            rate_limit = self._rate_limit_of(replace(form.checked(), etag=""))
+            rate_limit = self._parts.rate_limit_of(replace(form.checked(), etag=""))
             message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
             stored = await self._services.ask(
                 request, f"{CONFIG}/CreateRateLimit", message, ratelimiter_pb2.RateLimit
@@ -171,7 +153,7 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, rule)) is not None:
             return page
         try:
-            rate_limit = self._rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
+            rate_limit = self._parts.rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
             message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
             await self._services.ask(
                 request, f"{CONFIG}/UpdateRateLimit", message, ratelimiter_pb2.RateLimit
@@ -221,7 +203,7 @@ class RulesPages:
         return RedirectResponse("/rules?done=deleted", 303)
 
     def _current_book(self) -> RuleBook:
-        return self._book() or RuleBook.empty()
+        return self._parts.book() or RuleBook.empty()
 
     def _rule(self, request: Request) -> Rule | None:
         return self._current_book().get(request.path_params["id"])
@@ -275,9 +257,9 @@ class RulesPages:
             etag=rule.etag if rule else "",
             address=f"/rules/{rule.id}" if rule else "/rules/new",
             **given,
-            types=(*self._types, EVERYBODY),
+            types=(*self._parts.types, EVERYBODY),
             undeclared=[
-                kind for kind in types_within(rule.identifier_type) if kind not in self._types
+                kind for kind in types_within(rule.identifier_type) if kind not in self._parts.types
             ]
             if rule
             else [],

@@ -6,7 +6,7 @@ Identifiers appear in forms only, never in addresses, which remain in histories 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.pages.invoke import HEALTH, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_form import whole_number
+from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 WORDS: Final[Mapping[int, str]] = {
@@ -109,19 +110,12 @@ _IN_ALSO: Final = re.compile(r"also\[(\d+)\]")
 
 
 class TryPage:
-    """The endpoints of the page. ``now_s`` is Unix time, for relative times; ``types`` are accepted in checks."""
+    """The endpoints of the page."""
 
-    def __init__(
-        self,
-        frame: Frame,
-        services: ServiceCalls,
-        now_s: Callable[[], float],
-        types: Sequence[str],
-    ) -> None:
-        self._types = types
+    def __init__(self, frame: Frame, services: ServiceCalls, parts: Parts) -> None:
         self._frame = frame
         self._services = services
-        self._now_s = now_s
+        self._parts = parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -141,7 +135,7 @@ class TryPage:
 
     async def act(self, request: Request, fields: Fields) -> Response:
         """Handle a check, a reset, or the confirmation of a reset."""
-        form = CheckForm.of_fields(fields, self._types)
+        form = CheckForm.of_fields(fields, self._parts.types)
         action = fields.get("action", "check")
         try:
             if action == "reset":
@@ -183,7 +177,7 @@ class TryPage:
                 request,
                 form,
                 spends_nothing=True,
-                answer=_Answer(found.answer, int(self._now_s())),
+                answer=_Answer(found.answer, int(self._parts.now_s())),
                 rules=[_ExplainedRule(rule) for rule in found.rules],
                 plans=found.plans,
                 nearest=found.nearest,
@@ -194,7 +188,7 @@ class TryPage:
         if answer.reason == ratelimiter_pb2.NO_RULE:
             nearest = (await self._explain(request, message)).nearest
         return self._page(
-            request, form, answer=_Answer(answer, int(self._now_s())), nearest=nearest
+            request, form, answer=_Answer(answer, int(self._parts.now_s())), nearest=nearest
         )
 
     async def _ask(
@@ -229,7 +223,7 @@ class TryPage:
             "try.html",
             status_code=status_code,
             form=form,
-            types=self._types,
+            types=self._parts.types,
             **given,
         )
 
