@@ -11,7 +11,7 @@ import base64
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
 
@@ -59,30 +59,17 @@ SEAL_BYTES: Final = 16
 _PART: Final = "\x00"
 
 
-class ListQuery(NamedTuple):
-    """The filters of a listing; an empty one matches all."""
-
-    endpoint: str
-    identifier_type: str
+Place = tuple[str, str]
+"""Endpoint and identifier type of a rule; as a filter, an empty text matches all."""
 
 
-class Position(NamedTuple):
-    """The last item of a page, a rule or an assignment: the next page starts after it.
-
-    For an assignment, ``name`` is its identifier in hex.
-    """
-
-    name: str
-    identifier_type: str
-
-
-def page_token(position: Sequence[str], query: Sequence[str], key: bytes) -> str:
+def page_token(position: Place, query: Sequence[str], key: bytes) -> str:
     """Return the token that continues ``query`` after ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
     text = _PART.join(position).encode()
     return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
 
 
-def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
+def position_of(token: str, query: Sequence[str], key: bytes) -> Place:
     """Return the position in a token.
 
     Raises:
@@ -92,7 +79,7 @@ def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
         padding = "=" * (-len(token) % 4)
         sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
         name, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
-        position = Position(name, identifier_type)
+        position = name, identifier_type
         # Encoded again and compared whole, since base64 has several texts for the same bytes.
         if hmac.compare_digest(token, page_token(position, query, key)):
             return position
@@ -207,7 +194,7 @@ class ConfigService:
         parts = (ListRateLimitsResponse(rate_limits=[rate_limit_of(rule)]) for rule in shown)
         answer = [part async for part in _paced(map(_serialised, parts))]
         if len(rules) > size or sum(map(limit_count, rules)) >= MAX_PAGE_LIMITS:
-            position = Position(page[-1].endpoint, page[-1].identifier_type)
+            position = page[-1].endpoint, page[-1].identifier_type
             end = page_token(position, query, key)
             answer.append(_serialised(ListRateLimitsResponse(next_page_token=end)))
         return b"".join(answer)
@@ -310,29 +297,29 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     return _serialised(numbers) + changes
 
 
-def _place_of(message: Any, types: Collection[str]) -> ListQuery:
+def _place_of(message: Any, types: Collection[str]) -> Place:
     """Return the endpoint and the identifier type of the requested rule."""
     violations = []
-    place = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
+    place = text_of(message.endpoint), in_order(text_of(message.identifier_type))
     if not message.endpoint:
         text = "must be the rule's, with its identifier_type, unless id is sent"
         violations.append(FieldViolation("endpoint", text))
     elif problem := _text_problem(message.endpoint):
         violations.append(FieldViolation("endpoint", problem))
-    if problem := type_problem(place.identifier_type, types):
+    if problem := type_problem(place[1], types):
         violations.append(FieldViolation("identifier_type", problem))
     if violations:
         raise RuleInvalidError(*violations)
     return place
 
 
-def _query_of(message: Any, types: Collection[str]) -> tuple[ListQuery, int]:
+def _query_of(message: Any, types: Collection[str]) -> tuple[Place, int]:
     """Return the filters and the page size: the default for 0, and at most the maximum."""
     violations = []
-    query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
+    query = text_of(message.endpoint), in_order(text_of(message.identifier_type))
     if problem := _text_problem(message.endpoint):
         violations.append(FieldViolation("endpoint", problem))
-    if query.identifier_type and (problem := type_problem(query.identifier_type, types)):
+    if query[1] and (problem := type_problem(query[1], types)):
         violations.append(FieldViolation("identifier_type", problem))
     if message.page_size < 0:
         violations.append(FieldViolation("page_size", "must not be negative"))

@@ -18,7 +18,6 @@ from ratelimitd.services.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
     Feed,
-    Position,
     page_token,
     position_of,
 )
@@ -112,15 +111,16 @@ class PlansService:
         bound = ("assignments", query.plan, query.identifier_type, query.prefix.hex())
         token = text_of(message.page_token)
         key = await self._page_key()
-        after = position_of(token, bound, key) if token else None
+        after = None
+        if token:
+            name, identifier_type = position_of(token, bound, key)
+            after = identifier_type, bytes.fromhex(name)
         # One more than requested shows whether there is a next page.
-        found = await self._store.assignments(
-            query, after and (after.identifier_type, bytes.fromhex(after.name)), size + 1
-        )
+        found = await self._store.assignments(query, after, size + 1)
         answer = ratelimiter_pb2.ListAssignmentsResponse(assignments=map(message_of, found[:size]))
         if len(found) > size:
             last = found[size - 1]
-            position = Position(last.identifier.hex(), last.identifier_type)
+            position = last.identifier.hex(), last.identifier_type
             answer.next_page_token = page_token(position, bound, key)
         return answer.SerializeToString()
 

@@ -62,16 +62,10 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Guard:
-    """Adds the headers to each answer, and refuses cross-site requests from browsers."""
+def guarded(app: ASGIApp, count: Count) -> ASGIApp:
+    """Add the headers to each answer, and refuse cross-site requests from browsers."""
 
-    def __init__(self, app: ASGIApp, count: Count) -> None:
-        self._app = app
-        self._count = count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -80,11 +74,13 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        app = self._app
-        if scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope)):
-            self._count(Cause.CROSS_SITE)
-            app = plain(ANSWERS[Cause.CROSS_SITE])
-        await app(scope, receive, send_guarded)
+        refused = scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope))
+        if refused:
+            count(Cause.CROSS_SITE)
+        found = plain(ANSWERS[Cause.CROSS_SITE]) if refused else app
+        await found(scope, receive, send_guarded)
+
+    return answer
 
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
@@ -110,20 +106,15 @@ def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable
     return front
 
 
-class WithoutConnect:
-    """Refuses CONNECT on every path: after a 2xx answer, the connection would no longer speak HTTP."""
+def _without_connect(app: ASGIApp) -> ASGIApp:
+    """Refuse CONNECT on every path: after a 2xx answer, the connection would no longer speak HTTP."""
+    headers = {**HEADERS, "Allow": "GET, HEAD, POST"}
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = PlainTextResponse("this is not a proxy\n", 405, headers)
+        await (refusal if scope.get("method") == "CONNECT" else app)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        app = self._app
-        if scope.get("method") == "CONNECT":
-            app = PlainTextResponse(
-                "this is not a proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
-            )
-        await app(scope, receive, send)
+    return answer
 
 
 def worker_application(
@@ -156,39 +147,35 @@ def worker_application(
     ]
     if auth is not None:
         routes.append(Route(AUTH_PATH, auth))
-    return WithoutConnect(Starlette(routes=[*routes, Mount("/", others)]))
+    return _without_connect(Starlette(routes=[*routes, Mount("/", others)]))
 
 
-class HostCheck:
-    """Answers 421 to page requests whose ``Host`` is not a name of this node.
+def with_host_check(app: ASGIApp, hosts: Collection[str], count: Count) -> ASGIApp:
+    """Answer 421 to page requests whose ``Host`` is not a name of this node.
 
-    Addresses are allowed: a page of a foreign site has that site's name, regardless of its DNS records.
+    ``hosts`` are its names in addition to ``localhost`` and addresses. Addresses are allowed: a page of a foreign site
+    has that site's name, regardless of its DNS records.
     """
+    names = frozenset(host.lower() for host in hosts) | {"localhost"}
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], count: Count) -> None:
-        """``hosts`` are the names of this node in addition to ``localhost`` and addresses."""
-        self._app = app
-        self._count = count
-        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        app = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        found = app
         if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
-            host = Headers(scope=scope).get("host", "")
-            if not self._knows(_host_name(host)):
-                self._count(Cause.UNKNOWN_HOST)
-                app = plain(ANSWERS[Cause.UNKNOWN_HOST])
-        await app(scope, receive, send)
+            name = _host_name(Headers(scope=scope).get("host", ""))
+            if name not in names and not _is_address(name):
+                count(Cause.UNKNOWN_HOST)
+                found = plain(ANSWERS[Cause.UNKNOWN_HOST])
+        await found(scope, receive, send)
 
-    def _knows(self, name: str) -> bool:
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+    return answer
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _host_name(host: str) -> str:
@@ -256,10 +243,10 @@ def application(parts: Parts) -> ASGIApp:
 
     people = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, count=parts.refused)],
+        middleware=[Middleware(guarded, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
     whole = worker_application(
         metrics=parts.metrics, readiness=parts.readiness, others=people, auth=parts.auth
     )
-    return HostCheck(whole, parts.hosts, parts.refused)
+    return with_host_check(whole, parts.hosts, parts.refused)

@@ -5,7 +5,7 @@ from starlette.routing import Route
 
 from ratelimitd import __version__
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.app import HostCheck, front_page, worker_application
+from ratelimitd.web.app import front_page, with_host_check, worker_application
 from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.parts import Readiness
 
@@ -24,7 +24,7 @@ class Web:
             readiness=readiness or (lambda: self.readiness),
             others=Starlette(routes=[Route("/", front_page(lambda: "127.0.0.1:9090"))]),
         )
-        self.app = HostCheck(app, ["node.example"], self.refused.append)
+        self.app = with_host_check(app, ["node.example"], self.refused.append)
 
     async def get(self, path, **headers):
         transport = httpx.ASGITransport(app=self.app)
@@ -136,5 +136,5 @@ async def test_other_events_than_requests_pass_the_check(web):
     async def app(scope, _receive, _send):
         seen.append(scope["type"])
 
-    await HostCheck(app, [], web.refused.append)({"type": "lifespan"}, None, None)
+    await with_host_check(app, [], web.refused.append)({"type": "lifespan"}, None, None)
     assert seen == ["lifespan"]
