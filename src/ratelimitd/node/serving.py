@@ -33,7 +33,7 @@ from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
 from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.envoy import SERVICE as ENVOY
-from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.guesses import TokenGuesses
@@ -208,12 +208,10 @@ class Serving:
                 self.limiter,
                 stats,
                 time.perf_counter,
-                EnvoyOptions.of(
-                    settings.envoy_identifiers,
-                    settings.envoy_fields,
-                    settings.ratelimit_headers,
-                    identities,
-                ),
+                identifiers=settings.envoy_identifiers,
+                fields=settings.envoy_fields,
+                ratelimit_headers=settings.ratelimit_headers,
+                identities=identities,
                 holds=holds,
                 dry_run=dry_run,
             ).methods(),

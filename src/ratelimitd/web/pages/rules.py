@@ -6,7 +6,7 @@ Each write has a preview and applies only to the version previewed. Stores nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,11 +21,11 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import CONFIG, Rejected, ServiceCalls
 from ratelimitd.web.pages.overview import SPAN_WORDS
-from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.page_base import Endpoint, Fields, Frame
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
-from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
+from ratelimitd.web.pages.traffic_view import SORT_WORDS, traffic_of, view_of_rule
 from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -60,16 +60,16 @@ class RulesPages:
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
-        reading, posting = self._frame.reading, self._frame.posting
+        reading, posting, of_rule = self._frame.reading, self._frame.posting, self._of_rule
         return [
             Route("/rules", reading(self.table)),
             Route("/rules/new", reading(self.new)),
             Route("/rules/new", posting(self.create), methods=["POST"]),
-            Route("/rules/{id}", reading(self.show)),
+            Route("/rules/{id}", of_rule(self.show)),
             Route("/rules/{id}", posting(self.edit), methods=["POST"]),
-            Route("/rules/{id}/switch", reading(self.preview_switch)),
-            Route("/rules/{id}/promote", reading(self.preview_promotion)),
-            Route("/rules/{id}/delete", reading(self.preview_delete)),
+            Route("/rules/{id}/switch", of_rule(self.preview_switch)),
+            Route("/rules/{id}/promote", of_rule(self.preview_promotion)),
+            Route("/rules/{id}/delete", of_rule(self.preview_delete)),
             Route("/rules/{id}/delete", posting(self.delete), methods=["POST"]),
         ]
 
@@ -97,10 +97,14 @@ class RulesPages:
             **CHOICES,
         )
 
-    async def _view(self, request: Request, rule: Rule) -> RuleView:
-        await self._parts.live.refresh()
-        span = request.query_params.get("range", "")
-        return view_of_rule(rule.id, span, self._parts.rule_traffic, self._parts.live.overview())
+    def _of_rule(self, endpoint: Callable[[Request, Rule], Awaitable[Response]]) -> Endpoint:
+        """Wrap ``endpoint`` for visitors who may read; it receives the rule that the address names."""
+
+        async def found(request: Request) -> Response:
+            rule = self._rule(request)
+            return self._missing(request) if rule is None else await endpoint(request, rule)
+
+        return self._frame.reading(found)
 
     async def new(self, request: Request) -> Response:
         """Show the empty form; parameters of the address fill it, for links from elsewhere."""
@@ -126,18 +130,18 @@ class RulesPages:
             return self._refused(request, form, None, error)
         return RedirectResponse(f"/rules/{stored.id}?done=created", 303)
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request, rule: Rule) -> Response:
         """Show the form of a rule and its history."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
+        await self._parts.live.refresh()
+        span = request.query_params.get("range", "")
+        overview = self._parts.live.overview()
         return self._form(
             request,
             RuleForm.of_rule(rule),
             rule=rule,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
-            traffic=await self._view(request, rule),
+            traffic=view_of_rule(rule.id, span, self._parts.rule_traffic, overview),
             spans=SPAN_WORDS,
         )
 
@@ -162,30 +166,21 @@ class RulesPages:
             return await self._not_stored(request, form, rule, error)
         return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
 
-    async def preview_switch(self, request: Request) -> Response:
+    async def preview_switch(self, request: Request, rule: Rule) -> Response:
         """Show the preview of enabling or disabling the rule."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
         return self._preview(request, form, rule, form.checked())
 
-    async def preview_promotion(self, request: Request) -> Response:
+    async def preview_promotion(self, request: Request, rule: Rule) -> Response:
         """Show the preview of enforcing an observed limit in place of the first; the address names it."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
         if form is None:
             text = "This rule has no observed limit with this name."
             return self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
-    async def preview_delete(self, request: Request) -> Response:
+    async def preview_delete(self, request: Request, rule: Rule) -> Response:
         """Show the preview of deleting the rule."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         return self._preview(request, RuleForm.of_rule(rule), rule, None)
 
     async def delete(self, request: Request, fields: Fields) -> Response:
