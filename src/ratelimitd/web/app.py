@@ -22,7 +22,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratelimitd import __version__
 from ratelimitd.observe.exposition import Page
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import is_cross_site, settled
@@ -88,22 +87,6 @@ FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
 
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2, without user information, escapes and zones, which our names never contain."""
-
-
-def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the plain-text front page, for programs that request ``/``."""
-
-    async def front(_: Request) -> Response:
-        return PlainTextResponse(
-            f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
-            f"gRPC      {grpc_address()}\n"
-            "/metrics  numbers for Prometheus\n"
-            "/healthz  200 while the process lives\n"
-            "/readyz   200 while checks should come here\n",
-            headers=HEADERS,
-        )
-
-    return front
 
 
 def _without_connect(app: ASGIApp) -> ASGIApp:
@@ -214,16 +197,8 @@ def application(parts: Parts) -> ASGIApp:
         http_check=HttpCheck(parts.now_s, parts.ratelimit_headers),
         queue=parts.queue,
     )
-    overview = OverviewPage(
-        frame,
-        parts.live,
-        front_page(parts.grpc_address),
-        may_administer=parts.may_administer,
-        actor=parts.actor,
-        on_breaker_open=parts.on_breaker_open,
-    )
     routes: list[BaseRoute] = [
-        *overview.routes(),
+        *OverviewPage(frame, parts).routes(),
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
         *RulesPages(frame, services, parts, trail).routes(),
