@@ -181,13 +181,7 @@ def application(parts: Parts) -> ASGIApp:
     """Return the ASGI application of a node."""
     static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
-    frame = Frame(
-        node_id=parts.node_id,
-        may_read=parts.may_read,
-        sessions=sessions,
-        count=parts.refused,
-        users=parts.users,
-    )
+    frame = Frame(parts, sessions)
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
     api = JsonApi(
@@ -200,7 +194,7 @@ def application(parts: Parts) -> ASGIApp:
     routes: list[BaseRoute] = [
         *OverviewPage(frame, parts).routes(),
         static.route(),
-        *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
+        *LoginPages(frame, sessions, parts).routes(),
         *RulesPages(frame, services, parts, trail).routes(),
         *PlansPage(frame, services, parts).routes(),
         *TryPage(frame, services, parts).routes(),

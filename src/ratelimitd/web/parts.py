@@ -20,7 +20,6 @@ from ratelimitd.web.api.forward_auth import ForwardAuth
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import Translation
 from ratelimitd.web.pages.errors import Count
-from ratelimitd.web.pages.login import Login
 from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -65,7 +64,11 @@ class Parts:
     """The data of the overview."""
     may_read: Requirement
     may_administer: Requirement
-    login: Login
+    login: Callable[[Call], str | None]
+    """Returns the name of a call's token, empty for the admin token; ``None`` if it may not log in.
+
+    Raises ``RpcError`` after too many wrong tokens.
+    """
     session_of: SessionOf
     users: ProxyUsers
     actor: Callable[[Call], str]
