@@ -176,6 +176,14 @@ def steps(
         yield step
 
 
+def in_steps(do: Callable[[_T], object], items: Iterable[_T], most: int) -> Iterator[None]:
+    """Do this with each item, and yield after every ``most``."""
+    for number, item in enumerate(items, 1):
+        do(item)
+        if not number % most:
+            yield
+
+
 FIRST_LIMIT: Final = ("limit", "window_seconds", "algorithm")
 """The fields of a rule that its first limit has, too."""
 

@@ -11,6 +11,7 @@ import base64
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
+from operator import methodcaller
 from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
@@ -58,6 +59,9 @@ SEAL_BYTES: Final = 16
 # A separator: no endpoint or identifier type contains a control character.
 _PART: Final = "\x00"
 
+
+_serialised: Final[Callable[[Message], bytes]] = methodcaller("SerializeToString")
+"""Returns a part of an answer: protobuf reads parts that follow each other as one message."""
 
 Place = tuple[str, str]
 """Endpoint and identifier type of a rule; as a filter, an empty text matches all."""
@@ -245,11 +249,6 @@ class ConfigService:
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key
-
-
-def _serialised(part: Message) -> bytes:
-    """Return a part of an answer: protobuf reads parts that follow each other as one message."""
-    return part.SerializeToString()
 
 
 async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
