@@ -71,7 +71,21 @@ def test_an_address_is_converted_to_canonical_form(sent, canonical):
     assert read(identifier_type="ip", identifier=sent).identifier == canonical
 
 
-@pytest.mark.parametrize("sent", ["", "1.2.3", "01.2.3.4", "fe80::1%0", "x", "1.2.3.4/32", "é"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "1.2.3",
+        "01.2.3.4",
+        "1.2.3.04",
+        "1.2.3.4 ",
+        "1.2.3.4:80",
+        "1.2.3.4/32",
+        "fe80::1%0",
+        "x",
+        "é",
+    ],
+)
 def test_text_that_is_not_a_plain_address_is_refused(sent):
     assert refused(identifier_type="ip", identifier=sent) == ["identifier"]
 
@@ -103,7 +117,7 @@ def test_an_endpoint_is_used_unchanged(endpoint):
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "*", "e" * 256, "/\t", "/\x1f", "/\x7f", "/\x80", "/\x9f"]
+    "endpoint", ["", "*", "e" * 256, "/\x00", "/\n", "/\t", "/\x1f", "/\x7f", "/\x80", "/\x9f"]
 )
 def test_an_endpoint_has_1_to_255_characters_none_a_control_and_is_not_the_star(endpoint):
     assert refused(endpoint=endpoint) == ["endpoint"]
