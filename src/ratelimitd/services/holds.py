@@ -29,7 +29,7 @@ from ratelimitd.limiter.holder import HeldLimit, Holder, SettledHold
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
-from ratelimitd.services.wire import WireHold, parse, parse_hold
+from ratelimitd.services.wire import WireHold, parse, parse_extend, parse_hold, parse_settle
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterHolds"
@@ -104,7 +104,7 @@ class HoldsService:
 
     async def settle(self, data: bytes, call: Call) -> bytes:
         """Charge the actual cost of a hold, once."""
-        message = parse(ratelimiter_pb2.SettleRequest, data)
+        message = parse_settle(data)
         violations = []
         if not 0 <= message.actual <= INT32_MAX:
             violations.append(FieldViolation("actual", f"must be 0 to {INT32_MAX}"))
@@ -128,7 +128,7 @@ class HoldsService:
 
     async def extend(self, data: bytes, call: Call) -> bytes:
         """Extend a hold."""
-        message = parse(ratelimiter_pb2.ExtendRequest, data)
+        message = parse_extend(data)
         ticket = self._ticket_of(message.hold, call, _ttl_violations(message.ttl_seconds))
         expire_us = None
         if ticket.limits:

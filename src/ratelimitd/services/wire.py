@@ -200,6 +200,8 @@ parse_check: Final[Callable[[bytes], WireCheck]] = _parser(ratelimiter_pb2.RateL
 parse_batch: Final = _parser(ratelimiter_pb2.BatchRateLimitRequest, MAX_BATCH_FIELDS)
 parse_rule: Final[Callable[[bytes], WireRule]] = _parser(ratelimiter_pb2.RateLimit)
 parse_hold: Final[Callable[[bytes], WireHold]] = _parser(ratelimiter_pb2.HoldRequest)
+parse_settle: Final = _parser(ratelimiter_pb2.SettleRequest)
+parse_extend: Final = _parser(ratelimiter_pb2.ExtendRequest)
 
 _parser_of: Final = cache(_parser)
 

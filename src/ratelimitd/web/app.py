@@ -73,10 +73,10 @@ def guarded(app: ASGIApp, count: Count) -> ASGIApp:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        refused = scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope))
-        if refused:
+        found = app
+        if scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope)):
             count(Cause.CROSS_SITE)
-        found = plain(ANSWERS[Cause.CROSS_SITE]) if refused else app
+            found = plain(ANSWERS[Cause.CROSS_SITE])
         await found(scope, receive, send_guarded)
 
     return answer
@@ -94,8 +94,10 @@ def _without_connect(app: ASGIApp) -> ASGIApp:
     headers = {**HEADERS, "Allow": "GET, HEAD, POST"}
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = PlainTextResponse("this is not a proxy\n", 405, headers)
-        await (refusal if scope.get("method") == "CONNECT" else app)(scope, receive, send)
+        found = app
+        if scope.get("method") == "CONNECT":
+            found = PlainTextResponse("this is not a proxy\n", 405, headers)
+        await found(scope, receive, send)
 
     return answer
 
