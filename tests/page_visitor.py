@@ -3,10 +3,13 @@
 import html
 import re
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 
 from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD, Frame
+from ratelimitd.web.pages.sessions import ProxyUsers
 
 _TOKEN = re.compile(rf'name="{FORM_TOKEN_FIELD}" value="([0-9a-f]+)"')
 _HIDDEN = re.compile(r'<input type="hidden" name="([a-z_-]+)" value="([^"]*)">')
@@ -65,7 +68,8 @@ class PageVisitor:
 
 def frame_of(sessions, *, may_read=lambda call: None, count=lambda cause: None):
     """The frame of the pages of a node ``n1``; everybody may read unless ``may_read`` says otherwise."""
-    return Frame(node_id="n1", may_read=may_read, sessions=sessions, count=count)
+    parts: Any = SimpleNamespace(node_id="n1", may_read=may_read, refused=count, users=ProxyUsers())
+    return Frame(parts, sessions)
 
 
 def token_in(page):

@@ -27,7 +27,8 @@ from ratelimitd.observe.history import History, Sample, summed
 from ratelimitd.observe.live import Listener, Live, NodeView, Overview
 from ratelimitd.observe.node_status import HeldLimit, NodeStatus
 from ratelimitd.testing import running_node
-from ratelimitd.web.app import Parts, application
+from ratelimitd.web.app import application
+from ratelimitd.web.parts import Parts
 from tests.system.process import START_S
 from tests.unit.observe.test_live import status_of
 

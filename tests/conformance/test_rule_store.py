@@ -160,7 +160,7 @@ async def test_an_etag_that_is_not_the_rules_stops_update_and_delete(store):
         await store.update(first.id, RuleChanges(limit=12), first.etag, ME)
     with pytest.raises(RuleConflictError):
         await store.delete(first.id, first.etag, ME)
-    await store.delete(first.id, second.etag, ME)
+    await store.delete(first.id.upper(), second.etag, ME)
     assert await ids(store) == []
 
 

@@ -30,7 +30,7 @@ from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
 from ratelimitd.services.convert_envoy import ALL_FIELDS
 from ratelimitd.services.envoy import SERVICE as ENVOY
-from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService
@@ -176,7 +176,8 @@ async def running_node(
                 limiter,
                 stats,
                 perf_counter_s,
-                EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS),
+                identifiers=ENVOY_IDENTIFIERS,
+                fields=ALL_FIELDS,
                 holds=holds,
             ),
             config,

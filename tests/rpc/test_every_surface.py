@@ -71,8 +71,8 @@ def test_each_credential_holds_its_roles_on_every_surface(tmp_path, transport, s
                     assert roles[role] <= {expected}, (credential, surface, role)
 
 
-@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
-def test_no_header_makes_a_caller_an_administrator(tmp_path, header):
+def test_no_header_makes_a_caller_an_administrator(tmp_path):
     with node_with(tmp_path, "native") as node:
-        for one in attempts(node.grpc_address, node.http_address, {header: "127.0.0.1"}):
-            assert one.passed is (one.role is Role.CHECK), one
+        for header in ("x-forwarded-for", "forwarded", "x-real-ip"):
+            for one in attempts(node.grpc_address, node.http_address, {header: "127.0.0.1"}):
+                assert one.passed is (one.role is Role.CHECK), (header, one)

@@ -96,26 +96,16 @@ async def test_the_same_rule_made_on_two_nodes_exists_once(serve):
         assert await two.endpoints() == ["/a"]
 
 
-async def test_an_edit_on_a_server_that_hangs_is_unavailable_and_checks_go_on(serve, postgres):
-    async with serve() as node:
-        await node.create()
-        postgres.pause()
-        assert await node.status_of_create("/b") is grpc.StatusCode.UNAVAILABLE
-        assert await node.check() == "WITHIN_LIMIT"
-        postgres.resume()
-        assert await node.endpoints() == ["/a"]
-        await node.create("/b")
-
-
-async def test_a_crashed_server_keeps_answered_edits_and_accepts_more_after_its_restart(
-    serve, postgres
+@pytest.mark.parametrize(("goes", "returns"), [("pause", "resume"), ("crash", "start")])
+async def test_without_its_server_edits_are_unavailable_and_checks_go_on(
+    serve, postgres, goes, returns
 ):
     async with serve() as node:
         await node.create()
-        postgres.crash()
+        getattr(postgres, goes)()
         assert await node.status_of_create("/b") is grpc.StatusCode.UNAVAILABLE
         assert await node.check() == "WITHIN_LIMIT"
-        postgres.start()
+        getattr(postgres, returns)()
         assert await node.endpoints() == ["/a"]
         await node.create("/b")
 

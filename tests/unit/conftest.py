@@ -1,6 +1,10 @@
-"""A real Valkey for the tests of each module that wants one; what a test does to it is undone before the next."""
+"""A real Valkey for the tests of each module that wants one; what a test does to it is undone before the next.
+
+And a rule store in a file.
+"""
 
 import pytest
+import pytest_asyncio
 
 from tests.servers import Valkey
 
@@ -18,3 +22,11 @@ def valkey(valkey_of_module):
     valkey_of_module.ask("SCRIPT", "FLUSH")
     valkey_of_module.ask("CONFIG", "RESETSTAT")
     return valkey_of_module
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path):
+    from tests.rule_stores import sqlite_store  # noqa: PLC0415 -- most tests need no database
+
+    async with sqlite_store(tmp_path) as opened:
+        yield opened

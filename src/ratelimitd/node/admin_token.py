@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.rules.last_good import write_private
 from ratelimitd.settings.parsing import MAX_TOKEN_CHARACTERS, Address, address, token
 from ratelimitd.settings.sources import environment_of
 
@@ -145,15 +146,8 @@ def _demand_private(path: Path, status: os.stat_result, *, own: bool) -> None:
 def _make(path: Path) -> str:
     """Generate a token, and write its file atomically."""
     made = secrets.token_urlsafe(TOKEN_BYTES)
-    aside = path.with_name(f"{FILE_NAME}.tmp")
     try:
-        aside.unlink(missing_ok=True)  # a killed start may have left it, with another mode
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{made}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        write_private(path, f"{made}\n".encode())
     except OSError as error:
         message = (
             f"the admin token {path} cannot be written: {error.strerror}; or set ADMIN_TOKEN_FILE"

@@ -53,9 +53,9 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.methods import OUR_SERVICES, names_of
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Readiness
 from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.parts import Readiness
 
 if TYPE_CHECKING:
     from ratelimitd.observe.otel import OtelTracer

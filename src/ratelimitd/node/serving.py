@@ -33,7 +33,7 @@ from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
 from ratelimitd.services.convert_rules import rate_limit_of
 from ratelimitd.services.envoy import SERVICE as ENVOY
-from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.guesses import TokenGuesses
@@ -44,13 +44,14 @@ from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.api.forward_auth import AuthOptions, ForwardAuth
+from ratelimitd.web.api.forward_auth import ForwardAuth
 from ratelimitd.web.api.json_api import CHECK_METHOD
-from ratelimitd.web.app import Parts, Readiness, application
+from ratelimitd.web.app import application
 from ratelimitd.web.pages.sessions import ProxyUsers, no_session
+from ratelimitd.web.parts import Parts, Readiness
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.spop import SpopServer
-from ratelimitd.web.worker_proxy import FromParent
+from ratelimitd.web.worker_proxy import from_parent
 
 if TYPE_CHECKING:
     from ratelimitd.observe.otel import OtelTracer
@@ -112,7 +113,7 @@ class Serving:
         app = application(self._web_parts())
         if self.reuse_port:
             # The parent listens on the address, and forwards requests that it does not answer.
-            server = HttpServer.at(FromParent(app, settings.http_scheme), settings.http_socket)
+            server = HttpServer.at(from_parent(app, settings.http_scheme), settings.http_socket)
         else:
             tls = web_context(self._tls_files) if settings.http_tls else None
             server = HttpServer(app, *listen, tls=tls)
@@ -206,12 +207,10 @@ class Serving:
                 self.limiter,
                 stats,
                 time.perf_counter,
-                EnvoyOptions.of(
-                    settings.envoy_identifiers,
-                    settings.envoy_fields,
-                    settings.ratelimit_headers,
-                    identities,
-                ),
+                identifiers=settings.envoy_identifiers,
+                fields=settings.envoy_fields,
+                ratelimit_headers=settings.ratelimit_headers,
+                identities=identities,
                 holds=holds,
             ).methods(),
             config.methods(),
@@ -244,15 +243,12 @@ class Serving:
     @cached_property
     def _forward_auth(self) -> ForwardAuth:
         settings = self.settings
-        options = AuthOptions(
+        return ForwardAuth(
+            self._methods.unary[CHECK_METHOD],
             identifiers=settings.auth_identifiers,
             endpoints=settings.auth_endpoints,
             trusted_proxies=settings.trusted_proxies,
             ignored=self.parts.stats.ignored_forwarding,
-        )
-        return ForwardAuth(
-            self._methods.unary[CHECK_METHOD],
-            options,
             admit=admission(self._access),
             translate=self._edge.translate,
             now_s=self._now_s,

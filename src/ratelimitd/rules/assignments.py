@@ -145,10 +145,6 @@ def is_utf8(octets: bytes) -> bool:
     return True
 
 
-def _nothing() -> None:
-    """Default for a callback that is not set."""
-
-
 class Assignments:
     """The plan of each identity. Only the event loop writes it.
 
@@ -167,7 +163,7 @@ class Assignments:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.on_types_changed: Callable[[], None] = _nothing
+        self.on_types_changed: Callable[[], None] = lambda: None
         self._types: dict[str, list[bytes]] = {}
         self._entries: dict[str, int] = {}
         self._plans: list[str] = []

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Final, Self
 
 from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, Match, Rule, types_within
+from ratelimitd.rules.store import in_steps
 
 SHARDS: Final = 256
 """Dicts per index; a power of two. At 100,000 rules each holds about 400, and the tuple of them is copied in 0.5 µs."""
@@ -178,14 +179,8 @@ class BookEditor:
         """
         # Two rules may swap their endpoints: remove all old places before adding new ones.
         gone = chain(removed_ids, (rule.id for rule in changed)) if self._types else ()
-        for number, rule_id in enumerate(gone, 1):
-            self.remove(rule_id)
-            if not number % RULES_PER_STEP:
-                yield
-        for number, rule in enumerate(changed, 1):
-            self.put(rule)
-            if not number % RULES_PER_STEP:
-                yield
+        yield from in_steps(self.remove, gone, RULES_PER_STEP)
+        yield from in_steps(self.put, changed, RULES_PER_STEP)
 
     def put(self, rule: Rule) -> None:
         """Add a rule, or replace the one with the same id; another rule with the same pair is removed."""

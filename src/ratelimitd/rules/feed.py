@@ -17,7 +17,7 @@ from ratelimitd.retry import Backoff
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import BookEditor, RuleBook
 from ratelimitd.rules.last_good import IS_EMPTY, LastGoodBook
-from ratelimitd.rules.store import BookChanges, RuleStore
+from ratelimitd.rules.store import BookChanges, RuleStore, in_steps
 
 POLL_S: Final = 2.0
 POLL_JITTER: Final = 0.2
@@ -205,14 +205,9 @@ class RuleFeed:
         if changes.full:
             yield from self.assignments.replace(changes.assignments or Assignments())
             return
-        for number, identity in enumerate(changes.unassigned, 1):
-            self.assignments.remove(*identity)
-            if not number % ASSIGNMENTS_PER_STEP:
-                yield
-        for number, assigned in enumerate(changes.assigned, 1):
-            self.assignments.put(*assigned)
-            if not number % ASSIGNMENTS_PER_STEP:
-                yield
+        remove, put = self.assignments.remove, self.assignments.put
+        yield from in_steps(lambda one: remove(*one), changes.unassigned, ASSIGNMENTS_PER_STEP)
+        yield from in_steps(lambda one: put(*one), changes.assigned, ASSIGNMENTS_PER_STEP)
 
     def _publish(self, book: RuleBook) -> None:
         self._book = book

@@ -220,12 +220,8 @@ class BucketKey:
         return None
 
     def _save(self) -> None:
-        aside = self._path.with_name(f"{KEY_FILE}.tmp")
         try:
-            with _new_private_file(aside) as file:
-                file.write(self._key)
-                _sync(file)
-            aside.replace(self._path)
+            write_private(self._path, self._key)
         except OSError as error:
             _log.warning(
                 "the bucket key cannot be copied to the state directory: %s", error.strerror
@@ -316,6 +312,15 @@ def _lines_of(assignments: Assignments) -> Iterator[bytes]:
 
 def _line(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, atomically."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with _new_private_file(aside) as file:
+        file.write(data)
+        _sync(file)
+    aside.replace(path)
 
 
 def _new_private_file(path: Path) -> BinaryIO:

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeVar
 
-from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Period, Rule
+from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Limit, Period, Rule
 
 if TYPE_CHECKING:
     from ratelimitd.rules.applying import Change
@@ -40,6 +40,22 @@ class LimitDraft:
     time_zone: Any = None
     anchor_day: Any = None
     enforcement: Any = Enforcement.ENFORCE
+
+    @classmethod
+    def of(cls, limit: Limit) -> Self:
+        """Return a validated limit in these fields."""
+        period, time_zone, anchor_day = limit.calendar or (None, None, None)
+        return cls(
+            limit.name,
+            limit.limit,
+            limit.window_seconds,
+            limit.algorithm,
+            burst=limit.burst,
+            period=period,
+            time_zone=time_zone,
+            anchor_day=anchor_day if period is Period.MONTH else None,
+            enforcement=limit.enforcement,
+        )
 
     def completed(self) -> LimitDraft:
         """Return the draft with the values that its period implies: a nominal window, and the other defaults."""
@@ -158,6 +174,14 @@ def steps(
         total += size
     if step:
         yield step
+
+
+def in_steps(do: Callable[[_T], object], items: Iterable[_T], most: int) -> Iterator[None]:
+    """Do this with each item, and yield after every ``most``."""
+    for number, item in enumerate(items, 1):
+        do(item)
+        if not number % most:
+            yield
 
 
 FIRST_LIMIT: Final = ("limit", "window_seconds", "algorithm")

@@ -54,9 +54,6 @@ MAX_LIMITS: Final = 8
 """Limits per rule: each adds a bucket look-up to a check."""
 MAX_ANCHOR_DAY: Final = 31
 
-CALENDAR_FIELDS: Final = ("period", "time_zone", "anchor_day")
-"""The fields of a limit that define its calendar."""
-
 MAX_PLANS: Final = 32
 """Plans per rule: a price list is shorter, and each plan takes memory and bytes of an answer."""
 
@@ -85,7 +82,9 @@ _NO_PLAN: Final = PlanDraft("", ())
 """Placeholder for invalid stored plans."""
 
 _ONLY: Final = LimitDraft("", None, None, None)
-"""Holds the default name and enforcement of a rule's only limit."""
+"""Holds the defaults of a rule's only limit."""
+
+_DEFAULTS: Final = {field: getattr(_ONLY, field) for field in LIMIT_FIELDS if field != "name"}
 
 
 class RuleRow(NamedTuple):
@@ -227,14 +226,7 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
         row.id,
         row.endpoint,
         sys.intern(row.identifier_type),
-        limit=row.limit,
-        window_seconds=row.window_seconds,
-        algorithm=_ALGORITHMS[row.algorithm],
-        name=first.name or DEFAULT_LIMIT,
-        enforcement=_ENFORCEMENTS[first.enforcement],
-        burst=first.burst,
-        calendar=_calendar(first),
-        revision=row.revision,
+        **_limit_fields(row, first, row.revision),
         enabled=row.enabled,
         etag=etag_of(row),
         more=tuple(_limit(limit, row.revision) for limit in draft.limits[1:]),
@@ -246,16 +238,23 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
 
 
 def _limit(draft: LimitDraft, revision: int) -> Limit:
-    return Limit(
-        limit=draft.limit,
-        window_seconds=draft.window_seconds,
-        algorithm=_ALGORITHMS[draft.algorithm],
-        name=draft.name or DEFAULT_LIMIT,
-        enforcement=_ENFORCEMENTS[draft.enforcement],
-        burst=draft.burst,
-        calendar=_calendar(draft),
-        revision=revision,
-    )
+    return Limit(**_limit_fields(draft, draft, revision))
+
+
+def _limit_fields(
+    numbers: RuleRow | LimitDraft, others: LimitDraft, revision: int
+) -> dict[str, Any]:
+    """Return the fields of a valid limit, with the fields of ``FIRST_LIMIT`` from ``numbers``."""
+    return {
+        "limit": numbers.limit,
+        "window_seconds": numbers.window_seconds,
+        "algorithm": _ALGORITHMS[numbers.algorithm],
+        "name": others.name or DEFAULT_LIMIT,
+        "enforcement": _ENFORCEMENTS[others.enforcement],
+        "burst": others.burst,
+        "calendar": _calendar(others),
+        "revision": revision,
+    }
 
 
 def _calendar(draft: LimitDraft) -> Calendar | None:
@@ -280,27 +279,10 @@ def _stored_plans(plans: Sequence[Plan | PlanDraft]) -> str | None:
 
 def stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
     """Return the fields of a limit that differ from their defaults."""
-    fields = _fields(limit)
-    fields["name"] = limit.name or DEFAULT_LIMIT
-    if not limit.burst:
-        del fields["burst"]
-    for field in CALENDAR_FIELDS:
-        if fields[field] is None:
-            del fields[field]
-    if limit.enforcement == Enforcement.ENFORCE:
-        del fields["enforcement"]
-    return fields
-
-
-def _fields(limit: Limit | LimitDraft) -> dict[str, Any]:
-    if isinstance(limit, LimitDraft):
-        return {field: getattr(limit, field) for field in LIMIT_FIELDS}
-    fields = {
-        field: getattr(limit, field) for field in LIMIT_FIELDS if field not in CALENDAR_FIELDS
-    }
-    period, time_zone, anchor_day = limit.calendar or (None, None, None)
-    anchor_day = anchor_day if period is Period.MONTH else None
-    return fields | dict(zip(CALENDAR_FIELDS, (period, time_zone, anchor_day), strict=True))
+    draft = limit if isinstance(limit, LimitDraft) else LimitDraft.of(limit)
+    given = {field: getattr(draft, field) for field in LIMIT_FIELDS}
+    given["name"] = draft.name or DEFAULT_LIMIT
+    return {field: value for field, value in given.items() if value != _DEFAULTS.get(field)}
 
 
 def _violations(

@@ -11,7 +11,8 @@ import base64
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
-from typing import Final, NamedTuple, Protocol
+from operator import methodcaller
+from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
 
@@ -31,27 +32,27 @@ from ratelimitd.rules.store import (
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert_rules import (
     change_of,
-    deleted_id_of,
     draft_of,
     rate_limit_of,
     update_of,
 )
 from ratelimitd.services.wire import (
     EMPTY,
-    WireApply,
-    WireGet,
-    WireList,
-    parse_apply,
-    parse_create,
-    parse_delete,
-    parse_get,
-    parse_list,
+    parse,
     parse_rule,
-    parse_update,
     rules_within,
     text_of,
 )
-from ratelimiter.v1.ratelimiter_pb2 import ApplyRateLimitsResponse, ListRateLimitsResponse
+from ratelimiter.v1.ratelimiter_pb2 import (
+    ApplyRateLimitsRequest,
+    ApplyRateLimitsResponse,
+    CreateRateLimitRequest,
+    DeleteRateLimitRequest,
+    GetRateLimitRequest,
+    ListRateLimitsRequest,
+    ListRateLimitsResponse,
+    UpdateRateLimitRequest,
+)
 
 SEAL_BYTES: Final = 16
 
@@ -59,30 +60,20 @@ SEAL_BYTES: Final = 16
 _PART: Final = "\x00"
 
 
-class ListQuery(NamedTuple):
-    """The filters of a listing; an empty one matches all."""
+_serialised: Final[Callable[[Message], bytes]] = methodcaller("SerializeToString")
+"""Returns a part of an answer: protobuf reads parts that follow each other as one message."""
 
-    endpoint: str
-    identifier_type: str
-
-
-class Position(NamedTuple):
-    """The last item of a page, a rule or an assignment: the next page starts after it.
-
-    For an assignment, ``name`` is its identifier in hex.
-    """
-
-    name: str
-    identifier_type: str
+Place = tuple[str, str]
+"""Endpoint and identifier type of a rule; as a filter, an empty text matches all."""
 
 
-def page_token(position: Sequence[str], query: Sequence[str], key: bytes) -> str:
+def page_token(position: Place, query: Sequence[str], key: bytes) -> str:
     """Return the token that continues ``query`` after ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
     text = _PART.join(position).encode()
     return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
 
 
-def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
+def position_of(token: str, query: Sequence[str], key: bytes) -> Place:
     """Return the position in a token.
 
     Raises:
@@ -92,7 +83,7 @@ def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
         padding = "=" * (-len(token) % 4)
         sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
         name, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
-        position = Position(name, identifier_type)
+        position = name, identifier_type
         # Encoded again and compared whole, since base64 has several texts for the same bytes.
         if hmac.compare_digest(token, page_token(position, query, key)):
             return position
@@ -172,14 +163,14 @@ class ConfigService:
 
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Create a rule; its id may be a UUID of the caller's choice."""
-        draft = draft_of(parse_create(data).rate_limit)
+        draft = draft_of(parse(CreateRateLimitRequest, data).rate_limit)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
 
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields in the mask, or all without one."""
-        update = update_of(parse_update(data), self._types)
+        update = update_of(parse(UpdateRateLimitRequest, data), self._types)
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
         )
@@ -188,15 +179,14 @@ class ConfigService:
 
     async def delete_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Delete a rule."""
-        message = parse_delete(data)
-        rule_id = deleted_id_of(message)
-        await self._store.delete(rule_id, text_of(message.etag), self._actor(call))
+        message = parse(DeleteRateLimitRequest, data)
+        await self._store.delete(text_of(message.id), text_of(message.etag), self._actor(call))
         await self._feed.notify()
         return EMPTY
 
     async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
         """Return one page of the rules, ordered by the bytes of endpoint, then identifier type."""
-        message = parse_list(data)
+        message = parse(ListRateLimitsRequest, data)
         query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
         key = await self.page_key()
@@ -208,14 +198,14 @@ class ConfigService:
         parts = (ListRateLimitsResponse(rate_limits=[rate_limit_of(rule)]) for rule in shown)
         answer = [part async for part in _paced(map(_serialised, parts))]
         if len(rules) > size or sum(map(limit_count, rules)) >= MAX_PAGE_LIMITS:
-            position = Position(page[-1].endpoint, page[-1].identifier_type)
+            position = page[-1].endpoint, page[-1].identifier_type
             end = page_token(position, query, key)
             answer.append(_serialised(ListRateLimitsResponse(next_page_token=end)))
         return b"".join(answer)
 
     async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Return one rule, by its id or by its endpoint and identifier type."""
-        message = parse_get(data)
+        message = parse(GetRateLimitRequest, data)
         if message.id:
             if message.endpoint or message.identifier_type:
                 text = "replaces endpoint and identifier_type: send it without them"
@@ -239,7 +229,7 @@ class ConfigService:
                     text = f"must be at most {MAX_APPLIED}"
                     raise RuleInvalidError(FieldViolation("rate_limits", text))
                 drafts.append(draft_of(parse_rule(rule)))
-            message = parse_apply(bytes(others))
+            message = parse(ApplyRateLimitsRequest, bytes(others))
             _refuse_wrong_revisions(message, has_rules=bool(drafts))
             actor, dry_run, since = self._actor(call), message.dry_run, message.revision
             if message.as_of:
@@ -261,11 +251,6 @@ class ConfigService:
         return self._page_key
 
 
-def _serialised(part: Message) -> bytes:
-    """Return a part of an answer: protobuf reads parts that follow each other as one message."""
-    return part.SerializeToString()
-
-
 async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield serialised rules, about 1 ms of work per event-loop iteration."""
     size = 0
@@ -277,7 +262,7 @@ async def _paced(rules: Iterator[bytes]) -> AsyncIterator[bytes]:
             await asyncio.sleep(0)
 
 
-def _refuse_wrong_revisions(message: WireApply, *, has_rules: bool) -> None:
+def _refuse_wrong_revisions(message: Any, *, has_rules: bool) -> None:
     violations = [
         FieldViolation(name, "must not be negative")
         for name in ("revision", "as_of")
@@ -311,29 +296,29 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     return _serialised(numbers) + changes
 
 
-def _place_of(message: WireGet, types: Collection[str]) -> ListQuery:
+def _place_of(message: Any, types: Collection[str]) -> Place:
     """Return the endpoint and the identifier type of the requested rule."""
     violations = []
-    place = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
+    place = text_of(message.endpoint), in_order(text_of(message.identifier_type))
     if not message.endpoint:
         text = "must be the rule's, with its identifier_type, unless id is sent"
         violations.append(FieldViolation("endpoint", text))
     elif problem := _text_problem(message.endpoint):
         violations.append(FieldViolation("endpoint", problem))
-    if problem := type_problem(place.identifier_type, types):
+    if problem := type_problem(place[1], types):
         violations.append(FieldViolation("identifier_type", problem))
     if violations:
         raise RuleInvalidError(*violations)
     return place
 
 
-def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:
+def _query_of(message: Any, types: Collection[str]) -> tuple[Place, int]:
     """Return the filters and the page size: the default for 0, and at most the maximum."""
     violations = []
-    query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
+    query = text_of(message.endpoint), in_order(text_of(message.identifier_type))
     if problem := _text_problem(message.endpoint):
         violations.append(FieldViolation("endpoint", problem))
-    if query.identifier_type and (problem := type_problem(query.identifier_type, types)):
+    if query[1] and (problem := type_problem(query[1], types)):
         violations.append(FieldViolation("identifier_type", problem))
     if message.page_size < 0:
         violations.append(FieldViolation("page_size", "must not be negative"))

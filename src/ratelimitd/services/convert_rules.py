@@ -23,10 +23,11 @@ from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
     rule_within,
+    stored_limit,
     validated,
 )
 from ratelimitd.services.convert import enforcement_of
-from ratelimitd.services.wire import WireDelete, WireLimit, WireRule, WireUpdate, text_of
+from ratelimitd.services.wire import WireLimit, WireRule, text_of
 from ratelimiter.v1 import ratelimiter_pb2
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
@@ -87,24 +88,11 @@ def _row_message(row: RuleRow | None) -> ratelimiter_pb2.RateLimit | None:
 
 
 def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
-    return ratelimiter_pb2.Limit(
-        name=limit.name,
-        limit=limit.limit,
-        window_seconds=limit.window_seconds,
-        algorithm=limit.algorithm,
-        burst=limit.burst,
-        enforcement=enforcement_of(limit.enforcement),
-        **_calendar_fields(limit),
-    )
-
-
-def _calendar_fields(limit: Limit) -> dict[str, Any]:
-    """Return the calendar fields of the contract's ``Limit``."""
-    if limit.calendar is None:
-        return {}
-    period, time_zone, anchor_day = limit.calendar
-    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
-    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
+    fields = stored_limit(limit)
+    fields["enforcement"] = enforcement_of(limit.enforcement)
+    if limit.calendar is not None:
+        fields["period"] = ratelimiter_pb2.Period.Value(limit.calendar.period.name)
+    return ratelimiter_pb2.Limit(**fields)
 
 
 def draft_of(message: WireRule) -> RuleDraft:
@@ -157,7 +145,7 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
     ).completed()
 
 
-def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:
+def update_of(message: Any, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
 
     ``types`` are the identifier types that rules may have, alone or combined.
@@ -175,15 +163,6 @@ def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Upda
     if violations:
         raise RuleInvalidError(*violations)
     return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag))
-
-
-def deleted_id_of(message: WireDelete) -> str:
-    """Return the id of the rule of a delete.
-
-    Raises:
-        RuleInvalidError: it is not a UUID.
-    """
-    return canonical_id(text_of(message.id), "id")
 
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -20,7 +19,6 @@ from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities
 from ratelimitd.services.convert_envoy import (
     PACKAGE,
-    Identifiers,
     WireRequest,
     answer_of,
     checks_of,
@@ -42,47 +40,34 @@ _Refunds = Sequence[tuple[str, Ticket, int]]
 """Path of each descriptor, its hold, and the tokens that remain charged."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvoyOptions:
-    """Options: the entries that identify callers, and the header fields that Envoy adds."""
-
-    identifiers: Identifiers
-    identities: Identities
-    fields: str
-    ratelimit_headers: str
-    """Revision of the ``RateLimit`` fields."""
-
-    @classmethod
-    def of(
-        cls,
-        identifiers: Iterable[str],
-        fields: str,
-        ratelimit_headers: str = NEWEST_REVISION,
-        identities: Identities = CONTRACT_IDENTITIES,
-    ) -> Self:
-        """Return the options for valid settings: ``identifiers`` are ``KEY=TYPE``."""
-        pairs = (pair.rpartition("=") for pair in identifiers)
-        types = {key.encode(): kind for key, _, kind in pairs}
-        return cls(types, identities, fields, ratelimit_headers)
-
-
 class EnvoyService:
-    """The handler. ``perf_counter_s`` is in seconds and measures the latency of checks."""
+    """The handler. ``perf_counter_s`` is in seconds and measures the latency of checks.
+
+    ``identifiers`` are the entries that identify callers, ``KEY=TYPE``. ``fields`` selects the header fields that Envoy
+    adds, ``ratelimit_headers`` is the revision of the ``RateLimit`` fields.
+    """
 
     def __init__(
         self,
         limiter: Limiter,
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
-        options: EnvoyOptions,
         *,
+        identifiers: Iterable[str],
+        fields: str,
+        ratelimit_headers: str = NEWEST_REVISION,
+        identities: Identities = CONTRACT_IDENTITIES,
         holds: HoldsService,
     ) -> None:
         self._limiter = limiter
         self._holds = holds
         self._stats = stats
         self._perf_counter_s = perf_counter_s
-        self._options = options
+        pairs = (pair.rpartition("=") for pair in identifiers)
+        self._identifiers = {key.encode(): kind for key, _, kind in pairs}
+        self._identities = identities
+        self._fields = fields
+        self._ratelimit_headers = ratelimit_headers
 
     def methods(self) -> Methods:
         """Return the handler by its path."""
@@ -96,12 +81,11 @@ class EnvoyService:
         """
         started_s = self._perf_counter_s()
         try:
-            options = self._options
             request = parse_request(data)
             # Both paths refuse a request without descriptors.
             if all(one.is_negative_hits for one in request.descriptors):
                 return self._settle(self._refunds(request, call))
-            asked = checks_of(request, options.identifiers, options.identities)
+            asked = checks_of(request, self._identifiers, self._identities)
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
@@ -150,6 +134,5 @@ class EnvoyService:
         return answer
 
     def _written(self, decisions: Sequence[Decision]) -> bytes:
-        options = self._options
         now_us = self._limiter.now_us()
-        return answer_of(decisions, now_us, options.fields, options.ratelimit_headers)
+        return answer_of(decisions, now_us, self._fields, self._ratelimit_headers)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from typing import Final, TypeVar
+from typing import Final
 
-from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services.errors import rich_error
-from ratelimitd.services.wire_format import no_message
+from ratelimitd.services.wire_format import parsed
 
 SERVICE: Final = "grpc.health.v1.Health"
 
 WHOLE_NODE: Final = ""
 """The service name that stands for the node itself."""
 
-_M = TypeVar("_M", bound=Message)
 _Response = health_pb2.HealthCheckResponse
 # The stubs of the package do not have List yet.
 _ListRequest = health_pb2.HealthListRequest  # type: ignore[attr-defined]
@@ -76,7 +74,7 @@ class GrpcHealthService:
 
     def list_all(self, data: bytes, _call: Call) -> bytes:
         """Return the status of the node and each of its services."""
-        _parse(_ListRequest, data)
+        parsed(_ListRequest, data)
         statuses = {name: _Response(status=self._status(name)) for name in self._names}
         answer: bytes = _ListResponse(statuses=statuses).SerializeToString()
         return answer
@@ -104,11 +102,4 @@ class GrpcHealthService:
 
 
 def _service_of(data: bytes) -> str:
-    return _parse(health_pb2.HealthCheckRequest, data).service
-
-
-def _parse(message_type: type[_M], data: bytes) -> _M:
-    try:
-        return message_type.FromString(data)
-    except DecodeError:
-        raise no_message(message_type) from None
+    return parsed(health_pb2.HealthCheckRequest, data).service

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from google.protobuf.empty_pb2 import Empty
+
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.limiter.dry_run import DryRun
 from ratelimitd.limiter.limiter import Limiter
@@ -28,14 +30,7 @@ from ratelimitd.services.convert import (
     target_of,
 )
 from ratelimitd.services.errors import rich_error
-from ratelimitd.services.wire import (
-    EMPTY,
-    parse_check,
-    parse_empty,
-    parse_list_unmatched,
-    parse_metrics,
-    parse_reset,
-)
+from ratelimitd.services.wire import EMPTY, parse, parse_check
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterHealth"
@@ -96,12 +91,12 @@ class HealthService:
 
     def get_health_status(self, data: bytes, _call: Call) -> bytes:
         """Return HEALTHY or DEGRADED, with the measurements behind it."""
-        parse_empty(data)
+        parse(Empty, data)
         return _health_response_of(self._report()).SerializeToString()
 
     async def get_metrics(self, data: bytes, _call: Call) -> bytes:
         """Return the requested metrics, or all. Other calls run between two pieces of the answer."""
-        raw_names = parse_metrics(data).names
+        raw_names = parse(ratelimiter_pb2.MetricsRequest, data).names
         if len(raw_names) > MAX_METRIC_NAMES:
             violation = FieldViolation("names", f"must be at most {MAX_METRIC_NAMES} names")
             raise InvalidInputError(violation)
@@ -120,7 +115,7 @@ class HealthService:
         Raises:
             RpcError: RESOURCE_EXHAUSTED while ``MAX_RESETS`` are in progress.
         """
-        target = target_of(parse_reset(data), self._identities)
+        target = target_of(parse(ratelimiter_pb2.ResetRequest, data), self._identities)
         if len(self._resets) >= MAX_RESETS:
             message = f"{MAX_RESETS} resets are in progress: try again"
             raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RESETS", message)
@@ -138,7 +133,7 @@ class HealthService:
 
     async def list_unmatched(self, data: bytes, _call: Call) -> bytes:
         """Return the endpoints of checks without a rule, those with the most checks first."""
-        parse_list_unmatched(data)
+        parse(ratelimiter_pb2.ListUnmatchedRequest, data)
         return ratelimiter_pb2.ListUnmatchedResponse(
             endpoints=[
                 ratelimiter_pb2.UnmatchedEndpoint(
@@ -156,17 +151,10 @@ class HealthService:
 
 
 def _health_response_of(report: HealthReport) -> ratelimiter_pb2.HealthResponse:
-    return ratelimiter_pb2.HealthResponse(
-        status=ratelimiter_pb2.HEALTHY if report.healthy else ratelimiter_pb2.DEGRADED,
-        shared_state_connected=report.shared_state_connected,
-        local_cache_hit_ratio=report.local_cache_hit_ratio,
-        average_latency_ms=report.average_latency_ms,
-        error_rate=report.error_rate,
-        node_id=report.node_id,
-        breaker_state=report.breaker_state,
-        rules_revision=report.rules_revision,
-        transport=report.transport,
-    )
+    status = ratelimiter_pb2.HEALTHY if report.healthy else ratelimiter_pb2.DEGRADED
+    _, *names = ratelimiter_pb2.HealthResponse.DESCRIPTOR.fields_by_name
+    fields = {name: getattr(report, name) for name in names}
+    return ratelimiter_pb2.HealthResponse(status=status, **fields)
 
 
 def _metric_of(sample: MetricSample) -> ratelimiter_pb2.Metric:

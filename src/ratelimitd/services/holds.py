@@ -29,13 +29,7 @@ from ratelimitd.limiter.holder import HeldLimit, Holder, SettledHold
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
-from ratelimitd.services.wire import (
-    WireHold,
-    parse_extend,
-    parse_hold,
-    parse_list_holds,
-    parse_settle,
-)
+from ratelimitd.services.wire import WireHold, parse, parse_extend, parse_hold, parse_settle
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterHolds"
@@ -148,7 +142,7 @@ class HoldsService:
 
     def list_holds(self, data: bytes, _call: Call) -> bytes:
         """List the holds in flight by limit."""
-        parse_list_holds(data)
+        parse(ratelimiter_pb2.ListHoldsRequest, data)
         most = nlargest(MAX_LISTED, self._holder.in_flight(), key=lambda one: one.holds)
         return ratelimiter_pb2.ListHoldsResponse(
             limits=[

@@ -200,23 +200,15 @@ _CHECKS: Final = frozenset(
     {_CHECK, _BATCH, _HOLD, f"{holds.SERVICE}/Settle", f"{holds.SERVICE}/Extend"}
 )
 
-_OTHERS: Final = frozenset(
+_UNTRACED: Final = frozenset(
     {
-        f"{config.SERVICE}/CreateRateLimit",
-        f"{config.SERVICE}/UpdateRateLimit",
-        f"{config.SERVICE}/DeleteRateLimit",
-        f"{config.SERVICE}/ListRateLimits",
-        f"{config.SERVICE}/GetRateLimit",
-        f"{config.SERVICE}/ApplyRateLimits",
-        f"{health.SERVICE}/ResetRateLimit",
-        f"{health.SERVICE}/ExplainRateLimit",
-        f"{plans.SERVICE}/AssignPlan",
-        f"{plans.SERVICE}/UnassignPlan",
-        f"{plans.SERVICE}/GetAssignment",
-        f"{plans.SERVICE}/ListAssignments",
-        f"{plans.SERVICE}/BatchAssignPlans",
+        f"{holds.SERVICE}/ListHolds",
+        f"{health.SERVICE}/GetHealthStatus",
+        f"{health.SERVICE}/GetMetrics",
+        f"{health.SERVICE}/ListUnmatched",
     }
 )
+"""Methods that are polled."""
 
 
 def traced(methods: Methods, tracer: Tracer) -> Methods:
@@ -227,7 +219,7 @@ def traced(methods: Methods, tracer: Tracer) -> Methods:
 
 def _traced(path: str, handler: UnaryHandler, tracer: Tracer) -> UnaryHandler:
     name = path[1:] if path.startswith(f"/{PACKAGE}") else PACKAGE + path[1:]
-    if name not in _CHECKS | _OTHERS:
+    if name.rpartition("/")[0] not in OUR_SERVICES or name in _UNTRACED:
         return handler
     only_sampled = name in _CHECKS
 

@@ -7,7 +7,7 @@ an identifier. See ADR 0050.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods
@@ -18,7 +18,6 @@ from ratelimitd.services.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
     Feed,
-    Position,
     page_token,
     position_of,
 )
@@ -26,12 +25,7 @@ from ratelimitd.services.convert import Identities, identity_of
 from ratelimitd.services.wire import (
     EMPTY,
     WireAssignment,
-    WireAssignments,
-    parse_assign,
-    parse_assign_batch,
-    parse_assignments,
-    parse_get_assignment,
-    parse_unassign,
+    parse,
     text_of,
 )
 from ratelimiter.v1 import ratelimiter_pb2
@@ -80,14 +74,16 @@ class PlansService:
 
     async def assign_plan(self, data: bytes, call: Call) -> bytes:
         """Assign a plan to an identity, replacing any other."""
-        wanted = self._assignment_of(parse_assign(data).assignment, "assignment.")
+        wanted = self._assignment_of(
+            parse(ratelimiter_pb2.AssignPlanRequest, data).assignment, "assignment."
+        )
         [assigned] = await self._store.assign_all([wanted], self._actor(call))
         await self._feed.notify()
         return message_of(assigned).SerializeToString()
 
     async def unassign_plan(self, data: bytes, call: Call) -> bytes:
         """Remove the assignment of an identity."""
-        message = parse_unassign(data)
+        message = parse(ratelimiter_pb2.UnassignPlanRequest, data)
         identity = identity_of(message.identity, self._identities, "identity.")
         await self._store.unassign(identity, text_of(message.etag), self._actor(call))
         await self._feed.notify()
@@ -95,13 +91,13 @@ class PlansService:
 
     async def get_assignment(self, data: bytes, _call: Call) -> bytes:
         """Return the assignment of an identity."""
-        message = parse_get_assignment(data)
+        message = parse(ratelimiter_pb2.GetAssignmentRequest, data)
         identity = identity_of(message.identity, self._identities, "identity.")
         return message_of(await self._store.assignment(identity)).SerializeToString()
 
     async def batch_assign_plans(self, data: bytes, call: Call) -> bytes:
         """Assign plans to all identities of a batch, or to none."""
-        wanted = self._batch_of(parse_assign_batch(data).assignments)
+        wanted = self._batch_of(parse(ratelimiter_pb2.BatchAssignPlansRequest, data).assignments)
         assigned = await self._store.assign_all(wanted, self._actor(call))
         await self._feed.notify()
         return ratelimiter_pb2.BatchAssignPlansResponse(
@@ -110,20 +106,21 @@ class PlansService:
 
     async def list_assignments(self, data: bytes, _call: Call) -> bytes:
         """Return one page of the assignments, ordered by identifier type, then the bytes of the identifier."""
-        message = parse_assignments(data)
+        message = parse(ratelimiter_pb2.ListAssignmentsRequest, data)
         query, size = self._query_of(message)
         bound = ("assignments", query.plan, query.identifier_type, query.prefix.hex())
         token = text_of(message.page_token)
         key = await self._page_key()
-        after = position_of(token, bound, key) if token else None
+        after = None
+        if token:
+            name, identifier_type = position_of(token, bound, key)
+            after = identifier_type, bytes.fromhex(name)
         # One more than requested shows whether there is a next page.
-        found = await self._store.assignments(
-            query, after and (after.identifier_type, bytes.fromhex(after.name)), size + 1
-        )
+        found = await self._store.assignments(query, after, size + 1)
         answer = ratelimiter_pb2.ListAssignmentsResponse(assignments=map(message_of, found[:size]))
         if len(found) > size:
             last = found[size - 1]
-            position = Position(last.identifier.hex(), last.identifier_type)
+            position = last.identifier.hex(), last.identifier_type
             answer.next_page_token = page_token(position, bound, key)
         return answer.SerializeToString()
 
@@ -170,7 +167,7 @@ class PlansService:
             raise InvalidInputError(*wrong)
         return list(found.values())
 
-    def _query_of(self, message: WireAssignments) -> tuple[AssignmentQuery, int]:
+    def _query_of(self, message: Any) -> tuple[AssignmentQuery, int]:
         """Return the filters and the page size, as for a listing of rules."""
         kind, plan = message.identifier_type, text_of(message.plan)
         wrong = []

@@ -176,7 +176,7 @@ class RateLimiterService:
         try:
             if len(data) > COUNT_ABOVE_BYTES:
                 _refuse_above_bound(count_items(data, MAX_BATCH_ITEMS))
-            requests = parse_batch(data).requests
+            requests: Sequence[WireCheck] = parse_batch(data).requests
             _refuse_above_bound(len(requests))
         except InvalidInputError:
             self._stats.invalid_total += 1

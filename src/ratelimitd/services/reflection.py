@@ -12,13 +12,12 @@ from typing import Final
 from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services import convert_envoy
-from ratelimitd.services.wire_format import no_message
+from ratelimitd.services.wire_format import parsed
 from ratelimiter.v1 import ratelimiter_pb2
 
 V1: Final = "grpc.reflection.v1.ServerReflection"
@@ -61,10 +60,7 @@ class ReflectionService:
 
     def answer(self, data: bytes) -> bytes:
         """Answer one request; unknown names are reported in the answer, not as an error of the call."""
-        try:
-            request = _Request.FromString(data)
-        except DecodeError:
-            raise no_message(_Request) from None
+        request = parsed(_Request, data)
         asked = request.WhichOneof("message_request")
         try:
             response = (

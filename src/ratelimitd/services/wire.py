@@ -1,15 +1,16 @@
 """The contract's request messages, with wider fields than the generated classes have.
 
-Answers are written with the generated classes.
+The protocols describe those that several functions read. Answers are written with the generated classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Final, Protocol
+from functools import cache, partial
+from typing import Any, Final, Protocol
 
 from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2
+from google.protobuf.message import Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.services.wire_format import (
@@ -57,12 +58,6 @@ class WireCheck(WireIdentity, Protocol):
     max_wait_ms: int
 
 
-class WireBatch(Protocol):
-    """``BatchRateLimitRequest``."""
-
-    requests: Sequence[WireCheck]
-
-
 class WireLimit(Protocol):
     """``Limit``."""
 
@@ -77,19 +72,6 @@ class WireLimit(Protocol):
     enforcement: int
 
 
-class WireLimitList(Protocol):
-    """``LimitList``."""
-
-    limits: Sequence[WireLimit]
-
-
-class WirePlan(Protocol):
-    """An entry of ``RateLimit.plans``."""
-
-    key: bytes
-    value: WireLimitList
-
-
 class WireRule(Protocol):
     """``RateLimit``. ``HasField`` shows whether ``enabled`` was sent."""
 
@@ -102,63 +84,10 @@ class WireRule(Protocol):
     enabled: bool
     etag: bytes
     limits: Sequence[WireLimit]
-    plans: Sequence[WirePlan]
+    plans: Sequence[Any]
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
         """Return whether an optional field was sent."""
-
-
-class WireCreate(Protocol):
-    """``CreateRateLimitRequest``."""
-
-    rate_limit: WireRule
-
-
-class WireMask(Protocol):
-    """``google.protobuf.FieldMask``."""
-
-    paths: Sequence[bytes]
-
-
-class WireUpdate(Protocol):
-    """``UpdateRateLimitRequest``."""
-
-    rate_limit: WireRule
-    update_mask: WireMask
-
-
-class WireDelete(Protocol):
-    """``DeleteRateLimitRequest``."""
-
-    id: bytes
-    etag: bytes
-
-
-class WireGet(Protocol):
-    """``GetRateLimitRequest``."""
-
-    id: bytes
-    endpoint: bytes
-    identifier_type: bytes
-
-
-class WireList(Protocol):
-    """``ListRateLimitsRequest``."""
-
-    endpoint: bytes
-    identifier_type: bytes
-    page_size: int
-    page_token: bytes
-    unused: bool
-
-
-class WireApply(Protocol):
-    """``ApplyRateLimitsRequest`` without its rules."""
-
-    prune: bool
-    dry_run: bool
-    revision: int
-    as_of: int
 
 
 class WireAssignment(Protocol):
@@ -171,46 +100,6 @@ class WireAssignment(Protocol):
     etag: bytes
 
 
-class WireAssign(Protocol):
-    """``AssignPlanRequest``."""
-
-    assignment: WireAssignment
-
-
-class WireAssignBatch(Protocol):
-    """``BatchAssignPlansRequest``."""
-
-    assignments: Sequence[WireAssignment]
-
-
-class WireGetAssignment(Protocol):
-    """``GetAssignmentRequest``."""
-
-    identity: WireIdentity
-
-
-class WireUnassign(WireGetAssignment, Protocol):
-    """``UnassignPlanRequest``."""
-
-    etag: bytes
-
-
-class WireAssignments(Protocol):
-    """``ListAssignmentsRequest``."""
-
-    plan: bytes
-    identifier_type: bytes
-    identifier_prefix: bytes
-    page_size: int
-    page_token: bytes
-
-
-class WireMetrics(Protocol):
-    """``MetricsRequest``."""
-
-    names: Sequence[bytes]
-
-
 class WireHold(Protocol):
     """``HoldRequest``."""
 
@@ -218,20 +107,6 @@ class WireHold(Protocol):
     hold_id: bytes
     ttl_seconds: int
     lease: bool
-
-
-class WireSettle(Protocol):
-    """``SettleRequest``."""
-
-    hold: bytes
-    actual: int
-
-
-class WireExtend(Protocol):
-    """``ExtendRequest``."""
-
-    hold: bytes
-    ttl_seconds: int
 
 
 class WireReset(WireIdentity, Protocol):
@@ -322,40 +197,23 @@ _parser: Final = partial(parser, _POOL)
 
 # Each parses the message of its row, and raises InvalidInputError for malformed bytes.
 parse_check: Final[Callable[[bytes], WireCheck]] = _parser(ratelimiter_pb2.RateLimitRequest)
-parse_batch: Final[Callable[[bytes], WireBatch]] = _parser(
-    ratelimiter_pb2.BatchRateLimitRequest, MAX_BATCH_FIELDS
-)
-parse_create: Final[Callable[[bytes], WireCreate]] = _parser(ratelimiter_pb2.CreateRateLimitRequest)
-parse_update: Final[Callable[[bytes], WireUpdate]] = _parser(ratelimiter_pb2.UpdateRateLimitRequest)
-parse_delete: Final[Callable[[bytes], WireDelete]] = _parser(ratelimiter_pb2.DeleteRateLimitRequest)
-parse_get: Final[Callable[[bytes], WireGet]] = _parser(ratelimiter_pb2.GetRateLimitRequest)
-parse_list: Final[Callable[[bytes], WireList]] = _parser(ratelimiter_pb2.ListRateLimitsRequest)
+parse_batch: Final = _parser(ratelimiter_pb2.BatchRateLimitRequest, MAX_BATCH_FIELDS)
 parse_rule: Final[Callable[[bytes], WireRule]] = _parser(ratelimiter_pb2.RateLimit)
-parse_apply: Final[Callable[[bytes], WireApply]] = _parser(ratelimiter_pb2.ApplyRateLimitsRequest)
-"""Parses the fields that :func:`rules_within` leaves over."""
-parse_assign: Final[Callable[[bytes], WireAssign]] = _parser(ratelimiter_pb2.AssignPlanRequest)
-parse_assign_batch: Final[Callable[[bytes], WireAssignBatch]] = _parser(
-    ratelimiter_pb2.BatchAssignPlansRequest
-)
-parse_unassign: Final[Callable[[bytes], WireUnassign]] = _parser(
-    ratelimiter_pb2.UnassignPlanRequest
-)
-parse_get_assignment: Final[Callable[[bytes], WireGetAssignment]] = _parser(
-    ratelimiter_pb2.GetAssignmentRequest
-)
-parse_assignments: Final[Callable[[bytes], WireAssignments]] = _parser(
-    ratelimiter_pb2.ListAssignmentsRequest
-)
-parse_metrics: Final[Callable[[bytes], WireMetrics]] = _parser(ratelimiter_pb2.MetricsRequest)
-parse_reset: Final[Callable[[bytes], WireReset]] = _parser(ratelimiter_pb2.ResetRequest)
 parse_hold: Final[Callable[[bytes], WireHold]] = _parser(ratelimiter_pb2.HoldRequest)
-parse_settle: Final[Callable[[bytes], WireSettle]] = _parser(ratelimiter_pb2.SettleRequest)
-parse_extend: Final[Callable[[bytes], WireExtend]] = _parser(ratelimiter_pb2.ExtendRequest)
-parse_list_unmatched: Final[Callable[[bytes], object]] = _parser(
-    ratelimiter_pb2.ListUnmatchedRequest
-)
-parse_list_holds: Final[Callable[[bytes], object]] = _parser(ratelimiter_pb2.ListHoldsRequest)
+parse_settle: Final = _parser(ratelimiter_pb2.SettleRequest)
+parse_extend: Final = _parser(ratelimiter_pb2.ExtendRequest)
+
+_parser_of: Final = cache(_parser)
+
+
+def parse(contract: type[Message], data: bytes) -> Any:
+    """Parse any other message of the contract; ``Empty`` may have unknown fields.
+
+    Raises:
+        InvalidInputError: the bytes are malformed.
+    """
+    return _parser_of(contract)(data)  # type: ignore[arg-type] # the class has a hash, its messages do not
+
+
 EMPTY: Final = b""
 """``google.protobuf.Empty`` as an answer."""
-parse_empty: Final[Callable[[bytes], object]] = _parser(empty_pb2.Empty)
-"""Ignores unknown fields."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor import Descriptor
@@ -19,6 +19,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 WHOLE_MESSAGE: Final = "request"
 """Field name in errors about bytes that are not a message."""
@@ -93,6 +95,18 @@ def no_message(message_class: type[Message]) -> InvalidInputError:
     """Return the error of bytes that are not a message of a class."""
     text = f"the bytes are not a {message_class.DESCRIPTOR.name} message"
     return InvalidInputError(FieldViolation(WHOLE_MESSAGE, text))
+
+
+def parsed(message_class: type[MessageT], data: bytes) -> MessageT:
+    """Parse a message of a class.
+
+    Raises:
+        InvalidInputError: the bytes are malformed.
+    """
+    try:
+        return message_class.FromString(data)
+    except DecodeError:
+        raise no_message(message_class) from None
 
 
 def _count_fields(  # noqa: PLR0917 -- a part of the data without a copy

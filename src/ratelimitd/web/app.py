@@ -9,19 +9,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -32,31 +22,23 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratelimitd import __version__
-from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
-from ratelimitd.observe.live import Live
-from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.observe.rule_traffic import RuleTraffic
-from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.assignments import Assignments
-from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import RuleStore
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
-from ratelimitd.web.api.http_call import Requirement, is_cross_site, settled
-from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
+from ratelimitd.web.api.http_call import is_cross_site, settled
+from ratelimitd.web.api.json_api import HttpCheck, JsonApi
 from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
-from ratelimitd.web.pages.invoke import RateLimitOf, ServiceCalls
-from ratelimitd.web.pages.login import Login, LoginPages
+from ratelimitd.web.pages.invoke import ServiceCalls
+from ratelimitd.web.pages.login import LoginPages
 from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
-from ratelimitd.web.pages.sessions import ProxyUsers, SessionOf, Sessions
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.pages.try_page import TryPage
+from ratelimitd.web.parts import Metrics, Parts, Readiness
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -79,16 +61,10 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Guard:
-    """Adds the headers to each answer, and refuses cross-site requests from browsers."""
+def guarded(app: ASGIApp, count: Count) -> ASGIApp:
+    """Add the headers to each answer, and refuse cross-site requests from browsers."""
 
-    def __init__(self, app: ASGIApp, count: Count) -> None:
-        self._app = app
-        self._count = count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -97,11 +73,13 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        app = self._app
+        found = app
         if scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope)):
-            self._count(Cause.CROSS_SITE)
-            app = plain(ANSWERS[Cause.CROSS_SITE])
-        await app(scope, receive, send_guarded)
+            count(Cause.CROSS_SITE)
+            found = plain(ANSWERS[Cause.CROSS_SITE])
+        await found(scope, receive, send_guarded)
+
+    return answer
 
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
@@ -110,54 +88,18 @@ FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz", AUTH_PATH})
 _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
 """RFC 9110 section 7.2, without user information, escapes and zones, which our names never contain."""
 
-Points = Iterable[tuple[Definition, Iterable[Point]]]
-"""Every metric with its readings."""
 
+def _without_connect(app: ASGIApp) -> ASGIApp:
+    """Refuse CONNECT on every path: after a 2xx answer, the connection would no longer speak HTTP."""
+    headers = {**HEADERS, "Allow": "GET, HEAD, POST"}
 
-class Readiness(NamedTuple):
-    """Whether the node should receive traffic. ``reason``: why not, or, if ready, which part is not."""
-
-    ready: bool
-    reason: str = ""
-
-
-class Metrics(Protocol):
-    """The source of the metrics."""
-
-    def points(self) -> Points | Awaitable[Points]:
-        """Return the current readings, or an awaitable of them."""
-
-
-def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the plain-text front page, for programs that request ``/``."""
-
-    async def front(_: Request) -> Response:
-        return PlainTextResponse(
-            f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
-            f"gRPC      {grpc_address()}\n"
-            "/metrics  numbers for Prometheus\n"
-            "/healthz  200 while the process lives\n"
-            "/readyz   200 while checks should come here\n",
-            headers=HEADERS,
-        )
-
-    return front
-
-
-class WithoutConnect:
-    """Refuses CONNECT on every path: after a 2xx answer, the connection would no longer speak HTTP."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        app = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        found = app
         if scope.get("method") == "CONNECT":
-            app = PlainTextResponse(
-                "this is not a proxy\n", 405, {**HEADERS, "Allow": "GET, HEAD, POST"}
-            )
-        await app(scope, receive, send)
+            found = PlainTextResponse("this is not a proxy\n", 405, headers)
+        await found(scope, receive, send)
+
+    return answer
 
 
 def worker_application(
@@ -190,39 +132,35 @@ def worker_application(
     ]
     if auth is not None:
         routes.append(Route(AUTH_PATH, auth))
-    return WithoutConnect(Starlette(routes=[*routes, Mount("/", others)]))
+    return _without_connect(Starlette(routes=[*routes, Mount("/", others)]))
 
 
-class HostCheck:
-    """Answers 421 to page requests whose ``Host`` is not a name of this node.
+def with_host_check(app: ASGIApp, hosts: Collection[str], count: Count) -> ASGIApp:
+    """Answer 421 to page requests whose ``Host`` is not a name of this node.
 
-    Addresses are allowed: a page of a foreign site has that site's name, regardless of its DNS records.
+    ``hosts`` are its names in addition to ``localhost`` and addresses. Addresses are allowed: a page of a foreign site
+    has that site's name, regardless of its DNS records.
     """
+    names = frozenset(host.lower() for host in hosts) | {"localhost"}
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], count: Count) -> None:
-        """``hosts`` are the names of this node in addition to ``localhost`` and addresses."""
-        self._app = app
-        self._count = count
-        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        app = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        found = app
         if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
-            host = Headers(scope=scope).get("host", "")
-            if not self._knows(_host_name(host)):
-                self._count(Cause.UNKNOWN_HOST)
-                app = plain(ANSWERS[Cause.UNKNOWN_HOST])
-        await app(scope, receive, send)
+            name = _host_name(Headers(scope=scope).get("host", ""))
+            if name not in names and not _is_address(name):
+                count(Cause.UNKNOWN_HOST)
+                found = plain(ANSWERS[Cause.UNKNOWN_HOST])
+        await found(scope, receive, send)
 
-    def _knows(self, name: str) -> bool:
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+    return answer
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _host_name(host: str) -> str:
@@ -241,69 +179,12 @@ async def _paced(page: Page) -> AsyncIterator[bytes]:
 STATUS_TITLES = {404: "There is no such page", 405: "This page does not accept that method"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a node that the HTTP side uses."""
-
-    node_id: str
-    metrics: Metrics
-    readiness: Callable[[], Readiness | Awaitable[Readiness]]
-    grpc_address: Callable[[], str]
-    hosts: Collection[str]
-    """The node's names in addition to ``localhost`` and addresses."""
-    methods: Methods
-    """The methods of the services, each guarded by its role."""
-    book: Callable[[], RuleBook | None]
-    """Returns the current rule book, ``None`` before the first."""
-    assignments: Assignments
-    """The assignments in force."""
-    audit: RuleStore
-    rule_traffic: RuleTraffic
-    """The decisions of each rule on this node."""
-    live: Live
-    """The data of the overview."""
-    may_read: Requirement
-    may_administer: Requirement
-    login: Login
-    session_of: SessionOf
-    users: ProxyUsers
-    actor: Callable[[Call], str]
-    """Returns the name of a call's caller for the log."""
-    admit: Requirement
-    """Lets a permitted call pass."""
-    translate: Translation
-    """Converts the error of a call to a status."""
-    rate_limit_of: RateLimitOf
-    admin_token: str
-    now_s: Callable[[], float]
-    """Returns Unix time that never steps back."""
-    refused: Count
-    """Counts one refused request."""
-    ratelimit_headers: str
-    """Revision of the ``RateLimit`` fields."""
-    queue: FairQueue
-    """Schedules large JSON messages together with the large calls of gRPC."""
-    types: Sequence[str]
-    """Identifier types accepted in requests."""
-    on_breaker_open: str
-    """The setting; empty for a strict node, which has no local state to fall back on."""
-    auth: ForwardAuth
-    record_dir: Path | None
-    """Directory of recorded checks."""
-
-
 def application(parts: Parts) -> ASGIApp:
     """Return the ASGI application of a node."""
     static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
-    frame = Frame(
-        node_id=parts.node_id,
-        may_read=parts.may_read,
-        sessions=sessions,
-        count=parts.refused,
-        users=parts.users,
-    )
-    services = ServiceCalls(parts.methods, frame, parts.rate_limit_of)
+    frame = Frame(parts, sessions)
+    services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
     api = JsonApi(
         parts.methods,
@@ -312,39 +193,14 @@ def application(parts: Parts) -> ASGIApp:
         http_check=HttpCheck(parts.now_s, parts.ratelimit_headers),
         queue=parts.queue,
     )
-    overview = OverviewPage(
-        frame,
-        parts.live,
-        front_page(parts.grpc_address),
-        may_administer=parts.may_administer,
-        actor=parts.actor,
-        on_breaker_open=parts.on_breaker_open,
-    )
     routes: list[BaseRoute] = [
-        *overview.routes(),
+        *OverviewPage(frame, parts).routes(),
         static.route(),
-        *LoginPages(frame, sessions, parts.refused, parts.login).routes(),
-        *RulesPages(
-            frame,
-            services,
-            parts.book,
-            trail,
-            traffic=parts.rule_traffic,
-            live=parts.live,
-            types=parts.types,
-        ).routes(),
-        *PlansPage(
-            frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
-        ).routes(),
-        *TryPage(frame, services, parts.now_s, parts.types).routes(),
-        *BacktestPage(
-            frame,
-            parts.record_dir,
-            parts.book,
-            may_administer=parts.may_administer,
-            types=parts.types,
-            now_s=parts.now_s,
-        ).routes(),
+        *LoginPages(frame, sessions, parts).routes(),
+        *RulesPages(frame, services, parts, trail).routes(),
+        *PlansPage(frame, services, parts).routes(),
+        *TryPage(frame, services, parts).routes(),
+        *BacktestPage(frame, parts).routes(),
         *AuditPages(frame, services, trail).routes(),
         *api.routes(),
     ]
@@ -358,10 +214,10 @@ def application(parts: Parts) -> ASGIApp:
 
     people = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, count=parts.refused)],
+        middleware=[Middleware(guarded, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
     whole = worker_application(
         metrics=parts.metrics, readiness=parts.readiness, others=people, auth=parts.auth
     )
-    return HostCheck(whole, parts.hosts, parts.refused)
+    return with_host_check(whole, parts.hosts, parts.refused)

@@ -23,21 +23,18 @@ PEER_HEADER: Final = b"x-ratelimitd-peer"
 """Host and port, separated by a space. The parent removes it from incoming requests."""
 
 
-class FromParent:
-    """Sets the client address and the scheme of requests that the parent forwards."""
+def from_parent(app: ASGIApp, scheme: str = "http") -> ASGIApp:
+    """Set the client address and the scheme of requests that the parent forwards."""
 
-    def __init__(self, app: ASGIApp, scheme: str = "http") -> None:
-        self._app = app
-        self._scheme = scheme
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(PEER_HEADER, b"")
         host, _, port = given.decode("ascii", "replace").rpartition(" ")
         headers = [(name, value) for name, value in scope["headers"] if name != PEER_HEADER]
         client = (host, int(port)) if host and port.isdigit() else None
-        given_scope = {**scope, "client": client, "headers": headers, "scheme": self._scheme}
-        await self._app(given_scope, receive, send)
+        given_scope = {**scope, "client": client, "headers": headers, "scheme": scheme}
+        await app(given_scope, receive, send)
+
+    return answer
 
 
 CONNECT_TIMEOUT_S: Final = 1.0

@@ -20,7 +20,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import STARTED_AT_S, Point, resident_bytes
 from ratelimitd.retry import Background, Backoff
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Points, Readiness
+from ratelimitd.web.parts import Points, Readiness
 from ratelimitd.workers import protocol
 from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, forget_unused, merged
 from ratelimitd.workers.protocol import Reading, Report

@@ -26,7 +26,7 @@ from urllib.parse import quote
 from ratelimitd.errors import StartupError
 from ratelimitd.node.process import ending_with
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers.pool import READINESS_TIMEOUT_S, ChildProcess
 from ratelimitd.workers.protocol import Report
 

@@ -1,18 +1,9 @@
-"""A store in a file, and direct access to that file, bypassing the service."""
+"""Direct access to the file of a store, bypassing the service."""
 
 import sqlite3
 from contextlib import closing
 
 import pytest
-import pytest_asyncio
-
-from tests.rule_stores import sqlite_store
-
-
-@pytest_asyncio.fixture
-async def store(tmp_path):
-    async with sqlite_store(tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

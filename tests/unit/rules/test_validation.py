@@ -344,6 +344,7 @@ class TestSeveralLimits:
             ([dataclasses.replace(FIRST, burst=2**31)], ["limits[0].burst"]),
             ([dataclasses.replace(FIRST, burst=(2**31 - 1) // 6 + 1)], ["limits[0].burst"]),
             ([FIRST, dataclasses.replace(DAY, burst=1)], ["limits[1].burst"]),
+            ([FIRST, LimitDraft("b", 1, 1, "sliding_window", 5)], ["limits[1].burst"]),
             ([FIRST, dataclasses.replace(WEEK, burst=3_551)], ["limits[1].burst"]),
             ([FIRST, LimitDraft("b", 0, 1, "token_bucket", 7)], ["limits[1].limit"]),
             (
@@ -391,6 +392,8 @@ class TestSeveralLimits:
             ({"time_zone": "Mars/Olympus"}, ["time_zone"]),
             ({"time_zone": 7}, ["time_zone"]),
             ({"time_zone": ""}, ["time_zone"]),
+            ({"time_zone": "../zones"}, ["time_zone"]),
+            ({"time_zone": "europe/berlin"}, ["time_zone"]),
             ({"anchor_day": 0}, ["anchor_day"]),
             ({"anchor_day": 32}, ["anchor_day"]),
             ({"anchor_day": True}, ["anchor_day"]),

@@ -1,6 +1,7 @@
 """Envoy's service and the holds service on one limiter with two rules."""
 
 from itertools import count
+from typing import Any
 
 from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.keys import BucketKeys
@@ -12,7 +13,7 @@ from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
 from ratelimitd.services.convert_envoy import ALL_FIELDS
-from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import EnvoyService
 from ratelimitd.services.holds import HoldsService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
@@ -21,7 +22,7 @@ from tests.unit.services.fake_call import FakeCall
 USER = IdentifierType.USER
 A = Rule("a", "edge/path=a", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 B = Rule("b", "edge/path=b", USER, limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-OPTIONS = EnvoyOptions.of(["user_id=user", "a=b=ip"], ALL_FIELDS)
+OPTIONS: Any = {"identifiers": ["user_id=user", "a=b=ip"], "fields": ALL_FIELDS}
 
 
 class Node:
@@ -46,7 +47,7 @@ class Node:
             self.limiter,
             self.stats,
             lambda: next(ticks),
-            OPTIONS,
+            **OPTIONS,
             holds=self.holds,
         )
 

@@ -6,7 +6,7 @@ from ratelimitd.errors import RuleInvalidError, RuleNotFoundError, StoreUnavaila
 from ratelimitd.services import config
 from ratelimitd.services.config import ConfigService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.rule_stores import rules_with_many_plans, sqlite_store
+from tests.rule_stores import rules_with_many_plans
 from tests.unit.services.fake_call import FakeCall
 
 CALL = FakeCall()
@@ -22,12 +22,6 @@ class FeedProbe:
 
     async def notify(self):
         self.notified += 1
-
-
-@pytest.fixture
-async def store(tmp_path):
-    async with sqlite_store(tmp_path) as found:
-        yield found
 
 
 @pytest.fixture
@@ -121,31 +115,22 @@ async def test_a_page_ends_before_its_size_when_its_rules_have_many_limits(servi
 async def test_rules_with_many_plans_are_written_one_per_iteration(service, store, monkeypatch):
     await store.create_all(rules_with_many_plans(3), "me")
     written = []
-    write = config.rate_limit_of
 
-    def spied(rule):
-        asyncio.get_running_loop().call_soon(written.append, "an iteration")
-        written.append(rule.endpoint)
-        return write(rule)
+    def spy(name):
+        write = getattr(config, name)
 
-    monkeypatch.setattr(config, "rate_limit_of", spied)
+        def spied(one, **options):
+            asyncio.get_running_loop().call_soon(written.append, "an iteration")
+            written.append(getattr(one, "before", one).endpoint)
+            return write(one, **options)
+
+        monkeypatch.setattr(config, name, spied)
+
+    spy("rate_limit_of")
     await listing(service)
     assert written[:5] == ["/00", "an iteration", "/01", "an iteration", "/02"]
-
-
-async def test_changes_of_rules_with_many_plans_are_written_one_per_iteration(
-    service, store, monkeypatch
-):
-    await store.create_all(rules_with_many_plans(3), "me")
-    written = []
-    write = config.change_of
-
-    def spied(change, **options):
-        asyncio.get_running_loop().call_soon(written.append, "an iteration")
-        written.append(change.before.endpoint)
-        return write(change, **options)
-
-    monkeypatch.setattr(config, "change_of", spied)
+    written.clear()
+    spy("change_of")
     message = pb.ApplyRateLimitsRequest(prune=True)
     data = await service.apply_rate_limits(message.SerializeToString(), CALL)
     answer = pb.ApplyRateLimitsResponse.FromString(data)

@@ -29,7 +29,7 @@ from ratelimitd.services.convert import (
     is_canonical_address,
     target_of,
 )
-from ratelimitd.services.wire import parse_check, parse_reset
+from ratelimitd.services.wire import parse, parse_check
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 VALID = {"identifier": "u", "identifier_type": "user", "endpoint": "/a"}
@@ -71,7 +71,21 @@ def test_an_address_is_converted_to_canonical_form(sent, canonical):
     assert read(identifier_type="ip", identifier=sent).identifier == canonical
 
 
-@pytest.mark.parametrize("sent", ["", "1.2.3", "01.2.3.4", "fe80::1%0", "x", "1.2.3.4/32", "é"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "1.2.3",
+        "01.2.3.4",
+        "1.2.3.04",
+        "1.2.3.4 ",
+        "1.2.3.4:80",
+        "1.2.3.4/32",
+        "fe80::1%0",
+        "x",
+        "é",
+    ],
+)
 def test_text_that_is_not_a_plain_address_is_refused(sent):
     assert refused(identifier_type="ip", identifier=sent) == ["identifier"]
 
@@ -103,7 +117,7 @@ def test_an_endpoint_is_used_unchanged(endpoint):
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "*", "e" * 256, "/\t", "/\x1f", "/\x7f", "/\x80", "/\x9f"]
+    "endpoint", ["", "*", "e" * 256, "/\x00", "/\n", "/\t", "/\x1f", "/\x7f", "/\x80", "/\x9f"]
 )
 def test_an_endpoint_has_1_to_255_characters_none_a_control_and_is_not_the_star(endpoint):
     assert refused(endpoint=endpoint) == ["endpoint"]
@@ -117,9 +131,9 @@ def test_a_cost_of_zero_is_one(sent, cost):
 @pytest.mark.parametrize("field", [1, 2, 3])
 def test_invalid_utf8_is_refused_by_field(field):
     data = pb.RateLimitRequest(**VALID).SerializeToString() + bytes([field << 3 | 2, 1, 0xFF])
-    for parse, convert in ((parse_check, check_of), (parse_reset, target_of)):
+    for contract, convert in ((pb.RateLimitRequest, check_of), (pb.ResetRequest, target_of)):
         with pytest.raises(CheckInvalidError) as caught:
-            convert(parse(data))
+            convert(parse(contract, data))
         [violation] = caught.value.violations
         assert violation.field == ["identifier", "identifier_type", "endpoint"][field - 1]
 
@@ -135,11 +149,11 @@ def test_every_invalid_field_is_named():
 
 def test_a_reset_is_converted_and_validated_like_a_check():
     message = pb.ResetRequest(identifier="::ffff:1.1.1.1", identifier_type="ip", endpoint="/a")
-    assert target_of(parse_reset(message.SerializeToString())) == Target(
+    assert target_of(parse(pb.ResetRequest, message.SerializeToString())) == Target(
         b"1.1.1.1", IdentifierType.IP, "/a"
     )
     with pytest.raises(CheckInvalidError):
-        target_of(parse_reset(b""))
+        target_of(parse(pb.ResetRequest, b""))
 
 
 @given(

@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import InvalidInputError
-from ratelimitd.model import Enforcement, IdentifierType
+from ratelimitd.errors import CheckInvalidError, InvalidInputError
+from ratelimitd.model import Enforcement
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.envoy import METHOD, EnvoyService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
 from tests.unit.limiter.nodes import GRANTED, REFUSED, Sharing
-from tests.unit.services.envoy_node import OPTIONS, USER, A, B, Node
+from tests.unit.services.envoy_node import OPTIONS, A, B, Node
 from tests.unit.services.fake_call import FakeCall
 
 ADA_A = [("user_id", "ada"), ("path", "a")]
@@ -32,8 +32,9 @@ def test_the_method_is_envoys(node):
     assert [*node.service.methods().unary] == [METHOD]
 
 
-def test_options_are_read_from_settings():
-    assert OPTIONS.identifiers == {b"user_id": USER, b"a=b": IdentifierType.IP}
+def test_identifiers_are_read_from_settings(node):
+    with pytest.raises(CheckInvalidError, match="must be an IPv4 or IPv6 address"):
+        node.ask([("a=b", "ada"), ("path", "a")])
 
 
 def test_a_limit_is_reached_at_the_right_request(node):
@@ -137,7 +138,7 @@ def test_a_full_bucket_beside_a_denied_one_has_no_retry_delay_of_the_sum(node):
 async def test_an_answer_of_the_shared_state_is_awaited():
     limiter = Sharing(A, B).limiter
     limiter.shared.answers = [GRANTED, REFUSED]
-    service = EnvoyService(limiter, CheckStats(), lambda: 0.0, OPTIONS, holds=Node().holds)
+    service = EnvoyService(limiter, CheckStats(), lambda: 0.0, **OPTIONS, holds=Node().holds)
     data = request_of("edge", ADA_B, ADA_A).SerializeToString()
     answer = Response.FromString(await service.should_rate_limit(data, FakeCall()))
     assert codes(answer) == [OK, OVER_LIMIT]

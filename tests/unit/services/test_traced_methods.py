@@ -128,6 +128,7 @@ def test_health_and_others_are_not_traced_and_sampled_checks_skip_the_bulk_handl
     def handle(_data, _call):
         return b""
 
-    methods = Methods(unary={"/grpc.health.v1.Health/Check": handle})
+    polled = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
+    methods = Methods(unary={"/grpc.health.v1.Health/Check": handle, polled: handle})
     assert traced(methods, tracer).unary == methods.unary
     assert traced(methods, tracer).bulk_unless_sampled

@@ -1,12 +1,13 @@
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ratelimitd import __version__
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.app import HostCheck, Readiness, front_page, worker_application
+from ratelimitd.web.app import with_host_check, worker_application
 from ratelimitd.web.pages.errors import Cause
+from ratelimitd.web.parts import Readiness
 
 
 class OneMetric:
@@ -21,9 +22,9 @@ class Web:
         app = worker_application(
             metrics=metrics or OneMetric(),
             readiness=readiness or (lambda: self.readiness),
-            others=Starlette(routes=[Route("/", front_page(lambda: "127.0.0.1:9090"))]),
+            others=Starlette(routes=[Route("/", PlainTextResponse("ok"))]),
         )
-        self.app = HostCheck(app, ["node.example"], self.refused.append)
+        self.app = with_host_check(app, ["node.example"], self.refused.append)
 
     async def get(self, path, **headers):
         transport = httpx.ASGITransport(app=self.app)
@@ -34,14 +35,6 @@ class Web:
 @pytest.fixture
 def web():
     return Web()
-
-
-async def test_front_page_describes_the_node_and_its_addresses(web):
-    answer = await web.get("/")
-    assert answer.status_code == 200
-    assert f"ratelimitd {__version__}" in answer.text
-    assert "127.0.0.1:9090" in answer.text
-    assert answer.headers["cache-control"] == "no-store"
 
 
 async def test_live_process_is_healthy_whether_or_not_it_is_ready(web):
@@ -135,5 +128,5 @@ async def test_other_events_than_requests_pass_the_check(web):
     async def app(scope, _receive, _send):
         seen.append(scope["type"])
 
-    await HostCheck(app, [], web.refused.append)({"type": "lifespan"}, None, None)
+    await with_host_check(app, [], web.refused.append)({"type": "lifespan"}, None, None)
     assert seen == ["lifespan"]

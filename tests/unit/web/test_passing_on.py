@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ratelimitd.web import worker_proxy
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.server import HttpServer, listening_at
-from ratelimitd.web.worker_proxy import PEER_HEADER, FromParent, PassingOn
+from ratelimitd.web.worker_proxy import PEER_HEADER, PassingOn, from_parent
 
 
 class Worker:
@@ -24,7 +24,7 @@ class Worker:
     def __init__(self, name):
         self.name = name
         self.left = asyncio.Event()
-        self.app = FromParent(
+        self.app = from_parent(
             Starlette(
                 routes=[
                     Route("/asked", self.asked),
@@ -376,7 +376,7 @@ async def test_peer_is_the_one_that_the_parent_names(given, client):
     headers = [(b"host", b"node"), (PEER_HEADER, given)]
     scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers}
     for scheme in ("http", "https"):
-        await FromParent(app, scheme)(scope, None, None)
+        await from_parent(app, scheme)(scope, None, None)
     expected = {"type": "http", "client": client, "headers": [(b"host", b"node")]}
     assert seen == [{**expected, "scheme": scheme} for scheme in ("http", "https")]
 
@@ -385,4 +385,4 @@ async def test_request_without_a_peer_header_has_no_client():
     async def app(scope, receive, send):
         assert scope["client"] is None
 
-    await FromParent(app)({"type": "http", "client": ("127.0.0.1", 1), "headers": []}, None, None)
+    await from_parent(app)({"type": "http", "client": ("127.0.0.1", 1), "headers": []}, None, None)

@@ -9,7 +9,7 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import metrics as metrics_module
 from ratelimitd.workers import pool as pool_module
 from ratelimitd.workers.metrics import OF_PARENT

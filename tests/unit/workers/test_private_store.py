@@ -16,7 +16,7 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Login, Server, parse_redis_url
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import private_store
 from ratelimitd.workers.private_store import RIGHTS, PrivateStore, valkey_server
 

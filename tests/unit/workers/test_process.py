@@ -9,7 +9,7 @@ import uvloop
 
 from ratelimitd.errors import StartupError
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import pool, protocol
 from ratelimitd.workers.pool import WorkerProcess
 from tests.fake_worker import ANSWERING, command

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import pool
 from ratelimitd.workers.pool import LONG_LIFE_S, LONGEST_PAUSE_S, MAX_SILENT_LOOKS, Respawner
 

@@ -12,7 +12,7 @@ import pytest
 from ratelimitd.node import process, supervisor
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.settings.table import Settings
-from ratelimitd.web.app import Readiness
+from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import protocol, worker
 from ratelimitd.workers.worker import Parent
 

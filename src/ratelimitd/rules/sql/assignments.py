@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -29,6 +28,7 @@ from ratelimitd.rules.assignments import (
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
     assignments,
+    at_time,
     next_revision,
     rule_audit,
     rule_revision,
@@ -49,8 +49,6 @@ _COLUMNS: Final = tuple(assignments.c[name] for name in (*Assignment._fields[:-1
 """The columns of an assignment; the etag is computed from the revision."""
 
 _SERVED: Final = tuple(assignments.c[name] for name in Assigned._fields)
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class SqlAssignmentStore:
@@ -96,7 +94,7 @@ class SqlAssignmentStore:
             replaced = [after.identity for _, after in changes if after.identity in stored]
             await self._count(connection, len(changes) - len(replaced) - purged)
             await _delete(connection, replaced)
-            await self._insert(connection, changes, revision, actor)
+            await self._write(connection, changes, revision, actor)
         return answers
 
     async def unassign(self, identity: Identity, etag: str, actor: str) -> None:
@@ -109,9 +107,7 @@ class SqlAssignmentStore:
             _refuse_conflict(before, etag)
             await _delete(connection, [identity])
             await self._count(connection, -1)
-            await connection.execute(rule_revision.update().values(revision=revision))
-            row = self._audit_row(revision, actor, before, None)
-            await connection.execute(rule_audit.insert().values(row))
+            await self._write(connection, [(before, None)], revision, actor)
 
     async def assignment(self, identity: Identity) -> Assignment:
         """Return the assignment of an identity."""
@@ -147,21 +143,23 @@ class SqlAssignmentStore:
                 after = rows[-1].identifier_type, rows[-1].identifier
         return found[:size]
 
-    async def _insert(
+    async def _write(
         self,
         connection: AsyncConnection,
-        changes: Sequence[tuple[Assignment | None, Assignment]],
+        changes: Sequence[tuple[Assignment | None, Assignment | None]],
         revision: int,
         actor: str,
     ) -> None:
-        """Insert changed assignments and their audit rows; the first gets ``revision``, each further one the next."""
+        """Insert changed assignments and the audit rows; the first gets ``revision``, each further one the next."""
         if not changes:
             return
         rows, audit_rows = [], []
         for number, (before, after) in enumerate(changes, revision):
-            rows.append({**_content(after), "identifier": after.identifier, "revision": number})
+            if after is not None:
+                rows.append({**_content(after), "identifier": after.identifier, "revision": number})
             audit_rows.append(self._audit_row(number, actor, before, after))
-        await connection.execute(assignments.insert(), rows)
+        if rows:
+            await connection.execute(assignments.insert(), rows)
         await connection.execute(rule_audit.insert(), audit_rows)
         last = revision + len(changes) - 1
         await connection.execute(rule_revision.update().values(revision=last))
@@ -172,7 +170,7 @@ class SqlAssignmentStore:
         identifier_type, identifier = (after or before or _NONE).identity
         return {
             "revision": revision,
-            "at": _EPOCH + timedelta(microseconds=self._clock.now_us()),
+            "at": at_time(self._clock.now_us()),
             "actor": storable(actor),
             "action": "create" if before is None else "update" if after else "delete",
             "rule_id": "",

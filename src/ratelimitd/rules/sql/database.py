@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 import sqlalchemy as sa
@@ -92,6 +93,8 @@ def open_database(
 
 
 MAX_ACTOR_CHARS: Final = 255
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 metadata = sa.MetaData()
 
@@ -224,6 +227,11 @@ async def next_revision(connection: AsyncConnection) -> int:
     # the commit, so a reader of a revision sees every change up to it.
     locked = sa.select(rule_revision.c.revision).with_for_update()
     return (await connection.scalar(locked) or 0) + 1
+
+
+def at_time(now_us: int) -> datetime:
+    """Return a time in µs since the Unix epoch as a value of the audit trail."""
+    return _EPOCH + timedelta(microseconds=now_us)
 
 
 def storable(actor: str) -> str:

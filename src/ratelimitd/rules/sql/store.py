@@ -11,19 +11,11 @@ import json
 import secrets as random_source
 import uuid
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -41,9 +33,11 @@ from ratelimitd.model import IdentifierType, Rule, types_within
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS
 from ratelimitd.rules.sql.applying import (
+    changes_back_to,
     changes_of,
     record,
     refuse_changes_after,
+    trail_row,
     want_all,
     write,
 )
@@ -55,6 +49,7 @@ from ratelimitd.rules.sql.assignments import (
 )
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
+    at_time,
     current_revision,
     next_revision,
     rule_audit,
@@ -69,9 +64,8 @@ from ratelimitd.rules.sql.reading import (
     read_page,
     read_removed_ids,
     read_rules,
+    read_trail,
 )
-from ratelimitd.rules.sql.reverting import changes_back_to
-from ratelimitd.rules.sql.trail import read_trail
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
     MAX_RULES,
@@ -89,8 +83,6 @@ from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_fro
 
 SEARCH_WAIT_S: Final = 5.0
 """Longest wait for other searches of the audit trail; as long as for a connection."""
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class SqlRuleStore:
@@ -145,7 +137,7 @@ class SqlRuleStore:
             after = RuleRow.of(rule)
             with _exists_if_taken():
                 await connection.execute(rules.insert().values(self._new_row(after)))
-            await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
+            await self._record(connection, revision, actor, Change(None, after))
         return rule
 
     async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
@@ -202,9 +194,7 @@ class SqlRuleStore:
             values = {**after._asdict(), "updated_at": self._now()}
             with _exists_if_taken():
                 await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
-            await self._record(
-                connection, _Change(revision, "update", rule_id, actor), before=before, after=after
-            )
+            await self._record(connection, revision, actor, Change(before, after))
         return rule
 
     async def delete(self, rule_id: str, etag: str, actor: str) -> None:
@@ -214,9 +204,7 @@ class SqlRuleStore:
             revision = await next_revision(connection)
             before = await _stored_row(connection, rule_id, etag)
             await connection.execute(rules.delete().where(rules.c.id == rule_id))
-            await self._record(
-                connection, _Change(revision, "delete", rule_id, actor), before=before
-            )
+            await self._record(connection, revision, actor, Change(before, None))
 
     async def rule(self, rule_id: str) -> Rule:
         """Return a rule."""
@@ -303,16 +291,11 @@ class SqlRuleStore:
             self._searches.release()
 
     async def _record(
-        self,
-        connection: AsyncConnection,
-        change: _Change,
-        *,
-        before: RuleRow | None = None,
-        after: RuleRow | None = None,
+        self, connection: AsyncConnection, revision: int, actor: str, change: Change
     ) -> None:
         """Advance the revision and insert the audit row, in the transaction of the change."""
-        await connection.execute(rule_revision.update().values(revision=change.revision))
-        row = self._audit_row(change, before=before, after=after)
+        await connection.execute(rule_revision.update().values(revision=revision))
+        row = self._audit_row(revision, actor, change)
         await connection.execute(rule_audit.insert().values(row))
 
     async def _apply(
@@ -336,25 +319,15 @@ class SqlRuleStore:
             changes = [one for one in compared if one.action]
             if changes and not dry_run:
                 revision += 1
-                change = _Change(revision, "apply", "", actor)
-                await self._write_all(connection, change, changes, counts)
+                with _exists_if_taken():
+                    await write(connection, changes, self._now())
+                await connection.execute(rule_revision.update().values(revision=revision))
+                row = self._audit_row(revision, actor, Change(None, None))
+                numbers = json.dumps({f"{action}d": counts[action] for action in ACTIONS})
+                values = {**row, "action": "apply", "after": numbers}
+                await connection.execute(rule_audit.insert().values(values))
+                await record(connection, changes, revision)
         return Applied(revision, changes, counts)
-
-    async def _write_all(
-        self,
-        connection: AsyncConnection,
-        change: _Change,
-        changes: Sequence[Change],
-        counts: Mapping[str, int],
-    ) -> None:
-        """Write the changes of a whole set, in its transaction."""
-        with _exists_if_taken():
-            await write(connection, changes, self._now())
-        await connection.execute(rule_revision.update().values(revision=change.revision))
-        row = self._audit_row(change, before=None, after=None)
-        numbers = json.dumps({f"{action}d": counts[action] for action in ACTIONS})
-        await connection.execute(rule_audit.insert().values({**row, "after": numbers}))
-        await record(connection, changes, change.revision, _json)
 
     async def _insert_batch(
         self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
@@ -367,8 +340,7 @@ class SqlRuleStore:
                 validated(draft, rule_id=rule_id, revision=number, types=self._types)
             )
             rows.append(self._new_row(after))
-            change = _Change(number, "create", rule_id, actor)
-            audit_rows.append(self._audit_row(change, before=None, after=after))
+            audit_rows.append(self._audit_row(number, actor, Change(None, after)))
         try:
             await connection.execute(rules.insert(), rows)
         except IntegrityError as error:
@@ -380,16 +352,8 @@ class SqlRuleStore:
         now = self._now()
         return {**row._asdict(), "created_at": now, "updated_at": now}
 
-    def _audit_row(
-        self, change: _Change, *, before: RuleRow | None, after: RuleRow | None
-    ) -> dict[str, object]:
-        return {
-            **change._asdict(),
-            "actor": storable(change.actor),
-            "at": self._now(),
-            "before": _json(before),
-            "after": _json(after),
-        }
+    def _audit_row(self, revision: int, actor: str, change: Change) -> dict[str, object]:
+        return {**trail_row(revision, change), "actor": storable(actor), "at": self._now()}
 
     async def _refuse_beyond_maximum(self, connection: AsyncConnection, added: int = 1) -> None:
         count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0
@@ -398,7 +362,7 @@ class SqlRuleStore:
             raise RulesFullError(message)
 
     def _now(self) -> datetime:
-        return _EPOCH + timedelta(microseconds=self._clock.now_us())
+        return at_time(self._clock.now_us())
 
 
 async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
@@ -421,13 +385,6 @@ async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> R
 async def _secret(connection: AsyncConnection, name: str) -> bytes | None:
     value = await connection.scalar(sa.select(secrets.c.value).where(secrets.c.name == name))
     return None if value is None else bytes(value)
-
-
-class _Change(NamedTuple):
-    revision: int
-    action: str
-    rule_id: str
-    actor: str
 
 
 @contextmanager
@@ -456,14 +413,3 @@ async def _refuse_taken_pair(
     if holder is not None:
         message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
         raise RuleExistsError(message)
-
-
-def _json(row: RuleRow | None) -> str | None:
-    if row is None:
-        return None
-    fields = row._asdict()
-    for name in ("limits", "plans"):
-        if fields[name] is None:
-            del fields[name]
-    # A row written outside the service may hold values that JSON cannot express, such as bytes.
-    return json.dumps(fields, default=repr)

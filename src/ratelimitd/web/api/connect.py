@@ -145,27 +145,21 @@ class Connect:
 class ConnectJson(Connect):
     """Bodies are JSON."""
 
-    bounds = json_messages.USUAL
-    max_body_bytes = bounds.body_bytes
+    def __init__(self, bounds: json_messages.Bounds = json_messages.USUAL) -> None:
+        self._bounds = bounds
+        self.max_body_bytes = bounds.body_bytes
 
     async def message_of(
         self, body: bytes, headers: Headers, types: Types, run_step: RunStep
     ) -> bytes:
         """Parse strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
-        message = await message_from_json(text, types.request, run_step, self.bounds)
+        message = await message_from_json(text, types.request, run_step, self._bounds)
         return message.SerializeToString()
 
     async def answer(self, message: bytes, types: Types, run_step: RunStep) -> Response:
         """Write every field under its contract name."""
         return Response(await json_of(types.answer.FromString(message), run_step), media_type=JSON)
-
-
-class WholeBookJson(ConnectJson):
-    """Bodies are JSON with a whole set of rules."""
-
-    bounds = json_messages.WHOLE_BOOK
-    max_body_bytes = bounds.body_bytes
 
 
 class ConnectProto(Connect):

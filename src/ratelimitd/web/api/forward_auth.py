@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, NamedTuple, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -199,30 +198,21 @@ def parameters_of(query: str, client_query: str = "") -> Parameters:
     return Parameters(STATUSES[deny], int(cost), found.get("endpoint", ""))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthOptions:
-    """The settings of forward auth."""
-
-    identifiers: Sequence[str]
-    """``header=type``, in order."""
-    endpoints: Sequence[str]
-    """Path templates, in order."""
-    trusted_proxies: Sequence[str]
-    ignored: Callable[[], None]
-    """Counts a request whose forwarding headers were ignored."""
-
-
 class ForwardAuth:
     """The ASGI application of :data:`AUTH_PATH`; ``handler`` answers checks, ``now_s`` is the node's Unix time.
 
-    ``revision`` is the revision of the ``RateLimit`` fields.
+    ``identifiers`` are ``header=type``, in order, and ``endpoints`` path templates, in order. ``ignored`` counts a
+    request whose forwarding headers were ignored. ``revision`` is the revision of the ``RateLimit`` fields.
     """
 
     def __init__(
         self,
         handler: UnaryHandler,
-        options: AuthOptions,
         *,
+        identifiers: Sequence[str],
+        endpoints: Sequence[str],
+        trusted_proxies: Sequence[str],
+        ignored: Callable[[], None],
         admit: Requirement,
         translate: Translation,
         now_s: Callable[[], float],
@@ -233,11 +223,11 @@ class ForwardAuth:
         self._translate = translate
         self._now_s = now_s
         self._revision = revision
-        self._ignored = options.ignored
-        self._proxies = ClientAddresses(options.trusted_proxies)
+        self._ignored = ignored
+        self._proxies = ClientAddresses(trusted_proxies)
         self._no_proxies = ClientAddresses()
-        self._templates = PathTemplates(options.endpoints)
-        pairs = (pair.rpartition("=") for pair in options.identifiers)
+        self._templates = PathTemplates(endpoints)
+        pairs = (pair.rpartition("=") for pair in identifiers)
         self._identifiers = [(header, kind) for header, _, kind in pairs]
         self._has_warned = False
 

@@ -33,10 +33,9 @@ from ratelimitd.web.api.connect import (
     GrpcWeb,
     Types,
     UnaryProtocol,
-    WholeBookJson,
 )
 from ratelimitd.web.api.http_call import Requirement, body_of, handled, http_call
-from ratelimitd.web.api.json_messages import RunStep
+from ratelimitd.web.api.json_messages import WHOLE_BOOK, RunStep
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -47,6 +46,7 @@ class HttpCheck(ConnectJson):
     """Like Connect. ``now_s`` is the node's Unix time; ``revision`` is the revision of the ``RateLimit`` fields."""
 
     def __init__(self, now_s: Callable[[], float], revision: str) -> None:
+        super().__init__()
         self._now_s = now_s
         self._revision = revision
 
@@ -107,7 +107,7 @@ PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
 ``text/plain`` and forms."""
 
 WHOLE_BOOK_PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
-    {**PROTOCOLS, JSON: WholeBookJson()}
+    {**PROTOCOLS, JSON: ConnectJson(WHOLE_BOOK)}
 )
 
 _DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"

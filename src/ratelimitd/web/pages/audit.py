@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import MAXYEAR, UTC, datetime, timedelta
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlencode
 
 from starlette.requests import Request
@@ -20,9 +20,16 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rules.store import EVERY_CHANGE, AuditEntry, AuditFilter, LimitDraft, RuleStore
+from ratelimitd.rules.store import (
+    EVERY_CHANGE,
+    LIMIT_FIELDS,
+    AuditEntry,
+    AuditFilter,
+    LimitDraft,
+    RuleStore,
+)
 from ratelimitd.rules.validation import RuleRow, rule_from_row
-from ratelimitd.web.pages.invoke import HTTP_STATUS, Rejected, ServiceCalls
+from ratelimitd.web.pages.invoke import CONFIG, HTTP_STATUS, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import (
     Difference,
@@ -220,7 +227,7 @@ class AuditPages:
         if not _is_revision(to) or not _is_revision(since):
             return self._no_revision(request)
         try:
-            await self._services.revert(request, int(to), since=int(since))
+            await self._apply(request, as_of=int(to), revision=int(since))
         except Rejected as error:
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return await self._preview(request, to, problem, error.status)
@@ -232,7 +239,7 @@ class AuditPages:
         if not _is_revision(to):
             return self._no_revision(request)
         try:
-            answer = await self._services.revert(request, int(to), dry_run=True)
+            answer = await self._apply(request, as_of=int(to), dry_run=True)
         except Rejected as error:
             text = "; ".join(error.fields.values()) or error.message
             title = f"The rules cannot be reverted to revision {to}"
@@ -249,6 +256,13 @@ class AuditPages:
             changes=[*map(_reverted, answer.changes[:MAX_SHOWN])],
             problem=problem,
         )
+
+    async def _apply(
+        self, request: Request, **fields: Any
+    ) -> ratelimiter_pb2.ApplyRateLimitsResponse:
+        message = ratelimiter_pb2.ApplyRateLimitsRequest(**fields)
+        answer = ratelimiter_pb2.ApplyRateLimitsResponse
+        return await self._services.ask(request, f"{CONFIG}/ApplyRateLimits", message, answer)
 
     def _no_revision(self, request: Request) -> Response:
         text = "A revision is a number from 1 on, such as the list of changes shows."
@@ -298,14 +312,7 @@ def _limits(
 def _draft_of(limit: ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit) -> LimitDraft:
     if isinstance(limit, ratelimiter_pb2.RateLimit):
         return LimitDraft("", limit.limit, limit.window_seconds, limit.algorithm)
-    return LimitDraft(
-        limit.name,
-        limit.limit,
-        limit.window_seconds,
-        limit.algorithm,
-        burst=limit.burst,
-        period=ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None,
-        time_zone=limit.time_zone,
-        anchor_day=limit.anchor_day,
-        enforcement=ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower(),
-    )
+    fields = {name: getattr(limit, name) for name in LIMIT_FIELDS}
+    fields["period"] = ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None
+    fields["enforcement"] = ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower()
+    return LimitDraft(**fields)

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -25,13 +25,12 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.backtest.recorder import FILE_NAME, WHOLE
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import US_PER_S, Rule
-from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.rules_file import dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import RuleRow
-from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rendering import instant
+from ratelimitd.web.parts import Parts
 
 MAX_WINDOW_BYTES: Final = 50_000_000
 """Maximum size of a replay, the newest files of a window: two million checks, about 10 s."""
@@ -83,24 +82,11 @@ _log = logging.getLogger(__name__)
 
 
 class BacktestPage:
-    """The endpoints of the page. ``directory`` is RECORD_DIR, ``None`` if unset; ``now_s`` is Unix time."""
+    """The endpoints of the page."""
 
-    def __init__(
-        self,
-        frame: Frame,
-        directory: Path | None,
-        book: Callable[[], RuleBook | None],
-        *,
-        may_administer: Requirement,
-        types: Collection[str],
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, frame: Frame, parts: Parts) -> None:
         self._frame = frame
-        self._directory = directory
-        self._book = book
-        self._may_administer = may_administer
-        self._types = types
-        self._now_s = now_s
+        self._parts = parts
         self._replay: _Replay | None = None
         """The running replay, or the last one."""
 
@@ -115,14 +101,14 @@ class BacktestPage:
         """Show the form for the rule in the parameter ``rule``, or the replay in the parameter ``replay``."""
         if (wanted := request.query_params.get("replay")) is not None:
             return await self._show_replay(request, wanted)
-        book = self._book()
+        book = self._parts.book()
         rule = book.get(request.query_params.get("rule", "")) if book else None
         text = EXAMPLE if rule is None else dump_rules([_draft_of(rule)])
         return await self._page(request, next(iter(WINDOWS)), text)
 
     async def replay(self, request: Request, fields: Fields) -> Response:
         """Replay with the rules of the form in place of those of the same endpoint and type."""
-        self._frame.demand(request, self._may_administer)
+        self._frame.demand(request, self._parts.may_administer)
         window, text = fields.get("window", ""), fields.get("rules", "")
         if self._replay is not None and self._replay.is_running:
             problem = "Another replay is running. Try again in some seconds."
@@ -135,7 +121,7 @@ class BacktestPage:
 
     async def _show_replay(self, request: Request, wanted: str) -> Response:
         """Show the result, or that the replay is still running."""
-        self._frame.demand(request, self._may_administer)
+        self._frame.demand(request, self._parts.may_administer)
         replay = self._replay
         if replay is None or replay.id != wanted:
             problem = "The result of this replay is not kept any more."
@@ -151,13 +137,13 @@ class BacktestPage:
 
     async def _result(self, window: str, text: str) -> Mapping[str, Any]:
         """Run the replay; return the status and the page's context."""
-        book = self._book()
+        book = self._parts.book()
         rules = [*islice(book.rules(), MAX_RULES + 1)] if book is not None else []
         try:
-            file = await asyncio.to_thread(_file_of, rules, text, self._types)
+            file = await asyncio.to_thread(_file_of, rules, text, self._parts.types)
         except RuleInvalidError as error:
             return {"status_code": 422, "wrong": str(error)}
-        paths = _within(await self._files(), window, self._now_s())
+        paths = _within(await self._files(), window, self._parts.now_s())
         if file is None:
             problem = f"There are more than {MAX_RULES} rules: use ratelimitd backtest."
         elif not paths:
@@ -168,7 +154,11 @@ class BacktestPage:
         return {"status_code": 409, "problem": problem}
 
     async def _files(self) -> list[Path]:
-        return [] if self._directory is None else await asyncio.to_thread(_files, self._directory)
+        return (
+            []
+            if self._parts.record_dir is None
+            else await asyncio.to_thread(_files, self._parts.record_dir)
+        )
 
     async def _page(
         self, request: Request, window: str, text: str, *, status_code: int = 200, **context: Any
@@ -179,7 +169,7 @@ class BacktestPage:
             request,
             "backtest.html",
             status_code=status_code,
-            is_on=self._directory is not None,
+            is_on=self._parts.record_dir is not None,
             window=window,
             windows=windows,
             rules=text,

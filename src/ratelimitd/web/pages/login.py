@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.rpc.interface import Call, RpcError
+from ratelimitd.rpc.interface import RpcError
 from ratelimitd.web.api.http_call import http_call
-from ratelimitd.web.pages.errors import ANSWERS, Cause, Count
+from ratelimitd.web.pages.errors import ANSWERS, Cause
 from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_path
 from ratelimitd.web.pages.sessions import Sessions
-
-Login = Callable[[Call], str | None]
-"""Returns the name of a call's token, empty for the admin token; ``None`` if it may not log in.
-
-Raises ``RpcError`` after too many wrong tokens.
-"""
+from ratelimitd.web.parts import Parts
 
 
 class LoginPages:
     """``/login`` and ``/logout``."""
 
-    def __init__(
-        self,
-        frame: Frame,
-        sessions: Sessions,
-        count: Count,
-        login: Login,
-    ) -> None:
+    def __init__(self, frame: Frame, sessions: Sessions, parts: Parts) -> None:
         self._frame = frame
         self._sessions = sessions
-        self._count = count
-        self._login = login
+        self._parts = parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -60,7 +46,7 @@ class LoginPages:
         target = local_path(fields.get("next", "/"))
         token = fields.get("token", "").strip()
         try:
-            name = self._login(http_call(request, "/login", f"Bearer {token}"))
+            name = self._parts.login(http_call(request, "/login", f"Bearer {token}"))
         except RpcError:
             return self._form(request, target, Cause.TOO_MANY_LOGINS)
         if name is None:
@@ -74,7 +60,7 @@ class LoginPages:
 
     def _form(self, request: Request, target: str, refused: Cause | None = None) -> Response:
         if refused is not None:
-            self._count(refused)
+            self._parts.refused(refused)
         return self._frame.page(
             request,
             "login.html",

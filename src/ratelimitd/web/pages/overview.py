@@ -14,14 +14,13 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from ratelimitd import __version__
 from ratelimitd.observe.history import DEFAULT_SPAN, SPANS
 from ratelimitd.observe.live import Live
-from ratelimitd.rpc.interface import Call
-from ratelimitd.web.api.http_call import Requirement
-from ratelimitd.web.pages.errors import Refused
+from ratelimitd.web.pages.errors import HEADERS, Refused
 from ratelimitd.web.pages.overview_view import (
     TABLE_HEADINGS,
     row,
@@ -30,6 +29,7 @@ from ratelimitd.web.pages.overview_view import (
     view_of,
 )
 from ratelimitd.web.pages.page_base import Frame, accepts_html
+from ratelimitd.web.parts import Parts
 
 MAX_BEHIND: Final = 3
 """Events queued for a slow page: six seconds."""
@@ -154,61 +154,51 @@ def _event(name: str, data: object) -> bytes:
 FRAGMENTS: Final = ("state", "nodes", "denials", "holds", "summary")
 """The changing parts of the page, by id; each has the template ``overview_<id>.html``."""
 
-Words = Callable[[Request], Awaitable[Response]]
-"""Returns ``/`` for programs: a description in plain text."""
-
 _log = logging.getLogger(__name__)
 
 
 class OverviewPage:
-    """The page and its stream.
+    """The page and its stream; ``/`` is plain text for programs."""
 
-    ``may_administer`` guards names; ``actor`` returns the name that the log records for such a request;
-    ``on_breaker_open`` is the setting, empty if not configurable.
-    """
-
-    def __init__(
-        self,
-        frame: Frame,
-        live: Live,
-        words: Words,
-        *,
-        may_administer: Requirement,
-        actor: Callable[[Call], str],
-        on_breaker_open: str = "",
-    ) -> None:
+    def __init__(self, frame: Frame, parts: Parts) -> None:
         self._frame = frame
-        self._on_breaker_open = on_breaker_open
-        self._live = live
-        self._words = words
-        self._may_administer = may_administer
-        self._actor = actor
-        self._stream = LiveStream(live, self._fragments)
+        self._parts = parts
+        self._stream = LiveStream(parts.live, self._fragments)
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
         page = self._frame.reading(self._page)
 
         async def front(request: Request) -> Response:
-            return await (page if accepts_html(request) else self._words)(request)
+            return await page(request) if accepts_html(request) else self._in_words()
 
         return [Route("/", front), Route("/events", self._frame.reading(self._events))]
+
+    def _in_words(self) -> Response:
+        return PlainTextResponse(
+            f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
+            f"gRPC      {self._parts.grpc_address()}\n"
+            "/metrics  numbers for Prometheus\n"
+            "/healthz  200 while the process lives\n"
+            "/readyz   200 while checks should come here\n",
+            headers=HEADERS,
+        )
 
     async def _page(self, request: Request) -> Response:
         look = self._look(request)
         if look.named:
             _log.info(
                 "%s looks at the names of denied identifiers",
-                self._actor(self._frame.call(request, request.url.path)),
+                self._parts.actor(self._frame.call(request, request.url.path)),
             )
-        await self._live.refresh()
+        await self._parts.live.refresh()
         span = SPANS[look.span]
         return self._frame.page(
             request,
             "overview.html",
             span=span,
             spans=SPAN_WORDS,
-            table=table_of(self._live.history(span), span),
+            table=table_of(self._parts.live.history(span), span),
             table_headings=TABLE_HEADINGS,
             **self._context(look),
         )
@@ -217,7 +207,7 @@ class OverviewPage:
         look = self._look(request)
         if request.method == "HEAD":  # a stream would occupy a slot
             return Response(media_type="text/event-stream")
-        if self._live.ended:
+        if self._parts.live.ended:
             headers = {"Retry-After": "10"}
             return Response("the node is draining\n", 503, headers, media_type="text/plain")
 
@@ -235,7 +225,7 @@ class OverviewPage:
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")
         if named := request.query_params.get(NAMES) == SHOWN:
-            self._frame.demand(request, self._may_administer)
+            self._frame.demand(request, self._parts.may_administer)
         return Look(named, span if span in SPANS else DEFAULT_SPAN)
 
     async def _fragments(self, look: Look) -> dict[str, str]:
@@ -248,11 +238,11 @@ class OverviewPage:
         return parts
 
     def _context(self, look: Look) -> dict[str, Any]:
-        overview = self._live.overview(named=look.named)
-        recent = self._live.history(SPANS[DEFAULT_SPAN])
+        overview = self._parts.live.overview(named=look.named)
+        recent = self._parts.live.history(SPANS[DEFAULT_SPAN])
         return {
             "look": look,
             "overview": overview,
-            "view": view_of(overview, recent, self._on_breaker_open),
-            "summary": summary_of(self._live.history(SPANS[look.span])),
+            "view": view_of(overview, recent, self._parts.on_breaker_open),
+            "summary": summary_of(self._parts.live.history(SPANS[look.span])),
         }

@@ -19,9 +19,10 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from ratelimitd import __version__
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call
-from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused
+from ratelimitd.web.pages.errors import ANSWERS, Cause, Refused
 from ratelimitd.web.pages.rendering import look
-from ratelimitd.web.pages.sessions import ProxyUsers, Sessions
+from ratelimitd.web.pages.sessions import Sessions
+from ratelimitd.web.parts import Parts
 
 SESSION_COOKIE: Final = "ratelimitd_session"
 FORM_COOKIE: Final = "ratelimitd_forms"
@@ -63,21 +64,10 @@ class Visitor(NamedTuple):
 class Frame:
     """Wraps the endpoints of pages and renders their templates."""
 
-    def __init__(
-        self,
-        *,
-        node_id: str,
-        may_read: Requirement,
-        sessions: Sessions,
-        count: Count,
-        users: ProxyUsers | None = None,
-    ) -> None:
-        self._node_id = node_id
-        self._may_read = may_read
+    def __init__(self, parts: Parts, sessions: Sessions) -> None:
+        self._parts = parts
         self._sessions = sessions
-        self._count = count
         _, self._templates = look()
-        self._users = users or ProxyUsers()
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
         """Wrap ``endpoint`` for visitors who may read; others are refused or redirected to the login."""
@@ -102,7 +92,7 @@ class Frame:
         else:
             visitor = self.visitor(request)
         try:
-            self._may_read(http_call(request, request.url.path, visitor.authorization))
+            self._parts.may_read(http_call(request, request.url.path, visitor.authorization))
         except RpcError as error:
             request.state.visitor = None
             if error.code is StatusCode.UNAUTHENTICATED and self._sessions.possible:
@@ -136,7 +126,7 @@ class Frame:
         visitor: Visitor | None = getattr(request.state, "visitor", None)
         text = self._templates.get_template(template).render(
             path=request.url.path,
-            node_id=self._node_id,
+            node_id=self._parts.node_id,
             version=__version__,
             visitor=visitor,
             token_field=self._token_field(visitor) if visitor else "",
@@ -207,9 +197,9 @@ class Frame:
         login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
         if login and request.method == "GET" and accepts_html(request):
             if cause is Cause.SESSION_EXPIRED:
-                self._count(cause)
+                self._parts.refused(cause)
             return RedirectResponse(login_url(request), 303)
-        self._count(cause)
+        self._parts.refused(cause)
         answer = ANSWERS[cause]
         return self.message(request, answer.title, error.text, answer.status, login=login)
 
@@ -244,12 +234,12 @@ class Frame:
 
     def _user(self, request: Request) -> Visitor | None:
         """Return the user that a trusted proxy names, before any session; ``None`` if it names none."""
-        if not self._users.sends_header(request.headers):
+        if not self._parts.users.sends_header(request.headers):
             return None
-        if not self._users.trusts(request.client.host if request.client else ""):
-            self._count(Cause.USER_HEADER)
+        if not self._parts.users.trusts(request.client.host if request.client else ""):
+            self._parts.refused(Cause.USER_HEADER)
             return None
-        found = self._users.find(request.headers)
+        found = self._parts.users.find(request.headers)
         if found is None:
             request.state.visitor = None
             raise Refused(Cause.UNKNOWN_USER)

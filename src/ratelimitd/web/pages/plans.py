@@ -6,20 +6,21 @@ pages are forms, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from heapq import nsmallest
 from typing import Any, Final, NamedTuple, Self
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import RESERVED_PLANS, IdentifierType
 from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rules.assignments import Assignments, expire_time_of
-from ratelimitd.rules.book import RuleBook
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.rules.assignments import expire_time_of
+from ratelimitd.web.pages.invoke import PLANS, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 PAGE_ASSIGNMENTS: Final = 50
@@ -67,28 +68,12 @@ class AssignForm(NamedTuple):
 
 
 class PlansPage:
-    """The endpoints of the page.
+    """The endpoints of the page."""
 
-    ``book`` returns the current rule book; ``assignments`` are those in force on this node; ``types`` are accepted in
-    requests; ``now_s`` is Unix time.
-    """
-
-    def __init__(
-        self,
-        frame: Frame,
-        services: ServiceCalls,
-        book: Callable[[], RuleBook | None],
-        assignments: Assignments,
-        *,
-        types: Sequence[str],
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, frame: Frame, services: ServiceCalls, parts: Parts) -> None:
         self._frame = frame
         self._services = services
-        self._book = book
-        self._assignments = assignments
-        self._types = types
-        self._now_s = now_s
+        self._parts = parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -115,19 +100,20 @@ class PlansPage:
         """Assign an identity."""
         form, errors = AssignForm.of_fields(fields), {}
         try:
-            expire_time = expire_time_of(form.expires.strip(), self._now_s())
+            expire_time = expire_time_of(form.expires.strip(), self._parts.now_s())
         except ValueError as error:
             # The service refuses the time, too, and reports other errors.
             expire_time, errors = -1, {"expire_time": str(error)}
         try:
-            await self._services.assign(
-                request,
-                ratelimiter_pb2.Assignment(
-                    identity=form.identity,
-                    plan=form.plan.strip(),
-                    expire_time=expire_time,
-                    note=form.note,
-                ),
+            assignment = ratelimiter_pb2.Assignment(
+                identity=form.identity,
+                plan=form.plan.strip(),
+                expire_time=expire_time,
+                note=form.note,
+            )
+            message = ratelimiter_pb2.AssignPlanRequest(assignment=assignment)
+            await self._services.ask(
+                request, f"{PLANS}/AssignPlan", message, ratelimiter_pb2.Assignment
             )
         except Rejected as error:
             problem = "" if error.fields else error.message
@@ -146,8 +132,9 @@ class PlansPage:
         form = AssignForm.of_fields(fields)
         if fields.get("step") != "store":
             return self._frame.page(request, "unassign.html", form=form)
+        message = ratelimiter_pb2.UnassignPlanRequest(identity=form.identity, etag=form.etag)
         try:
-            await self._services.unassign(request, form.identity, form.etag)
+            await self._services.ask(request, f"{PLANS}/UnassignPlan", message, Empty)
         except Rejected as error:
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return await self._page(request, _search({}), problem=problem, status_code=error.status)
@@ -164,7 +151,9 @@ class PlansPage:
     ) -> Response:
         found, search_errors = ratelimiter_pb2.ListAssignmentsResponse(), {}
         try:
-            found = await self._services.assignments(request, search)
+            found = await self._services.ask(
+                request, f"{PLANS}/ListAssignments", search, ratelimiter_pb2.ListAssignmentsResponse
+            )
         except Rejected as error:
             search_errors = dict(error.fields)
             # The token of a later page has no field on the page.
@@ -182,21 +171,21 @@ class PlansPage:
             later=found.next_page_token,
             form=form or AssignForm(),
             problem=problem,
-            total=len(self._assignments),
+            total=len(self._parts.assignments),
             plans=sorted({*RESERVED_PLANS, *nsmallest(MAX_OFFERED, self._named_plans())}),
             **self._unnamed(),
-            undeclared=sorted(self._assignments.types.keys() - set(self._types)),
-            types=self._types,
+            undeclared=sorted(self._parts.assignments.types.keys() - set(self._parts.types)),
+            types=self._parts.types,
             **given,
         )
 
     def _named_plans(self) -> Collection[str]:
-        book = self._book()
+        book = self._parts.book()
         return () if book is None else book.plans
 
     def _unnamed(self) -> Mapping[str, Any]:
         """Return the assigned plans that no rule names, and the first of them with the number of their assignments."""
-        held = self._assignments.plans
+        held = self._parts.assignments.plans
         unnamed = held.keys() - {*RESERVED_PLANS, *self._named_plans()}
         first = [(plan, held[plan]) for plan in nsmallest(MAX_UNNAMED, unnamed)]
         return {"unnamed": unnamed, "first_unnamed": first}

@@ -141,15 +141,11 @@ def limit_summary(limit: Limit | LimitDraft) -> str:
 
 
 def _window(limit: Limit | LimitDraft) -> str:
-    if isinstance(limit, LimitDraft):
-        calendar = limit.period, limit.time_zone, limit.anchor_day
-        return _calendar_shown(*calendar) if limit.period else duration(limit.window_seconds)
-    return _calendar_shown(*limit.calendar) if limit.calendar else duration(limit.window_seconds)
-
-
-def _calendar_shown(period: str, time_zone: str, anchor_day: int | None) -> str:
-    anchor = f" from day {anchor_day}" if period == Period.MONTH else ""
-    return f"a {period}{anchor} of {time_zone}"
+    draft = limit if isinstance(limit, LimitDraft) else LimitDraft.of(limit)
+    if not draft.period:
+        return duration(draft.window_seconds)
+    anchor = f" from day {draft.anchor_day}" if draft.period == Period.MONTH else ""
+    return f"a {draft.period}{anchor} of {draft.time_zone}"
 
 
 _COMES_BACK: Final = (

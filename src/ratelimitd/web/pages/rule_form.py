@@ -25,6 +25,8 @@ LINE_WORDS: Final = 4
 _WORDS: Final = {"burst": "burst=", "time_zone": "zone=", "anchor_day": "anchor="}
 """Prefixes of the words for optional fields, in their order in the line."""
 
+_STRIPPED: Final = ("limit", "window_seconds", "name", "burst", "time_zone", "anchor_day")
+
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
 _OF_PLAN: Final = re.compile(r"plans\[([^\]]*)\]")
@@ -54,26 +56,19 @@ class RuleForm(NamedTuple):
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
         """Return the rule in the fields of a form; an unticked box is not among them."""
-        return cls(
-            endpoint=fields.get("endpoint", ""),
-            identifier_type=fields.get("identifier_type", ""),
-            limit=fields.get("limit", "").strip(),
-            window_seconds=fields.get("window_seconds", "").strip(),
-            algorithm=fields.get("algorithm", ""),
-            enabled="enabled" in fields,
-            name=fields.get("name", "").strip(),
-            more="\n".join(filter(str.strip, fields.get("more", "").splitlines())),
-            observe="observe" in fields,
-            burst=fields.get("burst", "").strip(),
-            period=fields.get("period", ""),
-            time_zone=fields.get("time_zone", "").strip(),
-            anchor_day=fields.get("anchor_day", "").strip(),
-            plans="\n".join(filter(str.strip, fields.get("plans", "").splitlines())),
-        )
+        typed: dict[str, Any] = {name: fields.get(name, "") for name in cls._fields}
+        for name in _STRIPPED:
+            typed[name] = typed[name].strip()
+        for name in ("more", "plans"):
+            typed[name] = "\n".join(filter(str.strip, typed[name].splitlines()))
+        for name in ("enabled", "observe"):
+            typed[name] = name in fields
+        return cls(**typed)
 
     @classmethod
     def of_rule(cls, rule: Rule) -> Self:
         """Return a form with the values of a rule."""
+        first = LimitDraft.of(rule)
         return cls(
             endpoint=rule.endpoint,
             identifier_type=rule.identifier_type,
@@ -85,9 +80,9 @@ class RuleForm(NamedTuple):
             more="\n".join(map(_line_of, rule.more)),
             observe=rule.enforcement is Enforcement.OBSERVE,
             burst=str(rule.burst or ""),
-            period=rule.calendar.period if rule.calendar else "",
-            time_zone=rule.calendar.time_zone if rule.calendar else "",
-            anchor_day=_anchor_day(rule),
+            period=first.period or "",
+            time_zone=first.time_zone or "",
+            anchor_day=str(first.anchor_day or ""),
             plans="\n".join(
                 f"{plan.name} {_line_of(limit)}" for plan in rule.plans for limit in plan.limits
             ),
@@ -186,23 +181,14 @@ def _plans(text: str) -> tuple[PlanDraft, ...]:
 
 def _line_of(limit: Limit) -> str:
     """Return the line of a further limit."""
-    calendar = limit.calendar
-    words = [limit.name, limit.limit, calendar.period if calendar else limit.window_seconds]
-    words.append(limit.algorithm)
-    if limit.burst:
-        words.append(f"{_WORDS['burst']}{limit.burst}")
-    if calendar:
-        words.append(f"{_WORDS['time_zone']}{calendar.time_zone}")
-    if _anchor_day(limit):
-        words.append(f"{_WORDS['anchor_day']}{_anchor_day(limit)}")
-    if limit.enforcement is Enforcement.OBSERVE:
-        words.append(limit.enforcement)
+    draft = LimitDraft.of(limit)
+    words = [draft.name, draft.limit, draft.period or draft.window_seconds, draft.algorithm]
+    for field, word in _WORDS.items():
+        if value := getattr(draft, field):
+            words.append(f"{word}{value}")
+    if draft.enforcement is Enforcement.OBSERVE:
+        words.append(draft.enforcement)
     return " ".join(map(str, words))
-
-
-def _anchor_day(limit: Limit) -> str:
-    calendar = limit.calendar
-    return str(calendar.anchor_day) if calendar and calendar.period is Period.MONTH else ""
 
 
 def _line(text: str) -> LimitDraft:

@@ -6,26 +6,28 @@ Each write has a preview and applies only to the version previewed. Stores nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
-from ratelimitd.observe.live import Live
-from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.invoke import CONFIG, Rejected, ServiceCalls
 from ratelimitd.web.pages.overview import SPAN_WORDS
-from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.page_base import Endpoint, Fields, Frame
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
-from ratelimitd.web.pages.traffic_view import SORT_WORDS, RuleView, traffic_of, view_of_rule
+from ratelimitd.web.pages.traffic_view import SORT_WORDS, traffic_of, view_of_rule
+from ratelimitd.web.parts import Parts
+from ratelimiter.v1 import ratelimiter_pb2
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
@@ -46,42 +48,28 @@ GONE: Final = "This rule was deleted meanwhile, so nothing was stored. Sending t
 
 
 class RulesPages:
-    """The endpoints of the pages.
-
-    ``book`` returns the current rule book, ``None`` before the first; ``types`` are accepted in requests.
-    """
+    """The endpoints of the pages."""
 
     def __init__(
-        self,
-        frame: Frame,
-        services: ServiceCalls,
-        book: Callable[[], RuleBook | None],
-        trail: AuditTrail,
-        *,
-        traffic: RuleTraffic,
-        live: Live,
-        types: Sequence[str],
+        self, frame: Frame, services: ServiceCalls, parts: Parts, trail: AuditTrail
     ) -> None:
-        self._types = types
         self._frame = frame
         self._services = services
-        self._book = book
+        self._parts = parts
         self._trail = trail
-        self._traffic = traffic
-        self._live = live
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
-        reading, posting = self._frame.reading, self._frame.posting
+        reading, posting, of_rule = self._frame.reading, self._frame.posting, self._of_rule
         return [
             Route("/rules", reading(self.table)),
             Route("/rules/new", reading(self.new)),
             Route("/rules/new", posting(self.create), methods=["POST"]),
-            Route("/rules/{id}", reading(self.show)),
+            Route("/rules/{id}", of_rule(self.show)),
             Route("/rules/{id}", posting(self.edit), methods=["POST"]),
-            Route("/rules/{id}/switch", reading(self.preview_switch)),
-            Route("/rules/{id}/promote", reading(self.preview_promotion)),
-            Route("/rules/{id}/delete", reading(self.preview_delete)),
+            Route("/rules/{id}/switch", of_rule(self.preview_switch)),
+            Route("/rules/{id}/promote", of_rule(self.preview_promotion)),
+            Route("/rules/{id}/delete", of_rule(self.preview_delete)),
             Route("/rules/{id}/delete", posting(self.delete), methods=["POST"]),
         ]
 
@@ -89,27 +77,34 @@ class RulesPages:
         """Show a page of the rules that match the search."""
         query = RuleQuery.of_parameters(request.query_params)
         book = self._current_book()
-        found = await search(book, query, self._traffic.of)
-        await self._live.refresh()
-        overview = self._live.overview()
+        found = await search(book, query, self._parts.rule_traffic.of)
+        await self._parts.live.refresh()
+        overview = self._parts.live.overview()
         return self._frame.page(
             request,
             "rules.html",
             query=query,
             found=found,
-            traffic={rule.id: traffic_of(rule.id, self._traffic, overview) for rule in found.rules},
+            traffic={
+                rule.id: traffic_of(rule.id, self._parts.rule_traffic, overview)
+                for rule in found.rules
+            },
             sorts=SORT_WORDS,
             revision=book.revision,
-            loaded=self._book() is not None,
+            loaded=self._parts.book() is not None,
             done=DONE.get(request.query_params.get("done", ""), ""),
-            types=sorted({*self._types, *book.types}),
+            types=sorted({*self._parts.types, *book.types}),
             **CHOICES,
         )
 
-    async def _view(self, request: Request, rule: Rule) -> RuleView:
-        await self._live.refresh()
-        span = request.query_params.get("range", "")
-        return view_of_rule(rule.id, span, self._traffic, self._live.overview())
+    def _of_rule(self, endpoint: Callable[[Request, Rule], Awaitable[Response]]) -> Endpoint:
+        """Wrap ``endpoint`` for visitors who may read; it receives the rule that the address names."""
+
+        async def found(request: Request) -> Response:
+            rule = self._rule(request)
+            return self._missing(request) if rule is None else await endpoint(request, rule)
+
+        return self._frame.reading(found)
 
     async def new(self, request: Request) -> Response:
         """Show the empty form; parameters of the address fill it, for links from elsewhere."""
@@ -126,23 +121,27 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, None)) is not None:
             return page
         try:
-            rule_id = await self._services.create(request, form)
+            rate_limit = self._parts.rate_limit_of(replace(form.checked(), etag=""))
+            message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
+            stored = await self._services.ask(
+                request, f"{CONFIG}/CreateRateLimit", message, ratelimiter_pb2.RateLimit
+            )
         except Rejected as error:
             return self._refused(request, form, None, error)
-        return RedirectResponse(f"/rules/{rule_id}?done=created", 303)
+        return RedirectResponse(f"/rules/{stored.id}?done=created", 303)
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request, rule: Rule) -> Response:
         """Show the form of a rule and its history."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
+        await self._parts.live.refresh()
+        span = request.query_params.get("range", "")
+        overview = self._parts.live.overview()
         return self._form(
             request,
             RuleForm.of_rule(rule),
             rule=rule,
             history=await self._trail.page(rule.id, None),
             done=DONE.get(request.query_params.get("done", ""), ""),
-            traffic=await self._view(request, rule),
+            traffic=view_of_rule(rule.id, span, self._parts.rule_traffic, overview),
             spans=SPAN_WORDS,
         )
 
@@ -158,42 +157,38 @@ class RulesPages:
         if (page := self._before_storing(request, fields, form, rule)) is not None:
             return page
         try:
-            await self._services.update(request, rule.id, form, etag)
+            rate_limit = self._parts.rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
+            message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
+            await self._services.ask(
+                request, f"{CONFIG}/UpdateRateLimit", message, ratelimiter_pb2.RateLimit
+            )
         except Rejected as error:
             return await self._not_stored(request, form, rule, error)
         return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
 
-    async def preview_switch(self, request: Request) -> Response:
+    async def preview_switch(self, request: Request, rule: Rule) -> Response:
         """Show the preview of enabling or disabling the rule."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
         return self._preview(request, form, rule, form.checked())
 
-    async def preview_promotion(self, request: Request) -> Response:
+    async def preview_promotion(self, request: Request, rule: Rule) -> Response:
         """Show the preview of enforcing an observed limit in place of the first; the address names it."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
         if form is None:
             text = "This rule has no observed limit with this name."
             return self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
-    async def preview_delete(self, request: Request) -> Response:
+    async def preview_delete(self, request: Request, rule: Rule) -> Response:
         """Show the preview of deleting the rule."""
-        rule = self._rule(request)
-        if rule is None:
-            return self._missing(request)
         return self._preview(request, RuleForm.of_rule(rule), rule, None)
 
     async def delete(self, request: Request, fields: Fields) -> Response:
         """Delete the rule, if it is still the previewed version."""
         rule_id = request.path_params["id"]
+        message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=fields.get("etag", ""))
         try:
-            await self._services.delete(request, rule_id, fields.get("etag", ""))
+            await self._services.ask(request, f"{CONFIG}/DeleteRateLimit", message, Empty)
         except Rejected as error:
             rule = await self._trail.stored(rule_id) or self._rule(request)
             if rule is None or error.code is StatusCode.NOT_FOUND:
@@ -203,7 +198,7 @@ class RulesPages:
         return RedirectResponse("/rules?done=deleted", 303)
 
     def _current_book(self) -> RuleBook:
-        return self._book() or RuleBook.empty()
+        return self._parts.book() or RuleBook.empty()
 
     def _rule(self, request: Request) -> Rule | None:
         return self._current_book().get(request.path_params["id"])
@@ -257,9 +252,9 @@ class RulesPages:
             etag=rule.etag if rule else "",
             address=f"/rules/{rule.id}" if rule else "/rules/new",
             **given,
-            types=(*self._types, EVERYBODY),
+            types=(*self._parts.types, EVERYBODY),
             undeclared=[
-                kind for kind in types_within(rule.identifier_type) if kind not in self._types
+                kind for kind in types_within(rule.identifier_type) if kind not in self._parts.types
             ]
             if rule
             else [],

@@ -6,18 +6,21 @@ Identifiers appear in forms only, never in addresses, which remain in histories 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
-from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.api.json_api import CHECK_METHOD
+from ratelimitd.web.pages.invoke import HEALTH, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_form import whole_number
+from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 WORDS: Final[Mapping[int, str]] = {
@@ -107,19 +110,12 @@ _IN_ALSO: Final = re.compile(r"also\[(\d+)\]")
 
 
 class TryPage:
-    """The endpoints of the page. ``now_s`` is Unix time, for relative times; ``types`` are accepted in checks."""
+    """The endpoints of the page."""
 
-    def __init__(
-        self,
-        frame: Frame,
-        services: ServiceCalls,
-        now_s: Callable[[], float],
-        types: Sequence[str],
-    ) -> None:
-        self._types = types
+    def __init__(self, frame: Frame, services: ServiceCalls, parts: Parts) -> None:
         self._frame = frame
         self._services = services
-        self._now_s = now_s
+        self._parts = parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -139,16 +135,17 @@ class TryPage:
 
     async def act(self, request: Request, fields: Fields) -> Response:
         """Handle a check, a reset, or the confirmation of a reset."""
-        form = CheckForm.of_fields(fields, self._types)
+        form = CheckForm.of_fields(fields, self._parts.types)
         action = fields.get("action", "check")
         try:
             if action == "reset":
-                await self._services.reset(request, ratelimiter_pb2.ResetRequest(**form.subject))
+                reset = ratelimiter_pb2.ResetRequest(**form.subject)
+                await self._services.ask(request, f"{HEALTH}/ResetRateLimit", reset, Empty)
                 return self._page(request, form, was_reset=True)
             if action == "ask":
                 # Peek first, so that errors in the form show before the check is confirmed.
                 message = ratelimiter_pb2.RateLimitRequest(**form.subject, peek=True)
-                await self._services.check(request, message)
+                await self._ask(request, message)
                 return self._frame.page(request, "reset.html", form=form)
             return await self._check(request, form, explains=action == "explain")
         except Rejected as error:
@@ -175,24 +172,36 @@ class TryPage:
             **form.subject, tokens_requested=cost, max_wait_ms=wait_ms
         )
         if explains:
-            found = await self._services.explain(request, message)
+            found = await self._explain(request, message)
             return self._page(
                 request,
                 form,
                 spends_nothing=True,
-                answer=_Answer(found.answer, int(self._now_s())),
+                answer=_Answer(found.answer, int(self._parts.now_s())),
                 rules=[_ExplainedRule(rule) for rule in found.rules],
                 plans=found.plans,
                 nearest=found.nearest,
             )
         message.peek = form.peek
-        answer = await self._services.check(request, message)
+        answer = await self._ask(request, message)
         nearest: Sequence[ratelimiter_pb2.NearRule] = ()
         if answer.reason == ratelimiter_pb2.NO_RULE:
-            nearest = (await self._services.explain(request, message)).nearest
+            nearest = (await self._explain(request, message)).nearest
         return self._page(
-            request, form, answer=_Answer(answer, int(self._now_s())), nearest=nearest
+            request, form, answer=_Answer(answer, int(self._parts.now_s())), nearest=nearest
         )
+
+    async def _ask(
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
+    ) -> ratelimiter_pb2.RateLimitResponse:
+        answer = ratelimiter_pb2.RateLimitResponse
+        return await self._services.ask(request, CHECK_METHOD, message, answer)
+
+    async def _explain(
+        self, request: Request, message: ratelimiter_pb2.RateLimitRequest
+    ) -> ratelimiter_pb2.Explanation:
+        answer = ratelimiter_pb2.Explanation
+        return await self._services.ask(request, f"{HEALTH}/ExplainRateLimit", message, answer)
 
     def _page(
         self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any
@@ -214,7 +223,7 @@ class TryPage:
             "try.html",
             status_code=status_code,
             form=form,
-            types=self._types,
+            types=self._parts.types,
             **given,
         )
 

@@ -23,8 +23,9 @@ from ratelimitd.errors import (
 from ratelimitd.model import Rule
 from ratelimitd.rules import applying
 from ratelimitd.rules.assignments import Assignment
+from ratelimitd.rules.sql import applying as applying_in_sql
 from ratelimitd.rules.sql import assignments as sql_assignments
-from ratelimitd.rules.sql import reading, reverting
+from ratelimitd.rules.sql import reading
 from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
 from ratelimitd.rules.sql.database import open_database
@@ -127,7 +128,7 @@ async def test_revert_is_refused_after_gaps_in_the_audit_trail(store, behind, st
 
 
 async def test_revert_is_bounded_by_the_size_of_a_set(store, behind, monkeypatch):
-    monkeypatch.setattr("ratelimitd.rules.sql.reverting.MAX_APPLIED", 1)
+    monkeypatch.setattr("ratelimitd.rules.sql.applying.MAX_APPLIED", 1)
     await store.create(ORDERS, "me")
     wanted = [RuleDraft("/b", "user", 1, 60, "token_bucket", id=NEVER)]
     await store.apply(wanted, "me", prune=True, dry_run=False, since=0)
@@ -340,13 +341,13 @@ async def test_rules_with_many_plans_are_read_and_validated_one_per_iteration(st
     apply = store.apply(doubled, "me", prune=False, dry_run=False, since=0)
     assert await per_iteration(apply, applying, "validated") == [1, 1, 1]
     revert = store.revert(3, "me", dry_run=False, since=0)
-    assert await per_iteration(revert, reverting, "rule_from_row") == [1, 1, 1]
+    assert await per_iteration(revert, applying_in_sql, "rule_from_row") == [1, 1, 1]
     assert await store.revision() == 5
 
 
 async def test_changes_of_rules_with_many_plans_are_recorded_one_per_iteration(store, monkeypatch):
     apply = store.apply(rules_with_many_plans(3), "me", prune=False, dry_run=False, since=0)
-    _, rows_of = await paced(apply, monkeypatch, sql_store, "_json")
+    _, rows_of = await paced(apply, monkeypatch, applying_in_sql, "_json")
     assert max(rows_of.values()) <= 2, "before and after"
 
 

@@ -17,7 +17,6 @@ from ratelimitd.services.wire import parse_check
 from ratelimitd.web.api.forward_auth import (
     AUTH_PATH,
     MAX_PATH_BYTES,
-    AuthOptions,
     ForwardAuth,
     PathTemplates,
     segments_of,
@@ -53,7 +52,7 @@ class Node:
         }
         self.app = ForwardAuth(
             self.handle,
-            AuthOptions(**{**chosen, **options}),
+            **{**chosen, **options},
             admit=lambda _call: None,
             translate=self.edge.translate,
             now_s=lambda: 1_000.0,

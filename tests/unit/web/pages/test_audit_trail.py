@@ -1,20 +1,12 @@
 from datetime import UTC, datetime
 
 import pytest
-import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.rules.store import AuditEntry, RuleChanges, RuleDraft
 from ratelimitd.web.pages.audit import PAGE_CHANGES, AuditTrail
-from tests.rule_stores import sqlite_store
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
-
-
-@pytest_asyncio.fixture
-async def store(tmp_path):
-    async with sqlite_store(tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -24,8 +25,9 @@ class Node:
         access = access_of(Credentials(admin_token=admin_token, loopback_admin=True))
         may_read = partial(access.demand, Role.READ)
         frame = frame_of(sessions, may_read=may_read, count=self.refused.append)
+        parts = SimpleNamespace(refused=self.refused.append, login=access.login)
         self.app = Starlette(
-            routes=LoginPages(frame, sessions, self.refused.append, access.login).routes(),
+            routes=LoginPages(frame, sessions, parts).routes(),
             exception_handlers={Refused: frame.refuse},
         )
 

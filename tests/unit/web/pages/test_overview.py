@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
 
+from ratelimitd import __version__
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
@@ -72,15 +73,15 @@ class Site:
         frame = frame_of(Sessions("", lambda: 0.0))
         self.page = OverviewPage(
             frame,
-            self.live,
-            self.words,
-            may_administer=self.may_administer,
-            actor=lambda call: f"admin@{call.peer}",
+            SimpleNamespace(
+                live=self.live,
+                may_administer=self.may_administer,
+                actor=lambda call: f"admin@{call.peer}",
+                on_breaker_open="",
+                grpc_address=lambda: "127.0.0.1:9090",
+            ),
         )
         self.app = Starlette(routes=self.page.routes(), exception_handlers={Refused: frame.refuse})
-
-    async def words(self, _request):
-        return PlainTextResponse("a rate limiter")
 
     def may_administer(self, _call):
         if not self.admin:
@@ -116,7 +117,10 @@ async def test_input_from_callers_and_nodes_is_escaped(site):
 
 
 async def test_program_gets_a_plain_text_description(site):
-    assert (await site.get("/", accept="*/*")).text == "a rate limiter"
+    answer = await site.get("/", accept="*/*")
+    assert answer.text.startswith(f"ratelimitd {__version__}")
+    assert "127.0.0.1:9090" in answer.text
+    assert answer.headers["cache-control"] == "no-store"
 
 
 async def test_names_are_masked_unless_requested_and_requests_are_logged(site, caplog):
