@@ -5,7 +5,6 @@ Sends no call itself.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
@@ -19,6 +18,7 @@ import typer
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from ratelimitd.cli.options import with_options
 from ratelimitd.cli.output import Output
 from ratelimitd.errors import FieldViolation, RateLimitdError, printable
 from ratelimitd.node.admin_token import find_admin_token
@@ -210,52 +210,41 @@ class Target:
             raise rpc_failure(error, self) from None
 
 
+def _variable(name: str, metavar: str, text: str) -> Any:
+    """Return an option that an environment variable also sets."""
+    return typer.Option(metavar=metavar, envvar=ENV_PREFIX + name, help=text)
+
+
 def connection_options(
     *,
     target: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", envvar=ENV_PREFIX + "TARGET", help="The node's gRPC address."
-        ),
+        str, _variable("TARGET", "HOST:PORT", "The node's gRPC address.")
     ] = "127.0.0.1:9090",
     token: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKEN",
-            envvar=ENV_PREFIX + "TOKEN",
-            help="Bearer token; default: STATE_DIR/admin-token of a node on this host. On a command line every"
-            " user of this machine can read it: prefer --token-file.",
+        _variable(
+            "TOKEN",
+            "TOKEN",
+            "Bearer token; default: STATE_DIR/admin-token of a node on this host. On a command line every user of this"
+            " machine can read it: prefer --token-file.",
         ),
     ] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "TOKEN_FILE",
-            help="File that holds the bearer token.",
-        ),
+        Path | None, _variable("TOKEN_FILE", "FILE", "File that holds the bearer token.")
     ] = None,
     ca: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "CA",
-            help="CA certificates that verify the node, PEM; enables TLS. Without it nothing is encrypted.",
+        _variable(
+            "CA",
+            "FILE",
+            "CA certificates that verify the node, PEM; enables TLS. Without it nothing is encrypted.",
         ),
     ] = None,
     cert: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", envvar=ENV_PREFIX + "CERT", help="Client certificate for mTLS, PEM."
-        ),
+        Path | None, _variable("CERT", "FILE", "Client certificate for mTLS, PEM.")
     ] = None,
     key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "KEY",
-            help="Private key of the client certificate, PEM.",
-        ),
+        Path | None, _variable("KEY", "FILE", "Private key of the client certificate, PEM.")
     ] = None,
     timeout: Annotated[
         float,
@@ -299,21 +288,13 @@ def connection_options(
 
 def asks_node(command: Callable[..., None]) -> Callable[..., None]:
     """Add the connection options to a command, and pass it the :class:`Target` as its first argument."""
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
-    names = [option.name for option in options]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def target_of(values: Mapping[str, Any]) -> Target:
         _refuse_broken_text(values)
-        target = connection_options(**{name: values.pop(name) for name in names})
-        command(target, **values)
+        return connection_options(**{option.name: values[option.name] for option in options})
 
-    # typer reads a command's options from its signature.
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
-    return run
+    return with_options(command, options, target_of)
 
 
 def _refuse_broken_text(values: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ratelimitd.cli.check import (
     verdict,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
-from ratelimitd.cli.options import help_of
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
 from ratelimitd.ledger.holds import DEFAULT_TTL_S
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -34,10 +34,6 @@ TtlOption = Annotated[
     int,
     typer.Option("--ttl", callback=int32, metavar="S", help="Seconds until the hold ends."),
 ]
-
-app = typer.Typer(
-    help="List and extend holds in flight.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -160,5 +156,4 @@ def list_holds(target: Target) -> None:
 
 _NOT_THERE: Final = "not known: the hold no longer exists, or no limit was checked for it"
 
-for name, command in {"list": list_holds, "extend": extend}.items():
-    app.command(name, help=help_of(command))(command)
+app = group("List and extend holds in flight.", {"list": list_holds, "extend": extend})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -29,7 +29,6 @@ def takes_settings(
     ``only`` names the settings that get an option; the others still come from the environment. The command raises
     ``SettingsError`` for an invalid setting, unless ``load`` is replaced.
     """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = [
         parameter
         for spec in SETTINGS
@@ -37,14 +36,31 @@ def takes_settings(
         for parameter in _options(spec)
     ]
 
+    def loaded(values: Mapping[str, Any]) -> Any:
+        return load(os.environ, {option.name.upper(): values[option.name] for option in options})
+
+    return with_options(command, options, loaded)
+
+
+def with_options(
+    command: Callable[..., None],
+    options: Sequence[inspect.Parameter],
+    first_of: Callable[[Mapping[str, Any]], Any],
+) -> Callable[..., None]:
+    """Add options to a command, and pass it the result of ``first_of`` for all values as its first argument."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        flags = {option.name.upper(): values.pop(option.name) for option in options}
-        command(load(os.environ, flags), **values)
+        first = first_of(values)
+        for option in options:
+            del values[option.name]
+        command(first, **values)
 
     # typer reads a command's options from its signature.
-    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
@@ -81,7 +97,12 @@ def help_of(command: Callable[..., Any]) -> str:
     )
 
 
-app = typer.Typer(help="Show the settings of a node.", no_args_is_help=True, rich_markup_mode=None)
+def group(text: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    """Return a group of commands by their names; ``text`` is its help."""
+    app = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    for name, command in commands.items():
+        app.command(name, help=help_of(command))(command)
+    return app
 
 
 def show(
@@ -105,4 +126,4 @@ def show(
         output.table(("SETTING", "VALUE", "SOURCE"), rows)
 
 
-app.command("show", help=help_of(show))(takes_settings(show))
+app = group("Show the settings of a node.", {"show": takes_settings(show)})

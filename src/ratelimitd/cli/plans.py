@@ -17,7 +17,7 @@ import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, readable
-from ratelimitd.cli.options import help_of
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
@@ -37,10 +37,6 @@ BATCH: Final = 1_000
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
 ]
-
-app = typer.Typer(
-    help="Show and change which plan an identity has.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -352,11 +348,13 @@ def _show(done: str, assignment: pb.Assignment, target: Target) -> None:
     target.output.line(text)
 
 
-for name, command in {
-    "assign": assign,
-    "unassign": unassign,
-    "show": show,
-    "list": list_assignments,
-    "import": import_file,
-}.items():
-    app.command(name, help=help_of(command))(command)
+app = group(
+    "Show and change which plan an identity has.",
+    {
+        "assign": assign,
+        "unassign": unassign,
+        "show": show,
+        "list": list_assignments,
+        "import": import_file,
+    },
+)

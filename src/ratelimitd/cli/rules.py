@@ -5,7 +5,7 @@ Validates nothing itself: the node does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -26,7 +26,7 @@ from ratelimitd.cli.apply import (
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.import_envoy import import_envoy
-from ratelimitd.cli.options import help_of
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
 from ratelimitd.errors import printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
@@ -76,10 +76,6 @@ RuleTypeArgument = Annotated[
         show_default=False,
     ),
 ]
-
-app = typer.Typer(
-    help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -453,21 +449,21 @@ def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
         )
 
 
-_COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
-    "list": list_rules,
-    "get": get,
-    "unmatched": unmatched,
-    "create": create,
-    "update": update,
-    "promote": promote,
-    "delete": delete,
-    "apply": apply,
-    "diff": diff,
-    "revert": revert,
-    "export": export,
-    "schema": schema,
-    "import-envoy": import_envoy,
-}
-
-for name, command in _COMMANDS.items():
-    app.command(name, help=help_of(command))(command)
+app = group(
+    "Show and change the rules of a node.",
+    {
+        "list": list_rules,
+        "get": get,
+        "unmatched": unmatched,
+        "create": create,
+        "update": update,
+        "promote": promote,
+        "delete": delete,
+        "apply": apply,
+        "diff": diff,
+        "revert": revert,
+        "export": export,
+        "schema": schema,
+        "import-envoy": import_envoy,
+    },
+)

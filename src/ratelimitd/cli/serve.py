@@ -6,7 +6,7 @@ import asyncio
 
 import typer
 
-from ratelimitd.cli.options import help_of, takes_settings
+from ratelimitd.cli.options import group, takes_settings
 from ratelimitd.cli.output import working
 from ratelimitd.settings.table import Settings
 
@@ -36,8 +36,6 @@ def serve(settings: Settings) -> None:
 
 command = takes_settings(serve)
 
-app = typer.Typer(help="Maintain the rule database.", no_args_is_help=True, rich_markup_mode=None)
-
 
 def upgrade(settings: Settings) -> None:
     """Upgrade the rule database to the schema of this release, if it is older.
@@ -55,4 +53,6 @@ def upgrade(settings: Settings) -> None:
     print("the rule database is up to date")
 
 
-app.command("upgrade", help=help_of(upgrade))(takes_settings(upgrade, only=("DATABASE_URL",)))
+app = group(
+    "Maintain the rule database.", {"upgrade": takes_settings(upgrade, only=("DATABASE_URL",))}
+)

@@ -12,6 +12,7 @@ import typer
 from ratelimitd.cli.apply import content_of, refusal
 from ratelimitd.cli.dev import run, servers
 from ratelimitd.cli.dev.run import Cluster
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import Output
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.rules_file import parse_rules
@@ -81,3 +82,6 @@ def _rules(file: Path, identifier_types: str) -> Sequence[RuleDraft]:
         return parse_rules(content_of(file, "--rules-file"), types)
     except RuleInvalidError as error:
         raise refusal(file, error.violations) from None
+
+
+app = group("Run a cluster for development.", {"cluster": cluster})
