@@ -12,8 +12,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
+import grpc
 import typer
 
 from ratelimitd.cli.client_options import (
@@ -22,11 +23,12 @@ from ratelimitd.cli.client_options import (
     Target,
     asks_node,
     read_file,
-    readable,
+    refusal,
+    refusing,
     violations_of,
 )
 from ratelimitd.cli.output import Output, window, working
-from ratelimitd.errors import FieldViolation, RuleInvalidError, printable
+from ratelimitd.errors import FieldViolation, printable
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
 from ratelimitd.rules.rules_file import (
@@ -38,10 +40,8 @@ from ratelimitd.rules.rules_file import (
 )
 from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
@@ -77,8 +77,6 @@ def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
         for limit in limits
     )
 
-
-STDIN: Final = Path("-")
 
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
 
@@ -170,8 +168,6 @@ def revert(
     Example:
       ratelimitd rules revert 17 --dry-run
     """
-    import grpc  # noqa: PLC0415 - as in client_options
-
     timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
     with target.client() as client, _named_if_missing(target):
         try:
@@ -213,30 +209,12 @@ def export(target: Target) -> None:
     target.output.line(dump(drafts).rstrip("\n"))
 
 
-def content_of(file: Path, option: str = "--file") -> bytes:
-    """Return the content of the file that an option names, plus one byte if it is too large."""
-    if file == STDIN:
-        with readable(file, option):
-            return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-    return read_file(file, MAX_FILE_BYTES, option)
-
-
-def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
-    """Return an error with one line per violation in the file."""
-    details = [f"{field}: {description}" for field, description in violations]
-    return CliError(f"{file} is refused, nothing was changed:", details=details)
-
-
 def _ask(
     target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int | None = None
 ) -> pb.ApplyRateLimitsResponse:
     """Send a file to the node, and return its changes."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
-    try:
-        wanted = parse_rules(content_of(file))
-    except RuleInvalidError as error:
-        raise refusal(file, error.violations) from None
+    with refusing(file):
+        wanted = parse_rules(read_file(file, MAX_FILE_BYTES, "--file", may_be_stdin=True))
     warn_of_patterns(rule.endpoint for rule in wanted)
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
@@ -284,8 +262,6 @@ def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[st
     ``gone``: ids of rules that a dry run would move or delete, which the node still lists. Ignores a node that does not
     answer: the rules are valid.
     """
-    import grpc  # noqa: PLC0415 - as in client_options
-
     spelled: dict[str, str] = {}
     with suppress(grpc.RpcError):
         for rule in islice(client.rules(), MAX_APPLIED) if added else ():
@@ -312,8 +288,6 @@ def warn_of_patterns(endpoints: Iterable[str]) -> None:
 @contextmanager
 def _named_if_missing(target: Target) -> Iterator[None]:
     """Name the call that a node of an earlier release lacks."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     try:
         yield
     except grpc.RpcError as error:
@@ -327,8 +301,6 @@ def _named_if_missing(target: Target) -> Iterator[None]:
 
 def revision_of(client: NodeClient) -> int | None:
     """Return the rules revision of the node, ``None`` if it does not answer."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     with suppress(grpc.RpcError):
         return client.health().rules_revision
     return None

@@ -18,13 +18,19 @@ from ratelimitd.backtest.recorder import FILE_S
 from ratelimitd.backtest.replay import Trace
 from ratelimitd.backtest.report import BINS, MAX_RETRIES, OfLimit, Report, Retries
 from ratelimitd.backtest.sparing import SPARED_PERCENT
-from ratelimitd.cli.apply import content_of
 from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice, write_picture
-from ratelimitd.cli.client_options import EXIT_CHANGES, EXIT_USAGE, CliError, UsageError
+from ratelimitd.cli.client_options import (
+    EXIT_CHANGES,
+    EXIT_USAGE,
+    CliError,
+    UsageError,
+    read_file,
+    refusing,
+)
 from ratelimitd.cli.output import Output, counted, duration
-from ratelimitd.errors import RuleInvalidError, TraceInvalidError, printable
+from ratelimitd.errors import TraceInvalidError, printable
 from ratelimitd.model import US_PER_S, Enforcement, Rule
-from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.validation import validated
 
 RULES_OPTION: Final = "--rules"
@@ -93,16 +99,12 @@ def backtest(
 
 def _rules(file: Path) -> list[Rule]:
     """Read the rules; those without an id in the file get their position as id."""
-    try:
-        drafts = parse_rules(content_of(file, RULES_OPTION))
+    with refusing(file, "replayed"):
+        drafts = parse_rules(read_file(file, MAX_FILE_BYTES, RULES_OPTION, may_be_stdin=True))
         return [
             validated(draft, rule_id=draft.id or str(place), revision=1)
             for place, draft in enumerate(drafts)
         ]
-    except RuleInvalidError as error:
-        details = [f"{field}: {description}" for field, description in error.violations]
-        message = f"{file} is refused, nothing was replayed:"
-        raise CliError(message, details=details) from None
 
 
 def _as_dict(report: Report) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -21,10 +21,9 @@ from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
 from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
+from ratelimitd_client import NodeClient
+from ratelimitd_client.check import MAX_BATCH
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 MAX_COUNT: Final = 1_000_000
 
@@ -348,17 +347,23 @@ def expiry(time_s: int, now_s: float) -> str:
     return f"{f'in {duration(left_s)}' if left_s else 'now'} ({instant(time_s)})"
 
 
-def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
-    """Send one check and print the answer; return whether it was denied."""
-    answer = client.check(
+def send(client: NodeClient, request: pb.RateLimitRequest) -> pb.RateLimitResponse:
+    """Send one check."""
+    return client.check(
         request.identifier,
         request.identifier_type,
         request.endpoint,
         cost=request.tokens_requested,
+        timestamp=request.timestamp,
         peek=request.peek,
         also={one.identifier_type: one.identifier for one in request.also},
         max_wait_ms=request.max_wait_ms,
     )
+
+
+def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
+    """Send one check and print the answer; return whether it was denied."""
+    answer = send(client, request)
     if output.as_json:
         output.message(answer)
     else:
@@ -396,8 +401,6 @@ def _sum(word: str, checked: int, unchecked: int) -> str:
 def _answers(
     client: NodeClient, request: pb.RateLimitRequest, count: int
 ) -> Iterator[pb.RateLimitResponse]:
-    from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
-
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
             if answer.reason == pb.INVALID_REQUEST:

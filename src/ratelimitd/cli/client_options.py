@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.cli.options import with_options
 from ratelimitd.cli.output import Output
-from ratelimitd.errors import FieldViolation, RateLimitdError, printable
+from ratelimitd.errors import FieldViolation, RateLimitdError, RuleInvalidError, printable
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX
@@ -305,14 +306,20 @@ def _refuse_broken_text(values: Mapping[str, Any]) -> None:
         raise UsageError(message)
 
 
-def read_file(path: Path, max_bytes: int, option: str = "") -> bytes:
+STDIN: Final = Path("-")
+
+
+def read_file(path: Path, max_bytes: int, option: str = "", *, may_be_stdin: bool = False) -> bytes:
     """Return the content of a file that ``option`` names, plus one byte if it is too large.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    with readable(path, option), path.open("rb") as stream:
-        return stream.read(max_bytes + 1)
+    with readable(path, option):
+        if may_be_stdin and path == STDIN:
+            return sys.stdin.buffer.read(max_bytes + 1)
+        with path.open("rb") as stream:
+            return stream.read(max_bytes + 1)
 
 
 @contextmanager
@@ -327,6 +334,21 @@ def readable(path: Path, option: str = "") -> Iterator[None]:
     except OSError as error:
         message = f"{option and f'{option}: '}cannot read {path}: {error.strerror}"
         raise UsageError(message) from None
+
+
+def refusal(file: Path, violations: Iterable[FieldViolation], done: str = "changed") -> CliError:
+    """Return an error with one line per violation in a file of rules; nothing was ``done``."""
+    details = [f"{field}: {description}" for field, description in violations]
+    return CliError(f"{file} is refused, nothing was {done}:", details=details)
+
+
+@contextmanager
+def refusing(file: Path, done: str = "changed") -> Iterator[None]:
+    """Convert the violations in a file of rules to a :func:`refusal`."""
+    try:
+        yield
+    except RuleInvalidError as error:
+        raise refusal(file, error.violations, done) from None
 
 
 def _read_pem(option: str, path: Path | None) -> bytes | None:

@@ -100,10 +100,8 @@ def reset(
     """
     with target.client() as client:
         client.reset(identifier, identifier_type, endpoint, also=further(also))
-    if target.output.as_json:
-        target.output.json({})
-    else:
-        target.output.line(f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}")
+    done = f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}"
+    target.output.answer({}, done)
 
 
 def _readiness(target: Target) -> None:
@@ -116,10 +114,8 @@ def _readiness(target: Target) -> None:
         request = health_pb2.HealthCheckRequest()
         # The package's stubs do not declare it.
         answer = stub.Check(request, timeout=target.timeout_s)  # type: ignore[attr-defined]
-    if target.output.as_json:
-        target.output.message(answer)
-    else:
-        target.output.line(enum_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status))
+    serving = enum_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status)
+    target.output.answer(answer, serving)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(EXIT_NO)
 

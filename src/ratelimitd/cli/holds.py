@@ -102,12 +102,9 @@ def settle(
     """
     with target.client() as client:
         settled = client.settle(hold, actual)
-    if target.output.as_json:
-        target.output.message(settled)
-    else:
-        target.output.line(f"charged {settled.charged}" if settled.known else _NOT_THERE)
-        for limit in settled.limits:
-            target.output.line(f"  {limit.identifier_type}, {', '.join(said(limit))}")
+    limits = [f"  {one.identifier_type}, {', '.join(said(one))}" for one in settled.limits]
+    charged = f"charged {settled.charged}" if settled.known else _NOT_THERE
+    target.output.answer(settled, "\n".join([charged, *limits]))
     if not settled.known:
         raise typer.Exit(EXIT_NO)
 
@@ -123,11 +120,8 @@ def extend(target: Target, *, hold: HoldArgument, ttl: TtlOption = DEFAULT_TTL_S
     """
     with target.client() as client:
         extended = client.extend(hold, ttl)
-    if target.output.as_json:
-        target.output.message(extended)
-    else:
-        ends = f"ends {expiry(extended.expire_time, time.time())}"
-        target.output.line(ends if extended.known else _NOT_THERE)
+    ends = f"ends {expiry(extended.expire_time, time.time())}"
+    target.output.answer(extended, ends if extended.known else _NOT_THERE)
     if not extended.known:
         raise typer.Exit(EXIT_NO)
 

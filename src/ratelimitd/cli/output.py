@@ -71,6 +71,13 @@ class Output:
         """Print one message as proto3 JSON."""
         self.json(as_dict(message))
 
+    def answer(self, value: Message | Mapping[str, Any], text: str) -> None:
+        """Print an answer: as JSON, or as text."""
+        if self.as_json:
+            self.json(as_dict(value) if isinstance(value, Message) else value)
+        else:
+            self.line(text)
+
     def json_list(self, values: Iterable[object]) -> None:
         """Print a list of JSON values as they arrive; close it if ``values`` raises."""
         lead = "["

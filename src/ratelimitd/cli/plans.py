@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+import grpc
 import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
@@ -23,10 +24,8 @@ from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import EVERYBODY, RESERVED_PLANS, TYPE_NAME
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note")
 """The columns of a file; the last two may be missing."""
@@ -107,10 +106,7 @@ def unassign(
     identity = pb.Identity(identifier_type=identifier_type, identifier=identifier)
     with target.client() as client:
         client.unassign(identity, etag=etag)
-    if target.output.as_json:
-        target.output.json({})
-    else:
-        target.output.line(f"unassigned {identifier_type} {identifier}")
+    target.output.answer({}, f"unassigned {identifier_type} {identifier}")
 
 
 @asks_node
@@ -196,10 +192,7 @@ def import_file(
                     message = f"{file}: {_written(rows, start)}: {error}"
                     raise CliError(message, error.exit_code) from None
                 step()
-    if target.output.as_json:
-        target.output.json({"assigned": len(rows)})
-    else:
-        target.output.line(f"assigned {len(rows)} identities")
+    target.output.answer({"assigned": len(rows)}, f"assigned {len(rows)} identities")
 
 
 class Row(NamedTuple):
@@ -307,8 +300,6 @@ def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> No
 
     Lists each type, so that the node reports it before anything is assigned.
     """
-    import grpc  # noqa: PLC0415
-
     undeclared = set()
     for kind in sorted({row.assignment.identity.identifier_type for row in rows}):
         try:
@@ -338,14 +329,11 @@ def _written(rows: Sequence[Row], start: int) -> str:
 
 
 def _show(done: str, assignment: pb.Assignment, target: Target) -> None:
-    if target.output.as_json:
-        target.output.message(assignment)
-        return
     identity = assignment.identity
     until = f", until {instant(assignment.expire_time)}" if assignment.expire_time else ""
     note = f" ({assignment.note})" if assignment.note else ""
     text = f"{done}{identity.identifier_type} {identity.identifier}: {assignment.plan}{until}{note}"
-    target.output.line(text)
+    target.output.answer(assignment, text)
 
 
 app = group(

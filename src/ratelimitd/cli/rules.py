@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -34,10 +34,8 @@ from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 RuleArgument = Annotated[
     str,
@@ -391,10 +389,7 @@ def delete(
     with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
-        if target.output.as_json:
-            target.output.json({})
-        else:
-            target.output.line(f"deleted {rule_id}")
+        target.output.answer({}, f"deleted {rule_id}")
 
 
 @contextmanager
@@ -440,13 +435,9 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
-    if target.output.as_json:
-        target.output.message(rule)
-    else:
-        state = "" if rule.enabled else ", disabled"
-        target.output.line(
-            f"{done} {rule.id}: {rule.endpoint} {rule.identifier_type}, {limits_text(rule)}{state}"
-        )
+    state = "" if rule.enabled else ", disabled"
+    place = f"{rule.endpoint} {rule.identifier_type}"
+    target.output.answer(rule, f"{done} {rule.id}: {place}, {limits_text(rule)}{state}")
 
 
 app = group(

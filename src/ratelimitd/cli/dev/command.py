@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from ratelimitd.cli.apply import content_of, refusal
+from ratelimitd.cli.client_options import read_file, refusing
 from ratelimitd.cli.dev import run, servers
 from ratelimitd.cli.dev.run import Cluster
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import Output
-from ratelimitd.errors import RuleInvalidError
-from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.table import Settings
 
@@ -78,10 +77,8 @@ def cluster(
 def _rules(file: Path, identifier_types: str) -> Sequence[RuleDraft]:
     """Read the rules as the nodes will, before anything starts."""
     types = Settings.load({}, {"IDENTIFIER_TYPES": identifier_types}).known_types
-    try:
-        return parse_rules(content_of(file, "--rules-file"), types)
-    except RuleInvalidError as error:
-        raise refusal(file, error.violations) from None
+    with refusing(file):
+        return parse_rules(read_file(file, MAX_FILE_BYTES, "--rules-file"), types)
 
 
 app = group("Run a cluster for development.", {"cluster": cluster})

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -20,9 +20,7 @@ from ratelimitd.cli.client_options import CliError, Target, asks_node
 from ratelimitd.cli.output import single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 from ratelimitd.errors import printable
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
+from ratelimitd_client import NodeClient
 
 MAX_NAMED_RULES: Final = 10_000
 """Rules whose names are read, ten pages of them; a node counts at most 1,000 separately."""
