@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.report import as_json, print_report, write_picture
+from ratelimitd.cli.bench.report import as_json, print_report
 from ratelimitd.cli.bench.report import picture as drawn
 from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
 from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
 from ratelimitd.cli.output import working
+from ratelimitd.cli.picture import write_picture
 from ratelimitd.model import IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
