@@ -18,7 +18,7 @@ import typer
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import run
-from ratelimitd.cli.dev.run import HOST, NodePlan
+from ratelimitd.cli.dev.run import HOST, NodePlan, port_option
 from ratelimitd.cli.output import Output, sparkline, table_lines
 from ratelimitd.errors import StartupError
 
@@ -62,15 +62,9 @@ _LIMIT: Final = re.compile(rb"q=(\d+);w=(\d+)")
 
 def demo(
     *,
-    grpc_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the node.")
-    ] = run.GRPC_PORT,
-    http_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the node.")
-    ] = run.HTTP_PORT,
-    api_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="Port of the API.")
-    ] = 8000,
+    grpc_port: Annotated[int, port_option("gRPC port of the node.")] = run.GRPC_PORT,
+    http_port: Annotated[int, port_option("HTTP port of the node.")] = run.HTTP_PORT,
+    api_port: Annotated[int, port_option("Port of the API.")] = 8000,
     browser: Annotated[bool, typer.Option(help="Open the page of the node in the browser.")] = True,
 ) -> None:
     """Watch a limit act: a node, a small API, three polite callers and a greedy one.
