@@ -1,4 +1,4 @@
-"""``ratelimitd rules apply``, ``diff`` and ``export``: the whole rule book as a file.
+"""``ratelimitd rules apply``, ``diff``, ``revert``, ``export`` and ``import-envoy``: the whole rule book as a file.
 
 The node determines the changes: it compares and applies a file in one transaction.
 """
@@ -21,16 +21,19 @@ from ratelimitd.cli.client_options import (
     EXIT_CHANGES,
     CliError,
     Target,
+    UsageError,
     asks_node,
     read_file,
     refusal,
     refusing,
     violations_of,
 )
-from ratelimitd.cli.output import Output, window, working
-from ratelimitd.errors import FieldViolation, printable
+from ratelimitd.cli.output import Output, counted, window, working
+from ratelimitd.errors import FieldViolation, RuleInvalidError, printable
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
+from ratelimitd.rules.envoy_import import MAX_FILE_BYTES as MAX_ENVOY_BYTES
+from ratelimitd.rules.envoy_import import import_config
 from ratelimitd.rules.rules_file import (
     MAX_FILE_BYTES,
     RULES_KEY,
@@ -40,6 +43,8 @@ from ratelimitd.rules.rules_file import (
 )
 from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.settings.parsing import identifier_keys
+from ratelimitd.settings.table import SETTINGS
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -430,3 +435,57 @@ def _text(rule: RuleDraft, name: str) -> str:
     if name == "window_seconds":
         return window(value)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+ENVOY_SETTING: Final = "ENVOY_IDENTIFIERS"
+
+_ENVOY_DEFAULT: Final = next(
+    setting.default for setting in SETTINGS if setting.name == ENVOY_SETTING
+)
+
+
+def import_envoy(
+    *,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Configuration of envoyproxy/ratelimit, YAML.")
+    ],
+    identifiers: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=TYPE,…", help=f"The {ENVOY_SETTING} of the node.", show_default=False
+        ),
+    ] = _ENVOY_DEFAULT,
+) -> None:
+    """Convert a configuration of envoyproxy/ratelimit to a file for `rules apply`.
+
+    What has no equivalent is listed on stderr, and so is what the setting ENVOY_IDENTIFIERS of the node has to be.
+
+    Example:
+      ratelimitd rules import-envoy config.yaml > rules.yaml
+      ratelimitd rules apply -f rules.yaml --dry-run
+    """
+    try:
+        pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
+    except ValueError as error:
+        message = f"--identifiers {error}"
+        raise UsageError(message) from None
+    try:
+        imported = import_config(
+            read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}
+        )
+    except RuleInvalidError as error:
+        message = f"{file}: {error.violations[0].description}"
+        raise CliError(message) from None
+    Output().line(dump_rules(imported.rules).rstrip("\n"))
+    for note in imported.notes:
+        print(printable(str(note)), file=sys.stderr)
+    if imported.new_identifiers:
+        added = [f"{key}={kind}" for key, kind in imported.new_identifiers.items()]
+        needed = ",".join([*filter(None, [identifiers]), *added])
+        typed = [f"{key}={key}" for key in imported.new_identifiers]
+        other = ",".join([*filter(None, [identifiers]), *typed])
+        print(printable(f"nodes need {ENVOY_SETTING}={needed}"), file=sys.stderr)
+        hint = f"with types of their own, which IDENTIFIER_TYPES declares: --identifiers {other}"
+        print(printable(hint), file=sys.stderr)
+    rules = counted(len(imported.rules), "rule")
+    print(f"{rules}, {counted(imported.left_out, 'limit')} left out", file=sys.stderr)

@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "health": "health:health",
     "metrics": "health:metrics",
     "top": "top.command:top",
-    "token": "token:token",
+    "token": "serve:token",
     "backtest": "backtest:backtest",
     "bench": "bench.command:bench",
     "conformance": "conformance.command:conformance",

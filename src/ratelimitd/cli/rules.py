@@ -15,6 +15,7 @@ from ratelimitd.cli.apply import (
     apply,
     diff,
     export,
+    import_envoy,
     limits_text,
     revert,
     revision_of,
@@ -25,7 +26,6 @@ from ratelimitd.cli.apply import (
 )
 from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
-from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
 from ratelimitd.errors import printable
