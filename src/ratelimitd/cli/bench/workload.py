@@ -5,11 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, count, cycle
+from itertools import accumulate, count, cycle, takewhile
 from random import Random
 from typing import Final, NamedTuple, assert_never
 
@@ -59,10 +58,8 @@ def _uniform(chance: Random, count: int) -> Iterator[int]:
 
 def _zipf(chance: Random, count: int, exponent: float) -> Iterator[int]:
     up_to = array("d", accumulate((rank + 1) ** -exponent for rank in range(count)))
-    total = up_to[-1]
     while True:
-        # random() is below 1, but the product may round up to the total.
-        yield min(bisect(up_to, chance.random() * total), count - 1)
+        yield from chance.choices(range(count), cum_weights=up_to)
 
 
 def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
@@ -149,20 +146,18 @@ class Latencies:
 
     def quantile_us(self, share: float) -> int:
         """Return the latency that ``share`` of the answers did not exceed, 0 without answers."""
-        wanted, seen = math.ceil(share * self.count), 0
-        for up_to_us, number in sorted(self._counts.items()):
-            seen += number
-            if seen >= wanted:
-                return min(up_to_us, self.max_us)
-        return 0
+        wanted = math.ceil(share * self.count)
+        return next((up_to_us for seen, up_to_us in self._cumulative() if seen >= wanted), 0)
 
     def curve(self) -> list[Point]:
         """Return all non-empty buckets, by ascending latency."""
-        points, seen = [], 0
-        for up_to_us, number in sorted(self._counts.items()):
-            seen += number
-            points.append(Point(seen / self.count, min(up_to_us, self.max_us)))
-        return points
+        return [Point(seen / self.count, up_to_us) for seen, up_to_us in self._cumulative()]
+
+    def _cumulative(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of answers up to each latency."""
+        buckets = sorted(self._counts)
+        up_to = (min(bucket, self.max_us) for bucket in buckets)
+        return zip(accumulate(self._counts[bucket] for bucket in buckets), up_to, strict=True)
 
     def bars(self) -> list[Bar]:
         """Return coarse buckets of 1, 2, 5, 10 … µs, from the first to the last non-empty one."""
@@ -171,13 +166,8 @@ class Latencies:
             counts[next(step for step in _steps() if step >= up_to_us)] += number
         if not counts:
             return []
-        within = (step for step in _steps() if step >= min(counts))
-        bars = []
-        for step in within:
-            bars.append(Bar(step, counts[step]))
-            if step >= max(counts):
-                break
-        return bars
+        steps = takewhile(lambda step: step <= max(counts), _steps())
+        return [Bar(step, counts[step]) for step in steps if step >= min(counts)]
 
 
 def _steps() -> Iterator[int]:

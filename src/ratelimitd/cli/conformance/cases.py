@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.cli.output import enum_name
 from ratelimitd.model import US_PER_S, Algorithm, Calendar, IdentifierType, Period, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -43,7 +44,7 @@ class LimitAnswer(NamedTuple):
             status.remaining_tokens,
             status.reset_time,
             status.retry_after_seconds,
-            _name_of(status.reason),
+            enum_name(pb.Reason, status.reason),
         )
 
 
@@ -74,7 +75,7 @@ class Answer(NamedTuple):
             response.remaining_tokens,
             response.reset_time,
             response.retry_after_seconds,
-            _name_of(response.reason),
+            enum_name(pb.Reason, response.reason),
             response.limit,
             response.window_seconds,
             _in_order(limits) if rule_ids else (),
@@ -116,11 +117,6 @@ def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
     if tolerance and isinstance(wanted, int) and isinstance(found, int):
         return abs(wanted - found) <= tolerance
     return wanted == found
-
-
-def _name_of(reason: pb.Reason.ValueType) -> str:
-    """Return the name of a reason, or the number of one of a later release."""
-    return pb.Reason.Name(reason) if reason in pb.Reason.values() else str(reason)
 
 
 IDENTIFIER_TYPE: Final = IdentifierType.USER
@@ -177,28 +173,15 @@ class Case(NamedTuple):
         """Return the case of a file that is valid against its schema."""
         limit, window_seconds = case["limit"], case["window_seconds"]
         steps = tuple(
-            Step(
-                step["at_us"],
-                step["cost"],
-                Answer(
-                    step["allowed"],
-                    step["remaining"],
-                    step["reset_time"],
-                    step["retry_after"],
-                    step["reason"],
-                    limit,
-                    window_seconds,
-                ),
-            )
+            Step(step["at_us"], step["cost"], Answer(*_answered(step), limit, window_seconds))
             for step in case["steps"]
         )
-        burst = case.get("burst", 0)
         calendar = None
         if "period" in case:
             period, anchor_day = Period(case["period"]), case.get("anchor_day", 1)
             calendar = Calendar(period, case["time_zone"], anchor_day)
-        name = case["name"]
-        return cls(Algorithm(algorithm), name, limit, window_seconds, steps, burst, calendar)
+        numbers = (limit, window_seconds, steps, case.get("burst", 0))
+        return cls(Algorithm(algorithm), case["name"], *numbers, calendar)
 
     @classmethod
     def of_policy(cls, file: str, case: Mapping[str, Any]) -> Self:
@@ -240,6 +223,12 @@ class Case(NamedTuple):
         ]
 
 
+def _answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
+    """Return the answer of a step, or of one of its limits."""
+    reset_time, retry_after = of.get("reset_time", ANY), of.get("retry_after", ANY)
+    return of["allowed"], of["remaining"], reset_time, retry_after, of["reason"]
+
+
 def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
     limits = [
         pb.Limit(**{**limit, "enforcement": pb.Enforcement.Value(limit["enforcement"].upper())})
@@ -251,30 +240,22 @@ def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
 
 
 def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step:
-    def answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
-        return (
-            of["allowed"], of["remaining"], of.get("reset_time", ANY), of.get("retry_after", ANY), of["reason"],
-        )  # fmt: skip
-
     only = {**step, "rule": 0, "name": rules[0].limits[0].name}
     limits = [
-        LimitAnswer(one["rule"], one["name"], *answered(one)) for one in step.get("limits", [only])
+        LimitAnswer(one["rule"], one["name"], *_answered(one)) for one in step.get("limits", [only])
     ]
     decides = [
         limit for one in limits[:1] for limit in rules[one.rule].limits if limit.name == one.name
     ]
     limit, window_seconds = (decides[0].limit, decides[0].window_seconds) if decides else (0, 0)
-    expected = Answer(*answered(step), limit, window_seconds, _in_order(limits))
-    who = tuple(step["identities"].items())
-    settles = tuple(step.get("settles", {}).items())
     return Step(
         step["at_us"],
         step["cost"],
-        expected,
+        Answer(*_answered(step), limit, window_seconds, _in_order(limits)),
         step["endpoint"],
-        who,
-        hold=step.get("hold", ""),
-        settles=settles,
+        tuple(step["identities"].items()),
+        step.get("hold", ""),
+        tuple(step.get("settles", {}).items()),
     )
 
 
@@ -307,7 +288,8 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
         return "it has holds" if case.has_holds else "it has several limits"
     if case.goes_back:
         return "its time goes back"
-    if case.calendar is not None or _duration_us(case) > longest_us:
+    takes_us = _grid_us(case) + case.steps[-1].at_us - case.steps[0].at_us
+    if case.calendar is not None or takes_us > longest_us:
         return "it takes longer"
     if not _certain(case, tolerance_us):
         return "it depends on moments"
@@ -329,12 +311,8 @@ def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Step]:
 
 
 def _grid_us(case: Case) -> int:
+    """Return the interval of the moments at which the case can start, which is the longest wait for one."""
     return (case.window_seconds if case.algorithm is Algorithm.FIXED_WINDOW else 1) * US_PER_S
-
-
-def _duration_us(case: Case) -> int:
-    """Return the maximum duration of the case, including the wait for its start."""
-    return case.steps[-1].at_us - case.steps[0].at_us + _grid_us(case)
 
 
 def _sent(steps: Iterable[Step], tolerance_us: int) -> Iterator[tuple[int, Step]]:
