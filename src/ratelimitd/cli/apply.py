@@ -23,6 +23,7 @@ from ratelimitd.cli.client_options import (
     Target,
     UsageError,
     asks_node,
+    demand,
     read_file,
     refusal,
     refusing,
@@ -244,9 +245,10 @@ def _ask(
 
 def _checked_revision(client: NodeClient, revision: int | None) -> int:
     """Return the revision to send; in the contract 0 means unchecked, so compare it here, by a call of its own."""
-    if revision == 0 and (current := client.apply_rules((), dry_run=True).revision):
-        message = f"rules may have been changed after revision 0: the revision is {current} now"
-        raise CliError(message)
+    if revision == 0:
+        now = client.apply_rules((), dry_run=True).revision
+        why = f"rules may have been changed after revision 0: the revision is {now} now"
+        demand(not now, why, CliError)
     return revision or 0
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
-from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, asks_node, demand
 from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
 from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
@@ -142,9 +142,7 @@ def further(also: Sequence[str] | None) -> dict[str, str]:
     """
     pairs = [one.partition("=") for one in also or ()]
     named = {kind: identifier for kind, separator, identifier in pairs if separator}
-    if len(named) < len(pairs):
-        message = "--also must be TYPE=IDENTIFIER, each TYPE once"
-        raise UsageError(message)
+    demand(len(named) == len(pairs), "--also must be TYPE=IDENTIFIER, each TYPE once")
     return named
 
 

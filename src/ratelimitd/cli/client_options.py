@@ -88,6 +88,12 @@ class UsageError(CliError):
         super().__init__(message, EXIT_USAGE)
 
 
+def demand(condition: object, message: str, error: type[CliError] = UsageError) -> None:
+    """Raise an error with this message unless the condition holds."""
+    if not condition:
+        raise error(message)
+
+
 def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     """Convert the error of a call to an error of the command.
 
@@ -98,18 +104,17 @@ def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     text: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":
         waited = f"within {target.timeout_s:g} s; raise --timeout to wait longer"
-        message = f"no answer from {asked} {waited}"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(f"no answer from {asked} {waited}")
     from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
 
     if code == "UNAVAILABLE" and HTTP1_PEER in text:
-        message = f"{asked} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(
+            f"{asked} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
+        )
     if code == "UNAVAILABLE" and not _status(error).details:
         reason = _PREAMBLE.sub("", text)
         question = f"is `ratelimitd serve` running there? {_tls_hint(target.tls)}"
-        message = f"cannot reach a node at {asked}: {reason} ({question})"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(f"cannot reach a node at {asked}: {reason} ({question})")
     if code == "UNAUTHENTICATED" and target.why_no_token:
         need = _NEED.match(text)
         why = f"no token was found: {target.why_no_token}; {_CREDENTIALS}"
@@ -265,17 +270,14 @@ def connection_options(
     except ValueError as error:
         message = f"--target {error}, not {target!r}"
         raise UsageError(message) from None
-    if token is not None and token_file is not None:
-        message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
-        raise UsageError(message)
-    if (cert is None) != (key is None):
-        message = "give --cert and --key together"
-        raise UsageError(message)
+    demand(
+        token is None or token_file is None,
+        f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both",
+    )
+    demand((cert is None) == (key is None), "give --cert and --key together")
     if token_file is not None:
-        token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
-        if not token:
-            message = f"--token-file: {token_file} is empty"
-            raise UsageError(message)
+        token = _read("--token-file", token_file).decode(errors="replace").strip()
+        demand(token, f"--token-file: {token_file} is empty")
     tls = None
     if ca is not None or cert is not None:
         from ratelimitd_client import Tls  # noqa: PLC0415
@@ -301,9 +303,7 @@ def asks_node(command: Callable[..., None]) -> Callable[..., None]:
 def _refuse_broken_text(values: Mapping[str, Any]) -> None:
     """Refuse an argument that is not valid UTF-8: no message of the contract can contain it."""
     texts = [text for text in values.values() if isinstance(text, str)]
-    if any(SURROGATE.search(text) for text in texts):
-        message = "an argument is not valid UTF-8"
-        raise UsageError(message)
+    demand(not any(map(SURROGATE.search, texts)), "an argument is not valid UTF-8")
 
 
 STDIN: Final = Path("-")
@@ -352,20 +352,17 @@ def refusing(file: Path, done: str = "changed") -> Iterator[None]:
 
 
 def _read_pem(option: str, path: Path | None) -> bytes | None:
-    """Like :func:`_read`; refuses a file without any PEM, since gRPC would only report a failed connection."""
+    """Refuse a file without any PEM, since gRPC would only report a failed connection; ``None`` without the option."""
+    if path is None:
+        return None
     content = _read(option, path)
-    if content is not None and PEM_START not in content:
-        message = f"{option}: {path} is not a PEM file"
-        raise UsageError(message)
+    demand(PEM_START in content, f"{option}: {path} is not a PEM file")
     return content
 
 
-def _read(option: str, path: Path | None) -> bytes | None:
-    """Return the content of the file that an option names, ``None`` without the option."""
-    if path is None:
-        return None
+def _read(option: str, path: Path) -> bytes:
     content = read_file(path, MAX_FILE_BYTES, option)
-    if len(content) > MAX_FILE_BYTES:
-        message = f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
-        raise UsageError(message)
+    demand(
+        len(content) <= MAX_FILE_BYTES, f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
+    )
     return content

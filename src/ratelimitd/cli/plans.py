@@ -17,7 +17,7 @@ import grpc
 import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, readable
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, readable
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
@@ -141,9 +141,7 @@ def list_assignments(
       ratelimitd plans list --plan blocked
       ratelimitd plans list --type user --prefix al --json
     """
-    if prefix and not identifier_type:
-        message = "--prefix needs --type"
-        raise UsageError(message)
+    demand(identifier_type or not prefix, "--prefix needs --type")
     with target.client() as client:
         found = client.assignments(plan=plan, identifier_type=identifier_type, prefix=prefix)
         if target.output.as_json:
@@ -222,7 +220,12 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
     wrong: list[str] = []
     seen: dict[tuple[str, str], int] = {}
     try:
-        _require_header(reader.fieldnames or (), file)
+        names = reader.fieldnames or ()
+        demand(
+            {*COLUMNS[:3]} <= {*names} <= {*COLUMNS} and len({*names}) == len(names),
+            f"{file}: line 1: the header must be {','.join(COLUMNS)}; the last two may be missing",
+            CliError,
+        )
         for values in reader:
             line = reader.line_num
             try:
@@ -242,15 +245,6 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
     if wrong:
         raise _refusal(file, wrong)
     return rows
-
-
-def _require_header(names: Sequence[str], file: Path) -> None:
-    missing = [name for name in COLUMNS[:3] if name not in names]
-    if missing or not set(names) <= set(COLUMNS) or len(set(names)) != len(names):
-        message = (
-            f"{file}: line 1: the header must be {','.join(COLUMNS)}; the last two may be missing"
-        )
-        raise CliError(message)
 
 
 @dataclass

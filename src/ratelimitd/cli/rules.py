@@ -25,10 +25,9 @@ from ratelimitd.cli.apply import (
     warn_of_patterns,
 )
 from ratelimitd.cli.check import int32
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
-from ratelimitd.errors import printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
@@ -247,9 +246,8 @@ def create(
       ratelimitd rules create /api user --limit 10000 --period month --time-zone Europe/Berlin --algorithm fixed_window
     """
     window_seconds = _seconds(window, window_seconds)
-    if window_seconds is None and period is None:
-        message = "name the window: --window, --window-seconds or --period"
-        raise UsageError(message)
+    is_given = window_seconds is not None or period is not None
+    demand(is_given, "name the window: --window, --window-seconds or --period")
     more: dict[str, Any] = {"burst": burst, "time_zone": time_zone, "anchor_day": anchor_day}
     if period is not None:
         more["period"] = pb.Period.Value(period.name)
@@ -308,9 +306,7 @@ def update(
         "enabled": enabled,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        message = "nothing to change: name at least one field, such as --limit"
-        raise UsageError(message)
+    demand(changes, "nothing to change: name at least one field, such as --limit")
     with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
@@ -358,12 +354,8 @@ def promote(
         names = [limit.name for limit in limits]
         observing = {limit.name for limit in limits if limit.enforcement == pb.OBSERVE}
         replaced = replaces or (names[0] if names else "")
-        if name not in observing:
-            message = f"the rule has no observed limit {printable(name)}"
-            raise CliError(message)
-        if replaced not in names:
-            message = f"the rule has no limit {printable(replaced)}"
-            raise CliError(message)
+        demand(name in observing, f"the rule has no observed limit {name}", CliError)
+        demand(replaced in names, f"the rule has no limit {replaced}", CliError)
         former = pb.RateLimit(limits=[limits[names.index(replaced)]])
         candidate = limits[names.index(name)]
         candidate.enforcement = pb.ENFORCE
@@ -424,9 +416,7 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
     """Return the length of a window, which one of two options sets."""
     if window is None:
         return window_seconds
-    if window_seconds is not None:
-        message = "give one of --window and --window-seconds"
-        raise UsageError(message)
+    demand(window_seconds is None, "give one of --window and --window-seconds")
     try:
         return int32(window_of(window))
     except ValueError as error:

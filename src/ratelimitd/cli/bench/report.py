@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from xml.sax.saxutils import escape
 
-from ratelimitd.cli.bench.workload import QUANTILES, Distribution, Keys, Latencies
+from ratelimitd.cli.bench.load import Load, Result
+from ratelimitd.cli.bench.workload import QUANTILES, Distribution, Keys, Latencies, Slot
 from ratelimitd.cli.output import Output, sparkline
 from ratelimitd.cli.picture import Panel, counting, nice, svg
 from ratelimitd.model import US_PER_MS
-
-if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result
-    from ratelimitd.cli.bench.workload import Slot  # with grpc, as in client_options
 
 BAR_WIDTH: Final = 40
 

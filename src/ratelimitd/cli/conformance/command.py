@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, asks_node, demand
 from ratelimitd.cli.conformance.cases import TOLERANCE_S, cases
 from ratelimitd.cli.conformance.own_rules import own_rules
 from ratelimitd.cli.conformance.run import (
@@ -76,9 +76,10 @@ def conformance(
       ratelimitd conformance --target 127.0.0.1:9090
       ratelimitd conformance --real-time --longest 5 --json
     """
-    if one_batch and real_time:
-        message = "--one-batch and --real-time exclude each other: checks of one batch must carry their time"
-        raise UsageError(message)
+    demand(
+        not (one_batch and real_time),
+        "--one-batch and --real-time exclude each other: checks of one batch must carry their time",
+    )
     name = f"conformance-{secrets.token_hex(6)}"
     chosen = cases()
     how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000)) if real_time else None

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Self
 import grpc
 
 from ratelimitd.cli.check import send
-from ratelimitd.cli.client_options import CliError, UsageError
+from ratelimitd.cli.client_options import CliError, UsageError, demand
 from ratelimitd.cli.conformance.cases import (
     TOLERANCE_S,
     Answer,
@@ -113,9 +113,8 @@ class Asking:
                 return [refusal]
             # One check is at fault: find it by sending them one by one.
             return [answer for request in requests for answer in self._batch([request])]
-        if len(responses) != len(requests):
-            message = f"the server gave {len(responses)} answers to a batch of {len(requests)}"
-            raise CliError(message)
+        what = f"the server gave {len(responses)} answers to a batch of {len(requests)}"
+        demand(len(responses) == len(requests), what, CliError)
         return list(map(_answered, responses))
 
 
@@ -330,9 +329,9 @@ class Runner:
             answers = dict(zip(first, self._asking.together(asked), strict=True))
             if not any(_has_no_rule(answer) for answer in answers.values()):
                 break
-            if self._time.now_us() >= until_us:
-                message = f"rules are not in force {IN_FORCE_WITHIN_US // US_PER_S} s after they were made"
-                raise CliError(message)
+            within = f"{IN_FORCE_WITHIN_US // US_PER_S} s"
+            what = f"rules are not in force {within} after they were made"
+            demand(self._time.now_us() < until_us, what, CliError)
             self._time.wait_until(self._time.now_us() + ASK_AGAIN_US)
         for number, answer in answers.items():
             if isinstance(answer, Refusal):

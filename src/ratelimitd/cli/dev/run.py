@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import typer
 
-from ratelimitd.cli.client_options import UsageError
+from ratelimitd.cli.client_options import demand
 from ratelimitd.cli.dev.servers import Child, Children, failure
 from ratelimitd.cli.output import Output, single_keys
 from ratelimitd.node.process import StopSignals
@@ -108,9 +108,7 @@ def free_ports(first: int, count: int, *, taken: Sequence[int] = ()) -> list[int
     """
     ports = range(first, LAST_PORT + 1)
     found = list(islice((one for one in ports if one not in taken and is_free(one)), count))
-    if len(found) < count:
-        message = f"there are no {count} free ports from {first} on"
-        raise UsageError(message)
+    demand(len(found) == count, f"there are no {count} free ports from {first} on")
     return found
 
 
