@@ -218,7 +218,6 @@ def export(target: Target) -> None:
 def _ask(
     target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int | None = None
 ) -> pb.ApplyRateLimitsResponse:
-    """Send a file to the node, and return its changes."""
     with refusing(file):
         wanted = parse_rules(read_file(file, MAX_FILE_BYTES, "--file", may_be_stdin=True))
     warn_of_patterns(rule.endpoint for rule in wanted)
@@ -320,7 +319,6 @@ def revision_text(revision: int) -> str:
 
 
 def _show_changes(answer: pb.ApplyRateLimitsResponse, target: Target, *, dry_run: bool) -> None:
-    """Print the changes made, or those of a dry run."""
     remark = "; this was a dry run" if dry_run else ""
     _show(answer, f"{_counts(answer, dry_run=dry_run)}{remark}", target)
     if answer.changes and not dry_run and not target.output.as_json:
@@ -349,10 +347,10 @@ def _show(answer: pb.ApplyRateLimitsResponse, summary: str, target: Target) -> N
 def _print_change(change: pb.RateLimitChange, output: Output) -> None:
     before, after = draft_of(change.before), draft_of(change.after)
     if not change.HasField("before"):
-        output.line(output.styled(f"+ create {_name(after)}: {_values(after)}", "good"))
+        output.line(output.styled(f"+ create {_name(after)}: {values_text(after)}", "good"))
         return
     if not change.HasField("after"):
-        output.line(output.styled(f"- delete {_name(before)}: {_values(before)}", "bad"))
+        output.line(output.styled(f"- delete {_name(before)}: {values_text(before)}", "bad"))
         return
     output.line(output.styled(f"~ update {_name(before)}", "warn"))
     hidden = _OF_FIRST if before.limits or after.limits else {"limits"}
@@ -390,15 +388,14 @@ def _name(rule: RuleDraft) -> str:
     return f"{printable(rule.endpoint)} {rule.identifier_type}"
 
 
-def _values(rule: RuleDraft) -> str:
+def values_text(rule: RuleDraft) -> str:
+    """Return the limits of a rule, and whether it is disabled, in one line."""
     state = "" if rule.enabled else ", disabled"
     return f"{limits_text(rule)}{state}"
 
 
-def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
+def limits_text(rule: RuleDraft) -> str:
     """Return the limits of a rule in one line, with their names if there are several."""
-    if isinstance(rule, pb.RateLimit):
-        rule = draft_of(rule)
     plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
     return _own_text(rule) + plans
 
@@ -428,7 +425,6 @@ def window_text(limit: LimitDraft) -> str:
 
 
 def _text(rule: RuleDraft, name: str) -> str:
-    """Return a field of a rule in one line."""
     if name == "limits":
         return _own_text(rule)
     if name == "plans":

@@ -22,7 +22,6 @@ from ratelimitd.cli.check import (
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.options import group
-from ratelimitd.cli.output import as_dict
 from ratelimitd.ledger.holds import DEFAULT_TTL_S
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -135,17 +134,12 @@ def list_holds(target: Target) -> None:
     """
     with target.client() as client:
         limits = client.holds()
-    if target.output.as_json:
-        target.output.json_list(as_dict(limit) for limit in limits)
-        return
-    rows = [
-        (one.endpoint, one.identifier_type, one.name, str(one.holds), str(one.tokens))
-        for one in limits
-    ]
-    if rows:
-        target.output.table(("ENDPOINT", "TYPE", "LIMIT", "HOLDS", "TOKENS"), rows)
-    else:
-        target.output.line("no holds are in flight")
+    target.output.listed(
+        limits,
+        ("ENDPOINT", "TYPE", "LIMIT", "HOLDS", "TOKENS"),
+        lambda one: (one.endpoint, one.identifier_type, one.name, str(one.holds), str(one.tokens)),
+        "no holds are in flight",
+    )
 
 
 _NOT_THERE: Final = "not known: the hold no longer exists, or no limit was checked for it"

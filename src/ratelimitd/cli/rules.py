@@ -14,6 +14,7 @@ import typer
 from ratelimitd.cli.apply import (
     apply,
     diff,
+    draft_of,
     export,
     import_envoy,
     limits_text,
@@ -21,6 +22,7 @@ from ratelimitd.cli.apply import (
     revision_of,
     revision_text,
     schema,
+    values_text,
     warn_of_case,
     warn_of_patterns,
 )
@@ -140,19 +142,17 @@ def unmatched(target: Target) -> None:
     """
     with target.client() as client:
         endpoints = client.unmatched()
-    if target.output.as_json:
-        target.output.json_list(as_dict(one) for one in endpoints)
-    elif endpoints:
-        rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
-        target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
-        if any(one.endpoint == UNMATCHED for one in endpoints):
-            target.output.line(WHY_UNMATCHED)
-    else:
-        target.output.line("every check of the last minutes had a rule")
+    target.output.listed(
+        endpoints,
+        ("ENDPOINT", "CHECKS_PER_MIN"),
+        lambda one: (one.endpoint, one.checks_per_minute),
+        "every check of the last minutes had a rule",
+    )
+    if not target.output.as_json and any(one.endpoint == UNMATCHED for one in endpoints):
+        target.output.line(WHY_UNMATCHED)
 
 
 def _why_none(endpoint: str, identifier_type: str, *, unused: bool) -> str:
-    """Return why no rule is listed."""
     if endpoint or identifier_type:
         return "no such rules"
     return "every rule has judged a check" if unused else "no rules: every check is allowed"
@@ -177,7 +177,8 @@ def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
 
 def _cells(limit: pb.Limit) -> tuple[int, int | str, str]:
     """Return the columns LIMIT, WINDOW_S and ALGORITHM of a limit."""
-    return limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}"
+    window = pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
+    return limit.limit, window, f"{limit.algorithm}{_marks(limit)}"
 
 
 def _marks(limit: pb.Limit) -> str:
@@ -187,11 +188,6 @@ def _marks(limit: pb.Limit) -> str:
         marks.append(limit.time_zone)
     marks.append("observed" if limit.enforcement == pb.OBSERVE else "")
     return f" ({', '.join(filter(None, marks))})"
-
-
-def _window(limit: pb.Limit) -> int | str:
-    """Return the window of a limit: its seconds, or its period."""
-    return pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
 
 
 @asks_node
@@ -365,7 +361,7 @@ def promote(
         updated = client.update_rule(change, ["limits"])
         _show("updated", updated, target)
         if replaced != name and not target.output.as_json:
-            target.output.line(f"{name} replaces {limits_text(former)}")
+            target.output.line(f"{name} replaces {limits_text(draft_of(former))}")
 
 
 @asks_node
@@ -413,7 +409,6 @@ def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
 
 
 def _seconds(window: str | None, window_seconds: int | None) -> int | None:
-    """Return the length of a window, which one of two options sets."""
     if window is None:
         return window_seconds
     demand(window_seconds is None, "give one of --window and --window-seconds")
@@ -425,9 +420,8 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
-    state = "" if rule.enabled else ", disabled"
     place = f"{rule.endpoint} {rule.identifier_type}"
-    target.output.answer(rule, f"{done} {rule.id}: {place}, {limits_text(rule)}{state}")
+    target.output.answer(rule, f"{done} {rule.id}: {place}, {values_text(draft_of(rule))}")
 
 
 app = group(

@@ -86,7 +86,6 @@ command = takes_settings(doctor, load=Given)
 
 
 def _secret_files(given: Given) -> dict[str, Path]:
-    """Return the files of secrets, by the name of their setting."""
     names = [file_of(spec.name) for spec in SETTINGS if spec.secret]
     texts = {
         name: given.flags.get(name) or given.environ.get(environment_of(name)) for name in names
