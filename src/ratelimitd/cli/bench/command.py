@@ -15,10 +15,11 @@ from ratelimitd.cli.bench.load import Load, Result, Sender, channels
 from ratelimitd.cli.bench.report import as_json, print_report
 from ratelimitd.cli.bench.report import picture as drawn
 from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
-from ratelimitd.cli.client_options import EXIT_ERROR, Target, asks_node, demand
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node, demand
 from ratelimitd.cli.output import working
 from ratelimitd.cli.picture import write_picture
 from ratelimitd.model import IdentifierType
+from ratelimitd_client.transport.grpc_channel import authorization
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -147,8 +148,11 @@ def bench(
 
 
 async def _send(target: Target, load: Load, connections: int) -> Result:
-    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
-    opened = channels(target.address, target.tls, connections)
+    try:
+        metadata = authorization(target.token)
+        opened = channels(target.address, target.tls, connections)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:

@@ -16,8 +16,8 @@ import grpc
 
 from ratelimitd.cli.bench.workload import Arrivals, Keys, Latencies, Timeline
 from ratelimitd.model import US_PER_S
-from ratelimitd_client import Tls
-from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
+from ratelimitd_client import Tls, open_async_channel
+from ratelimitd_client.transport.grpc_channel import Metadata
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
@@ -26,8 +26,6 @@ FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
 TIMER_S: Final = 0.002
 """Timers of the event loop are late by a millisecond or more, a node's whole latency: this long before a check is due,
 the loop spins without sleeping."""
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +66,8 @@ class Result:
 def channels(target: str, tls: Tls | None, count: int) -> list[grpc.aio.Channel]:
     """Open separate connections."""
     # Without a local subchannel pool, gRPC would share one connection among identical channels.
-    options = [*CHANNEL_OPTIONS.items(), ("grpc.use_local_subchannel_pool", 1)]
-    if tls is None:
-        return [grpc.aio.insecure_channel(target, options) for _ in range(count)]
-    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-    return [grpc.aio.secure_channel(target, credentials, options) for _ in range(count)]
+    options = {"grpc.use_local_subchannel_pool": 1}
+    return [open_async_channel(target, tls=tls, options=options) for _ in range(count)]
 
 
 class Sender:
