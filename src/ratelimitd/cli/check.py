@@ -22,7 +22,7 @@ from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimitd_client import NodeClient
-from ratelimitd_client.check import MAX_BATCH
+from ratelimitd_client.check import MAX_BATCH, identities_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 MAX_COUNT: Final = 1_000_000
@@ -46,7 +46,7 @@ Places = Mapping[str, str]
 
 _NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 
-_NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
+NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
 
 _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
@@ -251,15 +251,12 @@ def request_of(  # noqa: PLR0917 -- the arguments of a check
     identifier_type: str, identifier: str, endpoint: str, cost: int, also: Sequence[str] | None
 ) -> pb.RateLimitRequest:
     """Return the check in the arguments."""
-    further_identities = (
-        pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
-    )
     return pb.RateLimitRequest(
         identifier=identifier,
         identifier_type=identifier_type,
         endpoint=endpoint,
         tokens_requested=cost,
-        also=further_identities,
+        also=identities_of(further(also)),
     )
 
 
@@ -273,7 +270,7 @@ def describe(
     remaining = str(answer.remaining_tokens)
     if answer.reason in _NO_LIMIT:
         remaining = "unlimited"
-    not_checked = answer.reason in _NOT_CHECKED
+    not_checked = answer.reason in NOT_CHECKED
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
     return [
         *wait,
@@ -378,7 +375,7 @@ def _ask_often(
 
     def answers() -> Iterator[pb.RateLimitResponse]:
         for answer in _answers(client, request, count):
-            verdicts[answer.allowed, answer.reason in _NOT_CHECKED] += 1
+            verdicts[answer.allowed, answer.reason in NOT_CHECKED] += 1
             yield answer
 
     if output.as_json:
@@ -417,7 +414,7 @@ def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Outp
     word = verdict(answer, output) + (" " if not answer.allowed else "")
     facts = dict(describe(answer))
     said = f"remaining {facts['remaining']}  reset {facts['reset']}"
-    if answer.reason in _NOT_CHECKED:
+    if answer.reason in NOT_CHECKED:
         said = facts["reason"]
     return (
         f"{number:>{width}}  {word}  {said}"

@@ -1,4 +1,4 @@
-"""`rules apply`, `export` and `import-envoy`: idempotent, atomic for an invalid file, and no other edits overwritten."""
+"""`rules apply`, `export`, `import-envoy`: idempotent, all of a file or nothing, no edit of others overwritten."""
 
 import io
 import json

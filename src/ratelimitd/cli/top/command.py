@@ -28,9 +28,6 @@ MAX_NAMED_RULES: Final = 10_000
 HISTORY: Final = 500
 """Rates kept for the sparkline: more than a terminal is wide."""
 
-Pause = Callable[[float], bool]
-"""Waits for this many seconds; returns whether to quit."""
-
 
 @asks_node
 def top(
@@ -96,8 +93,10 @@ class _Node:
             return Look.of(self._time_s(), health, self._client.metrics(NAMES))
 
 
-def _frames(node: _Node, pause: Pause, interval_s: float, *, rules: int) -> Iterator[Frame]:
-    """Yield a frame after each interval, until ``pause`` returns true."""
+def _frames(
+    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int
+) -> Iterator[Frame]:
+    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit."""
     before = node.look()
     shown = reading(before, before, rules=rules)
     rates: deque[float] = deque(maxlen=HISTORY)
