@@ -143,7 +143,7 @@ def test_ca_enables_tls_and_the_client_certificate_is_sent(run, tmp_path):
 def test_unreachable_node_is_status_2_in_one_line(run):
     ended = run("health", "--target", "127.0.0.1:1", "--timeout", "5")
     assert (ended.status, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert "127.0.0.1:1" in ended.err
+    assert "cannot reach a node at 127.0.0.1:1: " in ended.err
 
 
 def test_hanging_node_is_abandoned_after_the_timeout(ask, node):
