@@ -198,14 +198,6 @@ class Target:
             yield client
 
     @contextmanager
-    def channel(self) -> Iterator[grpc.Channel]:
-        """Open a bare channel, which sends no token, for services that are not ours."""
-        from ratelimitd_client import open_channel  # noqa: PLC0415
-
-        with open_channel(self.address, tls=self.tls) as channel, self.explained():
-            yield channel
-
-    @contextmanager
     def explained(self) -> Iterator[None]:
         """Convert errors of calls in a ``with`` block to ``CliError``."""
         import grpc  # noqa: PLC0415

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ratelimitd.cli.check import (
     AlsoOption,
@@ -19,6 +20,7 @@ from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
 from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
 from ratelimitd.errors import printable
+from ratelimitd_client import open_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -106,10 +108,8 @@ def reset(
 
 def _readiness(target: Target) -> None:
     """Query the standard health service, as a load balancer does."""
-    # `serve` does without this import.
-    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
-
-    with target.channel() as channel:
+    # A bare channel sends no token.
+    with open_channel(target.address, tls=target.tls) as channel, target.explained():
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         # The package's stubs do not declare it.

@@ -37,15 +37,8 @@ class LimitAnswer(NamedTuple):
         cls, status: pb.LimitStatus | pb.RateLimitResponse, name: str, rule_ids: Sequence[str]
     ) -> Self:
         """Convert a server's answer; a rule outside the case is -1."""
-        return cls(
-            rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1,
-            name,
-            status.allowed,
-            status.remaining_tokens,
-            status.reset_time,
-            status.retry_after_seconds,
-            enum_name(pb.Reason, status.reason),
-        )
+        rule = rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1
+        return cls(rule, name, *_received(status))
 
 
 class Answer(NamedTuple):
@@ -70,16 +63,8 @@ class Answer(NamedTuple):
         limits = [LimitAnswer.of(one, one.name, rule_ids) for one in response.limits]
         if not limits and response.rule_id:
             limits = [LimitAnswer.of(response, response.limit_name, rule_ids)]
-        return cls(
-            response.allowed,
-            response.remaining_tokens,
-            response.reset_time,
-            response.retry_after_seconds,
-            enum_name(pb.Reason, response.reason),
-            response.limit,
-            response.window_seconds,
-            _in_order(limits) if rule_ids else (),
-        )
+        shown = _in_order(limits) if rule_ids else ()
+        return cls(*_received(response), response.limit, response.window_seconds, shown)
 
     def fields(self) -> dict[str, object]:
         """Return all fields by path, such as ``limits[0].allowed``."""
@@ -102,6 +87,12 @@ class Answer(NamedTuple):
             for name in wanted | found
             if not _are_alike(wanted.get(name), found.get(name), tolerance_s * (name in _TIMES))
         ]
+
+
+def _received(one: pb.LimitStatus | pb.RateLimitResponse) -> tuple[bool, int, int, int, str]:
+    """Return the fields that an answer and each of its limits have."""
+    times = one.reset_time, one.retry_after_seconds
+    return one.allowed, one.remaining_tokens, *times, enum_name(pb.Reason, one.reason)
 
 
 def _in_order(limits: Sequence[LimitAnswer]) -> tuple[LimitAnswer, ...]:

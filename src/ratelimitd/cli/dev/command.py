@@ -103,7 +103,6 @@ class Cluster:
         await run.until_stopped(self._live, self.output)
 
     async def _live(self, children: Children, directory: Path) -> None:
-        """Start everything and watch it; return when the quit key is pressed."""
         servers_too = "Valkey" if self.sqlite else "Valkey, PostgreSQL"
         self.output.line(f"starting {servers_too} and {len(self.nodes)} nodes")
         self.output.flush()
@@ -123,7 +122,12 @@ class Cluster:
             if len(nodes) == 1:  # the first node seeds the rule book, which only one may do
                 await run.ready(nodes[0])
         await asyncio.gather(*map(run.ready, nodes[1:]))
-        self._show_nodes(nodes)
+        rows = [
+            (planned.name, planned.grpc_address, f"http://{planned.http_address}/", child.pid)
+            for planned, child in zip(self.nodes, nodes, strict=True)
+        ]
+        self.output.table(("NODE", "GRPC", "HTTP", "PID"), rows)
+        self.output.line()
         places = {"shared state": redis_url, "rules": database_url, "logs": f"{directory}/*.log"}
         self.output.pairs(places.items())
         self._show_what_to_try(nodes, valkey)
@@ -136,14 +140,6 @@ class Cluster:
         upgrade = [*run.PROGRAM, "db", "upgrade", "--database-url", database_url]
         await children.run("db-upgrade", upgrade)
         return database_url
-
-    def _show_nodes(self, nodes: Sequence[Child]) -> None:
-        rows = [
-            (planned.name, planned.grpc_address, f"http://{planned.http_address}/", child.pid)
-            for planned, child in zip(self.nodes, nodes, strict=True)
-        ]
-        self.output.table(("NODE", "GRPC", "HTTP", "PID"), rows)
-        self.output.line()
 
     def _show_what_to_try(self, nodes: Sequence[Child], valkey: Child) -> None:
         self.output.line()

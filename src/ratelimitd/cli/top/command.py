@@ -116,10 +116,8 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
     from ratelimitd.cli.top.view import as_json  # noqa: PLC0415 -- see _show
 
     for frame in frames:
-        if frame.lost:
-            target.output.line(json.dumps({"error": frame.lost}, ensure_ascii=False))
-        else:
-            target.output.line(json.dumps(as_json(frame.reading, frame.names), ensure_ascii=False))
+        value = {"error": frame.lost} if frame.lost else as_json(frame.reading, frame.names)
+        target.output.line(json.dumps(value, ensure_ascii=False))
         target.output.flush()
 
 
