@@ -6,11 +6,13 @@ import enum
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, count, cycle, takewhile
 from random import Random
-from typing import Final, NamedTuple, assert_never
+from typing import Final, NamedTuple, TypeVar, assert_never
+
+T = TypeVar("T")
 
 
 class Distribution(enum.StrEnum):
@@ -43,29 +45,25 @@ class Keys:
             case Distribution.IN_TURN:
                 return cycle(range(self.count))
             case Distribution.UNIFORM:
-                return _uniform(chance, self.count)
+                return _endless(lambda: chance.randrange(self.count))
             case Distribution.ZIPF:
-                return _zipf(chance, self.count, self.exponent)
+                weights = ((rank + 1) ** -self.exponent for rank in range(self.count))
+                up_to = array("d", accumulate(weights))
+                return _endless(lambda: chance.choices(range(self.count), cum_weights=up_to)[0])
             case Distribution.HOT:
-                return _hot(chance, self.count, self.hot_share)
+                return _endless(
+                    lambda: (
+                        0
+                        if self.count == 1 or chance.random() < self.hot_share
+                        else chance.randrange(1, self.count)
+                    )
+                )
         assert_never(self.distribution)
 
 
-def _uniform(chance: Random, count: int) -> Iterator[int]:
+def _endless(draw: Callable[[], T]) -> Iterator[T]:
     while True:
-        yield chance.randrange(count)
-
-
-def _zipf(chance: Random, count: int, exponent: float) -> Iterator[int]:
-    up_to = array("d", accumulate((rank + 1) ** -exponent for rank in range(count)))
-    while True:
-        yield from chance.choices(range(count), cum_weights=up_to)
-
-
-def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
-    while True:
-        is_hot = count == 1 or chance.random() < hot_share
-        yield 0 if is_hot else chance.randrange(1, count)
+        yield draw()
 
 
 class Arrival(enum.StrEnum):
@@ -87,14 +85,8 @@ class Arrivals:
         """Yield the due time of each check, in seconds from the start, endlessly."""
         if self.arrival is Arrival.CONSTANT:
             return (number / self.rate for number in count())
-        return _poisson(Random(f"arrivals {self.seed}"), self.rate)  # noqa: S311 -- load, no secret
-
-
-def _poisson(chance: Random, rate: float) -> Iterator[float]:
-    due_s = 0.0
-    while True:
-        due_s += chance.expovariate(rate)
-        yield due_s
+        chance = Random(f"arrivals {self.seed}")  # noqa: S311 -- load, no secret
+        return accumulate(_endless(lambda: chance.expovariate(self.rate)))
 
 
 DIGITS: Final = 6
