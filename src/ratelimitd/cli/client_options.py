@@ -286,16 +286,12 @@ def asks_node(command: Callable[..., None]) -> Callable[..., None]:
     options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
 
     def target_of(values: Mapping[str, Any]) -> Target:
-        _refuse_broken_text(values)
+        # No message of the contract can contain text that is not valid UTF-8.
+        texts = [text for text in values.values() if isinstance(text, str)]
+        demand(not any(map(SURROGATE.search, texts)), "an argument is not valid UTF-8")
         return connection_options(**{option.name: values[option.name] for option in options})
 
     return with_options(command, options, target_of)
-
-
-def _refuse_broken_text(values: Mapping[str, Any]) -> None:
-    """Refuse an argument that is not valid UTF-8: no message of the contract can contain it."""
-    texts = [text for text in values.values() if isinstance(text, str)]
-    demand(not any(map(SURROGATE.search, texts)), "an argument is not valid UTF-8")
 
 
 STDIN: Final = Path("-")

@@ -1,4 +1,4 @@
-"""The settings of a node as options of a command, generated so that none can be missing.
+"""Commands with options and in groups; the settings of a node become options, so that none can be missing.
 
 Does not validate: :mod:`ratelimitd.settings.table` defines names and values.
 """
@@ -17,12 +17,11 @@ from ratelimitd.cli.output import Output
 from ratelimitd.settings.sources import file_of, flag_of
 from ratelimitd.settings.table import SETTINGS, Settings, SettingSpec
 
-Load = Callable[[Mapping[str, str], Mapping[str, str | None]], Any]
-"""Converts the environment and the flags to the value that a command needs, as :meth:`Settings.load` does."""
-
 
 def takes_settings(
-    command: Callable[..., None], only: Collection[str] = (), load: Load = Settings.load
+    command: Callable[..., None],
+    only: Collection[str] = (),
+    load: Callable[[Mapping[str, str], Mapping[str, str | None]], Any] = Settings.load,
 ) -> Callable[..., None]:
     """Add an option per setting to a command, and pass it the loaded :class:`Settings` as its first argument.
 
@@ -67,19 +66,13 @@ def with_options(
 def _options(spec: SettingSpec) -> Iterator[inspect.Parameter]:
     """Yield the option of a setting; for a secret, also the one that names its file."""
     default = f" [default: {spec.default}]" if spec.default else ""
-    yield _option(spec.name, "VALUE", f"{spec.help}{default}")
+    named = [(spec.name, "VALUE", f"{spec.help}{default}")]
     if spec.secret:
-        yield _option(file_of(spec.name), "FILE", f"file that holds {spec.name}")
-
-
-def _option(name: str, metavar: str, text: str) -> inspect.Parameter:
-    option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
-    return inspect.Parameter(
-        name.lower(),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[str | None, option],
-    )
+        named.append((file_of(spec.name), "FILE", f"file that holds {spec.name}"))
+    for name, metavar, text in named:
+        option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
+        annotation, kind = Annotated[str | None, option], inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name.lower(), kind, default=None, annotation=annotation)
 
 
 EXAMPLE: Final = "Example:"

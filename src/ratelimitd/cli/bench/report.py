@@ -184,7 +184,8 @@ def _percentiles(latencies: Latencies) -> Iterator[str]:
     # The slowest of n answers represents the last half of its share.
     most = 1 - 0.5 / latencies.count
     nines = max(1, math.ceil(-math.log10(1 - most)))
-    low, high = _decades(max(1, latencies.min_us), max(1, latencies.max_us))
+    low = math.floor(math.log10(max(1, latencies.min_us)))
+    high = max(low + 1, math.ceil(math.log10(max(1, latencies.max_us))))
     panel = Panel(90, 180, nines, high, low)
     yield '<text x="20" y="76">latency by percentile</text>'
     for decade in range(low, high + 1):
@@ -219,9 +220,3 @@ def _over_time(slots: Sequence[Slot], planned: float | None) -> Iterator[str]:
         yield f'<text class="end" x="72" y="{panel.y(0) + 30}">not answered</text>'
     if planned is not None:
         yield panel.across(planned, "", "planned")
-
-
-def _decades(low_us: int, high_us: int) -> tuple[int, int]:
-    """Return the powers of ten around two latencies, at least one apart."""
-    low = math.floor(math.log10(low_us))
-    return low, max(low + 1, math.ceil(math.log10(high_us)))

@@ -327,7 +327,8 @@ class Runner:
         until_us = self._time.now_us() + IN_FORCE_WITHIN_US
         while True:
             answers = dict(zip(first, self._asking.together(asked), strict=True))
-            if not any(_has_no_rule(answer) for answer in answers.values()):
+            decided = [one for one in answers.values() if not isinstance(one, Refusal)]
+            if all(answer.reason != pb.NO_RULE for answer in decided):
                 break
             within = f"{IN_FORCE_WITHIN_US // US_PER_S} s"
             what = f"rules are not in force {within} after they were made"
@@ -438,7 +439,3 @@ class Runner:
         if kind == IdentifierType.IP:
             return str(ip_address(named) + (WAYS.index(way) << 32))
         return " ".join(filter(None, [self._name, way, named]))
-
-
-def _has_no_rule(answer: Answered) -> bool:
-    return not isinstance(answer, Refusal) and answer.reason == pb.NO_RULE

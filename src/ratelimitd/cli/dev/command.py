@@ -68,7 +68,11 @@ def cluster(
       ratelimitd dev cluster --identifier-types tenant
     """
     servers.require(postgresql=not sqlite)
-    rules = None if rules_file is None else _rules(rules_file, identifier_types)
+    rules = None
+    if rules_file is not None:  # read as by the nodes, before anything starts
+        types = Settings.load({}, {"IDENTIFIER_TYPES": identifier_types}).known_types
+        with refusing(rules_file):
+            rules = parse_rules(read_file(rules_file, MAX_FILE_BYTES, "--rules-file"), types)
     started = Cluster(
         run.nodes(nodes, grpc_port=grpc_port, http_port=http_port),
         Output(),
@@ -78,13 +82,6 @@ def cluster(
         identifier_types=identifier_types,
     )
     asyncio.run(started.run())
-
-
-def _rules(file: Path, identifier_types: str) -> Sequence[RuleDraft]:
-    """Read the rules as the nodes will, before anything starts."""
-    types = Settings.load({}, {"IDENTIFIER_TYPES": identifier_types}).known_types
-    with refusing(file):
-        return parse_rules(read_file(file, MAX_FILE_BYTES, "--rules-file"), types)
 
 
 @dataclass(frozen=True, slots=True)

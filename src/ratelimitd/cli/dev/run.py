@@ -135,7 +135,7 @@ async def until_stopped(
     with tempfile.TemporaryDirectory(prefix="ratelimitd-dev-") as name:
         directory = Path(name)
         children = Children(directory)
-        stop = StopSignals(lambda _status: None)
+        stop = StopSignals(lambda _status: None)  # a further signal has no effect
         living = asyncio.create_task(live(children, directory))
         try:
             await stop.comes_before(living)

@@ -61,7 +61,9 @@ class Look(NamedTuple):
     @classmethod
     def of(cls, at_s: float, health: pb.HealthResponse, metrics: pb.MetricsResponse) -> Self:
         """Return the look in two answers."""
-        values = {(metric.name, _label(metric)): metric.value for metric in metrics.metrics}
+        values = {
+            (one.name, next(iter(one.labels.values()), "")): one.value for one in metrics.metrics
+        }
         histogram = next((m.histogram for m in metrics.metrics if m.name == LATENCY), None)
         if histogram is None:
             return cls(at_s, health, values)
@@ -137,10 +139,6 @@ def reading(before: Look, after: Look, *, rules: int) -> Reading:
         busiest=tuple(sorted(_rules(before, after), key=_most_blocked_first)[:rules]),
         **{field: after.values.get((name, "")) for field, name in _STATES.items()},
     )
-
-
-def _label(metric: pb.Metric) -> str:
-    return next(iter(metric.labels.values()), "")
 
 
 def _rate(before: Look, after: Look, series: Series) -> float:
