@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -149,11 +150,9 @@ class Sender:
             if early_s <= TIMER_S:
                 await asyncio.sleep(0)
                 continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(early_s - TIMER_S):
                     await self._stop.wait()
-            except TimeoutError:
-                continue
 
     async def _ask(self, caller: int, due_s: float) -> None:
         result = self._result

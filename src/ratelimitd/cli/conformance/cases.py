@@ -113,10 +113,6 @@ def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
 IDENTIFIER_TYPE: Final = IdentifierType.USER
 """Identifier type of all cases of one algorithm, whose result does not depend on it."""
 
-_VECTORS: Final = files("ratelimitd.cli.conformance").joinpath("vectors")
-
-_SCHEMA: Final = ".schema.json"
-
 
 class Step(NamedTuple):
     """One check of a case with its expected answer.
@@ -253,8 +249,9 @@ def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step
 def cases() -> list[Case]:
     """Return all cases, by algorithm, in file order."""
     found = []
-    for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
+    vectors_dir = files("ratelimitd.cli.conformance").joinpath("vectors")
+    for file in sorted(vectors_dir.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".json") and not file.name.endswith(".schema.json"):
             vectors = json.loads(file.read_text(encoding="utf-8"))
             algorithm, name = vectors.get("algorithm"), file.name.removesuffix(".json")
             found += [

@@ -22,8 +22,6 @@ from ratelimitd.cli.conformance.run import (
 from ratelimitd.cli.output import Output, working
 from ratelimitd.model import US_PER_MS, US_PER_S
 
-HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
-
 MOST_WORDS: Final = 100
 """Characters of a server's error in the table; JSON has all."""
 
@@ -101,7 +99,8 @@ def conformance(
 
 def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | None) -> None:
     """Print a row per case, below it one per differing check, and a summary."""
-    output.table(HEAD, (row for result in results for row in _rows(result)))
+    head = ("algorithm", "case", "checks", "expected", "got", "ok")
+    output.table(head, (row for result in results for row in _rows(result)))
     output.line()
     judged = [result for result in results if not result.not_judged]
     wrong = sum(not result.ok for result in judged)
