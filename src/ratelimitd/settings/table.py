@@ -64,6 +64,11 @@ class SettingSpec(NamedTuple):
         """Whether the value is never shown whole, and may come from a file."""
         return self.show is not shown
 
+    @property
+    def filled(self) -> bool:
+        """Whether an empty value is refused: a lost credential must not open the node."""
+        return self.show is masked
+
 
 class SettingInUse(NamedTuple):
     """One row of ``config show``: the value (secrets masked) and its source.
@@ -319,7 +324,7 @@ _KNOWN: Final = frozenset(setting.name for setting in SETTINGS) | {
 
 
 def _parse(setting: SettingSpec, found: lookup.Found) -> object:
-    if setting.show is masked and not found.text:  # a lost credential must not open the node
+    if setting.filled and not found.text:
         message = f"{found.origin} is empty: give it a value, or leave it out"
         raise SettingsError(message)
     try:
