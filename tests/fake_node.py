@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -48,6 +48,8 @@ class FakeNode(
         """Checks that are allowed, over all identifiers."""
         self.answer: pb.RateLimitResponse | None = None
         """Answers every check, when set."""
+        self.on_call: Callable[[Any, grpc.ServicerContext], None] | None = None
+        """Called with each request once it is in ``seen``; may abort the call."""
         self.error: status_pb2.Status | None = None
         """Ends every call, when set."""
         self.errors_after = 0
@@ -98,6 +100,8 @@ class FakeNode(
         metadata = {key: str(value) for key, value in context.invocation_metadata()}
         method = re.sub(r"(Request)?$", "", type(request).__name__)
         self.seen.append(Seen(method, request, metadata))
+        if self.on_call is not None:
+            self.on_call(request, context)
         self.answering.wait()
         if self.error is not None and len(self.seen) > self.errors_after:
             context.abort_with_status(rpc_status.to_status(self.error))

@@ -1,4 +1,4 @@
-"""``ratelimitd rules apply``, ``diff`` and ``export``: the whole rule book as a file.
+"""``ratelimitd rules apply``, ``diff``, ``revert``, ``export`` and ``import-envoy``: the whole rule book as a file.
 
 The node determines the changes: it compares and applies a file in one transaction.
 """
@@ -12,23 +12,29 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
+import grpc
 import typer
 
 from ratelimitd.cli.client_options import (
     EXIT_CHANGES,
     CliError,
     Target,
+    UsageError,
     asks_node,
+    demand,
     read_file,
-    readable,
+    refusal,
+    refusing,
     violations_of,
 )
-from ratelimitd.cli.output import Output, window, working
+from ratelimitd.cli.output import Output, counted, window, working
 from ratelimitd.errors import FieldViolation, RuleInvalidError, printable
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, Enforcement
 from ratelimitd.rules.applying import MAX_APPLIED
+from ratelimitd.rules.envoy_import import MAX_FILE_BYTES as MAX_ENVOY_BYTES
+from ratelimitd.rules.envoy_import import import_config
 from ratelimitd.rules.rules_file import (
     MAX_FILE_BYTES,
     RULES_KEY,
@@ -38,10 +44,10 @@ from ratelimitd.rules.rules_file import (
 )
 from ratelimitd.rules.schema import rules_schema
 from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.settings.parsing import identifier_keys
+from ratelimitd.settings.table import SETTINGS
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
@@ -77,8 +83,6 @@ def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
         for limit in limits
     )
 
-
-STDIN: Final = Path("-")
 
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
 
@@ -170,8 +174,6 @@ def revert(
     Example:
       ratelimitd rules revert 17 --dry-run
     """
-    import grpc  # noqa: PLC0415 - as in client_options
-
     timeout_s = target.timeout_s + MAX_APPLIED / RULES_PER_S
     with target.client() as client, _named_if_missing(target):
         try:
@@ -213,30 +215,11 @@ def export(target: Target) -> None:
     target.output.line(dump(drafts).rstrip("\n"))
 
 
-def content_of(file: Path, option: str = "--file") -> bytes:
-    """Return the content of the file that an option names, plus one byte if it is too large."""
-    if file == STDIN:
-        with readable(file, option):
-            return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-    return read_file(file, MAX_FILE_BYTES, option)
-
-
-def refusal(file: Path, violations: Iterable[FieldViolation]) -> CliError:
-    """Return an error with one line per violation in the file."""
-    details = [f"{field}: {description}" for field, description in violations]
-    return CliError(f"{file} is refused, nothing was changed:", details=details)
-
-
 def _ask(
     target: Target, file: Path, *, prune: bool, dry_run: bool, revision: int | None = None
 ) -> pb.ApplyRateLimitsResponse:
-    """Send a file to the node, and return its changes."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
-    try:
-        wanted = parse_rules(content_of(file))
-    except RuleInvalidError as error:
-        raise refusal(file, error.violations) from None
+    with refusing(file):
+        wanted = parse_rules(read_file(file, MAX_FILE_BYTES, "--file", may_be_stdin=True))
     warn_of_patterns(rule.endpoint for rule in wanted)
     timeout_s = target.timeout_s + len(wanted) / RULES_PER_S
     shown = working("applying") if len(wanted) >= LONG else nullcontext()
@@ -261,9 +244,10 @@ def _ask(
 
 def _checked_revision(client: NodeClient, revision: int | None) -> int:
     """Return the revision to send; in the contract 0 means unchecked, so compare it here, by a call of its own."""
-    if revision == 0 and (current := client.apply_rules((), dry_run=True).revision):
-        message = f"rules may have been changed after revision 0: the revision is {current} now"
-        raise CliError(message)
+    if revision == 0:
+        now = client.apply_rules((), dry_run=True).revision
+        why = f"rules may have been changed after revision 0: the revision is {now} now"
+        demand(not now, why, CliError)
     return revision or 0
 
 
@@ -284,8 +268,6 @@ def warn_of_case(client: NodeClient, added: Collection[str], gone: Collection[st
     ``gone``: ids of rules that a dry run would move or delete, which the node still lists. Ignores a node that does not
     answer: the rules are valid.
     """
-    import grpc  # noqa: PLC0415 - as in client_options
-
     spelled: dict[str, str] = {}
     with suppress(grpc.RpcError):
         for rule in islice(client.rules(), MAX_APPLIED) if added else ():
@@ -312,8 +294,6 @@ def warn_of_patterns(endpoints: Iterable[str]) -> None:
 @contextmanager
 def _named_if_missing(target: Target) -> Iterator[None]:
     """Name the call that a node of an earlier release lacks."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     try:
         yield
     except grpc.RpcError as error:
@@ -327,8 +307,6 @@ def _named_if_missing(target: Target) -> Iterator[None]:
 
 def revision_of(client: NodeClient) -> int | None:
     """Return the rules revision of the node, ``None`` if it does not answer."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     with suppress(grpc.RpcError):
         return client.health().rules_revision
     return None
@@ -341,7 +319,6 @@ def revision_text(revision: int) -> str:
 
 
 def _show_changes(answer: pb.ApplyRateLimitsResponse, target: Target, *, dry_run: bool) -> None:
-    """Print the changes made, or those of a dry run."""
     remark = "; this was a dry run" if dry_run else ""
     _show(answer, f"{_counts(answer, dry_run=dry_run)}{remark}", target)
     if answer.changes and not dry_run and not target.output.as_json:
@@ -370,10 +347,10 @@ def _show(answer: pb.ApplyRateLimitsResponse, summary: str, target: Target) -> N
 def _print_change(change: pb.RateLimitChange, output: Output) -> None:
     before, after = draft_of(change.before), draft_of(change.after)
     if not change.HasField("before"):
-        output.line(output.styled(f"+ create {_name(after)}: {_values(after)}", "good"))
+        output.line(output.styled(f"+ create {_name(after)}: {values_text(after)}", "good"))
         return
     if not change.HasField("after"):
-        output.line(output.styled(f"- delete {_name(before)}: {_values(before)}", "bad"))
+        output.line(output.styled(f"- delete {_name(before)}: {values_text(before)}", "bad"))
         return
     output.line(output.styled(f"~ update {_name(before)}", "warn"))
     hidden = _OF_FIRST if before.limits or after.limits else {"limits"}
@@ -411,15 +388,14 @@ def _name(rule: RuleDraft) -> str:
     return f"{printable(rule.endpoint)} {rule.identifier_type}"
 
 
-def _values(rule: RuleDraft) -> str:
+def values_text(rule: RuleDraft) -> str:
+    """Return the limits of a rule, and whether it is disabled, in one line."""
     state = "" if rule.enabled else ", disabled"
     return f"{limits_text(rule)}{state}"
 
 
-def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
+def limits_text(rule: RuleDraft) -> str:
     """Return the limits of a rule in one line, with their names if there are several."""
-    if isinstance(rule, pb.RateLimit):
-        rule = draft_of(rule)
     plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
     return _own_text(rule) + plans
 
@@ -449,7 +425,6 @@ def window_text(limit: LimitDraft) -> str:
 
 
 def _text(rule: RuleDraft, name: str) -> str:
-    """Return a field of a rule in one line."""
     if name == "limits":
         return _own_text(rule)
     if name == "plans":
@@ -458,3 +433,57 @@ def _text(rule: RuleDraft, name: str) -> str:
     if name == "window_seconds":
         return window(value)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+ENVOY_SETTING: Final = "ENVOY_IDENTIFIERS"
+
+_ENVOY_DEFAULT: Final = next(
+    setting.default for setting in SETTINGS if setting.name == ENVOY_SETTING
+)
+
+
+def import_envoy(
+    *,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Configuration of envoyproxy/ratelimit, YAML.")
+    ],
+    identifiers: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=TYPE,…", help=f"The {ENVOY_SETTING} of the node.", show_default=False
+        ),
+    ] = _ENVOY_DEFAULT,
+) -> None:
+    """Convert a configuration of envoyproxy/ratelimit to a file for `rules apply`.
+
+    What has no equivalent is listed on stderr, and so is what the setting ENVOY_IDENTIFIERS of the node has to be.
+
+    Example:
+      ratelimitd rules import-envoy config.yaml > rules.yaml
+      ratelimitd rules apply -f rules.yaml --dry-run
+    """
+    try:
+        pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
+    except ValueError as error:
+        message = f"--identifiers {error}"
+        raise UsageError(message) from None
+    try:
+        imported = import_config(
+            read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}
+        )
+    except RuleInvalidError as error:
+        message = f"{file}: {error.violations[0].description}"
+        raise CliError(message) from None
+    Output().line(dump_rules(imported.rules).rstrip("\n"))
+    for note in imported.notes:
+        print(printable(str(note)), file=sys.stderr)
+    if imported.new_identifiers:
+        added = [f"{key}={kind}" for key, kind in imported.new_identifiers.items()]
+        needed = ",".join([*filter(None, [identifiers]), *added])
+        typed = [f"{key}={key}" for key in imported.new_identifiers]
+        other = ",".join([*filter(None, [identifiers]), *typed])
+        print(printable(f"nodes need {ENVOY_SETTING}={needed}"), file=sys.stderr)
+        hint = f"with types of their own, which IDENTIFIER_TYPES declares: --identifiers {other}"
+        print(printable(hint), file=sys.stderr)
+    rules = counted(len(imported.rules), "rule")
+    print(f"{rules}, {counted(imported.left_out, 'limit')} left out", file=sys.stderr)

@@ -5,7 +5,6 @@ Calls no node: reads a trace and a rules file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,13 +17,19 @@ from ratelimitd.backtest.recorder import FILE_S
 from ratelimitd.backtest.replay import Trace
 from ratelimitd.backtest.report import BINS, MAX_RETRIES, OfLimit, Report, Retries
 from ratelimitd.backtest.sparing import SPARED_PERCENT
-from ratelimitd.cli.apply import content_of
-from ratelimitd.cli.bench.report import ROLE, STYLE, WIDTH, Panel, nice, write_picture
-from ratelimitd.cli.client_options import EXIT_CHANGES, EXIT_USAGE, CliError, UsageError
+from ratelimitd.cli.client_options import (
+    EXIT_CHANGES,
+    EXIT_USAGE,
+    CliError,
+    UsageError,
+    read_file,
+    refusing,
+)
 from ratelimitd.cli.output import Output, counted, duration
-from ratelimitd.errors import RuleInvalidError, TraceInvalidError, printable
+from ratelimitd.cli.picture import counting, svg, write_picture
+from ratelimitd.errors import TraceInvalidError, printable
 from ratelimitd.model import US_PER_S, Enforcement, Rule
-from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.validation import validated
 
 RULES_OPTION: Final = "--rules"
@@ -93,16 +98,12 @@ def backtest(
 
 def _rules(file: Path) -> list[Rule]:
     """Read the rules; those without an id in the file get their position as id."""
-    try:
-        drafts = parse_rules(content_of(file, RULES_OPTION))
+    with refusing(file, "replayed"):
+        drafts = parse_rules(read_file(file, MAX_FILE_BYTES, RULES_OPTION, may_be_stdin=True))
         return [
             validated(draft, rule_id=draft.id or str(place), revision=1)
             for place, draft in enumerate(drafts)
         ]
-    except RuleInvalidError as error:
-        details = [f"{field}: {description}" for field, description in error.violations]
-        message = f"{file} is refused, nothing was replayed:"
-        raise CliError(message, details=details) from None
 
 
 def _as_dict(report: Report) -> dict[str, Any]:
@@ -224,28 +225,12 @@ def _drawn(report: Report) -> str:
     """Return denials over time as SVG: an area for those of the new rules, a line for those recorded."""
     head = f"denied by these rules: {report.denied:,} of {report.checks:,} checks; was: {report.denied_before:,}"
     most = max(4, *(max(one) for one in report.bins))
-    step = nice(most / 4)
-    top = math.ceil(most / step) * step
-    panel = Panel(80, 50, WIDTH - 110, 160, BINS, 0, top)
-    now = "".join(
-        f"V{panel.y(now)}H{panel.x(bin_ + 1)}" for bin_, (_, now) in enumerate(report.bins)
-    )
-    before = "".join(
-        f"V{panel.y(was)}H{panel.x(bin_ + 1)}" for bin_, (was, _) in enumerate(report.bins)
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 250" {ROLE}>',
-            f'<title id="title">{head}</title>',
-            '<desc id="desc">The area is what these rules deny, the line what was denied.</desc>',
-            f"<style>{STYLE}</style>",
-            f'<text class="title" x="20" y="28">{head}</text>',
-            *(panel.across(at * step, f"{at * step:,.10g}") for at in range(round(top / step) + 1)),
-            panel.up(0, _minute(report.first_us)),
-            panel.up(BINS, _minute(report.last_us)),
-            f'<path class="area" d="M{panel.x(0)},{panel.y(0)}{now}V{panel.y(0)}Z"/>',
-            f'<path class="line" d="M{panel.x(0)},{panel.y(0)}{before}"/>',
-            "</svg>",
-            "",
-        ]
-    )
+    panel, grid = counting(50, BINS, most)
+    parts = [
+        *grid,
+        panel.up(0, _minute(report.first_us)),
+        panel.up(BINS, _minute(report.last_us)),
+        panel.area((bin_, now) for bin_, (_, now) in enumerate(report.bins, 1)),
+        panel.line(0, ((bin_, was) for bin_, (was, _) in enumerate(report.bins, 1))),
+    ]
+    return svg(head, "The area is what these rules deny, the line what was denied.", 250, parts)

@@ -11,20 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from ratelimitd.cli.apply import draft_of, window_text
-from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, asks_node, demand
 from ratelimitd.cli.output import Output, as_dict, duration, enum_name, window
 from ratelimitd.errors import printable
 from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
+from ratelimitd_client import NodeClient
+from ratelimitd_client.check import MAX_BATCH, identities_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 MAX_COUNT: Final = 1_000_000
 
@@ -47,7 +46,7 @@ Places = Mapping[str, str]
 
 _NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 
-_NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
+NOT_CHECKED: Final = (pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR)
 
 _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
@@ -143,9 +142,7 @@ def further(also: Sequence[str] | None) -> dict[str, str]:
     """
     pairs = [one.partition("=") for one in also or ()]
     named = {kind: identifier for kind, separator, identifier in pairs if separator}
-    if len(named) < len(pairs):
-        message = "--also must be TYPE=IDENTIFIER, each TYPE once"
-        raise UsageError(message)
+    demand(len(named) == len(pairs), "--also must be TYPE=IDENTIFIER, each TYPE once")
     return named
 
 
@@ -254,15 +251,12 @@ def request_of(  # noqa: PLR0917 -- the arguments of a check
     identifier_type: str, identifier: str, endpoint: str, cost: int, also: Sequence[str] | None
 ) -> pb.RateLimitRequest:
     """Return the check in the arguments."""
-    further_identities = (
-        pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
-    )
     return pb.RateLimitRequest(
         identifier=identifier,
         identifier_type=identifier_type,
         endpoint=endpoint,
         tokens_requested=cost,
-        also=further_identities,
+        also=identities_of(further(also)),
     )
 
 
@@ -276,7 +270,7 @@ def describe(
     remaining = str(answer.remaining_tokens)
     if answer.reason in _NO_LIMIT:
         remaining = "unlimited"
-    not_checked = answer.reason in _NOT_CHECKED
+    not_checked = answer.reason in NOT_CHECKED
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
     return [
         *wait,
@@ -348,17 +342,23 @@ def expiry(time_s: int, now_s: float) -> str:
     return f"{f'in {duration(left_s)}' if left_s else 'now'} ({instant(time_s)})"
 
 
-def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
-    """Send one check and print the answer; return whether it was denied."""
-    answer = client.check(
+def send(client: NodeClient, request: pb.RateLimitRequest) -> pb.RateLimitResponse:
+    """Send one check."""
+    return client.check(
         request.identifier,
         request.identifier_type,
         request.endpoint,
         cost=request.tokens_requested,
+        timestamp=request.timestamp,
         peek=request.peek,
         also={one.identifier_type: one.identifier for one in request.also},
         max_wait_ms=request.max_wait_ms,
     )
+
+
+def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
+    """Send one check and print the answer; return whether it was denied."""
+    answer = send(client, request)
     if output.as_json:
         output.message(answer)
     else:
@@ -375,7 +375,7 @@ def _ask_often(
 
     def answers() -> Iterator[pb.RateLimitResponse]:
         for answer in _answers(client, request, count):
-            verdicts[answer.allowed, answer.reason in _NOT_CHECKED] += 1
+            verdicts[answer.allowed, answer.reason in NOT_CHECKED] += 1
             yield answer
 
     if output.as_json:
@@ -396,8 +396,6 @@ def _sum(word: str, checked: int, unchecked: int) -> str:
 def _answers(
     client: NodeClient, request: pb.RateLimitRequest, count: int
 ) -> Iterator[pb.RateLimitResponse]:
-    from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
-
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
             if answer.reason == pb.INVALID_REQUEST:
@@ -416,7 +414,7 @@ def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Outp
     word = verdict(answer, output) + (" " if not answer.allowed else "")
     facts = dict(describe(answer))
     said = f"remaining {facts['remaining']}  reset {facts['reset']}"
-    if answer.reason in _NOT_CHECKED:
+    if answer.reason in NOT_CHECKED:
         said = facts["reason"]
     return (
         f"{number:>{width}}  {word}  {said}"

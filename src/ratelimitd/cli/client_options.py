@@ -5,10 +5,10 @@ Sends no call itself.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +19,9 @@ import typer
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from ratelimitd.cli.options import with_options
 from ratelimitd.cli.output import Output
-from ratelimitd.errors import FieldViolation, RateLimitdError, printable
+from ratelimitd.errors import FieldViolation, RateLimitdError, RuleInvalidError, printable
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX
@@ -87,6 +88,12 @@ class UsageError(CliError):
         super().__init__(message, EXIT_USAGE)
 
 
+def demand(condition: object, message: str, error: type[CliError] = UsageError) -> None:
+    """Raise an error with this message unless the condition holds."""
+    if not condition:
+        raise error(message)
+
+
 def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     """Convert the error of a call to an error of the command.
 
@@ -97,18 +104,17 @@ def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     text: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":
         waited = f"within {target.timeout_s:g} s; raise --timeout to wait longer"
-        message = f"no answer from {asked} {waited}"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(f"no answer from {asked} {waited}")
     from ratelimitd_client.fail_open import HTTP1_PEER  # noqa: PLC0415
 
     if code == "UNAVAILABLE" and HTTP1_PEER in text:
-        message = f"{asked} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(
+            f"{asked} answers HTTP/1.1, not gRPC; a node's gRPC port is 9090 by default"
+        )
     if code == "UNAVAILABLE" and not _status(error).details:
         reason = _PREAMBLE.sub("", text)
         question = f"is `ratelimitd serve` running there? {_tls_hint(target.tls)}"
-        message = f"cannot reach a node at {asked}: {reason} ({question})"
-        return CliError(message, EXIT_USAGE)
+        return UsageError(f"cannot reach a node at {asked}: {reason} ({question})")
     if code == "UNAUTHENTICATED" and target.why_no_token:
         need = _NEED.match(text)
         why = f"no token was found: {target.why_no_token}; {_CREDENTIALS}"
@@ -192,14 +198,6 @@ class Target:
             yield client
 
     @contextmanager
-    def channel(self) -> Iterator[grpc.Channel]:
-        """Open a bare channel, which sends no token, for services that are not ours."""
-        from ratelimitd_client import open_channel  # noqa: PLC0415
-
-        with open_channel(self.address, tls=self.tls) as channel, self.explained():
-            yield channel
-
-    @contextmanager
     def explained(self) -> Iterator[None]:
         """Convert errors of calls in a ``with`` block to ``CliError``."""
         import grpc  # noqa: PLC0415
@@ -210,52 +208,41 @@ class Target:
             raise rpc_failure(error, self) from None
 
 
+def _variable(name: str, metavar: str, text: str) -> Any:
+    """Return an option that an environment variable also sets."""
+    return typer.Option(metavar=metavar, envvar=ENV_PREFIX + name, help=text)
+
+
 def connection_options(
     *,
     target: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", envvar=ENV_PREFIX + "TARGET", help="The node's gRPC address."
-        ),
+        str, _variable("TARGET", "HOST:PORT", "The node's gRPC address.")
     ] = "127.0.0.1:9090",
     token: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKEN",
-            envvar=ENV_PREFIX + "TOKEN",
-            help="Bearer token; default: STATE_DIR/admin-token of a node on this host. On a command line every"
-            " user of this machine can read it: prefer --token-file.",
+        _variable(
+            "TOKEN",
+            "TOKEN",
+            "Bearer token; default: STATE_DIR/admin-token of a node on this host. On a command line every user of this"
+            " machine can read it: prefer --token-file.",
         ),
     ] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "TOKEN_FILE",
-            help="File that holds the bearer token.",
-        ),
+        Path | None, _variable("TOKEN_FILE", "FILE", "File that holds the bearer token.")
     ] = None,
     ca: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "CA",
-            help="CA certificates that verify the node, PEM; enables TLS. Without it nothing is encrypted.",
+        _variable(
+            "CA",
+            "FILE",
+            "CA certificates that verify the node, PEM; enables TLS. Without it nothing is encrypted.",
         ),
     ] = None,
     cert: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", envvar=ENV_PREFIX + "CERT", help="Client certificate for mTLS, PEM."
-        ),
+        Path | None, _variable("CERT", "FILE", "Client certificate for mTLS, PEM.")
     ] = None,
     key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar=ENV_PREFIX + "KEY",
-            help="Private key of the client certificate, PEM.",
-        ),
+        Path | None, _variable("KEY", "FILE", "Private key of the client certificate, PEM.")
     ] = None,
     timeout: Annotated[
         float,
@@ -275,17 +262,14 @@ def connection_options(
     except ValueError as error:
         message = f"--target {error}, not {target!r}"
         raise UsageError(message) from None
-    if token is not None and token_file is not None:
-        message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
-        raise UsageError(message)
-    if (cert is None) != (key is None):
-        message = "give --cert and --key together"
-        raise UsageError(message)
+    demand(
+        token is None or token_file is None,
+        f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both",
+    )
+    demand((cert is None) == (key is None), "give --cert and --key together")
     if token_file is not None:
-        token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
-        if not token:
-            message = f"--token-file: {token_file} is empty"
-            raise UsageError(message)
+        token = _read("--token-file", token_file).decode(errors="replace").strip()
+        demand(token, f"--token-file: {token_file} is empty")
     tls = None
     if ca is not None or cert is not None:
         from ratelimitd_client import Tls  # noqa: PLC0415
@@ -299,39 +283,31 @@ def connection_options(
 
 def asks_node(command: Callable[..., None]) -> Callable[..., None]:
     """Add the connection options to a command, and pass it the :class:`Target` as its first argument."""
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
-    names = [option.name for option in options]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        _refuse_broken_text(values)
-        target = connection_options(**{name: values.pop(name) for name in names})
-        command(target, **values)
+    def target_of(values: Mapping[str, Any]) -> Target:
+        # No message of the contract can contain text that is not valid UTF-8.
+        texts = [text for text in values.values() if isinstance(text, str)]
+        demand(not any(map(SURROGATE.search, texts)), "an argument is not valid UTF-8")
+        return connection_options(**{option.name: values[option.name] for option in options})
 
-    # typer reads a command's options from its signature.
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
-    return run
+    return with_options(command, options, target_of)
 
 
-def _refuse_broken_text(values: Mapping[str, Any]) -> None:
-    """Refuse an argument that is not valid UTF-8: no message of the contract can contain it."""
-    texts = [text for text in values.values() if isinstance(text, str)]
-    if any(SURROGATE.search(text) for text in texts):
-        message = "an argument is not valid UTF-8"
-        raise UsageError(message)
+STDIN: Final = Path("-")
 
 
-def read_file(path: Path, max_bytes: int, option: str = "") -> bytes:
+def read_file(path: Path, max_bytes: int, option: str = "", *, may_be_stdin: bool = False) -> bytes:
     """Return the content of a file that ``option`` names, plus one byte if it is too large.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    with readable(path, option), path.open("rb") as stream:
-        return stream.read(max_bytes + 1)
+    with readable(path, option):
+        if may_be_stdin and path == STDIN:
+            return sys.stdin.buffer.read(max_bytes + 1)
+        with path.open("rb") as stream:
+            return stream.read(max_bytes + 1)
 
 
 @contextmanager
@@ -348,21 +324,33 @@ def readable(path: Path, option: str = "") -> Iterator[None]:
         raise UsageError(message) from None
 
 
+def refusal(file: Path, violations: Iterable[FieldViolation], done: str = "changed") -> CliError:
+    """Return an error with one line per violation in a file of rules; nothing was ``done``."""
+    details = [f"{field}: {description}" for field, description in violations]
+    return CliError(f"{file} is refused, nothing was {done}:", details=details)
+
+
+@contextmanager
+def refusing(file: Path, done: str = "changed") -> Iterator[None]:
+    """Convert the violations in a file of rules to a :func:`refusal`."""
+    try:
+        yield
+    except RuleInvalidError as error:
+        raise refusal(file, error.violations, done) from None
+
+
 def _read_pem(option: str, path: Path | None) -> bytes | None:
-    """Like :func:`_read`; refuses a file without any PEM, since gRPC would only report a failed connection."""
+    """Refuse a file without any PEM, since gRPC would only report a failed connection; ``None`` without the option."""
+    if path is None:
+        return None
     content = _read(option, path)
-    if content is not None and PEM_START not in content:
-        message = f"{option}: {path} is not a PEM file"
-        raise UsageError(message)
+    demand(PEM_START in content, f"{option}: {path} is not a PEM file")
     return content
 
 
-def _read(option: str, path: Path | None) -> bytes | None:
-    """Return the content of the file that an option names, ``None`` without the option."""
-    if path is None:
-        return None
+def _read(option: str, path: Path) -> bytes:
     content = read_file(path, MAX_FILE_BYTES, option)
-    if len(content) > MAX_FILE_BYTES:
-        message = f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
-        raise UsageError(message)
+    demand(
+        len(content) <= MAX_FILE_BYTES, f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
+    )
     return content

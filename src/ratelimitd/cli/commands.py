@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "health": "health:health",
     "metrics": "health:metrics",
     "top": "top.command:top",
-    "token": "token:token",
+    "token": "serve:token",
     "backtest": "backtest:backtest",
     "bench": "bench.command:bench",
     "conformance": "conformance.command:conformance",
@@ -50,7 +50,7 @@ COMMANDS: Final = {
     "holds": "holds:app",
     "config": "options:app",
     "db": "serve:app",
-    "dev": "dev:app",
+    "dev": "dev.command:app",
 }
 """Module and function of each command, or its group of commands; in the order of the help."""
 

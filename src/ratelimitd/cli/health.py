@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ratelimitd.cli.check import (
     AlsoOption,
@@ -19,6 +20,7 @@ from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
 from ratelimitd.cli.top.reading import EXCESS, EXCESS_BOUND, NODES, QUANTILES, quantile_s
 from ratelimitd.errors import printable
+from ratelimitd_client import open_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -100,26 +102,20 @@ def reset(
     """
     with target.client() as client:
         client.reset(identifier, identifier_type, endpoint, also=further(also))
-    if target.output.as_json:
-        target.output.json({})
-    else:
-        target.output.line(f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}")
+    done = f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}"
+    target.output.answer({}, done)
 
 
 def _readiness(target: Target) -> None:
     """Query the standard health service, as a load balancer does."""
-    # `serve` does without this import.
-    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
-
-    with target.channel() as channel:
+    # A bare channel sends no token.
+    with open_channel(target.address, tls=target.tls) as channel, target.explained():
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         # The package's stubs do not declare it.
         answer = stub.Check(request, timeout=target.timeout_s)  # type: ignore[attr-defined]
-    if target.output.as_json:
-        target.output.message(answer)
-    else:
-        target.output.line(enum_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status))
+    serving = enum_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status)
+    target.output.answer(answer, serving)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(EXIT_NO)
 

@@ -21,8 +21,7 @@ from ratelimitd.cli.check import (
     verdict,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
-from ratelimitd.cli.options import help_of
-from ratelimitd.cli.output import as_dict
+from ratelimitd.cli.options import group
 from ratelimitd.ledger.holds import DEFAULT_TTL_S
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -34,10 +33,6 @@ TtlOption = Annotated[
     int,
     typer.Option("--ttl", callback=int32, metavar="S", help="Seconds until the hold ends."),
 ]
-
-app = typer.Typer(
-    help="List and extend holds in flight.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -106,12 +101,9 @@ def settle(
     """
     with target.client() as client:
         settled = client.settle(hold, actual)
-    if target.output.as_json:
-        target.output.message(settled)
-    else:
-        target.output.line(f"charged {settled.charged}" if settled.known else _NOT_THERE)
-        for limit in settled.limits:
-            target.output.line(f"  {limit.identifier_type}, {', '.join(said(limit))}")
+    limits = [f"  {one.identifier_type}, {', '.join(said(one))}" for one in settled.limits]
+    charged = f"charged {settled.charged}" if settled.known else _NOT_THERE
+    target.output.answer(settled, "\n".join([charged, *limits]))
     if not settled.known:
         raise typer.Exit(EXIT_NO)
 
@@ -127,11 +119,8 @@ def extend(target: Target, *, hold: HoldArgument, ttl: TtlOption = DEFAULT_TTL_S
     """
     with target.client() as client:
         extended = client.extend(hold, ttl)
-    if target.output.as_json:
-        target.output.message(extended)
-    else:
-        ends = f"ends {expiry(extended.expire_time, time.time())}"
-        target.output.line(ends if extended.known else _NOT_THERE)
+    ends = f"ends {expiry(extended.expire_time, time.time())}"
+    target.output.answer(extended, ends if extended.known else _NOT_THERE)
     if not extended.known:
         raise typer.Exit(EXIT_NO)
 
@@ -145,20 +134,14 @@ def list_holds(target: Target) -> None:
     """
     with target.client() as client:
         limits = client.holds()
-    if target.output.as_json:
-        target.output.json_list(as_dict(limit) for limit in limits)
-        return
-    rows = [
-        (one.endpoint, one.identifier_type, one.name, str(one.holds), str(one.tokens))
-        for one in limits
-    ]
-    if rows:
-        target.output.table(("ENDPOINT", "TYPE", "LIMIT", "HOLDS", "TOKENS"), rows)
-    else:
-        target.output.line("no holds are in flight")
+    target.output.listed(
+        limits,
+        ("ENDPOINT", "TYPE", "LIMIT", "HOLDS", "TOKENS"),
+        lambda one: (one.endpoint, one.identifier_type, one.name, str(one.holds), str(one.tokens)),
+        "no holds are in flight",
+    )
 
 
 _NOT_THERE: Final = "not known: the hold no longer exists, or no limit was checked for it"
 
-for name, command in {"list": list_holds, "extend": extend}.items():
-    app.command(name, help=help_of(command))(command)
+app = group("List and extend holds in flight.", {"list": list_holds, "extend": extend})

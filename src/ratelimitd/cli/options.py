@@ -1,4 +1,4 @@
-"""The settings of a node as options of a command, generated so that none can be missing.
+"""Commands with options and in groups; the settings of a node become options, so that none can be missing.
 
 Does not validate: :mod:`ratelimitd.settings.table` defines names and values.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,19 +17,17 @@ from ratelimitd.cli.output import Output
 from ratelimitd.settings.sources import file_of, flag_of
 from ratelimitd.settings.table import SETTINGS, Settings, SettingSpec
 
-Load = Callable[[Mapping[str, str], Mapping[str, str | None]], Any]
-"""Converts the environment and the flags to the value that a command needs, as :meth:`Settings.load` does."""
-
 
 def takes_settings(
-    command: Callable[..., None], only: Collection[str] = (), load: Load = Settings.load
+    command: Callable[..., None],
+    only: Collection[str] = (),
+    load: Callable[[Mapping[str, str], Mapping[str, str | None]], Any] = Settings.load,
 ) -> Callable[..., None]:
     """Add an option per setting to a command, and pass it the loaded :class:`Settings` as its first argument.
 
     ``only`` names the settings that get an option; the others still come from the environment. The command raises
     ``SettingsError`` for an invalid setting, unless ``load`` is replaced.
     """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = [
         parameter
         for spec in SETTINGS
@@ -37,33 +35,44 @@ def takes_settings(
         for parameter in _options(spec)
     ]
 
+    def loaded(values: Mapping[str, Any]) -> Any:
+        return load(os.environ, {option.name.upper(): values[option.name] for option in options})
+
+    return with_options(command, options, loaded)
+
+
+def with_options(
+    command: Callable[..., None],
+    options: Sequence[inspect.Parameter],
+    first_of: Callable[[Mapping[str, Any]], Any],
+) -> Callable[..., None]:
+    """Add options to a command, and pass it the result of ``first_of`` for all values as its first argument."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        flags = {option.name.upper(): values.pop(option.name) for option in options}
-        command(load(os.environ, flags), **values)
+        first = first_of(values)
+        for option in options:
+            del values[option.name]
+        command(first, **values)
 
     # typer reads a command's options from its signature.
-    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
 def _options(spec: SettingSpec) -> Iterator[inspect.Parameter]:
     """Yield the option of a setting; for a secret, also the one that names its file."""
     default = f" [default: {spec.default}]" if spec.default else ""
-    yield _option(spec.name, "VALUE", f"{spec.help}{default}")
+    named = [(spec.name, "VALUE", f"{spec.help}{default}")]
     if spec.secret:
-        yield _option(file_of(spec.name), "FILE", f"file that holds {spec.name}")
-
-
-def _option(name: str, metavar: str, text: str) -> inspect.Parameter:
-    option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
-    return inspect.Parameter(
-        name.lower(),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[str | None, option],
-    )
+        named.append((file_of(spec.name), "FILE", f"file that holds {spec.name}"))
+    for name, metavar, text in named:
+        option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
+        annotation, kind = Annotated[str | None, option], inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name.lower(), kind, default=None, annotation=annotation)
 
 
 EXAMPLE: Final = "Example:"
@@ -81,7 +90,12 @@ def help_of(command: Callable[..., Any]) -> str:
     )
 
 
-app = typer.Typer(help="Show the settings of a node.", no_args_is_help=True, rich_markup_mode=None)
+def group(text: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    """Return a group of commands by their names; ``text`` is its help."""
+    app = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    for name, command in commands.items():
+        app.command(name, help=help_of(command))(command)
+    return app
 
 
 def show(
@@ -105,4 +119,4 @@ def show(
         output.table(("SETTING", "VALUE", "SOURCE"), rows)
 
 
-app.command("show", help=help_of(show))(takes_settings(show))
+app = group("Show the settings of a node.", {"show": takes_settings(show)})

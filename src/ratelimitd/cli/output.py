@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, TextIO, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from ratelimitd.errors import printable
+
+M = TypeVar("M", bound=Message)
 
 MIN_ELASTIC_WIDTH: Final = 12
 """Minimum width of the widest column of a table, which shrinks on a narrow terminal."""
@@ -71,6 +73,13 @@ class Output:
         """Print one message as proto3 JSON."""
         self.json(as_dict(message))
 
+    def answer(self, value: Message | Mapping[str, Any], text: str) -> None:
+        """Print an answer: as JSON, or as text."""
+        if self.as_json:
+            self.json(as_dict(value) if isinstance(value, Message) else value)
+        else:
+            self.line(text)
+
     def json_list(self, values: Iterable[object]) -> None:
         """Print a list of JSON values as they arrive; close it if ``values`` raises."""
         lead = "["
@@ -81,6 +90,21 @@ class Output:
                 lead = ","
         finally:
             self.line("[]" if lead == "[" else "\n]")
+
+    def listed(
+        self,
+        messages: Iterable[M],
+        head: Sequence[str],
+        row_of: Callable[[M], Sequence[object]],
+        none: str,
+    ) -> None:
+        """Print messages: as a JSON list, or as a table, or ``none`` if there are none."""
+        if self.as_json:
+            self.json_list(map(as_dict, messages))
+        elif rows := [row_of(message) for message in messages]:
+            self.table(head, rows)
+        else:
+            self.line(none)
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print aligned columns, numbers right-aligned; cuts the widest column to fit a terminal."""

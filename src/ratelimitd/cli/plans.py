@@ -11,22 +11,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+import grpc
 import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, readable
-from ratelimitd.cli.options import help_of
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, readable
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import EVERYBODY, RESERVED_PLANS, TYPE_NAME
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note")
 """The columns of a file; the last two may be missing."""
@@ -37,10 +36,6 @@ BATCH: Final = 1_000
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
 ]
-
-app = typer.Typer(
-    help="Show and change which plan an identity has.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -111,10 +106,7 @@ def unassign(
     identity = pb.Identity(identifier_type=identifier_type, identifier=identifier)
     with target.client() as client:
         client.unassign(identity, etag=etag)
-    if target.output.as_json:
-        target.output.json({})
-    else:
-        target.output.line(f"unassigned {identifier_type} {identifier}")
+    target.output.answer({}, f"unassigned {identifier_type} {identifier}")
 
 
 @asks_node
@@ -149,9 +141,7 @@ def list_assignments(
       ratelimitd plans list --plan blocked
       ratelimitd plans list --type user --prefix al --json
     """
-    if prefix and not identifier_type:
-        message = "--prefix needs --type"
-        raise UsageError(message)
+    demand(identifier_type or not prefix, "--prefix needs --type")
     with target.client() as client:
         found = client.assignments(plan=plan, identifier_type=identifier_type, prefix=prefix)
         if target.output.as_json:
@@ -200,10 +190,7 @@ def import_file(
                     message = f"{file}: {_written(rows, start)}: {error}"
                     raise CliError(message, error.exit_code) from None
                 step()
-    if target.output.as_json:
-        target.output.json({"assigned": len(rows)})
-    else:
-        target.output.line(f"assigned {len(rows)} identities")
+    target.output.answer({"assigned": len(rows)}, f"assigned {len(rows)} identities")
 
 
 class Row(NamedTuple):
@@ -233,7 +220,12 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
     wrong: list[str] = []
     seen: dict[tuple[str, str], int] = {}
     try:
-        _require_header(reader.fieldnames or (), file)
+        names = reader.fieldnames or ()
+        demand(
+            {*COLUMNS[:3]} <= {*names} <= {*COLUMNS} and len({*names}) == len(names),
+            f"{file}: line 1: the header must be {','.join(COLUMNS)}; the last two may be missing",
+            CliError,
+        )
         for values in reader:
             line = reader.line_num
             try:
@@ -253,15 +245,6 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
     if wrong:
         raise _refusal(file, wrong)
     return rows
-
-
-def _require_header(names: Sequence[str], file: Path) -> None:
-    missing = [name for name in COLUMNS[:3] if name not in names]
-    if missing or not set(names) <= set(COLUMNS) or len(set(names)) != len(names):
-        message = (
-            f"{file}: line 1: the header must be {','.join(COLUMNS)}; the last two may be missing"
-        )
-        raise CliError(message)
 
 
 @dataclass
@@ -311,8 +294,6 @@ def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> No
 
     Lists each type, so that the node reports it before anything is assigned.
     """
-    import grpc  # noqa: PLC0415
-
     undeclared = set()
     for kind in sorted({row.assignment.identity.identifier_type for row in rows}):
         try:
@@ -342,21 +323,20 @@ def _written(rows: Sequence[Row], start: int) -> str:
 
 
 def _show(done: str, assignment: pb.Assignment, target: Target) -> None:
-    if target.output.as_json:
-        target.output.message(assignment)
-        return
     identity = assignment.identity
     until = f", until {instant(assignment.expire_time)}" if assignment.expire_time else ""
     note = f" ({assignment.note})" if assignment.note else ""
     text = f"{done}{identity.identifier_type} {identity.identifier}: {assignment.plan}{until}{note}"
-    target.output.line(text)
+    target.output.answer(assignment, text)
 
 
-for name, command in {
-    "assign": assign,
-    "unassign": unassign,
-    "show": show,
-    "list": list_assignments,
-    "import": import_file,
-}.items():
-    app.command(name, help=help_of(command))(command)
+app = group(
+    "Show and change which plan an identity has.",
+    {
+        "assign": assign,
+        "unassign": unassign,
+        "show": show,
+        "list": list_assignments,
+        "import": import_file,
+    },
+)

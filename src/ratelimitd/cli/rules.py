@@ -5,39 +5,38 @@ Validates nothing itself: the node does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from ratelimitd.cli.apply import (
     apply,
     diff,
+    draft_of,
     export,
+    import_envoy,
     limits_text,
     revert,
     revision_of,
     revision_text,
     schema,
+    values_text,
     warn_of_case,
     warn_of_patterns,
 )
 from ratelimitd.cli.check import int32
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
-from ratelimitd.cli.import_envoy import import_envoy
-from ratelimitd.cli.options import help_of
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand
+from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
-from ratelimitd.errors import printable
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 RuleArgument = Annotated[
     str,
@@ -76,10 +75,6 @@ RuleTypeArgument = Annotated[
         show_default=False,
     ),
 ]
-
-app = typer.Typer(
-    help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 @asks_node
@@ -147,19 +142,17 @@ def unmatched(target: Target) -> None:
     """
     with target.client() as client:
         endpoints = client.unmatched()
-    if target.output.as_json:
-        target.output.json_list(as_dict(one) for one in endpoints)
-    elif endpoints:
-        rows = [(one.endpoint, one.checks_per_minute) for one in endpoints]
-        target.output.table(("ENDPOINT", "CHECKS_PER_MIN"), rows)
-        if any(one.endpoint == UNMATCHED for one in endpoints):
-            target.output.line(WHY_UNMATCHED)
-    else:
-        target.output.line("every check of the last minutes had a rule")
+    target.output.listed(
+        endpoints,
+        ("ENDPOINT", "CHECKS_PER_MIN"),
+        lambda one: (one.endpoint, one.checks_per_minute),
+        "every check of the last minutes had a rule",
+    )
+    if not target.output.as_json and any(one.endpoint == UNMATCHED for one in endpoints):
+        target.output.line(WHY_UNMATCHED)
 
 
 def _why_none(endpoint: str, identifier_type: str, *, unused: bool) -> str:
-    """Return why no rule is listed."""
     if endpoint or identifier_type:
         return "no such rules"
     return "every rule has judged a check" if unused else "no rules: every check is allowed"
@@ -184,7 +177,8 @@ def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
 
 def _cells(limit: pb.Limit) -> tuple[int, int | str, str]:
     """Return the columns LIMIT, WINDOW_S and ALGORITHM of a limit."""
-    return limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}"
+    window = pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
+    return limit.limit, window, f"{limit.algorithm}{_marks(limit)}"
 
 
 def _marks(limit: pb.Limit) -> str:
@@ -194,11 +188,6 @@ def _marks(limit: pb.Limit) -> str:
         marks.append(limit.time_zone)
     marks.append("observed" if limit.enforcement == pb.OBSERVE else "")
     return f" ({', '.join(filter(None, marks))})"
-
-
-def _window(limit: pb.Limit) -> int | str:
-    """Return the window of a limit: its seconds, or its period."""
-    return pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
 
 
 @asks_node
@@ -253,9 +242,8 @@ def create(
       ratelimitd rules create /api user --limit 10000 --period month --time-zone Europe/Berlin --algorithm fixed_window
     """
     window_seconds = _seconds(window, window_seconds)
-    if window_seconds is None and period is None:
-        message = "name the window: --window, --window-seconds or --period"
-        raise UsageError(message)
+    is_given = window_seconds is not None or period is not None
+    demand(is_given, "name the window: --window, --window-seconds or --period")
     more: dict[str, Any] = {"burst": burst, "time_zone": time_zone, "anchor_day": anchor_day}
     if period is not None:
         more["period"] = pb.Period.Value(period.name)
@@ -314,9 +302,7 @@ def update(
         "enabled": enabled,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        message = "nothing to change: name at least one field, such as --limit"
-        raise UsageError(message)
+    demand(changes, "nothing to change: name at least one field, such as --limit")
     with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         change = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
@@ -364,12 +350,8 @@ def promote(
         names = [limit.name for limit in limits]
         observing = {limit.name for limit in limits if limit.enforcement == pb.OBSERVE}
         replaced = replaces or (names[0] if names else "")
-        if name not in observing:
-            message = f"the rule has no observed limit {printable(name)}"
-            raise CliError(message)
-        if replaced not in names:
-            message = f"the rule has no limit {printable(replaced)}"
-            raise CliError(message)
+        demand(name in observing, f"the rule has no observed limit {name}", CliError)
+        demand(replaced in names, f"the rule has no limit {replaced}", CliError)
         former = pb.RateLimit(limits=[limits[names.index(replaced)]])
         candidate = limits[names.index(name)]
         candidate.enforcement = pb.ENFORCE
@@ -379,7 +361,7 @@ def promote(
         updated = client.update_rule(change, ["limits"])
         _show("updated", updated, target)
         if replaced != name and not target.output.as_json:
-            target.output.line(f"{name} replaces {limits_text(former)}")
+            target.output.line(f"{name} replaces {limits_text(draft_of(former))}")
 
 
 @asks_node
@@ -395,10 +377,7 @@ def delete(
     with target.client() as client, _print_new_revision(client, target):
         rule_id = _id_of(client, rule, of_type)
         client.delete_rule(rule_id, etag=etag)
-        if target.output.as_json:
-            target.output.json({})
-        else:
-            target.output.line(f"deleted {rule_id}")
+        target.output.answer({}, f"deleted {rule_id}")
 
 
 @contextmanager
@@ -430,12 +409,9 @@ def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
 
 
 def _seconds(window: str | None, window_seconds: int | None) -> int | None:
-    """Return the length of a window, which one of two options sets."""
     if window is None:
         return window_seconds
-    if window_seconds is not None:
-        message = "give one of --window and --window-seconds"
-        raise UsageError(message)
+    demand(window_seconds is None, "give one of --window and --window-seconds")
     try:
         return int32(window_of(window))
     except ValueError as error:
@@ -444,30 +420,25 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
-    if target.output.as_json:
-        target.output.message(rule)
-    else:
-        state = "" if rule.enabled else ", disabled"
-        target.output.line(
-            f"{done} {rule.id}: {rule.endpoint} {rule.identifier_type}, {limits_text(rule)}{state}"
-        )
+    place = f"{rule.endpoint} {rule.identifier_type}"
+    target.output.answer(rule, f"{done} {rule.id}: {place}, {values_text(draft_of(rule))}")
 
 
-_COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
-    "list": list_rules,
-    "get": get,
-    "unmatched": unmatched,
-    "create": create,
-    "update": update,
-    "promote": promote,
-    "delete": delete,
-    "apply": apply,
-    "diff": diff,
-    "revert": revert,
-    "export": export,
-    "schema": schema,
-    "import-envoy": import_envoy,
-}
-
-for name, command in _COMMANDS.items():
-    app.command(name, help=help_of(command))(command)
+app = group(
+    "Show and change the rules of a node.",
+    {
+        "list": list_rules,
+        "get": get,
+        "unmatched": unmatched,
+        "create": create,
+        "update": update,
+        "promote": promote,
+        "delete": delete,
+        "apply": apply,
+        "diff": diff,
+        "revert": revert,
+        "export": export,
+        "schema": schema,
+        "import-envoy": import_envoy,
+    },
+)

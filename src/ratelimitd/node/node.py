@@ -258,8 +258,9 @@ class Node:
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         holder = self._new_holder(limiter, holds)
         holder.resume(holds.open_holds())
-        parts = self._parts(feed, table, holder, snapshot)
-        await self._serve(limiter, holder, store, parts, background=background)
+        await self._serve(
+            limiter, holder, store, feed, buckets=table, background=background, snapshot=snapshot
+        )
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
         """Start with the buckets that all nodes share."""
@@ -281,19 +282,36 @@ class Node:
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
         holder = self._new_holder(limiter, cluster.holds)
-        parts = self._parts(feed, cluster.cache, holder)
-        await self._serve(limiter, holder, store, parts, background=background)
+        await self._serve(
+            limiter, holder, store, feed, buckets=cluster.cache, background=background
+        )
 
     async def _serve(
         self,
         limiter: Limiter,
         holder: Holder,
         store: RuleStore,
-        parts: NodeParts,
+        feed: RuleFeed,
         *,
+        buckets: BucketTable | BucketCache,
         background: Background,
+        snapshot: SnapshotLog | None = None,
     ) -> None:
-        feed, live = parts.feed, self._start_live(background, parts)
+        parts = NodeParts(
+            stats=self.stats,
+            health=self._health,
+            runtime=self._runtime,
+            clock=self._clock,
+            feed=feed,
+            buckets=buckets,
+            snapshot=snapshot,
+            cluster=self._cluster,
+            task_restarts=self._task_restarts,
+            transport=lambda: self._server.in_progress if self._server else None,
+            transport_name=self._settings.transport,
+            in_flight=holder.in_flight,
+        )
+        live = self._start_live(background, parts)
         self._limiter, self.metrics = limiter, Metrics(parts)
         if feed.book is not None:
             self._take_book(feed.book)
@@ -370,28 +388,6 @@ class Node:
 
     def _new_holder(self, limiter: Limiter, holds: Holds) -> Holder:
         return Holder(limiter, holds, keys=self._keys, clock=self._clock, stats=self.stats)
-
-    def _parts(
-        self,
-        feed: RuleFeed,
-        buckets: BucketTable | BucketCache,
-        holder: Holder,
-        snapshot: SnapshotLog | None = None,
-    ) -> NodeParts:
-        return NodeParts(
-            stats=self.stats,
-            health=self._health,
-            runtime=self._runtime,
-            clock=self._clock,
-            feed=feed,
-            buckets=buckets,
-            snapshot=snapshot,
-            cluster=self._cluster,
-            task_restarts=self._task_restarts,
-            transport=lambda: self._server.in_progress if self._server else None,
-            transport_name=self._settings.transport,
-            in_flight=holder.in_flight,
-        )
 
     def _shared_state(self) -> SharedStateStatus:
         return self._cluster.shared_state if self._cluster else EMBEDDED

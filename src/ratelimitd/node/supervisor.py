@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Final, Protocol
+from typing import Final
 
 from ratelimitd.node import jobs, process
 from ratelimitd.node.node import Node
@@ -27,14 +27,20 @@ SWITCH_INTERVAL_S: Final = 0.000_05
 _log = logging.getLogger(__name__)
 
 
-class Overseer(Protocol):
-    """Controls the process of a node, and receives its events."""
+class Overseer:
+    """Controls the process of a node, and receives its events.
 
-    reuse_port: bool
+    This one is for a process that was started by hand or by a service manager.
+    """
+
+    reuse_port: bool = False
     """Whether other processes of the overseer listen on the node's port."""
 
-    def attending(self, node: Node, stop: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Return a context around the life of the node; ``stop`` requests its end, as a signal does."""
+    def attending(
+        self, _node: Node, _stop: Callable[[], None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Return a context around the life of the node; ``_stop`` requests its end, as a signal does."""
+        return nullcontext()
 
     async def may_listen(self) -> None:
         """Wait until the node may listen for calls; all else is open."""
@@ -43,49 +49,19 @@ class Overseer(Protocol):
         """Handle that checks need a credential because of TOKENS_FILE, even after it changes again."""
 
     def ready(self, node: Node) -> None:
-        """Handle that the node answers calls."""
-
-    def failed(self, line: str) -> int:
-        """Handle an error that ends the process; returns the exit status."""
-
-    def insist(self, status: int) -> None:
-        """Handle a signal during the drain; ``status`` is its exit status."""
-
-    def drained(self) -> None:
-        """Handle that the node is drained and everything is written; may end the process."""
-
-
-class Terminal:
-    """The :class:`Overseer` of a process that was started by hand or by a service manager."""
-
-    reuse_port = False
-
-    def attending(
-        self, _node: Node, _stop: Callable[[], None]
-    ) -> AbstractAsyncContextManager[None]:
-        """Return an empty context: there is no parent."""
-        return nullcontext()
-
-    async def may_listen(self) -> None:
-        """Return at once: no other process shares the port."""
-
-    def checks_guarded(self) -> None:
-        """Return: a restart of this process forgets it."""
-
-    def ready(self, node: Node) -> None:
-        """Print the ready line and the login link."""
+        """Report that the node answers calls."""
         process.announce(node.grpc_address, node.http_address, node.node_id, node.login_link)
 
     def failed(self, line: str) -> int:
-        """Print one line to stderr."""
+        """Report an error that ends the process; returns the exit status."""
         return process.failed(line)
 
     def insist(self, status: int) -> None:
-        """Exit at once."""
+        """Handle a signal during the drain; ``status`` is its exit status."""
         process.leave(status)
 
     def drained(self) -> None:
-        """Return, for a normal exit."""
+        """Handle that the node is drained and everything is written; may end the process."""
 
 
 def run(settings: Settings, overseer: Overseer | None = None) -> int:
@@ -94,7 +70,7 @@ def run(settings: Settings, overseer: Overseer | None = None) -> int:
     0 after a drain, 1 when the node could not start or not drain in time; the reason is one line for ``overseer``, by
     default on stderr.
     """
-    overseer = overseer or Terminal()
+    overseer = overseer or Overseer()
     context = logs.LogContext(settings.node_name)
     logs.configure(level=settings.log_level, log_format=settings.log_format, context=context)
     _share_the_interpreter()

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from ratelimitd.model import EVERYBODY, MAX_IDENTITIES, TYPE_NAME, IdentifierType
-from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
+from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url, require
 from ratelimitd_wire.addresses import UNIX, ClientAddresses
 
 T = TypeVar("T")
@@ -85,9 +85,7 @@ def optional(parse: Callable[[str], T]) -> Callable[[str], T | None]:
 
 def path(text: str) -> Path:
     """Parse a path, which need not exist."""
-    if not text or "\0" in text:
-        message = "must be a path"
-        raise ValueError(message)
+    require(text and "\0" not in text, "must be a path")
     return Path(text)
 
 
@@ -95,9 +93,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     """Return a parser of exactly one of ``choices``."""
 
     def parse(text: str) -> str:
-        if text not in choices:
-            message = f"must be {', '.join(choices[:-1])} or {choices[-1]}"
-            raise ValueError(message)
+        require(text in choices, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
         return text
 
     return parse
@@ -112,9 +108,8 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Return a parser of integers from ``low`` to ``high`` in ASCII digits."""
 
     def parse(text: str) -> int:
-        if re.fullmatch(r"[0-9]{1,18}", text) is None or not low <= int(text) <= high:
-            message = f"must be a whole number from {low} to {high}"
-            raise ValueError(message)
+        fits = re.fullmatch(r"[0-9]{1,18}", text) and low <= int(text) <= high
+        require(fits, f"must be a whole number from {low} to {high}")
         return int(text)
 
     return parse
@@ -122,26 +117,23 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 def fraction(text: str) -> float:
     """Parse a number from 0 to 1, in decimal digits."""
-    if re.fullmatch(r"0|1|1\.0{1,9}|0?\.[0-9]{1,9}", text) is None:
-        message = "must be a number from 0 to 1, such as 0.1"
-        raise ValueError(message)
+    fits = re.fullmatch(r"0|1|1\.0{1,9}|0?\.[0-9]{1,9}", text)
+    require(fits, "must be a number from 0 to 1, such as 0.1")
     return float(text)
 
 
 def optional_url(text: str) -> str:
     """Parse an ``http`` or ``https`` URL without user and password, which would be shown; empty = none."""
-    if text and re.fullmatch(r"https?://[^\s@/?#]+(?:/[^\s@?#]*)?", text) is None:
-        message = "must be http://HOST:PORT or https://HOST:PORT, without a user"
-        raise ValueError(message)
+    fits = not text or re.fullmatch(r"https?://[^\s@/?#]+(?:/[^\s@?#]*)?", text)
+    require(fits, "must be http://HOST:PORT or https://HOST:PORT, without a user")
     return text
 
 
 def names(text: str) -> tuple[str, ...]:
     """Parse names separated by commas and optional spaces; empty = none."""
     found = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
-    if not all(name and name.isprintable() for name in found):
-        message = "must be names separated by commas"
-        raise ValueError(message)
+    fits = all(name and name.isprintable() for name in found)
+    require(fits, "must be names separated by commas")
     return found
 
 
@@ -176,11 +168,8 @@ def covers_everything(found: tuple[str, ...]) -> bool:
 
 def user_header(text: str) -> str:
     """Parse the name of a header that only a proxy sets; empty = none."""
-    if text and (
-        re.fullmatch(r"[A-Za-z0-9-]{1,64}", text) is None or text.lower() in _OTHER_HEADERS
-    ):
-        message = "must be the name of a header that the proxy sets, such as X-Forwarded-Email"
-        raise ValueError(message)
+    fits = re.fullmatch(r"[A-Za-z0-9-]{0,64}", text) and text.lower() not in _OTHER_HEADERS
+    require(fits, "must be the name of a header that the proxy sets, such as X-Forwarded-Email")
     return text
 
 
@@ -196,9 +185,10 @@ def identifier_keys(text: str) -> tuple[str, ...]:
     found = names(text)
     pairs = [pair.rpartition("=") for pair in found]
     keys = [key for key, _, _ in pairs]
-    if not all(keys) or len(set(keys)) < len(keys) or not all(_is_type(kind) for *_, kind in pairs):
-        message = "must be KEY=TYPE separated by commas, each KEY once, TYPE an identifier type"
-        raise ValueError(message)
+    require(
+        all(keys) and len(set(keys)) == len(keys) and all(_is_type(kind) for *_, kind in pairs),
+        "must be KEY=TYPE separated by commas, each KEY once, TYPE an identifier type",
+    )
     return found
 
 
@@ -207,50 +197,43 @@ def identifier_headers(text: str) -> tuple[str, ...]:
     found = tuple(pair.lower() for pair in identifier_keys(text))
     named = [pair.rpartition("=")[::2] for pair in found]
     others = [kind for _, kind in named if kind != IdentifierType.IP]
-    is_unique = len({header for header, _ in named}) == len(named)
-    if (
-        not is_unique
-        or len({*others}) < len(others)
-        or len({kind for _, kind in named}) > MAX_IDENTITIES
-        or not all(
+    require(
+        len({header for header, _ in named}) == len(named)
+        and len({*others}) == len(others)
+        and len({kind for _, kind in named}) <= MAX_IDENTITIES
+        and all(
             re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
             for header, kind in named
-        )
-    ):
-        message = (
-            f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip, at"
-            f" most {MAX_IDENTITIES} types"
-        )
-        raise ValueError(message)
+        ),
+        f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip, at"
+        f" most {MAX_IDENTITIES} types",
+    )
     return found
 
 
 def path_templates(text: str) -> tuple[str, ...]:
     """Parse path templates, ``[METHOD ][HOST]/path/{name}/{rest...}``, separated by commas; empty = none."""
     found = names(text)
-    if (
-        len(found) > MAX_TEMPLATES
-        or len(set(found)) < len(found)
-        or not all(PATH_TEMPLATE.fullmatch(one) and len(one) <= MAX_ENDPOINT_CHARS for one in found)
-        or any(one.startswith("HEAD ") for one in found)  # HEAD counts as GET
-    ):
-        message = (
-            f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once,"
-            " separated by commas: [METHOD ][HOST]/path, where {name} (not :name) is a whole segment and {name...} the"
-            " rest; GET includes HEAD"
-        )
-        raise ValueError(message)
+    require(
+        len(found) <= MAX_TEMPLATES
+        and len(set(found)) == len(found)
+        and all(PATH_TEMPLATE.fullmatch(one) and len(one) <= MAX_ENDPOINT_CHARS for one in found)
+        and not any(one.startswith("HEAD ") for one in found),  # HEAD counts as GET
+        f"must be at most {MAX_TEMPLATES} templates of at most {MAX_ENDPOINT_CHARS} characters, each once, separated by"
+        " commas: [METHOD ][HOST]/path, where {name} (not :name) is a whole segment and {name...} the rest; GET"
+        " includes HEAD",
+    )
     return found
 
 
 def identifier_types(text: str) -> tuple[str, ...]:
     """Parse identifier types in addition to those of the contract, separated by commas; empty = none."""
     found = names(text)
-    if not all(map(_is_type, found)) or len({*found, *IdentifierType}) < len(found) + len(
-        IdentifierType
-    ):
-        message = f"must be names of a-z, 0-9 and _, each once, none of {', '.join(IdentifierType)}, {EVERYBODY}"
-        raise ValueError(message)
+    all_types = (*found, *IdentifierType)
+    require(
+        all(map(_is_type, found)) and len({*all_types}) == len(all_types),
+        f"must be names of a-z, 0-9 and _, each once, none of {', '.join(IdentifierType)}, {EVERYBODY}",
+    )
     return found
 
 
@@ -260,28 +243,27 @@ def _is_type(name: str) -> bool:
 
 def token(text: str) -> str:
     """Parse a bearer token (RFC 6750 section 2.1); empty = none."""
-    if re.fullmatch(r"(?:[A-Za-z0-9._~+/-]+=*)?", text) is None or len(text) > MAX_TOKEN_CHARACTERS:
-        message = f"must be at most {MAX_TOKEN_CHARACTERS} letters, digits and -._~+/, = at the end"
-        raise ValueError(message)
+    require(
+        re.fullmatch(r"(?:[A-Za-z0-9._~+/-]+=*)?", text) and len(text) <= MAX_TOKEN_CHARACTERS,
+        f"must be at most {MAX_TOKEN_CHARACTERS} letters, digits and -._~+/, = at the end",
+    )
     return text
 
 
 def key_secret(text: str) -> bytes:
     """Parse a secret to its UTF-8 bytes; empty = none."""
     secret = text.encode(errors="surrogateescape")
-    if secret and not MIN_KEY_SECRET_BYTES <= len(secret) <= MAX_KEY_SECRET_BYTES:
-        message = f"must have {MIN_KEY_SECRET_BYTES} to {MAX_KEY_SECRET_BYTES} bytes"
-        raise ValueError(message)
+    fits = not secret or MIN_KEY_SECRET_BYTES <= len(secret) <= MAX_KEY_SECRET_BYTES
+    require(fits, f"must have {MIN_KEY_SECRET_BYTES} to {MAX_KEY_SECRET_BYTES} bytes")
     return secret
 
 
 def node_id(text: str) -> str:
     """Parse a name in visible ASCII, as it is a log field and part of a line on stdout; empty = host:pid."""
-    if re.fullmatch(r"[!-~]*", text) is None or len(text) > MAX_NODE_ID_CHARACTERS:
-        message = (
-            f"must be at most {MAX_NODE_ID_CHARACTERS} visible ASCII characters without spaces"
-        )
-        raise ValueError(message)
+    fits = re.fullmatch(r"[!-~]*", text) and len(text) <= MAX_NODE_ID_CHARACTERS
+    require(
+        fits, f"must be at most {MAX_NODE_ID_CHARACTERS} visible ASCII characters without spaces"
+    )
     return text
 
 

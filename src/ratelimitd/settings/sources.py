@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -85,13 +85,12 @@ def unknown_names(
         and not KUBERNETES_SERVICE.fullmatch(name)
     ]
     unknown += [(name, flag_of) for name in sorted(flags) if name not in known]
-    return [_unknown_name(name, spell, known) for name, spell in unknown]
-
-
-def _unknown_name(name: str, spell: Callable[[str], str], known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {spell(close[0])}?)" if close else ""
-    return f"{spell(name)} is not a setting{hint}"
+    sentences = []
+    for name, spell in unknown:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {spell(close[0])}?)" if close else ""
+        sentences.append(f"{spell(name)} is not a setting{hint}")
+    return sentences
 
 
 def _read_secret(origin: str, name: str) -> str:

@@ -186,9 +186,7 @@ def parse_redis_url(text: str) -> RedisUrl:
     service = names[0] if topology is TopologyKind.SENTINEL and names else ""
     if topology is TopologyKind.SENTINEL:
         names = names[1:]
-        _require(
-            service, "must name the service after the sentinels: redis+sentinel://HOST/SERVICE"
-        )
+        require(service, "must name the service after the sentinels: redis+sentinel://HOST/SERVICE")
     return RedisUrl(
         topology,
         servers,
@@ -209,18 +207,17 @@ def parse_database_url(text: str) -> DatabaseUrl:
     if text.startswith(("postgresql", "postgres:")):
         return _postgresql(text)
     file = text.removeprefix(_SQLITE)
-    if file in {text, "", ":memory:"}:
-        message = (
-            "must be sqlite:///PATH, with a fourth slash for an absolute path,"
-            " or postgresql://user:password@host:port/database"
-        )
-        raise ValueError(message)
+    require(
+        file not in {text, "", ":memory:"},
+        "must be sqlite:///PATH, with a fourth slash for an absolute path,"
+        " or postgresql://user:password@host:port/database",
+    )
     return SqliteFile(Path(file))
 
 
 def _split(text: str) -> SplitResult:
     known = text.isprintable() and " " not in text and text.partition("://")[0] in _SCHEMES
-    _require(
+    require(
         known,
         "must be redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, "
         "or one of the last two with rediss, without spaces",
@@ -230,18 +227,18 @@ def _split(text: str) -> SplitResult:
     except ValueError:
         message = "must have an IPv6 host in brackets"
         raise ValueError(message) from None
-    _require(not parts.fragment, "must have a # in a password written as %23")
+    require(not parts.fragment, "must have a # in a password written as %23")
     return parts
 
 
 def _login(credentials: str) -> Login:
     user, _, password = credentials.partition(":")
-    _require(password or not user, "must have a password where there is a user")
+    require(password or not user, "must have a password where there is a user")
     return Login(unquote(user), unquote(password))
 
 
 def _socket(hosts: str, path: str) -> Server:
-    _require(
+    require(
         not hosts and path.startswith("/") and path != "/" and "\0" not in path,
         "must be unix:// and the absolute path of a socket, such as unix:///run/valkey.sock",
     )
@@ -251,7 +248,7 @@ def _socket(hosts: str, path: str) -> Server:
 def _servers(hosts: str, topology: TopologyKind) -> tuple[Server, ...]:
     default = SENTINEL_PORT if topology is TopologyKind.SENTINEL else REDIS_PORT
     servers = tuple(_server(host, default) for host in hosts.split(","))
-    _require(
+    require(
         len(servers) == 1 or topology is not TopologyKind.STANDALONE,
         "must name one server; several need redis+sentinel:// or redis+cluster://",
     )
@@ -273,13 +270,13 @@ def _server(text: str, default_port: int) -> Server:
 def _database(names: tuple[str, ...], options: Mapping[str, str], topology: TopologyKind) -> int:
     given = [*names, *([options["db"]] if "db" in options else [])]
     text = given[0] if given else "0"
-    _require(
+    require(
         len(given) <= 1
         and re.fullmatch(r"[0-9]{1,5}", text) is not None
         and int(text) <= MAX_DATABASE,
         f"must name at most one database, by a number from 0 to {MAX_DATABASE}",
     )
-    _require(
+    require(
         topology is not TopologyKind.CLUSTER or not int(text),
         "must name no database with a cluster",
     )
@@ -297,7 +294,7 @@ def _tls(options: Mapping[str, str]) -> TlsFiles:
         options.get("ssl_keyfile", ""),
         check_hostname,
     )
-    _require(
+    require(
         bool(files.certfile) == bool(files.keyfile),
         "must have both or none of ssl_certfile, ssl_keyfile",
     )
@@ -325,24 +322,25 @@ def _is_host(text: str) -> bool:
 
 def _postgresql_options(query: str) -> dict[str, str]:
     options = _options(query.replace("+", "%2B"), PARAMETERS)
-    _require(all(options.values()), "must have a value for each option")
+    require(all(options.values()), "must have a value for each option")
     sslmode = options.get("sslmode", SSL_MODES[0])
-    _require(sslmode in SSL_MODES, f"must have as sslmode one of {', '.join(SSL_MODES)}")
-    _require(re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")), "must have a number as port")
+    require(sslmode in SSL_MODES, f"must have as sslmode one of {', '.join(SSL_MODES)}")
+    require(re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")), "must have a number as port")
     return options
 
 
 def _options(query: str, known: frozenset[str]) -> dict[str, str]:
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
-    _require(
+    require(
         options.keys() <= known and len(options) == len(pairs),
         f"must have no options but {', '.join(sorted(known))}, each once",
     )
     return options
 
 
-def _require(condition: object, message: str) -> None:
+def require(condition: object, message: str) -> None:
+    """Raise ``ValueError`` with a message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 

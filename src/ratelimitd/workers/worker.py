@@ -40,8 +40,8 @@ def main(descriptor: int = STANDARD_INPUT) -> int:
         return supervisor.run(settings, Parent(sock))
 
 
-class Parent:
-    """The process that started this one, as its :class:`ratelimitd.node.supervisor.Overseer`."""
+class Parent(supervisor.Overseer):
+    """The process that started this one."""
 
     reuse_port = True
 

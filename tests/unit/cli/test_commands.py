@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import typer
+from typer.main import get_command
 
 from ratelimitd import __version__
 from ratelimitd.cli import commands, main
@@ -15,18 +16,13 @@ from ratelimitd.errors import StartupError
 from ratelimitd.settings.sources import COMMAND_VARIABLES
 from ratelimitd.settings.table import Settings
 
-COMMANDS = [
-    "serve",
-    "check",
-    "reset",
-    "health",
-    "metrics",
-    "backtest",
-    "config show",
-    "db upgrade",
-    "dev cluster",
-]
-RULES = ["list", "create", "update", "delete", "apply", "export"]
+
+def names():
+    """Yield every command, with its group."""
+    for name in commands.COMMANDS:
+        found = get_command(commands.app).get_command(None, name)
+        parts = getattr(found, "commands", None)
+        yield from [f"{name} {part}" for part in parts] if parts else [name]
 
 
 @pytest.fixture
@@ -49,11 +45,11 @@ def test_version_is_that_of_the_package(run):
     assert run("--version") == (0, f"ratelimitd {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *(f"rules {name}" for name in RULES)])
+@pytest.mark.parametrize("command", [*names()])
 def test_help_of_every_command_has_an_example(run, command):
     ended = run(*command.split(), "--help")
     assert ended.status == 0
-    assert f"  Example:\n    ratelimitd {command}" in ended.out
+    assert f"    ratelimitd {command}" in ended.out.partition("  Example:\n")[2]
 
 
 @pytest.mark.parametrize("arguments", [["--frobnicate"], ["frobnicate"], ["check", "user"], []])

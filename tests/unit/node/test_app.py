@@ -65,6 +65,11 @@ class Client:
         )
         return sum([(await self.checks.CheckRateLimit(request)).allowed for _ in range(number)])
 
+    async def reset(self, identifier):
+        await self.node.ResetRateLimit(
+            pb.ResetRequest(identifier=identifier, identifier_type="user", endpoint="/a")
+        )
+
 
 @pytest.fixture
 def kept(tmp_path):
@@ -93,11 +98,6 @@ def one_request_in(endpoint, *, seconds):
         window_seconds=seconds,
         algorithm="token_bucket",
     )
-
-
-async def test_rules_from_the_file_decide_the_first_check(kept):
-    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
-        assert await client.allowed(5) == 3
 
 
 async def test_a_rule_is_in_force_once_its_creation_is_answered(kept):
@@ -130,9 +130,7 @@ async def test_a_restart_keeps_spends_and_resets(kept):
     async with running_node(**kept, clock=clock) as node, Client(node) as client:
         assert await client.allowed(5, "spent") == 3
         assert await client.allowed(5, "reset") == 3
-        await client.node.ResetRateLimit(
-            pb.ResetRequest(identifier="reset", identifier_type="user", endpoint="/a")
-        )
+        await client.reset("reset")
     async with running_node(**kept, clock=clock) as node, Client(node) as client:
         assert await client.allowed(5, "spent") == 0
         assert await client.allowed(5, "reset") == 3
@@ -274,11 +272,9 @@ async def test_an_invalid_rule_row_is_logged_and_the_others_are_served(kept, cap
     kept["rules_file"].write_text(SEED + SEED.replace("/a", "/b").replace("\nrules:\n", ""))
     async with running_node(**kept):
         pass
-    connection = sqlite3.connect(tmp_path / "rules.db")
-    connection.execute("PRAGMA ignore_check_constraints = ON")
-    connection.execute("UPDATE rules SET \"limit\" = 0 WHERE endpoint = '/b'")
-    connection.commit()
-    connection.close()
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        connection.execute("UPDATE rules SET \"limit\" = 0 WHERE endpoint = '/b'")
     async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
         assert await client.allowed(5) == 3
     assert "is not served" in caplog.text
@@ -609,7 +605,7 @@ class TestInACluster:
             assert await client_of_one.allowed(2) == 2
             kept["state_dir"] = tmp_path / "state of two"
             async with running_node(**kept) as two, Client(two) as client_of_two:
-                await until(lambda: _cluster(one).unsettled_buckets == 0)
+                await until(lambda: one._cluster.unsettled_buckets == 0)
                 assert await client_of_two.allowed(5) == 1
                 assert (await client_of_two.node.GetHealthStatus(Empty())).shared_state_connected
 
@@ -622,10 +618,8 @@ class TestInACluster:
     async def test_a_node_stores_no_buckets_on_disk(self, kept):
         async with running_node(**kept) as node, Client(node) as client:
             await client.allowed(3)
-            names = {
-                metric.name
-                for metric in (await client.node.GetMetrics(pb.MetricsRequest())).metrics
-            }
+            metrics = (await client.node.GetMetrics(pb.MetricsRequest())).metrics
+        names = {metric.name for metric in metrics}
         assert "rate_limiter_cluster_nodes" in names
         assert "rate_limiter_snapshot_age_seconds" not in names
         assert not [*kept["state_dir"].glob("buckets-*")]
@@ -633,9 +627,7 @@ class TestInACluster:
     async def test_a_reset_applies_to_the_shared_bucket(self, kept):
         async with running_node(**kept) as node, Client(node) as client:
             assert await client.allowed(5) == 3
-            await client.node.ResetRateLimit(
-                pb.ResetRequest(identifier="u", identifier_type="user", endpoint="/a")
-            )
+            await client.reset("u")
             assert await client.allowed(5) == 3
 
     async def test_the_node_uses_the_stores_clock_from_the_start(self, kept, monkeypatch):
@@ -663,7 +655,7 @@ class TestInACluster:
             assert (report.status, report.shared_state_connected) == (pb.DEGRADED, False)
             assert node.stats.fail_open_breaker_total > 0
             with Valkey(tmp_path / "valkey again", port=port):
-                await until(lambda: _cluster(node).shared_state.connected)
+                await until(lambda: node._cluster.shared_state.connected)
                 assert await client.allowed(20) == 3
 
     async def test_a_late_key_from_the_rules_database_is_shared(self, kept, tmp_path, monkeypatch):
@@ -672,7 +664,7 @@ class TestInACluster:
         kept["database_url"] = f"sqlite:///{database}"
         async with running_node(**kept) as one, Client(one) as client_of_one:
             assert await client_of_one.allowed(2) == 2
-            await until(lambda: _cluster(one).unsettled_buckets == 0)
+            await until(lambda: one._cluster.unsettled_buckets == 0)
             kept["state_dir"] = tmp_path / "state of two"
             with without_its_directory(database):
                 two = node_of(kept)
@@ -682,10 +674,6 @@ class TestInACluster:
                 await until(lambda: two.readiness.ready)
                 assert await client_of_two.allowed(5) == 1
             await two.drain()
-
-
-def _cluster(node):
-    return node._cluster
 
 
 async def until(condition):
@@ -727,9 +715,8 @@ async def test_without_a_generated_token_or_pages_there_is_no_link(kept, given):
 async def test_an_unusable_admin_token_ends_the_start(kept):
     kept["state_dir"].mkdir()
     (kept["state_dir"] / "admin-token").mkdir()
-    node = node_of(kept, loopback_admin="off")
     with pytest.raises(StartupError, match="is a directory"):
-        await node.start()
+        await node_of(kept, loopback_admin="off").start()
 
 
 async def test_loopback_as_a_credential_logs_a_warning_at_each_start(kept, caplog):

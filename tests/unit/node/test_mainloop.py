@@ -14,30 +14,29 @@ from ratelimitd.node import process
 from ratelimitd.node.process import StopSignals
 
 
-async def ended():
-    return 3
+def serving(end):
+    """Return a coroutine function that raises this error, or returns this status."""
+
+    async def serve():
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    return serve
 
 
 def test_the_status_is_the_result_of_the_coroutine():
-    assert process.run_process(ended) == 3
+    assert process.run_process(serving(3)) == 3
 
 
 @pytest.mark.parametrize("kind", [SettingsError, StartupError])
 def test_an_expected_failure_is_its_own_line_with_status_1(kind, capsys):
-    async def serve():
-        message = "LISTEN: taken"
-        raise kind(message)
-
-    assert process.run_process(serve) == 1
+    assert process.run_process(serving(kind("LISTEN: taken"))) == 1
     assert capsys.readouterr() == ("", "Error: LISTEN: taken\n")
 
 
 def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(capsys):
-    async def serve():
-        text = "a secret"
-        raise KeyError(text)
-
-    assert process.run_process(serve) == 1
+    assert process.run_process(serving(KeyError("a secret"))) == 1
     error = capsys.readouterr().err
     assert error.startswith("Error: unexpected KeyError at ")
     assert error.endswith("in serve\n")
@@ -46,12 +45,9 @@ def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(cap
 
 
 def test_a_failure_goes_to_the_given_handler(capsys):
-    async def serve():
-        message = "no"
-        raise StartupError(message)
-
     told = []
-    assert process.run_process(serve, lambda line: told.append(line) or 9) == 9
+    ended = process.run_process(serving(StartupError("no")), lambda line: told.append(line) or 9)
+    assert ended == 9
     assert told == ["no"]
     assert capsys.readouterr() == ("", "")
 

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import grpc.aio
 import httpx
@@ -66,15 +67,19 @@ async def json_status(node, name=""):
         return (await http.post("/v1/check", json=check, headers=headers)).status_code
 
 
-async def listed(node, name):
+async def status_of(method, request, name=""):
     """Return the status of a gRPC call with the token of ``name``."""
+    try:
+        await method(request, metadata=bearer(name) if name else [])
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def listed(node, name):
     async with grpc.aio.insecure_channel(node.grpc_address) as channel:
         method = stubs.RateLimiterConfigStub(channel).ListRateLimits
-        try:
-            await method(pb.ListRateLimitsRequest(), metadata=bearer(name))
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
+        return await status_of(method, pb.ListRateLimitsRequest(), name)
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
@@ -110,31 +115,23 @@ async def test_checks_need_a_credential_if_the_file_has_a_check_entry(path):
 async def test_checks_need_a_credential_from_the_first_check_entry_even_after_the_last_is_gone(
     path, caplog, transport
 ):
-    check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
-
-    async def status_of(channel, name=""):
-        method = stubs.RateLimiterStub(channel).CheckRateLimit
-        try:
-            await method(check, metadata=bearer(name) if name else [])
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return grpc.StatusCode.OK
-
+    request = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
     async with (
         node_with(path, entry("alice"), transport=transport) as node,
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
-        assert await status_of(channel) is grpc.StatusCode.OK
+        check = partial(status_of, stubs.RateLimiterStub(channel).CheckRateLimit, request)
+        assert await check() is grpc.StatusCode.OK
         assert await json_status(node) == 200
         await changed(node, path, entry("alice"), entry("shop", "check"))
         assert await json_status(node) == 401
-        assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
-        assert await status_of(channel, "shop") is grpc.StatusCode.OK
+        assert await check() is grpc.StatusCode.UNAUTHENTICATED
+        assert await check("shop") is grpc.StatusCode.OK
         assert "checks need a credential" in caplog.text
         await changed(node, path, entry("alice"))
-        assert await status_of(channel) is grpc.StatusCode.UNAUTHENTICATED
-        assert await status_of(channel, "shop") is grpc.StatusCode.UNAUTHENTICATED
-        assert await status_of(channel, "alice") is grpc.StatusCode.OK
+        assert await check() is grpc.StatusCode.UNAUTHENTICATED
+        assert await check("shop") is grpc.StatusCode.UNAUTHENTICATED
+        assert await check("alice") is grpc.StatusCode.OK
         assert "checks still need a credential until a restart" in caplog.text
 
 

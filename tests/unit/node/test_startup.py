@@ -64,18 +64,25 @@ async def endpoints(store):
     return [rule.endpoint for rule in await store.page("", "", None, 10)]
 
 
-async def test_a_new_book_is_seeded(store, rules_file):
+async def test_a_new_book_is_seeded_and_the_audit_trail_names_the_setting(
+    store, rules_file, tmp_path
+):
     assert await seed_new_book(store, rules_file) == 2
     assert await endpoints(store) == ["/a", "/b"]
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
+        assert connection.execute("SELECT actor FROM rule_audit").fetchall() == [(ACTOR,)] * 2
 
 
-async def test_an_existing_book_is_not_changed_and_the_file_not_read(store, rules_file, tmp_path):
+@pytest.mark.parametrize(("deleted", "left"), [("/a", ["/b"]), ("", [])])
+async def test_an_existing_or_emptied_book_is_not_changed_and_the_file_not_read(
+    store, rules_file, tmp_path, *, deleted, left
+):
     await seed_new_book(store, rules_file)
-    for rule in await store.page("/a", "", None, 1):
+    for rule in await store.page(deleted, "", None, 10):
         await store.delete(rule.id, "", "test")
     assert await seed_new_book(store, rules_file) == 0
     assert await seed_new_book(store, tmp_path / "absent.yaml") == 0
-    assert await endpoints(store) == ["/b"]
+    assert await endpoints(store) == left
 
 
 async def test_an_empty_file_with_a_new_book_is_not_reported_as_ignored(store, rules_file, caplog):
@@ -96,24 +103,10 @@ async def test_a_file_is_reported_as_ignored_if_rows_exist_at_revision_0(
     assert "RULES_FILE only seeds a new rule book" in caplog.text
 
 
-async def test_an_emptied_book_stays_empty(store, rules_file):
-    await seed_new_book(store, rules_file)
-    for rule in await store.page("", "", None, 10):
-        await store.delete(rule.id, "", "test")
-    assert await seed_new_book(store, rules_file) == 0
-    assert await endpoints(store) == []
-
-
 async def test_one_of_two_concurrent_nodes_seeds_the_database(store, rules_file):
     written = await asyncio.gather(*(seed_new_book(store, rules_file) for _ in range(2)))
     assert sorted(written) == [0, 2]
     assert await endpoints(store) == ["/a", "/b"]
-
-
-async def test_the_audit_trail_names_the_setting(store, rules_file, tmp_path):
-    await seed_new_book(store, rules_file)
-    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
-        assert connection.execute("SELECT actor FROM rule_audit").fetchall() == [(ACTOR,)] * 2
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
@@ -186,11 +179,6 @@ async def test_an_existing_book_ignores_the_file_and_logs_it(unopened, url, rule
     assert "2 rules" in filled
     assert "RULES_FILE" in left
     assert "ratelimitd rules apply" in left
-
-
-async def test_without_rules_file_and_key_only_the_schema_is_created(unopened, url):
-    await opening_of(unopened, url).open()
-    assert await unopened.revision() == 0
 
 
 async def test_a_failed_attempt_is_repeated(unopened, url, monkeypatch, tmp_path):

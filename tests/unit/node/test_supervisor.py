@@ -112,20 +112,24 @@ def test_a_signal_drains_the_node_and_the_status_is_0(node, monkeypatch, number)
 
 def test_readiness_is_one_line_on_stdout(node, capsys):
     run()
-    captured = capsys.readouterr()
-    assert captured.out == "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1\n"
-    assert captured.err == ""
+    line = "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1\n"
+    assert capsys.readouterr() == (line, "")
 
 
-def test_a_node_that_cannot_start_is_a_one_line_error_with_status_1(node, capsys):
+@pytest.fixture
+def unable(node):
+    """A node that cannot start."""
+
     async def start(_self):
         message = "LISTEN: taken"
         raise StartupError(message)
 
     node.start = start
+
+
+def test_a_node_that_cannot_start_is_a_one_line_error_with_status_1(unable, capsys):
     assert run() == 1
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "Error: LISTEN: taken\n")
+    assert capsys.readouterr() == ("", "Error: LISTEN: taken\n")
 
 
 def test_a_signal_during_the_start_cancels_it_and_closes_open_parts(node, capsys):
@@ -207,12 +211,7 @@ def test_an_overseer_may_request_the_end(node):
     assert node.happened == ["start", "drain"]
 
 
-def test_an_overseer_decides_the_status_of_a_failed_start(node, capsys):
-    async def start(_self):
-        message = "LISTEN: taken"
-        raise StartupError(message)
-
-    node.start = start
+def test_an_overseer_decides_the_status_of_a_failed_start(unable, capsys):
     overseer = Overseer()
     assert run(overseer) == 7
     assert overseer.recorded == ["attends", "LISTEN: taken"]

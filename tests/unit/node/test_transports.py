@@ -20,7 +20,7 @@ def ready(_terminal, _node):
     print("serving", "grpc" in sys.modules)
     os.kill(os.getpid(), signal.SIGTERM)
 
-supervisor.Terminal.ready = ready
+supervisor.Overseer.ready = ready
 main(sys.argv[1:])
 """
 """The installed command; instead of its ready line it prints whether grpcio was imported."""

@@ -7,20 +7,20 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ratelimitd.cli.bench.report import as_json, print_report, write_picture
+from ratelimitd.cli.bench.load import Load, Result, Sender, channels
+from ratelimitd.cli.bench.report import as_json, print_report
 from ratelimitd.cli.bench.report import picture as drawn
 from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
-from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node, demand
 from ratelimitd.cli.output import working
+from ratelimitd.cli.picture import write_picture
 from ratelimitd.model import IdentifierType
+from ratelimitd_client.transport.grpc_channel import authorization
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result  # with grpc, as in client_options
 
 
 @asks_node
@@ -103,12 +103,10 @@ def bench(
       ratelimitd bench --rate 1000 --arrival poisson --concurrency 200 --json
       ratelimitd bench --rate 500 --keys 100000 --distribution zipf --picture load.svg
     """
-    from ratelimitd.cli.bench.load import Load  # noqa: PLC0415 -- with grpc, as in client_options
-
-    if arrival is not None and rate is None:
-        message = "--arrival needs --rate"
-        raise UsageError(message)
-    _refuse_unwritable(picture)
+    demand(arrival is None or rate is not None, "--arrival needs --rate")
+    if picture is not None:  # fail before the load, not after it
+        where = picture if picture.exists() else picture.parent
+        demand(os.access(where, os.W_OK), f"--picture: cannot write {picture}")
 
     def check_of(key: int) -> pb.RateLimitRequest:
         return pb.RateLimitRequest(
@@ -150,10 +148,11 @@ def bench(
 
 
 async def _send(target: Target, load: Load, connections: int) -> Result:
-    from ratelimitd.cli.bench.load import Sender, channels  # noqa: PLC0415 -- as above
-
-    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
-    opened = channels(target.address, target.tls, connections)
+    try:
+        metadata = authorization(target.token)
+        opened = channels(target.address, target.tls, connections)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:
@@ -170,10 +169,3 @@ def _identifier(number: int, identifier_type: IdentifierType) -> str:
     if identifier_type is not IdentifierType.IP:
         return f"bench-{number}"
     return f"198.{18 + (number >> 16 & 1)}.{number >> 8 & 255}.{number & 255}"
-
-
-def _refuse_unwritable(file: Path | None) -> None:
-    """Fail before the load, not after it."""
-    if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
-        message = f"--picture: cannot write {file}"
-        raise UsageError(message)

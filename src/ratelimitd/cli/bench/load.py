@@ -9,25 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
 
 from ratelimitd.cli.bench.workload import Arrivals, Keys, Latencies, Timeline
+from ratelimitd.cli.check import NOT_CHECKED
 from ratelimitd.model import US_PER_S
-from ratelimitd_client import Tls
-from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
+from ratelimitd_client import Tls, open_async_channel
+from ratelimitd_client.transport.grpc_channel import Metadata
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
-
-FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
 
 TIMER_S: Final = 0.002
 """Timers of the event loop are late by a millisecond or more, a node's whole latency: this long before a check is due,
 the loop spins without sleeping."""
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +66,8 @@ class Result:
 def channels(target: str, tls: Tls | None, count: int) -> list[grpc.aio.Channel]:
     """Open separate connections."""
     # Without a local subchannel pool, gRPC would share one connection among identical channels.
-    options = [*CHANNEL_OPTIONS.items(), ("grpc.use_local_subchannel_pool", 1)]
-    if tls is None:
-        return [grpc.aio.insecure_channel(target, options) for _ in range(count)]
-    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-    return [grpc.aio.secure_channel(target, credentials, options) for _ in range(count)]
+    options = {"grpc.use_local_subchannel_pool": 1}
+    return [open_async_channel(target, tls=tls, options=options) for _ in range(count)]
 
 
 class Sender:
@@ -155,11 +150,9 @@ class Sender:
             if early_s <= TIMER_S:
                 await asyncio.sleep(0)
                 continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(early_s - TIMER_S):
                     await self._stop.wait()
-            except TimeoutError:
-                continue
 
     async def _ask(self, caller: int, due_s: float) -> None:
         result = self._result
@@ -175,13 +168,6 @@ class Sender:
         latency_us = max(0, round((now_s - due_s) * US_PER_S))
         result.latencies.add(latency_us)
         result.timeline.answered(now_s - self._began_s, latency_us)
-        _count(answer, result)
-
-
-def _count(answer: pb.RateLimitResponse, result: Result) -> None:
-    if answer.allowed:
-        result.allowed += 1
-    else:
-        result.denied += 1
-    if answer.reason in FAIL_OPEN:
-        result.fail_open += 1
+        result.allowed += answer.allowed
+        result.denied += not answer.allowed
+        result.fail_open += answer.reason in NOT_CHECKED

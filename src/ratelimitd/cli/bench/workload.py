@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, count, cycle
+from itertools import accumulate, count, cycle, takewhile
 from random import Random
-from typing import Final, NamedTuple, assert_never
+from typing import Final, NamedTuple, TypeVar, assert_never
+
+T = TypeVar("T")
 
 
 class Distribution(enum.StrEnum):
@@ -44,31 +45,25 @@ class Keys:
             case Distribution.IN_TURN:
                 return cycle(range(self.count))
             case Distribution.UNIFORM:
-                return _uniform(chance, self.count)
+                return _endless(lambda: chance.randrange(self.count))
             case Distribution.ZIPF:
-                return _zipf(chance, self.count, self.exponent)
+                weights = ((rank + 1) ** -self.exponent for rank in range(self.count))
+                up_to = array("d", accumulate(weights))
+                return _endless(lambda: chance.choices(range(self.count), cum_weights=up_to)[0])
             case Distribution.HOT:
-                return _hot(chance, self.count, self.hot_share)
+                return _endless(
+                    lambda: (
+                        0
+                        if self.count == 1 or chance.random() < self.hot_share
+                        else chance.randrange(1, self.count)
+                    )
+                )
         assert_never(self.distribution)
 
 
-def _uniform(chance: Random, count: int) -> Iterator[int]:
+def _endless(draw: Callable[[], T]) -> Iterator[T]:
     while True:
-        yield chance.randrange(count)
-
-
-def _zipf(chance: Random, count: int, exponent: float) -> Iterator[int]:
-    up_to = array("d", accumulate((rank + 1) ** -exponent for rank in range(count)))
-    total = up_to[-1]
-    while True:
-        # random() is below 1, but the product may round up to the total.
-        yield min(bisect(up_to, chance.random() * total), count - 1)
-
-
-def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
-    while True:
-        is_hot = count == 1 or chance.random() < hot_share
-        yield 0 if is_hot else chance.randrange(1, count)
+        yield draw()
 
 
 class Arrival(enum.StrEnum):
@@ -90,14 +85,8 @@ class Arrivals:
         """Yield the due time of each check, in seconds from the start, endlessly."""
         if self.arrival is Arrival.CONSTANT:
             return (number / self.rate for number in count())
-        return _poisson(Random(f"arrivals {self.seed}"), self.rate)  # noqa: S311 -- load, no secret
-
-
-def _poisson(chance: Random, rate: float) -> Iterator[float]:
-    due_s = 0.0
-    while True:
-        due_s += chance.expovariate(rate)
-        yield due_s
+        chance = Random(f"arrivals {self.seed}")  # noqa: S311 -- load, no secret
+        return accumulate(_endless(lambda: chance.expovariate(self.rate)))
 
 
 DIGITS: Final = 6
@@ -113,13 +102,6 @@ class Bar(NamedTuple):
 
     up_to_us: int
     checks: int
-
-
-class Point(NamedTuple):
-    """Share of the answers up to a latency."""
-
-    share: float
-    up_to_us: int
 
 
 class Latencies:
@@ -149,20 +131,18 @@ class Latencies:
 
     def quantile_us(self, share: float) -> int:
         """Return the latency that ``share`` of the answers did not exceed, 0 without answers."""
-        wanted, seen = math.ceil(share * self.count), 0
-        for up_to_us, number in sorted(self._counts.items()):
-            seen += number
-            if seen >= wanted:
-                return min(up_to_us, self.max_us)
-        return 0
+        wanted = math.ceil(share * self.count)
+        return next((up_to_us for seen, up_to_us in self._cumulative() if seen >= wanted), 0)
 
-    def curve(self) -> list[Point]:
-        """Return all non-empty buckets, by ascending latency."""
-        points, seen = [], 0
-        for up_to_us, number in sorted(self._counts.items()):
-            seen += number
-            points.append(Point(seen / self.count, min(up_to_us, self.max_us)))
-        return points
+    def curve(self) -> list[tuple[float, int]]:
+        """Return the share of the answers up to the latency of each non-empty bucket."""
+        return [(seen / self.count, up_to_us) for seen, up_to_us in self._cumulative()]
+
+    def _cumulative(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of answers up to each latency."""
+        buckets = sorted(self._counts)
+        up_to = (min(bucket, self.max_us) for bucket in buckets)
+        return zip(accumulate(self._counts[bucket] for bucket in buckets), up_to, strict=True)
 
     def bars(self) -> list[Bar]:
         """Return coarse buckets of 1, 2, 5, 10 … µs, from the first to the last non-empty one."""
@@ -171,13 +151,8 @@ class Latencies:
             counts[next(step for step in _steps() if step >= up_to_us)] += number
         if not counts:
             return []
-        within = (step for step in _steps() if step >= min(counts))
-        bars = []
-        for step in within:
-            bars.append(Bar(step, counts[step]))
-            if step >= max(counts):
-                break
-        return bars
+        steps = takewhile(lambda step: step <= max(counts), _steps())
+        return [Bar(step, counts[step]) for step in steps if step >= min(counts)]
 
 
 def _steps() -> Iterator[int]:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.cli.output import enum_name
 from ratelimitd.model import US_PER_S, Algorithm, Calendar, IdentifierType, Period, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -36,15 +37,8 @@ class LimitAnswer(NamedTuple):
         cls, status: pb.LimitStatus | pb.RateLimitResponse, name: str, rule_ids: Sequence[str]
     ) -> Self:
         """Convert a server's answer; a rule outside the case is -1."""
-        return cls(
-            rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1,
-            name,
-            status.allowed,
-            status.remaining_tokens,
-            status.reset_time,
-            status.retry_after_seconds,
-            _name_of(status.reason),
-        )
+        rule = rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1
+        return cls(rule, name, *_received(status))
 
 
 class Answer(NamedTuple):
@@ -69,16 +63,8 @@ class Answer(NamedTuple):
         limits = [LimitAnswer.of(one, one.name, rule_ids) for one in response.limits]
         if not limits and response.rule_id:
             limits = [LimitAnswer.of(response, response.limit_name, rule_ids)]
-        return cls(
-            response.allowed,
-            response.remaining_tokens,
-            response.reset_time,
-            response.retry_after_seconds,
-            _name_of(response.reason),
-            response.limit,
-            response.window_seconds,
-            _in_order(limits) if rule_ids else (),
-        )
+        shown = _in_order(limits) if rule_ids else ()
+        return cls(*_received(response), response.limit, response.window_seconds, shown)
 
     def fields(self) -> dict[str, object]:
         """Return all fields by path, such as ``limits[0].allowed``."""
@@ -103,6 +89,12 @@ class Answer(NamedTuple):
         ]
 
 
+def _received(one: pb.LimitStatus | pb.RateLimitResponse) -> tuple[bool, int, int, int, str]:
+    """Return the fields that an answer and each of its limits have."""
+    times = one.reset_time, one.retry_after_seconds
+    return one.allowed, one.remaining_tokens, *times, enum_name(pb.Reason, one.reason)
+
+
 def _in_order(limits: Sequence[LimitAnswer]) -> tuple[LimitAnswer, ...]:
     return (*limits[:1], *sorted(limits[1:]))
 
@@ -118,17 +110,8 @@ def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
     return wanted == found
 
 
-def _name_of(reason: pb.Reason.ValueType) -> str:
-    """Return the name of a reason, or the number of one of a later release."""
-    return pb.Reason.Name(reason) if reason in pb.Reason.values() else str(reason)
-
-
 IDENTIFIER_TYPE: Final = IdentifierType.USER
 """Identifier type of all cases of one algorithm, whose result does not depend on it."""
-
-_VECTORS: Final = files("ratelimitd.cli.conformance").joinpath("vectors")
-
-_SCHEMA: Final = ".schema.json"
 
 
 class Step(NamedTuple):
@@ -177,28 +160,15 @@ class Case(NamedTuple):
         """Return the case of a file that is valid against its schema."""
         limit, window_seconds = case["limit"], case["window_seconds"]
         steps = tuple(
-            Step(
-                step["at_us"],
-                step["cost"],
-                Answer(
-                    step["allowed"],
-                    step["remaining"],
-                    step["reset_time"],
-                    step["retry_after"],
-                    step["reason"],
-                    limit,
-                    window_seconds,
-                ),
-            )
+            Step(step["at_us"], step["cost"], Answer(*_answered(step), limit, window_seconds))
             for step in case["steps"]
         )
-        burst = case.get("burst", 0)
         calendar = None
         if "period" in case:
             period, anchor_day = Period(case["period"]), case.get("anchor_day", 1)
             calendar = Calendar(period, case["time_zone"], anchor_day)
-        name = case["name"]
-        return cls(Algorithm(algorithm), name, limit, window_seconds, steps, burst, calendar)
+        numbers = (limit, window_seconds, steps, case.get("burst", 0))
+        return cls(Algorithm(algorithm), case["name"], *numbers, calendar)
 
     @classmethod
     def of_policy(cls, file: str, case: Mapping[str, Any]) -> Self:
@@ -240,6 +210,12 @@ class Case(NamedTuple):
         ]
 
 
+def _answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
+    """Return the answer of a step, or of one of its limits."""
+    reset_time, retry_after = of.get("reset_time", ANY), of.get("retry_after", ANY)
+    return of["allowed"], of["remaining"], reset_time, retry_after, of["reason"]
+
+
 def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
     limits = [
         pb.Limit(**{**limit, "enforcement": pb.Enforcement.Value(limit["enforcement"].upper())})
@@ -251,38 +227,31 @@ def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
 
 
 def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step:
-    def answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
-        return (
-            of["allowed"], of["remaining"], of.get("reset_time", ANY), of.get("retry_after", ANY), of["reason"],
-        )  # fmt: skip
-
     only = {**step, "rule": 0, "name": rules[0].limits[0].name}
     limits = [
-        LimitAnswer(one["rule"], one["name"], *answered(one)) for one in step.get("limits", [only])
+        LimitAnswer(one["rule"], one["name"], *_answered(one)) for one in step.get("limits", [only])
     ]
     decides = [
         limit for one in limits[:1] for limit in rules[one.rule].limits if limit.name == one.name
     ]
     limit, window_seconds = (decides[0].limit, decides[0].window_seconds) if decides else (0, 0)
-    expected = Answer(*answered(step), limit, window_seconds, _in_order(limits))
-    who = tuple(step["identities"].items())
-    settles = tuple(step.get("settles", {}).items())
     return Step(
         step["at_us"],
         step["cost"],
-        expected,
+        Answer(*_answered(step), limit, window_seconds, _in_order(limits)),
         step["endpoint"],
-        who,
-        hold=step.get("hold", ""),
-        settles=settles,
+        tuple(step["identities"].items()),
+        step.get("hold", ""),
+        tuple(step.get("settles", {}).items()),
     )
 
 
 def cases() -> list[Case]:
     """Return all cases, by algorithm, in file order."""
     found = []
-    for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
+    vectors_dir = files("ratelimitd.cli.conformance").joinpath("vectors")
+    for file in sorted(vectors_dir.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".json") and not file.name.endswith(".schema.json"):
             vectors = json.loads(file.read_text(encoding="utf-8"))
             algorithm, name = vectors.get("algorithm"), file.name.removesuffix(".json")
             found += [
@@ -307,7 +276,8 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
         return "it has holds" if case.has_holds else "it has several limits"
     if case.goes_back:
         return "its time goes back"
-    if case.calendar is not None or _duration_us(case) > longest_us:
+    takes_us = _grid_us(case) + case.steps[-1].at_us - case.steps[0].at_us
+    if case.calendar is not None or takes_us > longest_us:
         return "it takes longer"
     if not _certain(case, tolerance_us):
         return "it depends on moments"
@@ -329,12 +299,8 @@ def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Step]:
 
 
 def _grid_us(case: Case) -> int:
+    """Return the interval of the moments at which the case can start, which is the longest wait for one."""
     return (case.window_seconds if case.algorithm is Algorithm.FIXED_WINDOW else 1) * US_PER_S
-
-
-def _duration_us(case: Case) -> int:
-    """Return the maximum duration of the case, including the wait for its start."""
-    return case.steps[-1].at_us - case.steps[0].at_us + _grid_us(case)
 
 
 def _sent(steps: Iterable[Step], tolerance_us: int) -> Iterator[tuple[int, Step]]:

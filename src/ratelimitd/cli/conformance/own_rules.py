@@ -6,15 +6,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import grpc
 
 from ratelimitd.cli.client_options import CliError, Target
 from ratelimitd.cli.conformance.cases import IDENTIFIER_TYPE, Case
 from ratelimitd.model import EVERY_ENDPOINT, Period
+from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
 
 
 class Place(NamedTuple):
@@ -62,8 +62,6 @@ def own_rules(
 
 def _make(client: NodeClient, endpoint: str, case: Case) -> str:
     """Create a rule and return its id; the error names the case if the server refuses it."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     try:
         return client.create_rule(_rule_of(case, endpoint)).id
     except grpc.RpcError as error:
@@ -75,8 +73,6 @@ def _make(client: NodeClient, endpoint: str, case: Case) -> str:
 
 def _make_policy(client: NodeClient, endpoint: str, case: Case) -> str:
     """Create the rules of a case; return the server's error if it refuses one."""
-    import grpc  # noqa: PLC0415 - as in client_options
-
     for rule_id, rule in zip(case.rule_ids(endpoint), case.rules, strict=True):
         own = pb.RateLimit(id=rule_id)
         own.MergeFrom(rule)
@@ -102,19 +98,14 @@ def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
         window_seconds=case.window_seconds,
         algorithm=case.algorithm,
     )
-    if case.burst:
-        rule.limits.add(
-            limit=case.limit,
-            window_seconds=case.window_seconds,
-            algorithm=case.algorithm,
-            burst=case.burst,
-        )
-    if case.calendar is not None:
-        period, time_zone, anchor_day = case.calendar
-        limit = rule.limits.add(limit=case.limit, algorithm=case.algorithm, time_zone=time_zone)
-        limit.period = pb.Period.Value(period.name)
-        if period is Period.MONTH:
-            limit.anchor_day = anchor_day
+    if case.burst or case.calendar is not None:
+        limit = rule.limits.add(limit=case.limit, algorithm=case.algorithm, burst=case.burst)
+        if case.calendar is None:
+            limit.window_seconds = case.window_seconds
+        else:
+            period, limit.time_zone, anchor_day = case.calendar
+            limit.period = pb.Period.Value(period.name)
+            limit.anchor_day = anchor_day if period is Period.MONTH else 0
     return rule
 
 
@@ -126,8 +117,6 @@ def _delete(
     *,
     policies: Iterable[str],
 ) -> None:
-    import grpc  # noqa: PLC0415 - as in client_options
-
     try:
         with target.explained():
             for endpoint, rule_id in made.items():

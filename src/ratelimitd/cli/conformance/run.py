@@ -10,9 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
-from ratelimitd.cli.client_options import CliError, UsageError
+import grpc
+
+from ratelimitd.cli.check import send
+from ratelimitd.cli.client_options import CliError, UsageError, demand
 from ratelimitd.cli.conformance.cases import (
     TOLERANCE_S,
     Answer,
@@ -24,12 +27,9 @@ from ratelimitd.cli.conformance.cases import (
 from ratelimitd.cli.conformance.own_rules import Place
 from ratelimitd.ledger.holds import MAX_TTL_S
 from ratelimitd.model import EVERYBODY, US_PER_S, IdentifierType
+from ratelimitd_client import NodeClient
+from ratelimitd_client.check import MAX_BATCH
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-if TYPE_CHECKING:
-    import grpc
-
-    from ratelimitd_client import NodeClient
 
 ENDS_ALL: Final = frozenset(
     {
@@ -77,8 +77,6 @@ class Asking:
         Raises:
             grpc.RpcError: an error that every check would get.
         """
-        import grpc  # noqa: PLC0415 - as in client_options
-
         try:
             for name, actual in settles:
                 if not self._client.settle(self._holds[name], actual).known:
@@ -88,19 +86,11 @@ class Asking:
                 held = self._client.hold(pb.HoldRequest(check=request, ttl_seconds=MAX_TTL_S))
                 self._holds[hold] = held.hold
                 return held.answer
-            response = self._client.check(
-                request.identifier,
-                request.identifier_type,
-                request.endpoint,
-                cost=request.tokens_requested,
-                timestamp=request.timestamp,
-                also={one.identifier_type: one.identifier for one in request.also},
-            )
+            return _answered(send(self._client, request))
         except grpc.RpcError as error:
             if (hold or settles) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return NO_HOLDS
             return _refusal(error)
-        return _answered(response)
 
     def together(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
         """Return the answers to any number of checks, sent in as few batches as possible.
@@ -109,16 +99,12 @@ class Asking:
             CliError: the number of answers differs.
             grpc.RpcError: an error that every check would get.
         """
-        from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - as in client_options
-
         answers: list[Answered] = []
         for start in range(0, len(requests), MAX_BATCH):
             answers += self._batch(requests[start : start + MAX_BATCH])
         return answers
 
     def _batch(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
-        import grpc  # noqa: PLC0415 - as in client_options
-
         try:
             responses = self._client.check_batch(requests)
         except grpc.RpcError as error:
@@ -127,9 +113,8 @@ class Asking:
                 return [refusal]
             # One check is at fault: find it by sending them one by one.
             return [answer for request in requests for answer in self._batch([request])]
-        if len(responses) != len(requests):
-            message = f"the server gave {len(responses)} answers to a batch of {len(requests)}"
-            raise CliError(message)
+        what = f"the server gave {len(responses)} answers to a batch of {len(requests)}"
+        demand(len(responses) == len(requests), what, CliError)
         return list(map(_answered, responses))
 
 
@@ -238,6 +223,7 @@ class Runner:
         self._places = places
         self._name = name
         self._time = time
+        self._checked: list[list[Checked]] = [[] for _ in cases]
         self._refused: dict[int, Refused] = {}
         self._not_judged = {
             number: f"the server refuses these rules: {place.refused}"
@@ -262,34 +248,28 @@ class Runner:
             ]
             for index in range(max(len(case.steps) for case in self._cases))
         ]
-        checked: list[list[Checked]] = [[] for _ in self._cases]
         for number in self._judged:
-            self._check_alone(number, checked)
+            self._check_alone(number)
         self._reset_all_callers()
         for together in rounds:
-            self._check(IN_BATCHES, together, checked)
+            self._check(IN_BATCHES, together)
         if one_batch:
             self._reset_all_callers()
-            self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)), checked)
-        return [
-            CaseResult(case, checks, self._not_judged.get(number, ""), self._refused.get(number))
-            for number, (case, checks) in enumerate(zip(self._cases, checked, strict=True))
-        ]
+            self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)))
+        return self._results()
 
     def with_real_time(self, how: RealTime) -> list[CaseResult]:
         """Run the eligible cases concurrently."""
         self._in_force()
-        reasons = [
-            self._not_judged.get(number) or left_out(case, how.longest_us, how.tolerance_us)
-            for number, case in enumerate(self._cases)
-        ]
+        for number in self._judged:
+            if why := left_out(self._cases[number], how.longest_us, how.tolerance_us):
+                self._not_judged[number] = why
         start_us = self._time.now_us() + LEAD_US
         due = {
-            number: timetable(case, start_us, how.tolerance_us)
-            for number, case in enumerate(self._cases)
-            if not reasons[number] and number not in self._refused
+            number: timetable(self._cases[number], start_us, how.tolerance_us)
+            for number in self._judged
+            if number not in self._refused
         }
-        results: list[list[Checked]] = [[] for _ in self._cases]
         # Heap of (due time, case, check).
         waiting = [(checks[0].at_us, number, 0) for number, checks in due.items()]
         heapq.heapify(waiting)
@@ -307,27 +287,25 @@ class Runner:
             )
             late_us = self._time.now_us() - at_us
             for (number, index), answer in zip(together, answers, strict=True):
-                check = due[number][index]
-                if isinstance(answer, Refusal):
-                    self._refuse(number, Refused(index, ON_ITS_CLOCK, check.cost, answer.words))
+                if late_us > how.tolerance_us and not isinstance(answer, Refusal):
+                    why = f"an answer came {late_us / 1_000:.0f} ms after it was due"
+                    self._leave_out(number, why)
                     continue
-                if late_us > how.tolerance_us:
-                    reasons[number] = f"an answer came {late_us / 1_000:.0f} ms after it was due"
-                    results[number].clear()
-                    continue
-                got = Answer.of(answer)
-                differences = check.expected.differences(got, tolerance_s=TOLERANCE_S)
-                results[number].append(
-                    Checked(index, ON_ITS_CLOCK, check.cost, check.expected, got, differences)
-                )
-                if index + 1 < len(due[number]):
-                    following = (due[number][index + 1].at_us, number, index + 1)
-                    heapq.heappush(waiting, following)
+                step, *following = due[number][index:]
+                self._add(ON_ITS_CLOCK, (number, index), step, answer, tolerance_s=TOLERANCE_S)
+                if following and number not in self._refused:
+                    heapq.heappush(waiting, (following[0].at_us, number, index + 1))
+        return self._results()
+
+    def _results(self) -> list[CaseResult]:
         return [
-            CaseResult(case, checks, why, None if why else self._refused.get(number))
-            for number, (case, checks, why) in enumerate(
-                zip(self._cases, results, reasons, strict=True)
+            CaseResult(
+                case,
+                self._checked[number],
+                why := self._not_judged.get(number, ""),
+                None if why else self._refused.get(number),
             )
+            for number, case in enumerate(self._cases)
         ]
 
     @property
@@ -349,23 +327,25 @@ class Runner:
         until_us = self._time.now_us() + IN_FORCE_WITHIN_US
         while True:
             answers = dict(zip(first, self._asking.together(asked), strict=True))
-            if not any(_has_no_rule(answer) for answer in answers.values()):
+            decided = [one for one in answers.values() if not isinstance(one, Refusal)]
+            if all(answer.reason != pb.NO_RULE for answer in decided):
                 break
-            if self._time.now_us() >= until_us:
-                message = f"rules are not in force {IN_FORCE_WITHIN_US // US_PER_S} s after they were made"
-                raise CliError(message)
+            within = f"{IN_FORCE_WITHIN_US // US_PER_S} s"
+            what = f"rules are not in force {within} after they were made"
+            demand(self._time.now_us() < until_us, what, CliError)
             self._time.wait_until(self._time.now_us() + ASK_AGAIN_US)
         for number, answer in answers.items():
             if isinstance(answer, Refusal):
-                self._refuse(number, Refused(0, BEFOREHAND, 1, answer.words))
+                self._refused[number] = Refused(0, BEFOREHAND, 1, answer.words)
         if len(self._refused) == len(first):
             message = f"the server refuses every check: {self._refused[0].words}"
             raise CliError(message)
         return answers
 
-    def _refuse(self, number: int, refused: Refused) -> None:
-        """End a case; the first refusal counts."""
-        self._refused.setdefault(number, refused)
+    def _leave_out(self, number: int, why: str) -> None:
+        """End a case without a result."""
+        self._not_judged[number] = why
+        self._checked[number].clear()
 
     def _require_caller_time(self, answers: Mapping[int, Answered]) -> None:
         """Raise if reset times show that the server uses its own clock instead of the time sent."""
@@ -383,7 +363,7 @@ class Runner:
                 )
                 raise UsageError(message)
 
-    def _check_alone(self, number: int, checked: Sequence[list[Checked]]) -> None:
+    def _check_alone(self, number: int) -> None:
         """Send the checks of a case one by one, until one is refused; record the answers."""
         for index, step in enumerate(self._cases[number].steps):
             if number in self._refused:
@@ -391,41 +371,44 @@ class Runner:
             request = self._request(number, ALONE, step)
             answer = self._asking.alone(request, step.hold, step.settles)
             if answer is NO_HOLDS:
-                self._not_judged[number] = NO_HOLDS.words
-                checked[number].clear()
+                self._leave_out(number, NO_HOLDS.words)
                 return
-            self._add(ALONE, (number, index), answer, checked)
+            self._add(ALONE, (number, index), step, answer)
 
-    def _check(
-        self, way: str, numbers: Sequence[tuple[int, int]], checked: Sequence[list[Checked]]
-    ) -> None:
+    def _check(self, way: str, numbers: Sequence[tuple[int, int]]) -> None:
         """Send checks, given as numbers of case and check, in batches; record the answers."""
-        asked = [check for check in numbers if check[0] not in self._refused]
+        asked = [
+            (check, self._cases[check[0]].steps[check[1]])
+            for check in numbers
+            if check[0] not in self._refused
+        ]
         answers = self._asking.together(
-            [
-                self._request(number, way, self._cases[number].steps[index])
-                for number, index in asked
-            ]
+            [self._request(number, way, step) for (number, _), step in asked]
         )
-        for check, answer in zip(asked, answers, strict=True):
-            self._add(way, check, answer, checked)
+        for (check, step), answer in zip(asked, answers, strict=True):
+            self._add(way, check, step, answer)
 
     def _add(
         self,
         way: str,
         check: tuple[int, int],
+        step: Step,
         answer: Answered,
-        checked: Sequence[list[Checked]],
+        *,
+        tolerance_s: int = 0,
     ) -> None:
+        """Record the answer to a check; the first refusal ends its case."""
         number, index = check
-        step = self._cases[number].steps[index]
+        if number in self._refused:  # an earlier check of its batch
+            return
         if isinstance(answer, Refusal):
-            self._refuse(number, Refused(index, way, step.cost, answer.words))
-        elif number not in self._refused:  # by an earlier check of its batch
-            rule_ids = self._cases[number].rule_ids(self._places[number].endpoint)
-            got = Answer.of(answer, rule_ids)
-            differences = step.expected.differences(got)
-            checked[number].append(Checked(index, way, step.cost, step.expected, got, differences))
+            self._refused[number] = Refused(index, way, step.cost, answer.words)
+            return
+        got = Answer.of(answer, self._cases[number].rule_ids(self._places[number].endpoint))
+        differences = step.expected.differences(got, tolerance_s=tolerance_s)
+        self._checked[number].append(
+            Checked(index, way, step.cost, step.expected, got, differences)
+        )
 
     def _reset_all_callers(self) -> None:
         """Reset the buckets of ``all``: they have no identifier that could differ between ways."""
@@ -456,7 +439,3 @@ class Runner:
         if kind == IdentifierType.IP:
             return str(ip_address(named) + (WAYS.index(way) << 32))
         return " ".join(filter(None, [self._name, way, named]))
-
-
-def _has_no_rule(answer: Answered) -> bool:
-    return not isinstance(answer, Refusal) and answer.reason == pb.NO_RULE

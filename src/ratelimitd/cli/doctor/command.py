@@ -69,7 +69,11 @@ def doctor(
       ratelimitd doctor
       ratelimitd doctor --redis-url redis://store.internal --json
     """
-    findings = list(check_secrets(_secret_files(given)))
+    names = [file_of(spec.name) for spec in SETTINGS if spec.secret]
+    texts = {
+        name: given.flags.get(name) or given.environ.get(environment_of(name)) for name in names
+    }
+    findings = list(check_secrets({name: Path(text) for name, text in texts.items() if text}))
     try:
         settings = Settings.load(given.environ, given.flags)
     except SettingsError as error:
@@ -83,15 +87,6 @@ def doctor(
 
 
 command = takes_settings(doctor, load=Given)
-
-
-def _secret_files(given: Given) -> dict[str, Path]:
-    """Return the files of secrets, by the name of their setting."""
-    names = [file_of(spec.name) for spec in SETTINGS if spec.secret]
-    texts = {
-        name: given.flags.get(name) or given.environ.get(environment_of(name)) for name in names
-    }
-    return {name: Path(text) for name, text in texts.items() if text}
 
 
 async def _look(settings: Settings) -> list[Finding]:

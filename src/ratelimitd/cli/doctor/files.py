@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
@@ -21,28 +21,19 @@ from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
-# The validity of a certificate is read from its DER (RFC 5280 section 4.1): the standard library shows the dates only
-# of authorities, or of a peer's certificate after a handshake.
+# The standard library shows the dates only of authorities, or of a peer's certificate after a handshake.
 CERTIFICATE: Final = re.compile(
     "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
 )
 
-_VERSION: Final = 0xA0
-_UTC_TIME: Final = 0x17
-_LONG_LENGTH: Final = 0x80
+_VALIDITY: Final = re.compile(
+    rb"\x30[\x1e\x20\x22](?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
+)
+"""The validity in the DER of a certificate (RFC 5280 section 4.1.2.5): a SEQUENCE of two times, each a UTCTime, whose
+year has two digits, or a GeneralizedTime."""
+
 _YEARS_OF_1900: Final = 50
 """Two-digit years from this on are of the last century."""
-
-_FIELDS_BEFORE_VALIDITY: Final = 3
-"""Serial number, signature algorithm and issuer."""
-
-
-class _Element(NamedTuple):
-    """An element of DER: its tag, its content, and the bytes after it."""
-
-    tag: int
-    content: bytes
-    rest: bytes
 
 
 def expiries(pem: str) -> list[datetime]:
@@ -60,32 +51,14 @@ def not_after(der: bytes) -> datetime:
     Raises:
         ValueError: it is invalid.
     """
-    try:
-        rest = _element(_element(der).content).content
-        if _element(rest).tag == _VERSION:
-            rest = _element(rest).rest
-        for _ in range(_FIELDS_BEFORE_VALIDITY):
-            rest = _element(rest).rest
-        not_before = _element(_element(rest).content)
-        return _time(_element(not_before.rest))
-    except (IndexError, UnicodeDecodeError):
+    found = _VALIDITY.search(der)
+    if found is None:
         message = "not a certificate"
-        raise ValueError(message) from None
-
-
-def _element(der: bytes) -> _Element:
-    tag, length, start = der[0], der[1], 2
-    if length & _LONG_LENGTH:
-        start += length & ~_LONG_LENGTH
-        length = int.from_bytes(der[2:start])
-    return _Element(tag, der[start : start + length], der[start + length :])
-
-
-def _time(element: _Element) -> datetime:
-    text = element.content.decode("ascii")
-    if element.tag == _UTC_TIME:
+        raise ValueError(message)
+    short, text = found[1], (found[1] or found[2]).decode()
+    if short:
         text = ("19" if int(text[:2]) >= _YEARS_OF_1900 else "20") + text
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
 
 
 SOON: Final = timedelta(days=14)

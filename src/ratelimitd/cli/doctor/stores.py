@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem, warning
+from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.cluster.membership import MAX_NODES
 from ratelimitd.cluster.redis.cluster_topology import CLUSTER_SLOTS, Map, map_of
 from ratelimitd.cluster.redis.codec import Script
@@ -410,16 +410,15 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     except StoreMisconfiguredError as error:
         yield problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")
     except (StoreUnavailableError, StartupError) as error:
-        yield problem(DATABASE_AREA, str(error), _database_remedy(str(error)))
-    else:
-        rules = f"{contents.rules} rules, revision {contents.revision}"
-        level = Level.OK if contents.rules else Level.WARNING
+        is_old = "ratelimitd db upgrade" in str(error)
         remedy = (
-            ""
-            if contents.rules
-            else "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
+            "ratelimitd db upgrade" if is_old else "docs/operations.md has a row for this message"
         )
-        yield Finding(DATABASE_AREA, level, f"{url.place}: {rules}, can be written", remedy)
+        yield problem(DATABASE_AREA, str(error), remedy)
+    else:
+        what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
+        remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
+        yield ok(DATABASE_AREA, what) if contents.rules else warning(DATABASE_AREA, what, remedy)
         for finding in _assignment_findings(contents, settings.known_types):
             yield finding
         named = {part for kind in contents.types for part in types_within(kind)}
@@ -470,9 +469,3 @@ def _missing_file(url: urls.SqliteFile) -> Finding | None:
             DATABASE_AREA, f"{url.path} cannot be made in {directory}", "give it to the node's user"
         )
     return ok(DATABASE_AREA, f"{url.path} will be made")
-
-
-def _database_remedy(message: str) -> str:
-    if "ratelimitd db upgrade" in message:
-        return "ratelimitd db upgrade"
-    return "docs/operations.md has a row for this message"

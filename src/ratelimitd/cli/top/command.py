@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -20,18 +20,13 @@ from ratelimitd.cli.client_options import CliError, Target, asks_node
 from ratelimitd.cli.output import single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 from ratelimitd.errors import printable
-
-if TYPE_CHECKING:
-    from ratelimitd_client import NodeClient
+from ratelimitd_client import NodeClient
 
 MAX_NAMED_RULES: Final = 10_000
 """Rules whose names are read, ten pages of them; a node counts at most 1,000 separately."""
 
 HISTORY: Final = 500
 """Rates kept for the sparkline: more than a terminal is wide."""
-
-Pause = Callable[[float], bool]
-"""Waits for this many seconds; returns whether to quit."""
 
 
 @asks_node
@@ -98,8 +93,10 @@ class _Node:
             return Look.of(self._time_s(), health, self._client.metrics(NAMES))
 
 
-def _frames(node: _Node, pause: Pause, interval_s: float, *, rules: int) -> Iterator[Frame]:
-    """Yield a frame after each interval, until ``pause`` returns true."""
+def _frames(
+    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int
+) -> Iterator[Frame]:
+    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit."""
     before = node.look()
     shown = reading(before, before, rules=rules)
     rates: deque[float] = deque(maxlen=HISTORY)
@@ -119,10 +116,8 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
     from ratelimitd.cli.top.view import as_json  # noqa: PLC0415 -- see _show
 
     for frame in frames:
-        if frame.lost:
-            target.output.line(json.dumps({"error": frame.lost}, ensure_ascii=False))
-        else:
-            target.output.line(json.dumps(as_json(frame.reading, frame.names), ensure_ascii=False))
+        value = {"error": frame.lost} if frame.lost else as_json(frame.reading, frame.names)
+        target.output.line(json.dumps(value, ensure_ascii=False))
         target.output.flush()
 
 

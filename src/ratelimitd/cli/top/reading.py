@@ -15,23 +15,29 @@ ALLOWED: Final = "rate_limiter_requests_allowed_total"
 BLOCKED: Final = "rate_limiter_requests_blocked_total"
 FAIL_OPEN: Final = "rate_limiter.fail_open"
 LATENCY: Final = "rate_limiter_check_latency_seconds"
-HIT_RATIO: Final = "rate_limiter_cache_hit_ratio"
-BUCKETS: Final = "rate_limiter_active_buckets"
-MEMORY: Final = "rate_limiter_memory_usage_bytes"
-CONNECTIONS: Final = "rate_limiter_connections"
-RULES: Final = "rate_limiter_rules"
 RULE_ALLOWED: Final = "rate_limiter_rule_allowed_total"
 RULE_BLOCKED: Final = "rate_limiter_rule_blocked_total"
 NODES: Final = "rate_limiter_cluster_nodes"
-SYNC_LAG: Final = "rate_limiter_sync_lag_seconds"
 EXCESS: Final = "rate_limiter_over_admission_ratio"
 EXCESS_BOUND: Final = "rate_limiter_over_admission_bound_ratio"
 
+_STATES: Final[Mapping[str, str]] = {
+    "hit_ratio": "rate_limiter_cache_hit_ratio",
+    "buckets": "rate_limiter_active_buckets",
+    "memory_bytes": "rate_limiter_memory_usage_bytes",
+    "connections": "rate_limiter_connections",
+    "rules": "rate_limiter_rules",
+    "cluster_nodes": NODES,
+    "sync_lag_s": "rate_limiter_sync_lag_seconds",
+    "excess_ratio": EXCESS,
+    "excess_bound_ratio": EXCESS_BOUND,
+}
+"""Metrics without a rate, by their fields of a :class:`Reading`; a node without a cluster lacks the last four."""
+
 NAMES: Final = (
-    ALLOWED, BLOCKED, FAIL_OPEN, LATENCY, HIT_RATIO, BUCKETS, MEMORY, CONNECTIONS, RULES, RULE_ALLOWED, RULE_BLOCKED,
-    NODES, SYNC_LAG, EXCESS, EXCESS_BOUND,
+    ALLOWED, BLOCKED, FAIL_OPEN, LATENCY, RULE_ALLOWED, RULE_BLOCKED, *_STATES.values()
 )  # fmt: skip
-"""The metrics to read; a node without a cluster lacks the last four."""
+"""The metrics to read."""
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
 
@@ -55,7 +61,9 @@ class Look(NamedTuple):
     @classmethod
     def of(cls, at_s: float, health: pb.HealthResponse, metrics: pb.MetricsResponse) -> Self:
         """Return the look in two answers."""
-        values = {(metric.name, _label(metric)): metric.value for metric in metrics.metrics}
+        values = {
+            (one.name, next(iter(one.labels.values()), "")): one.value for one in metrics.metrics
+        }
         histogram = next((m.histogram for m in metrics.metrics if m.name == LATENCY), None)
         if histogram is None:
             return cls(at_s, health, values)
@@ -118,38 +126,19 @@ class Frame(NamedTuple):
 
 def reading(before: Look, after: Look, *, rules: int) -> Reading:
     """Return the activity between two looks, with the ``rules`` rules with the most denials."""
-    health, values = after.health, after.values
-
-    def state(name: str) -> float | None:
-        return values.get((name, ""))
-
-    def rate(name: str) -> float:
-        return _rate(before, after, (name, ""))
-
+    health = after.health
     return Reading(
         health.node_id,
         enum_name(pb.HealthStatus, health.status),
         health.breaker_state,
         health.rules_revision,
-        rate(ALLOWED),
-        rate(BLOCKED),
-        rate(FAIL_OPEN),
+        _rate(before, after, (ALLOWED, "")),
+        _rate(before, after, (BLOCKED, "")),
+        _rate(before, after, (FAIL_OPEN, "")),
         _latency(before, after),
-        state(HIT_RATIO),
-        state(BUCKETS),
-        state(MEMORY),
-        state(CONNECTIONS),
-        state(RULES),
-        state(NODES),
-        state(SYNC_LAG),
-        state(EXCESS),
-        state(EXCESS_BOUND),
-        tuple(sorted(_rules(before, after), key=_most_blocked_first)[:rules]),
+        busiest=tuple(sorted(_rules(before, after), key=_most_blocked_first)[:rules]),
+        **{field: after.values.get((name, "")) for field, name in _STATES.items()},
     )
-
-
-def _label(metric: pb.Metric) -> str:
-    return next(iter(metric.labels.values()), "")
 
 
 def _rate(before: Look, after: Look, series: Series) -> float:

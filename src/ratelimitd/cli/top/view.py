@@ -6,7 +6,7 @@ Text from a node is shown as plain characters, so it cannot control the terminal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -32,8 +32,6 @@ _STYLES: Final = {
 }
 """Other states are red."""
 
-Pairs = Sequence[tuple[str, Text]]
-
 
 def drawn(frame: Frame, width: int) -> RenderableType:
     """Render everything about a node."""
@@ -53,19 +51,15 @@ def drawn(frame: Frame, width: int) -> RenderableType:
 def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the reading for a program; values that a node does not report are null."""
     values = reading._asdict()
-    latency = reading.latency
-    values["latency"] = latency and {
-        name: _finite(value) for name, value in latency._asdict().items()
+    # JSON lacks infinity: values beyond the last bound of a histogram are null.
+    values["latency"] = reading.latency and {
+        name: value if math.isfinite(value) else None
+        for name, value in reading.latency._asdict().items()
     }
     values["busiest"] = [
         {**rule._asdict(), "name": names.get(rule.rule_id, "")} for rule in reading.busiest
     ]
     return values
-
-
-def _finite(value: float) -> float | None:
-    """Return ``None`` for infinity, which JSON lacks: values beyond the last bound of a histogram."""
-    return value if math.isfinite(value) else None
 
 
 def _head(reading: Reading, lost: str) -> Text:
@@ -89,15 +83,15 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
     yield "fail open", Text(f"{_number(reading.fail_open_per_s)}/s", open_style)
     yield "breaker", Text(breaker or NOTHING, _STYLES.get(breaker, "red") if breaker else "")
     yield from _latencies(reading.latency)
-    yield "hit ratio", Text(_ratio(reading.hit_ratio))
+    yield "hit ratio", Text(_number(reading.hit_ratio, ".3f"))
     yield "buckets", Text(_number(reading.buckets))
-    yield "memory", Text(_mebibytes(reading.memory_bytes))
+    memory = reading.memory_bytes
+    yield "memory", Text(NOTHING if memory is None else f"{memory / MIB:,.1f} MiB")
     yield "connections", Text(_number(reading.connections))
     yield "rules", Text(_number(reading.rules))
     if reading.cluster_nodes is not None:
-        excess = (
-            f"{_percent(reading.excess_ratio)} (promised {_percent(reading.excess_bound_ratio)})"
-        )
+        promised = _number(reading.excess_bound_ratio, ".1%")
+        excess = f"{_number(reading.excess_ratio, '.1%')} (promised {promised})"
         if reading.fail_open_per_s:
             excess += ", fail open left out"
         yield "nodes", Text(_number(reading.cluster_nodes))
@@ -112,14 +106,12 @@ def _latencies(latency: Latency | None) -> Iterator[tuple[str, Text]]:
         return
     yield "latency", Text(f"{_duration(latency.mean_ms)} mean")
     for name, value in (("p50", latency.p50_ms), ("p95", latency.p95_ms), ("p99", latency.p99_ms)):
-        yield (
-            name,
-            Text(f"≤ {_duration(value)}" if math.isfinite(value) else "above all bounds"),
-        )
+        shown = f"≤ {_duration(value)}" if math.isfinite(value) else "above all bounds"
+        yield name, Text(shown)
 
 
 def _pairs(rows: Iterator[tuple[str, Text]], width: int) -> Table:
-    pairs: Pairs = list(rows)
+    pairs = list(rows)
     columns = 2 if width >= WIDE else 1
     table = Table.grid(padding=(0, 2), expand=False)
     for _ in range(columns):
@@ -144,22 +136,12 @@ def _rules(reading: Reading, names: Mapping[str, str]) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | None, form: str = "") -> str:
+    """Return a number in this format, by default with a decimal unless it is whole or has three digits before it."""
     if value is None:
         return NOTHING
-    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"  # noqa: PLR2004 -- three digits say enough
-
-
-def _ratio(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1%}"
-
-
-def _mebibytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value / MIB:,.1f} MiB"
+    whole = value == int(value) or value >= 100  # noqa: PLR2004 -- see above
+    return format(value, form or (",.0f" if whole else ",.1f"))
 
 
 def _duration(value_ms: float) -> str:

@@ -74,14 +74,11 @@ def test_unreachable_node_is_status_2(run, unused_tcp_port):
 
 
 def test_ctrl_c_ends_early_with_partial_results(ask, node):
-    saw = node._saw
-
-    def interrupt(request, context):
-        saw(request, context)
+    def interrupt(_request, _context):
         if len(node.seen) == 20:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    node._saw = interrupt
+    node.on_call = interrupt
     ended = ask("bench", "--duration", "3600")
     assert ended.status == 0
     assert " checks in " in ended.out

@@ -24,18 +24,15 @@ def asking(node):
 
 
 @pytest.fixture
-def refuses(node, monkeypatch):
+def refuses(node):
     """Make the node refuse every call that contains a check of this endpoint."""
 
     def refuse(endpoint, code=grpc.StatusCode.INVALID_ARGUMENT):
-        saw = node._saw
-
         def refused(request, context):
-            saw(request, context)
             if endpoint in {check.endpoint for check in getattr(request, "requests", [request])}:
                 context.abort(code, "too much")
 
-        monkeypatch.setattr(node, "_saw", refused)
+        node.on_call = refused
 
     return refuse
 

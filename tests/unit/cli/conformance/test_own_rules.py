@@ -61,17 +61,12 @@ def test_policy_has_all_its_rules_with_their_own_ids(with_rules, node):
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS])
-def test_policy_with_refused_rules_is_reported_and_the_others_have_theirs(
-    with_rules, node, monkeypatch, code
-):
-    saw = node._saw
-
+def test_policy_with_refused_rules_is_reported_and_the_others_have_theirs(with_rules, node, code):
     def refusing(request, context):
-        saw(request, context)
         if node.methods()[-1] == "CreateRateLimit" and request.rate_limit.identifier_type == "ip":
             context.abort(code, "one identity")
 
-    monkeypatch.setattr(node, "_saw", refusing)
+    node.on_call = refusing
     places = with_rules(chosen=[POLICY, CHOSEN[0]])
     assert places == [("/c/0", "one identity"), ("/c/1", "")]
     assert list(node.rules) == ["others"]
@@ -95,11 +90,8 @@ def test_rules_are_deleted_when_a_signal_ends_the_run(with_rules, node, number):
     assert signal.getsignal(number) is before
 
 
-def test_rule_being_created_at_ctrl_c_is_deleted(with_rules, node, monkeypatch):
-    saw = node._saw
-
+def test_rule_being_created_at_ctrl_c_is_deleted(with_rules, node):
     def interrupted(request, context):
-        saw(request, context)
         if node.methods() == ["CreateRateLimit"] * 2:
             node.add_rule(request.rate_limit.endpoint)
             given_up = threading.Event()
@@ -108,21 +100,20 @@ def test_rule_being_created_at_ctrl_c_is_deleted(with_rules, node, monkeypatch):
             given_up.wait()
             context.abort(grpc.StatusCode.CANCELLED, "nobody waits")
 
-    monkeypatch.setattr(node, "_saw", interrupted)
+    node.on_call = interrupted
     with pytest.raises(KeyboardInterrupt):
         with_rules()
     assert list(node.rules) == ["others"]
 
 
-def test_ctrl_c_does_not_interrupt_the_deletion(with_rules, node, monkeypatch):
-    saw, before = node._saw, signal.getsignal(signal.SIGINT)
+def test_ctrl_c_does_not_interrupt_the_deletion(with_rules, node):
+    before = signal.getsignal(signal.SIGINT)
 
-    def interrupted(request, context):
-        saw(request, context)
+    def interrupted(_request, _context):
         if node.methods()[-1] == "DeleteRateLimit":
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(node, "_saw", interrupted)
+    node.on_call = interrupted
     with_rules()
     assert list(node.rules) == ["others"]
     assert signal.getsignal(signal.SIGINT) is before

@@ -4,7 +4,7 @@ import io
 import re
 
 from ratelimitd.cli.conformance.cases import cases
-from ratelimitd.cli.conformance.report import as_json, passed, print_table
+from ratelimitd.cli.conformance.command import as_json, passed, print_table
 from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
 

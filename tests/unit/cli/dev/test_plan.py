@@ -7,7 +7,8 @@ import pytest
 
 from ratelimitd.cli.client_options import UsageError
 from ratelimitd.cli.dev import run
-from ratelimitd.cli.dev.run import LAST_PORT, RULES, NodePlan, is_free, nodes, suggestions
+from ratelimitd.cli.dev.command import RULES, suggestions
+from ratelimitd.cli.dev.run import LAST_PORT, NodePlan, is_free, nodes
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 

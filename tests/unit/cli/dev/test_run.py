@@ -17,7 +17,7 @@ import pytest
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import run as module
 from ratelimitd.cli.dev import servers
-from ratelimitd.cli.dev.run import Cluster
+from ratelimitd.cli.dev.command import Cluster
 from ratelimitd.cli.output import Output
 
 NODE = "print('ratelimitd ready grpc=… http=… node=…', flush=True); import time; time.sleep(60)"

@@ -33,10 +33,8 @@ def busy(node):
     """Make the node count ten more checks per reading."""
     rule = node.add_rule("/login", "ip")
     totals = itertools.count(10, 10)
-    saw = node._saw
 
-    def look(request, context):
-        saw(request, context)
+    def look(request, _context):
         if isinstance(request, pb.MetricsRequest):
             node.metrics_answer = pb.MetricsResponse(
                 metrics=[
@@ -45,7 +43,7 @@ def busy(node):
                 ]
             )
 
-    node._saw = look
+    node.on_call = look
     return node
 
 

@@ -7,7 +7,6 @@ import pytest
 from ratelimitd.cli.top.reading import (
     ALLOWED,
     BLOCKED,
-    BUCKETS,
     LATENCY,
     NAMES,
     RULE_ALLOWED,
@@ -60,7 +59,7 @@ def test_no_activity_between_equal_looks():
 
 
 def test_unreported_values_are_unknown_rather_than_zero():
-    seen = reading(look(0), look(1, (BUCKETS, "", 0)), rules=1)
+    seen = reading(look(0), look(1, ("rate_limiter_active_buckets", "", 0)), rules=1)
     assert (seen.buckets, seen.memory_bytes, seen.latency, seen.cluster_nodes) == (
         0,
         None,
