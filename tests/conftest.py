@@ -3,6 +3,7 @@
 import asyncio.constants
 import gc
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ TESTS = Path(__file__).parent
 DEEP = frozenset({"cluster", "simulation", "property"})
 """Directories under tests/ whose tests `make test-deep` runs."""
 
+
+# As in `ratelimitd.cli`, before gRPC is imported: a fork beside its threads may crash the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # A busy machine fails no test: by default an example may take 200 ms.
 settings.register_profile(

@@ -182,13 +182,17 @@ def test_node_ignores_variables_of_the_command_line():
     assert Settings.load(environ, {}).listen == Settings.load({}, {}).listen
 
 
-def test_grpc_writes_no_lines_by_default(capsys, monkeypatch):
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [("GRPC_VERBOSITY", "NONE", "DEBUG"), ("GRPC_ENABLE_FORK_SUPPORT", "0", "1")],
+)
+def test_grpc_writes_no_lines_and_handles_no_forks_by_default(monkeypatch, name, default, other):
+    monkeypatch.delenv(name, raising=False)
     main(["--version"])
-    assert os.environ["GRPC_VERBOSITY"] == "NONE"
-    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert os.environ[name] == default
+    monkeypatch.setenv(name, other)
     main(["--version"])
-    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
+    assert os.environ[name] == other
 
 
 def test_grpc_error_is_one_line_of_the_command(tmp_path):
