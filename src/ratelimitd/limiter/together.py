@@ -57,6 +57,8 @@ class Together:
         rest = [place for place in range(len(self._checks)) if place not in self._answers]
         for place in rest:
             self._prepare(place)
+        if not self._charges:
+            return self._answer(rest, [])
         peek = any(not one.allowed for one in self._answers.values())
         buckets = self._limiter.buckets
         judge = buckets.peek_each if peek else buckets.apply_each

@@ -149,10 +149,12 @@ class TestSharedBuckets:
         assert left(answers) == [(True, 4), (False, 0)]
         assert self.asked(node) == [(2, False), (1, False)]
 
-    async def test_a_check_without_others_is_asked_alone(self):
+    async def test_a_check_without_others_is_asked_alone(self, monkeypatch):
         node = self.node(GRANTED)
+        together = []  # without charges the store is never asked, and never answers
+        monkeypatch.setattr(node.shared, "wait_all", lambda *asked, **_: together.append(asked))
         assert left(await decide(node, check_of())) == [(True, 4)]
-        assert self.asked(node) == [(1, False)]
+        assert (self.asked(node), together) == ([(1, False)], [])
 
     async def test_peeks_are_asked_before_the_charges(self):
         node = self.node(REFUSED, GRANTED)
