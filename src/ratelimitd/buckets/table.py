@@ -165,12 +165,14 @@ class BucketTable:
             value = self._restored.get(key)
         return decide(None if value is None else viewed(value), rule, now_us, cost)
 
-    def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
+    def apply_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
+    ) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
         shards, shard_count = self._shards, self._shard_count
         outcomes, charged = [], []
         # The frequent case takes half the time: each bucket is in the table, an integer, and allows the check.
-        for key, limit, decide in charges:
+        for (key, limit, decide), cost in zip(charges, costs, strict=True):
             shard = shards[hash(key) % shard_count]
             value = shard.get(key)
             if type(value) is not int:
@@ -187,12 +189,11 @@ class BucketTable:
                 full_s = limit.full_after_s
                 shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
             return outcomes
-        return self.apply_each(charges, now_us, [cost] * len(charges))
+        return self._apply_any(charges, now_us, costs)
 
-    def apply_each(
+    def _apply_any(
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> list[Outcome]:
-        """Decide as :meth:`apply_all` does a check with a cost for each bucket."""
         outcomes = self.peek_each(charges, now_us, costs)
         for (_, limit, _), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0] and limit.enforcement is ENFORCE:

@@ -26,7 +26,7 @@ from ratelimitd.cli.client_options import (
     refusing,
 )
 from ratelimitd.cli.output import Output, counted, duration
-from ratelimitd.cli.picture import counting, svg, write_picture
+from ratelimitd.cli.picture import panel_from_zero, svg, write_picture
 from ratelimitd.errors import TraceInvalidError, printable
 from ratelimitd.model import US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
@@ -225,7 +225,7 @@ def _drawn(report: Report) -> str:
     """Return denials over time as SVG: an area for those of the new rules, a line for those recorded."""
     head = f"denied by these rules: {report.denied:,} of {report.checks:,} checks; was: {report.denied_before:,}"
     most = max(4, *(max(one) for one in report.bins))
-    panel, grid = counting(50, BINS, most)
+    panel, grid = panel_from_zero(50, BINS, most)
     parts = [
         *grid,
         panel.up(0, _minute(report.first_us)),

@@ -89,7 +89,7 @@ class Panel(NamedTuple):
         return "".join(f"V{self.y(y)}H{self.x(x)}" for x, y in points)
 
 
-def counting(top: float, x_max: float, highest: float) -> tuple[Panel, Iterator[str]]:
+def panel_from_zero(top: float, x_max: float, highest: float) -> tuple[Panel, Iterator[str]]:
     """Return a panel of values from 0 to ``highest``, and the lines of its grid."""
     step = nice(highest / 4)
     count = math.ceil(highest / step)

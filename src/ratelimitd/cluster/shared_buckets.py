@@ -158,19 +158,13 @@ class SharedBuckets:
         self._ask_first(key, name, check, is_counted=True)
         return check.answer
 
-    def apply_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
+    def apply_each(
+        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> Sequence[Outcome] | None:
         """Decide a check on several buckets by the node's views, and charge all or none.
 
         ``None``: nothing was charged, and :meth:`wait_all` decides.
         """
-        return self.apply_each(charges, now_us, [cost] * len(charges))
-
-    def apply_each(
-        self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
-    ) -> Sequence[Outcome] | None:
-        """Decide as :meth:`apply_all` does a check with a cost for each bucket."""
         return JointCheck(self, self._timers, charges, now_us, costs, peek=False).at_once()
 
     def peek_each(

@@ -68,7 +68,7 @@ class StrictBuckets:
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""
 
-    peek = apply_all = apply_each = peek_each = apply
+    peek = apply_each = peek_each = apply
 
     def wait(
         self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool

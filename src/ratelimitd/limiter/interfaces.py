@@ -28,19 +28,14 @@ class Buckets(Protocol):
     ) -> Outcome | None:
         """Judge a check as :meth:`apply` would, and charge nothing."""
 
-    def apply_all(
-        self, charges: Sequence[Charge], now_us: int, cost: int
-    ) -> Sequence[Outcome] | None:
-        """Judge a check on several buckets, and charge all of them or, if an enforced limit denies it, none.
-
-        Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`. ``None``: the
-        shared state has to decide, and nothing was charged.
-        """
-
     def apply_each(
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> Sequence[Outcome] | None:
-        """Judge and charge as :meth:`apply_all` a check with a cost for each bucket."""
+        """Judge a check on several buckets, and charge all of them or, if an enforced limit denies it, none.
+
+        Costs and outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`.
+        ``None``: the shared state has to decide, and nothing was charged.
+        """
 
     def peek_each(
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
@@ -70,7 +65,7 @@ class RemoteBuckets(Buckets, Protocol):
     ) -> Awaitable[Sequence[Outcome | Exception]]:
         """Ask the shared state to decide a check on several buckets, at once; all are charged their costs, or none is.
 
-        ``is_counted``: count an absent bucket as a miss.
+        ``charges`` must not be empty. ``is_counted``: count an absent bucket as a miss.
 
         A bucket that cannot be decided has its error in place of an outcome. The error denies nothing, unless the
         breaker is open and denies.

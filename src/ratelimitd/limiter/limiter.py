@@ -357,10 +357,8 @@ class Limiter:
         charges = charges_of(identifiers, scope)
         if ahead_ms:
             charges = proceeding_later(charges, ahead_ms)
-        if peek:
-            outcomes = self.buckets.peek_each(charges, now_us, [cost] * len(charges))
-        else:
-            outcomes = self.buckets.apply_all(charges, now_us, cost)
+        judge_each = self.buckets.peek_each if peek else self.buckets.apply_each
+        outcomes = judge_each(charges, now_us, [cost] * len(charges))
         return None if outcomes is None else self._judged(identifiers, scope, outcomes)
 
     def _judged(

@@ -107,7 +107,7 @@ class Together:
             except Exception as error:  # noqa: BLE001 - as above
                 self._answers[place] = self._limiter.failed(error)
         passes = all(one.allowed for one in self._answers.values())
-        for place in rest:
+        for place in rest if self._limiter.book is not None else ():
             check, decision = self._checks[place], self._answers[place]
             if decision.allowed and not passes:
                 check = check._replace(peek=True)  # it is not charged

@@ -32,7 +32,9 @@ GRPCIO_KEYS: Final[Mapping[str, bytes]] = {
 OpenSSL has more, such as RSA-PSS. The core ignores a new certificate with such a key, and reports nothing.
 """
 
-_FIRST_CERTIFICATE: Final = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----([^-]+)-----END ")
+CERTIFICATE: Final = re.compile(
+    "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
+)
 
 _OTHER_KEY: Final = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 """Reasons of OpenSSL for a key of another certificate; the last two for one of another kind."""
@@ -180,16 +182,16 @@ def _demand_matching_key(files: TlsFiles) -> None:
                 f"{KEY_SETTING}: {files.key} is not the key of the certificate in {CERT_SETTING}"
             )
         elif reason.endswith(_TOO_WEAK):
-            told = reason.lower().replace("_", " ")
-            message = f"{CERT_SETTING}: {files.cert} is too weak for OpenSSL: {told}"
+            weakness = reason.lower().replace("_", " ")
+            message = f"{CERT_SETTING}: {files.cert} is too weak for OpenSSL: {weakness}"
         else:
             message = f"{KEY_SETTING}: {files.key} holds no unencrypted PEM private key"
         raise StartupError(message) from None
 
 
 def _demand_usable_key(chain: bytes, path: Path, keys: Mapping[str, bytes]) -> None:
-    first = _FIRST_CERTIFICATE.search(chain)
-    der = b"" if first is None else base64.b64decode(first[1])
+    first = CERTIFICATE.search(chain.decode("ascii", "replace"))
+    der = b"" if first is None else base64.b64decode(first[2])
     if not any(kind in der for kind in keys.values()):
         message = f"{CERT_SETTING}: {path} has a kind of key that this TRANSPORT cannot use; use {', '.join(keys)}"
         raise StartupError(message)

@@ -88,7 +88,7 @@ def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -
         return Check(
             _identifier(message.identifier, identifier_type),
             identifier_type,
-            _endpoint(message.endpoint),
+            endpoint_of(message.endpoint),
             _cost(message.tokens_requested),
             message.timestamp,
             message.peek,
@@ -98,7 +98,7 @@ def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -
     except (ValueError, CheckInvalidError):
         raise CheckInvalidError(
             *_identity_violations(message, identities),
-            *_violations("endpoint", _endpoint, message.endpoint),
+            *_violations("endpoint", endpoint_of, message.endpoint),
             *_violations("tokens_requested", _cost, message.tokens_requested),
             *_further_violations(message, identities),
             *_violations(
@@ -359,7 +359,12 @@ def _canonical_address(raw: bytes) -> bytes:
 
 
 @lru_cache(REMEMBERED_ENDPOINTS)
-def _endpoint(raw: bytes) -> str:
+def endpoint_of(raw: bytes) -> str:
+    """Return the endpoint of a check.
+
+    Raises:
+        ValueError: it is not valid.
+    """
     endpoint = _text(raw)
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
         message = f"must be 1 to {MAX_ENDPOINT_CHARS} characters"
@@ -374,7 +379,7 @@ def _endpoint(raw: bytes) -> str:
 
 
 def _bucket_endpoint(raw: bytes) -> str:
-    return EVERY_ENDPOINT if raw == EVERY_ENDPOINT.encode() else _endpoint(raw)
+    return EVERY_ENDPOINT if raw == EVERY_ENDPOINT.encode() else endpoint_of(raw)
 
 
 def _cost(tokens_requested: int) -> int:

@@ -9,7 +9,7 @@ the endpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -31,7 +31,7 @@ from ratelimitd.model import (
     Reason,
 )
 from ratelimitd.rules.envoy_import import UNNAMED_TYPE
-from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
+from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of, endpoint_of
 from ratelimitd.services.wire import WireIdentity
 from ratelimitd.services.wire_format import WHOLE_MESSAGE, no_message, widened_pool
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
@@ -309,26 +309,21 @@ def _check(
             f"also[{number}].identifier": f"{path}.entries[{index}].value"
             for number, index in enumerate(places[1:])
         }
-        of_domain = replace(check, endpoint=request.domain)
+        place = f"{path}.entries"
+        try:
+            endpoint_of(request.domain)
+        except ValueError:
+            place = "domain"
         fields = {
             **of_also,
             "identifier": f"{path}.entries[{places[0]}].value",
-            "endpoint": f"{path}.entries" if _has_endpoint(of_domain, identities) else "domain",
+            "endpoint": place,
             "tokens_requested": f"{path}.hits_addend" if own_hits else "hits_addend",
         }
         texts = {"tokens_requested": f"must be 0 to {INT32_MAX}"} if own_hits else {}
         raise CheckInvalidError(
             *[FieldViolation(fields[one], texts.get(one, text)) for one, text in error.violations]
         ) from None
-
-
-def _has_endpoint(check: _AsCheck, identities: Identities) -> bool:
-    """Return whether the endpoint of a check is valid."""
-    try:
-        check_of(check, identities)
-    except CheckInvalidError as error:
-        return all(field != "endpoint" for field, _ in error.violations)
-    return True
 
 
 def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolation]:

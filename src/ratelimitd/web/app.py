@@ -61,7 +61,7 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def guarded(app: ASGIApp, count: Count) -> ASGIApp:
+def with_security_headers(app: ASGIApp, count: Count) -> ASGIApp:
     """Add the headers to each answer, and refuse cross-site requests from browsers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +214,7 @@ def application(parts: Parts) -> ASGIApp:
 
     people = Starlette(
         routes=routes,
-        middleware=[Middleware(guarded, count=parts.refused)],
+        middleware=[Middleware(with_security_headers, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
     whole = worker_application(

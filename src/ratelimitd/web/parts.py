@@ -1,4 +1,4 @@
-"""What the HTTP side gets from a node. A page reads the parts that it shows."""
+"""The parts of a node that the HTTP side uses."""
 
 from __future__ import annotations
 

@@ -159,6 +159,11 @@ class CounterTotals:
                 _add(found, label, reading)
         return total
 
+    def labels(self, name: str) -> list[str]:
+        """Return the labels of a metric in the order of their last report."""
+        last = self._last.get(name, {})
+        return [*(label for label in self._base.get(name, ()) if label not in last), *last]
+
     def forget_others(self, name: str, kept: Collection[str]) -> None:
         """Drop all labels of one metric but these."""
         for readings in (self._base.get(name, {}), self._last.get(name, {})):
@@ -172,9 +177,8 @@ def forget_unused(workers: Sequence[CounterTotals]) -> None:
     A label is dropped in all workers or in none, since a sum without one of them would be lower. The dropped counts are
     not added to ``other``, where they would look like new checks.
     """
-    reports = [totals.report() for totals in workers]
     for name in COUNTED:
-        labels = [list(report.get(name, ())) for report in reports]
+        labels = [totals.labels(name) for totals in workers]
         if len(set().union(*labels)) > MAX_LABELS * len(workers):
             kept = set().union(*(each[-MAX_LABELS:] for each in labels))
             for totals in workers:

@@ -115,7 +115,7 @@ class World:
             [(key, limit)] = charges
             got = [self.table.apply(key, limit, DECIDE[limit.algorithm], now_us, cost)]
         else:
-            got = self.table.apply_all(bound(charges), now_us, cost)
+            got = self.table.apply_each(bound(charges), now_us, [cost] * len(charges))
         self.compare(got, expected, charges)
 
     def hold(self):

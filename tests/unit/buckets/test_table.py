@@ -300,7 +300,7 @@ class TestExpiry:
         rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
         charges = [(name, rule, DECIDE[rule.algorithm]) for name in (b"a", b"b")]
         for _ in range(2):  # new buckets, then existing ones
-            table.apply_all(charges, T, 1)
+            table.apply_each(charges, T, [1] * len(charges))
             assert [full_after_s(table.value(name)) for name, _, _ in charges] == [600, 600]
 
     def test_a_sweep_continues_where_the_last_one_ended(self):
@@ -445,7 +445,7 @@ class TestSeveral:
             (b"minute", RULE, DECIDE[RULE.algorithm]),
             (b"hour", self.HOUR, DECIDE[self.HOUR.algorithm]),
         ]
-        return [found[:2] for found in table.apply_all(charges, now_us, cost)]
+        return [found[:2] for found in table.apply_each(charges, now_us, [cost] * len(charges))]
 
     def test_all_buckets_are_charged_or_none(self):
         table = BucketTable(10)

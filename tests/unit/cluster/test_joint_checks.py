@@ -38,7 +38,9 @@ class Scene(World):
         ]
 
     def all_at_once(self, keys=b"at", cost=1):
-        return self.buckets.apply_all(self.charges(keys), self.clock.now_us(), cost)
+        return self.buckets.apply_each(
+            self.charges(keys), self.clock.now_us(), costs_of(keys, cost)
+        )
 
     def peek_all(self, keys=b"at", cost=1):
         return self.buckets.peek_each(self.charges(keys), self.clock.now_us(), costs_of(keys, cost))
@@ -92,8 +94,7 @@ async def test_a_check_within_the_shares_charges_all_buckets_at_once(scene):
 
 async def test_each_bucket_has_its_cost(scene):
     scene.know_all()
-    charges, now_us = scene.charges(b"at"), scene.clock.now_us()
-    assert verdicts(scene.buckets.apply_each(charges, now_us, [3, 5])) == [(True, 97), (True, 95)]
+    assert verdicts(scene.all_at_once(cost=[3, 5])) == [(True, 97), (True, 95)]
     scene.settle()
     assert verdicts(scene.met(cost=[7, 96])) == [(True, 97), (False, 95)]
     scene.settle()

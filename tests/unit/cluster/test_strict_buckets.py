@@ -138,7 +138,7 @@ class SharingScene(World):
 
 async def test_several_buckets_are_charged_together():
     scene = SharingScene()
-    assert scene.buckets.apply_all([], 0, 1) is None
+    assert scene.buckets.apply_each([], 0, []) is None
     assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=600)] == [(True, 400)] * 2
     assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=600, peek=True)] == [
         (False, 400), (False, 400),

@@ -131,12 +131,12 @@ class FakeSharedBuckets:
                 answer.set_result(ready)
         return answer
 
-    def apply_all(self, charges, _now_us, _cost):
+    def apply_each(self, charges, _now_us, _costs):
         if isinstance(self.at_once, Exception):
             raise self.at_once
         return self.at_once and [self.at_once] * len(charges)
 
-    apply_each = peek_each = apply_all
+    peek_each = apply_each
 
     def wait_all(self, charges, now_us, costs, *, peek, is_counted=True):
         answers = [

@@ -36,6 +36,21 @@ def counted(node):
     return node.stats.allowed_total, node.stats.blocked_total
 
 
+def recording(node):
+    """Return a list that gets endpoint, peek and verdict of each check that the recorder is notified of."""
+    found = []
+
+    class Recorder:
+        seed, below = 0, 1 << 32
+
+        @staticmethod
+        def record(_identifier, check, _at_us, *, allowed):
+            found.append((check.endpoint, check.peek, allowed))
+
+    object.__setattr__(node.limiter, "recorder", Recorder())
+    return found
+
+
 class TestOwnBuckets:
     def test_all_are_charged_if_all_pass(self, node):
         assert left(decide(node, check_of(cost=4), check_of(endpoint=NONE))) == [
@@ -86,8 +101,11 @@ class TestOwnBuckets:
         decision, _ = decide(node, check_of(cost=4), check_of(endpoint=NONE))
         assert [one.remaining for one in decision.limits] == [6, 8]
 
-    def test_without_rules_all_fail_open(self):
-        assert decide(Node(book=False), check_of(), check_of(endpoint=NONE)) == [FAIL_OPEN] * 2
+    def test_without_rules_all_fail_open_and_nothing_is_recorded(self):
+        node = Node(book=False)
+        recorded = recording(node)
+        assert decide(node, check_of(), check_of(endpoint=NONE)) == [FAIL_OPEN] * 2
+        assert recorded == []
 
     @pytest.mark.parametrize("part", ["prepare", "answer"])
     def test_an_unexpected_error_fails_open(self, node, monkeypatch, part):
@@ -99,7 +117,8 @@ class TestOwnBuckets:
         monkeypatch.setattr(node.table, "apply_each", None)
         assert decide(node, check_of(), check_of(endpoint=NONE)) == [FAIL_OPEN] * 2
 
-    def test_an_uncharged_check_is_recorded_as_a_peek(self, node, recorded):
+    def test_an_uncharged_check_is_recorded_as_a_peek(self, node):
+        recorded = recording(node)
         decide(node, check_of(cost=4), check_of(endpoint=NONE, cost=4))
         decide(node, check_of(), check_of(endpoint=NONE), check_of(peek=True))
         assert recorded == [
@@ -109,22 +128,6 @@ class TestOwnBuckets:
             ("/orders", False, True),
             (NONE, False, True),
         ]
-
-
-@pytest.fixture
-def recorded(node):
-    """Endpoint, peek and verdict of each check that the recorder was notified of."""
-    found = []
-
-    class Recorder:
-        seed, below = 0, 1 << 32
-
-        @staticmethod
-        def record(_identifier, check, _at_us, *, allowed):
-            found.append((check.endpoint, check.peek, allowed))
-
-    object.__setattr__(node.limiter, "recorder", Recorder())
-    return found
 
 
 class TestSharedBuckets:

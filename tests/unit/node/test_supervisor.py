@@ -66,7 +66,7 @@ def run(overseer=None, **settings):
     )
 
 
-class Overseer:
+class Overseer(supervisor.Overseer):
     """Another overseer of the process; ``recorded`` records its calls."""
 
     reuse_port = True

@@ -4,7 +4,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from ratelimitd.web.api.http_call import is_cross_site
-from ratelimitd.web.app import SECURITY_HEADERS, guarded
+from ratelimitd.web.app import SECURITY_HEADERS, with_security_headers
 from ratelimitd.web.pages.errors import Cause
 
 POLICY = SECURITY_HEADERS["Content-Security-Policy"]
@@ -22,7 +22,7 @@ def ask(refused):
         await PlainTextResponse("hello", headers=headers)(scope, receive, send)
 
     async def ask(method, path="/", **headers):
-        transport = httpx.ASGITransport(app=guarded(app, refused.append))
+        transport = httpx.ASGITransport(app=with_security_headers(app, refused.append))
         async with httpx.AsyncClient(transport=transport, base_url="http://node:8080") as client:
             return await client.request(method, path, headers=headers)
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from ratelimitd.cli.bench.load import Load, Result
 from ratelimitd.cli.bench.workload import QUANTILES, Distribution, Keys, Latencies, Slot
 from ratelimitd.cli.output import Output, sparkline
-from ratelimitd.cli.picture import Panel, counting, nice, svg
+from ratelimitd.cli.picture import Panel, nice, panel_from_zero, svg
 from ratelimitd.model import US_PER_MS
 
 BAR_WIDTH: Final = 40
@@ -202,7 +202,7 @@ def _percentiles(latencies: Latencies) -> Iterator[str]:
 def _over_time(slots: Sequence[Slot], planned: float | None) -> Iterator[str]:
     """Yield answers per second over time, with failures below."""
     highest = max([*(slot.rate for slot in slots), planned or 0.0, 1.0])
-    panel, grid = counting(350, slots[-1].to_s, highest)
+    panel, grid = panel_from_zero(350, slots[-1].to_s, highest)
     yield '<text x="20" y="336">answers a second</text>'
     yield from grid
     second = nice(slots[-1].to_s / 8)

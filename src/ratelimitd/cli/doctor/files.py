@@ -17,15 +17,11 @@ from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
-from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import CERTIFICATE, GRPCIO_KEYS, CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
 # The standard library shows the dates only of authorities, or of a peer's certificate after a handshake.
-CERTIFICATE: Final = re.compile(
-    "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
-)
-
 _VALIDITY: Final = re.compile(
     rb"\x30[\x1e\x20\x22](?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
 )
