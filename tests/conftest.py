@@ -3,7 +3,6 @@
 import asyncio.constants
 import gc
 import logging
-import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+# As in `ratelimitd.cli`: a fork beside the threads of gRPC may crash the child. It reads this once, when imported;
+# programs that tests start have its default.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
+    import grpc  # noqa: F401
+
 if TYPE_CHECKING:
     from tests.postgres_server import PostgresServer
 
@@ -19,9 +24,6 @@ TESTS = Path(__file__).parent
 DEEP = frozenset({"cluster", "simulation", "property"})
 """Directories under tests/ whose tests `make test-deep` runs."""
 
-
-# As in `ratelimitd.cli`, before gRPC is imported: a fork beside its threads may crash the child.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # A busy machine fails no test: by default an example may take 200 ms.
 settings.register_profile(
