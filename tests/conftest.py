@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-# As in `ratelimitd.cli`: a fork beside the threads of gRPC may crash the child. It reads this once, when imported;
-# programs that tests start have its default.
+# Tests start servers with a preexec_fn, and a fork beside busy threads of gRPC may crash the child. It reads this once,
+# when imported; programs that tests start have its default.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
     import grpc  # noqa: F401

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (``None`` = that of the process) and return its exit status."""
-    # gRPC reads these once, when imported. Its own lines on stderr would precede the command's and say less; any failed
-    # TLS handshake could write to the log of `serve`.
+    # gRPC reads this once, when imported. Its own lines on stderr would precede the command's and say less; in `serve`,
+    # any failed TLS handshake could write to the log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Its handlers of a fork crash the child before it executes a program: 45 of 150 children, with four busy channels.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from ratelimitd.cli.commands import run  # noqa: PLC0415
 
     return run(arguments)
