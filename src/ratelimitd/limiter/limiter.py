@@ -162,9 +162,7 @@ class Limiter:
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return self.failed(error)
 
-    def check_batch(
-        self, checks: Sequence[Check], now_us: int | None = None
-    ) -> list[Decision | CheckInvalidError | None]:
+    def check_batch(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError | None]:
         """Answer ``checks`` as :meth:`check` does; answer i belongs to check i.
 
         Checks of one identifier are decided together, as the specification requires, unless different identifiers may
@@ -177,7 +175,7 @@ class Limiter:
             order = sorted(order, key=lambda index: checks[index].identifier)
         for index in order:
             try:
-                answers[index] = self.check(checks[index], now_us)
+                answers[index] = self.check(checks[index])
             except CheckInvalidError as error:
                 answers[index] = error
         return answers

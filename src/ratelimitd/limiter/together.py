@@ -106,10 +106,14 @@ class Together:
                 self._answers[place] = self._limiter.answer(outcome, prepared)
             except Exception as error:  # noqa: BLE001 - as above
                 self._answers[place] = self._limiter.failed(error)
+        if self._limiter.recorder is not None and self._limiter.book is not None:
+            self._record(rest)
+        return [self._answers[place] for place in range(len(self._checks))]
+
+    def _record(self, rest: Sequence[int]) -> None:
         passes = all(one.allowed for one in self._answers.values())
-        for place in rest if self._limiter.book is not None else ():
+        for place in rest:
             check, decision = self._checks[place], self._answers[place]
             if decision.allowed and not passes:
                 check = check._replace(peek=True)  # it is not charged
             self._limiter.record(check, self._now_us, decision)
-        return [self._answers[place] for place in range(len(self._checks))]
