@@ -131,6 +131,7 @@ class Node:
         self._on_guard = on_guard
         self._rules_log = RulesLog()
         self._tokens: TokensFile | None = None
+        self._guard_checks = False
         self._draining = False
 
     async def start(self) -> None:
@@ -155,6 +156,12 @@ class Node:
         if self._server is not None:
             await self._server.stop_accepting()
         await self._open.aclose()
+
+    def guard_checks(self) -> None:
+        """Close checks to callers without a credential, as TOKENS_FILE did on another worker."""
+        self._guard_checks = True
+        if self._tokens is not None:
+            self._tokens.tokens.guard_checks = True
 
     @property
     def readiness(self) -> Readiness:
@@ -189,7 +196,7 @@ class Node:
                 settings.tokens_file,
                 self._now_s,
                 others,
-                guard_checks=settings.guard_checks,
+                guard_checks=self._guard_checks,
                 on_guard=self._on_guard,
             )
         for warning in settings.warnings:

@@ -197,9 +197,6 @@ class Settings:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Setting name → ``environment``, ``flag`` or ``file``; absent = default."""
 
-    guard_checks: bool = False
-    """For a worker that is started again: TOKENS_FILE has closed checks before, and they stay closed."""
-
     @classmethod
     def load(cls, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> Self:
         """Read every setting; a flag overrides the environment.

@@ -30,7 +30,7 @@ from ratelimitd.web.app import worker_application
 from ratelimitd.web.pages.sessions import Sessions, login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import PassingOn
-from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
+from ratelimitd.workers.pool import ChecksGuard, Respawner, WorkerPool, WorkerProcess
 from ratelimitd.workers.private_store import PrivateStore
 
 OVERDUE_S: Final = 4.0
@@ -87,8 +87,8 @@ async def _serve(settings: Settings) -> int:
             store = Respawner(private.start)
         settings = await _with_own_ports(settings, opened)
         workers = [settings_of(settings, number) for number in range(settings.workers)]
-        guarded = asyncio.Event()
-        respawners = [Respawner(partial(WorkerProcess.start, each, guarded)) for each in workers]
+        guard = ChecksGuard()
+        respawners = [Respawner(partial(WorkerProcess.start, each, guard)) for each in workers]
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(settings.listen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import random as random_source
@@ -89,10 +88,37 @@ class ChildProcess(ABC):
                 os.kill(self._process.pid, number)
 
 
+class ChecksGuard:
+    """Closes checks on all workers of a node after TOKENS_FILE closed those of one.
+
+    Without it a worker that misses an entry, because it is removed again, would stay open.
+    """
+
+    def __init__(self) -> None:
+        self._is_closed = False
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    def add(self, writer: asyncio.StreamWriter) -> None:
+        """Send the command to a new worker, now or when checks are closed."""
+        self._writers.add(writer)
+        if self._is_closed:
+            writer.write(protocol.GUARD)
+
+    def discard(self, writer: asyncio.StreamWriter) -> None:
+        """Forget a worker that ended."""
+        self._writers.discard(writer)
+
+    def close(self) -> None:
+        """Send the command to all workers."""
+        self._is_closed = True
+        for writer in self._writers:
+            writer.write(protocol.GUARD)
+
+
 class WorkerProcess(ChildProcess):
     """A worker.
 
-    ``checks_guarded`` is shared by the workers of a node, and set when TOKENS_FILE closes the checks of one.
+    ``guard`` is shared by the workers of a node.
     ``on_report`` is called with each report, even if it is too late for its request.
     """
 
@@ -102,12 +128,12 @@ class WorkerProcess(ChildProcess):
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        checks_guarded: asyncio.Event,
+        guard: ChecksGuard,
         on_report: Callable[[Report], None],
     ) -> None:
         super().__init__(process)
         self._writer = writer
-        self._checks_guarded = checks_guarded
+        self._guard = guard
         self._on_report = on_report
         self._is_prepared = False
         self._is_ready = False
@@ -125,7 +151,7 @@ class WorkerProcess(ChildProcess):
     async def start(
         cls,
         settings: Settings,
-        checks_guarded: asyncio.Event,
+        guard: ChecksGuard,
         on_report: Callable[[Report], None],
         command: Sequence[str] = COMMAND,
     ) -> Self:
@@ -145,9 +171,9 @@ class WorkerProcess(ChildProcess):
         except OSError as error:
             message = f"a worker cannot be started: {error.strerror}"
             raise StartupError(message) from error
-        settings = dataclasses.replace(settings, guard_checks=checks_guarded.is_set())
         writer.write(protocol.settings_message(settings))
-        return cls(process, reader, writer, checks_guarded=checks_guarded, on_report=on_report)
+        guard.add(writer)
+        return cls(process, reader, writer, guard=guard, on_report=on_report)
 
     async def prepared(self) -> None:
         """Wait until it reports so, or ends."""
@@ -196,6 +222,7 @@ class WorkerProcess(ChildProcess):
             pass
         except ValueError:  # an endless line: it does not follow the protocol
             self.kill()
+        self._guard.discard(self._writer)
         self._writer.close()
         await self._process.wait()
         self._prepared.set()
@@ -212,7 +239,7 @@ class WorkerProcess(ChildProcess):
             self._is_ready = True
             self._settled.set()
         elif kind == "guarded":
-            self._checks_guarded.set()
+            self._guard.close()
         elif kind == "failed":
             [self._reason] = values
         elif kind == "readiness" and self._readiness is not None:

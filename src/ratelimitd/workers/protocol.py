@@ -2,8 +2,8 @@
 
 The parent first sends the worker's settings. The worker reports that it is prepared, waits for :data:`LISTEN`, and
 reports that it is ready, or why it failed. It answers the parent's requests in order, and reports when TOKENS_FILE
-closes checks. Each message of a worker is one line of JSON. The only I/O here is a worker's blocking read of its
-settings.
+closes checks; the parent then sends :data:`GUARD` to all workers. Each message of a worker is one line of JSON. The
+only I/O here is a worker's blocking read of its settings.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from ratelimitd.settings.table import Settings
 
 LISTEN: Final = b"listen\n"
 """Command to listen for calls; a worker waits for it."""
+
+GUARD: Final = b"guard\n"
+"""Command to close checks to callers without a credential: TOKENS_FILE has closed those of a worker."""
 
 READINESS: Final = b"readiness\n"
 REPORT: Final = b"report\n"

@@ -69,7 +69,7 @@ class Parent(supervisor.Overseer):
         await self._may_listen.wait()
 
     def checks_guarded(self) -> None:
-        """Report it, for a worker that replaces this one: the entry of TOKENS_FILE may be gone by then."""
+        """Report it, for the other workers and for later ones, which may not see the entry of TOKENS_FILE."""
         self._send("guarded")
 
     def ready(self, node: Node) -> None:
@@ -106,6 +106,8 @@ class Parent(supervisor.Overseer):
             while question := await reader.readline():
                 if question == protocol.LISTEN:
                     self._may_listen.set()
+                elif question == protocol.GUARD:
+                    node.guard_checks()
                 elif question == protocol.READINESS:
                     writer.write(protocol.message("readiness", *node.readiness))
                 elif question == protocol.REPORT:

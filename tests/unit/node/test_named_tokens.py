@@ -1,7 +1,6 @@
 """A whole node with a TOKENS_FILE: gRPC, JSON and the page, and changes of the file."""
 
 import asyncio
-import dataclasses
 import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -135,7 +134,8 @@ async def test_checks_need_a_credential_from_the_first_check_entry_even_after_th
         assert "checks still need a credential until a restart" in caplog.text
 
 
-async def test_checks_closed_before_the_start_of_a_worker_stay_closed(path, tmp_path):
+@pytest.mark.parametrize("when", ["before the start", "later"])
+async def test_checks_that_another_worker_closed_are_closed(path, tmp_path, when):
     flags = {
         "ADMIN_TOKEN": ADMIN,
         "TOKENS_FILE": str(write(path, entry("alice"))),
@@ -144,8 +144,13 @@ async def test_checks_closed_before_the_start_of_a_worker_stay_closed(path, tmp_
         "STATE_DIR": str(tmp_path / "state"),
         "DATABASE_URL": f"sqlite:///{tmp_path / 'rules.db'}",
     }
-    node = Node(dataclasses.replace(Settings.load({}, flags), guard_checks=True))
+    node = Node(Settings.load({}, flags))
+    if when == "before the start":
+        node.guard_checks()
     await node.start()
+    if when == "later":
+        assert await json_status(node) == 200
+        node.guard_checks()
     assert await json_status(node) == 401
     assert await json_status(node, "alice") == 200
     await node.drain()

@@ -21,7 +21,7 @@ from ratelimitd.observe import logs
 from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Server, parse_redis_url
-from ratelimitd.workers import parent, protocol
+from ratelimitd.workers import parent
 from ratelimitd.workers.pool import WorkerProcess
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.fake_worker import ANSWERING, command
@@ -51,8 +51,8 @@ def started(monkeypatch):
         all: ClassVar = []
 
         @classmethod
-        async def start(cls, settings, checks_guarded, on_report):
-            found = await super().start(settings, checks_guarded, on_report, cls.command)
+        async def start(cls, settings, guard, on_report):
+            found = await super().start(settings, guard, on_report, cls.command)
             found.settings = settings
             cls.all.append(found)
             return found
@@ -135,37 +135,36 @@ async def test_http_can_be_off(settings, started, announced):
     assert await ended(serving) == 0
 
 
-async def test_checks_that_one_worker_closed_stay_closed_in_the_replacement_of_each(
-    settings, started, announced, monkeypatch
+async def test_checks_that_one_worker_closed_are_closed_by_all_and_by_their_replacements(
+    settings, started, announced, tmp_path
 ):
-    """The replacement cannot read it: the entry of TOKENS_FILE may be gone."""
-    sent, all_sent = [], asyncio.Event()
-
-    def settings_message(settings):
-        sent.append((settings.node_id, settings.guard_checks))
-        if len(sent) == 4:
-            all_sent.set()
-        return encode(settings)
-
-    encode = protocol.settings_message
-    monkeypatch.setattr(protocol, "settings_message", settings_message)
+    """Another worker may not see the entry of TOKENS_FILE: it is removed again."""
+    received = tmp_path / "received"
+    os.mkfifo(received)
     started.command = command(
-        """
+        f"""
         until_told()
         say("prepared")
-        questions.readline()
-        if b"n/0" in settings:
+        commands = [questions.readline()]
+        if b"n/0" in settings and commands == [b"listen\\n"]:
             say("guarded")
         say("ready", "127.0.0.1:1")
+        while b"guard\\n" not in commands or b"listen\\n" not in commands:
+            commands.append(questions.readline())
+        with open({str(received)!r}, "ab") as file:
+            file.write(b"".join(commands).replace(b"\\n", b" ") + b"\\n")
         time.sleep(60)
         """
     )
     serving = asyncio.create_task(parent._serve(settings))
     await announced
-    for process in tuple(started.all):
-        process.kill()
-    await all_sent.wait()
-    assert sorted(sent) == [("n/0", False), ("n/0", True), ("n/1", False), ("n/1", True)]
+    with os.fdopen(os.open(received, os.O_RDWR), "rb") as file:
+        first = [await asyncio.to_thread(file.readline) for _ in range(2)]
+        assert first == [b"listen guard \n"] * 2
+        for process in tuple(started.all):
+            process.kill()
+        later = [await asyncio.to_thread(file.readline) for _ in range(2)]
+        assert later == [b"guard listen \n"] * 2
     assert await ended(serving) == 0
 
 

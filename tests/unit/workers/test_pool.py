@@ -13,7 +13,7 @@ from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import metrics as metrics_module
 from ratelimitd.workers import pool as pool_module
 from ratelimitd.workers.metrics import OF_PARENT
-from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
+from ratelimitd.workers.pool import ChecksGuard, Respawner, WorkerPool, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -34,8 +34,7 @@ class Started(WorkerPool):
         self.processes = [[] for _ in programs]
 
         async def start(number, program, on_report):
-            guarded = asyncio.Event()
-            found = await WorkerProcess.start(SETTINGS, guarded, on_report, command(program))
+            found = await WorkerProcess.start(SETTINGS, ChecksGuard(), on_report, command(program))
             self.processes[number].append(found)
             return found
 

@@ -11,7 +11,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.parts import Readiness
 from ratelimitd.workers import pool, protocol
-from ratelimitd.workers.pool import WorkerProcess
+from ratelimitd.workers.pool import ChecksGuard, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -22,10 +22,10 @@ ALLOWED = "rate_limiter_requests_allowed_total"
 async def start():
     """Return a function that starts a process with a program; kill it at the end."""
     started = []
-    guarded = asyncio.Event()
+    guard = ChecksGuard()
 
     async def start(program=ANSWERING, on_report=lambda _: None):
-        worker = await WorkerProcess.start(SETTINGS, guarded, on_report, command(program))
+        worker = await WorkerProcess.start(SETTINGS, guard, on_report, command(program))
         started.append(worker)
         return worker
 
@@ -63,7 +63,7 @@ def test_a_worker_that_ends_before_the_command_to_listen_reports_why(new_loop):
     async def go():
         program = 'say("prepared")\nsay("failed", "no room")\nsys.exit(1)'
         worker = await WorkerProcess.start(
-            SETTINGS, asyncio.Event(), lambda _: None, command(program)
+            SETTINGS, ChecksGuard(), lambda _: None, command(program)
         )
         await worker.prepared()
         await worker.ended()
@@ -110,7 +110,7 @@ async def test_the_end_of_an_unready_worker_has_a_reason_from_it_or_the_system(
 
 
 async def test_a_worker_may_end_before_it_reads_its_settings():
-    worker = await WorkerProcess.start(SETTINGS, asyncio.Event(), lambda _: None, ["false"])
+    worker = await WorkerProcess.start(SETTINGS, ChecksGuard(), lambda _: None, ["false"])
     with pytest.raises(StartupError, match="ended with status 1"):
         await worker.ready()
 
@@ -210,7 +210,7 @@ async def test_a_worker_detects_the_end_of_its_parent(start):
 
 async def test_a_missing_command_is_a_failed_start():
     with pytest.raises(StartupError, match=r"^a worker cannot be started: No such file"):
-        await WorkerProcess.start(SETTINGS, asyncio.Event(), lambda _: None, ["/no/such/command"])
+        await WorkerProcess.start(SETTINGS, ChecksGuard(), lambda _: None, ["/no/such/command"])
 
 
 async def test_a_system_without_descriptors_is_a_failed_start(monkeypatch):
@@ -219,4 +219,4 @@ async def test_a_system_without_descriptors_is_a_failed_start(monkeypatch):
 
     monkeypatch.setattr(socket, "socketpair", none_left)
     with pytest.raises(StartupError, match=r"^a worker cannot be started: Too many open files$"):
-        await WorkerProcess.start(SETTINGS, asyncio.Event(), lambda _: None, command())
+        await WorkerProcess.start(SETTINGS, ChecksGuard(), lambda _: None, command())
