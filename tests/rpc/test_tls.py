@@ -149,7 +149,7 @@ async def test_unusable_files_prevent_the_start_and_name_the_setting(tmp_path, t
 
 
 def write_unknown_to_grpc(files):
-    found = self_signed("secp256k1")
+    found = self_signed("Ed448")
     files.key.write_bytes(found.key)
     files.cert.write_bytes(found.cert)
 

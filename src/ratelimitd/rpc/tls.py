@@ -6,6 +6,7 @@ Transports receive verified files only: after a broken change the old ones stay 
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import re
@@ -150,6 +151,7 @@ def _read(files: TlsFiles, keys: Mapping[str, bytes] | None) -> Certificates:
     _demand_matching_key(files)
     if keys is not None:
         _demand_usable_key(chain, files.cert, keys)
+    _demand_handshake(files)
     return Certificates(chain, key, client_ca)
 
 
@@ -195,6 +197,25 @@ def _demand_usable_key(chain: bytes, path: Path, keys: Mapping[str, bytes]) -> N
     if not any(kind in der for kind in keys.values()):
         message = f"{CERT_SETTING}: {path} has a kind of key that this TRANSPORT cannot use; use {', '.join(keys)}"
         raise StartupError(message)
+
+
+def _demand_handshake(files: TlsFiles) -> None:
+    """Refuse a key that OpenSSL loads but that its own clients do not accept, such as one on secp256k1."""
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client_context.check_hostname = False
+    client_context.verify_mode = ssl.CERT_NONE
+    sent, received = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(received, sent)
+    server = _context(files, HTTP2).wrap_bio(sent, received, server_side=True)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    try:
+        server.do_handshake()
+    except ssl.SSLWantReadError:  # for the client's answer: the certificate is sent
+        return
+    except ssl.SSLError:
+        message = f"{CERT_SETTING}: {files.cert} has a kind of key that clients do not accept"
+        raise StartupError(message) from None
 
 
 HTTP2: Final = "h2"

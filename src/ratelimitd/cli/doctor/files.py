@@ -123,7 +123,8 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
         certificates = CertificateSource(files, lambda _line: None, keys).load()
     except StartupError as error:
         setting, _, what = str(error).partition(": ")
-        yield problem(setting, what, "put a PEM file there that the node may read")
+        remedy = "replace the file; a running node keeps the old certificate, and loads the new one"
+        yield problem(setting, what, remedy)
         return
     yield _expiry("TLS_CERT", certificates.chain, now)
     if certificates.client_ca is not None:

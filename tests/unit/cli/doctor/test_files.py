@@ -188,7 +188,7 @@ def test_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
 
 def test_kind_of_key_that_the_transport_lacks_is_a_problem(tls, tmp_path):
     chosen = tls()
-    certificate = self_signed("secp256k1")
+    certificate = self_signed("Ed448")
     (tmp_path / "cert").write_bytes(certificate.cert)
     (tmp_path / "key").write_bytes(certificate.key)
     assert next(check_tls(chosen, NOW)).what.startswith("expire")
