@@ -30,7 +30,8 @@ from ratelimitd.web.app import worker_application
 from ratelimitd.web.pages.sessions import Sessions, login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import PassingOn
-from ratelimitd.workers.pool import ChecksGuard, Respawner, WorkerPool, WorkerProcess
+from ratelimitd.workers.child import ChecksGuard, WorkerProcess
+from ratelimitd.workers.pool import Respawner, WorkerPool
 from ratelimitd.workers.private_store import PrivateStore
 
 OVERDUE_S: Final = 4.0

@@ -27,7 +27,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.node.process import ending_with
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.parts import Readiness
-from ratelimitd.workers.pool import READINESS_TIMEOUT_S, ChildProcess
+from ratelimitd.workers.child import READINESS_TIMEOUT_S, ChildProcess
 from ratelimitd.workers.protocol import Report
 
 EXTRA: Final = "workers"

@@ -22,7 +22,7 @@ from ratelimitd.settings.parsing import Address
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Server, parse_redis_url
 from ratelimitd.workers import parent
-from ratelimitd.workers.pool import WorkerProcess
+from ratelimitd.workers.child import WorkerProcess
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.fake_worker import ANSWERING, command
 

@@ -10,10 +10,12 @@ from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.parts import Readiness
+from ratelimitd.workers import child
 from ratelimitd.workers import metrics as metrics_module
 from ratelimitd.workers import pool as pool_module
+from ratelimitd.workers.child import ChecksGuard, WorkerProcess
 from ratelimitd.workers.metrics import OF_PARENT
-from ratelimitd.workers.pool import ChecksGuard, Respawner, WorkerPool, WorkerProcess
+from ratelimitd.workers.pool import Respawner, WorkerPool
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -95,7 +97,7 @@ async def test_a_worker_that_does_not_answer_is_omitted_and_its_counters_are_kep
     )
     await both.start()
     assert (await values(both))[ALLOWED] == {"": 41}
-    monkeypatch.setattr(pool_module, "REPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(child, "REPORT_TIMEOUT_S", 0.2)
     found = await values(both)
     assert found[ALLOWED] == {"": 42}
     assert found["rate_limiter_tasks"] == {"": 1}
@@ -139,7 +141,7 @@ async def test_a_rule_that_no_worker_reports_is_forgotten_above_the_bound_and_ot
 
 
 async def test_a_pool_is_ready_while_one_worker_is_and_names_those_that_are_not(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "READINESS_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(child, "READINESS_TIMEOUT_S", 5.0)
     all_ready = pool(ANSWERING, ANSWERING)
     assert await all_ready.readiness() == Readiness(
         False, "worker 0 (starting), worker 1 (starting)"
@@ -152,7 +154,7 @@ async def test_a_pool_is_ready_while_one_worker_is_and_names_those_that_are_not(
 
 
 async def test_a_pool_whose_workers_do_not_answer_is_not_ready(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "READINESS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(child, "READINESS_TIMEOUT_S", 0.0)
     silent = pool(SILENT)
     await silent.start()
     assert await silent.readiness() == Readiness(False, "worker 0 (no answer)")

@@ -10,8 +10,8 @@ import uvloop
 from ratelimitd.errors import StartupError
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.parts import Readiness
-from ratelimitd.workers import pool, protocol
-from ratelimitd.workers.pool import ChecksGuard, WorkerProcess
+from ratelimitd.workers import child, protocol
+from ratelimitd.workers.child import ChecksGuard, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -144,8 +144,8 @@ for question in questions:
 
 
 async def test_a_late_answer_is_not_awaited_but_processed(start, monkeypatch):
-    monkeypatch.setattr(pool, "REPORT_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(child, "REPORT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(child, "READINESS_TIMEOUT_S", 0.0)
     came = asyncio.Queue()
     worker = await start(HELD_UP, came.put_nowait)
     await worker.ready()
