@@ -96,6 +96,7 @@ class Holder:
     def resume(self, holds: Iterable[tuple[bytes, int]]) -> None:
         """Count holds in flight from before the restart, (number, end in µs) each; their limits are unknown."""
         for number, end_us in holds:
+            # equivalent: tokens are counted by limit
             self._open.add(number, end_us, _InFlight((), 0))
             self._stats.holds_open += 1
 
@@ -122,7 +123,8 @@ class Holder:
             if not held.expire_us:
                 _refuse_above_limit(prepared, held.outcomes)
             names = held.names
-            if held.expire_us and not held.is_first:  # a repeated hold may have other buckets
+            # A repeated hold may have other buckets. equivalent: those of a first hold have these names
+            if held.expire_us and not held.is_first:
                 names = [self._keys.stored(key) for key, _, _ in charges]
             limits, charged = self._of_buckets(names, prepared, held)
             decision = _decided(limiter, prepared, limits)

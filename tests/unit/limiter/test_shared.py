@@ -237,6 +237,11 @@ class TestSeveralSharedLimits:
             True, ["day", "default"],
         )  # fmt: skip
 
+    def test_no_check_waits_to_be_allowed(self, node):
+        node.shared.at_once = REFUSED
+        answer = node.limiter.check(check_of(max_wait_ms=60_000))
+        assert (answer[:5], answer.wait_ms, node.errors) == (REFUSED[:5], 0, [])
+
     @pytest.mark.parametrize("peek", [False, True])
     async def test_an_undecided_check_is_asked_on_all_buckets(self, node, peek):
         assert node.limiter.check(check_of(peek=peek)) is None
