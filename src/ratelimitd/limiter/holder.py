@@ -140,7 +140,7 @@ class Holder:
         if held.is_first:
             self._stats.holds["made"] += 1
             self._stats.hold_tokens["held"] += check.cost
-            self._forget_ended()
+            self._forget_ended()  # equivalent: it bounds the memory, and is done before every count
             self._forget(number)  # a previous one, which has ended by the store's clock only
             entry = _InFlight([one[1:3] for one in charged], check.cost)
             self._open.add(number, held.expire_us, entry)

@@ -313,6 +313,7 @@ class Scopes:
             # Bulk checks cache scopes, too, until the book changes.
             self._invalidate()
         scopes.by_plans[plans] = found
+        # equivalent: by_plan only saves time
         if len(plans) == 1 and scopes.assigned[0][0] == 0:
             scopes.by_plan[plans[0]] = found
         return found
