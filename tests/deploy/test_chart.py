@@ -33,7 +33,11 @@ EVERYTHING = {
     "secret": {"name": "of-ours", "keys": {"CHECK_TOKEN": "check", "KEY_SECRET": "key"}},
     "tls": {"secretName": "certificate", "clientCA": True},
     "podDisruptionBudget": {"maxUnavailable": "25%"},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "tlsConfig": {"serverName": "ratelimitd.internal"},
+    },
     "nodeSelector": {"kubernetes.io/arch": "amd64"},
     "tolerations": [{"key": "dedicated", "operator": "Exists"}],
     "affinity": {"podAntiAffinity": {}},
@@ -181,6 +185,34 @@ def test_the_operator_scrapes_each_node_once_as_the_job_of_the_alerts(tmp_path):
     [endpoint] = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert endpoint["path"] == "/metrics"
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == (
+        "https",
+        {"serverName": "ratelimitd.internal"},
+    )
+    [plain] = render({"serviceMonitor": {"enabled": True}}, tmp_path)[
+        "ServiceMonitor", "ratelimitd"
+    ]["spec"]["endpoints"]
+    assert plain["scheme"] == "http"
+    assert "tlsConfig" not in plain
+
+
+@pytest.mark.parametrize(
+    ("values", "scheme"),
+    [
+        ({}, None),
+        ({"settings": {"HTTP_TLS": True}}, "https"),
+        (
+            {"settings": {"HTTP_TLS": True}, "podAnnotations": {"prometheus.io/scheme": "http"}},
+            "http",
+        ),
+        ({"settings": {"HTTP_TLS": True}, "podAnnotations": {"prometheus.io/scrape": None}}, None),
+    ],
+    ids=str,
+)
+def test_annotations_say_how_pods_are_scraped(values, scheme, tmp_path):
+    deployment = render(values, tmp_path)["Deployment", "ratelimitd"]["spec"]
+    annotations = deployment["template"]["metadata"]["annotations"]
+    assert annotations.get("prometheus.io/scheme") == scheme
 
 
 def test_releases_in_one_namespace_share_no_name_and_no_pod(tmp_path):
@@ -201,7 +233,8 @@ def test_releases_in_one_namespace_share_no_name_and_no_pod(tmp_path):
         ({"settings": {"OTEL_SAMPLE_RATIO": 0.5}}, "/settings/OTEL_SAMPLE_RATIO"),
         ({"secret": {"keys": {"DATABASE_URL": None}}}, "'DATABASE_URL'"),
         ({"secret": {"keys": {"WORKERS": "workers"}}}, "'WORKERS'"),
-        *(({"settings": {name: "x"}}, f"/settings/{name}") for name in SECRET),
+        *(({"settings": {name: "x"}}, f"/settings/{name}'") for name in SECRET),
+        *(({"settings": {f"{name}_FILE": "x"}}, f"/settings/{name}_FILE'") for name in SECRET),
     ],
     ids=str,
 )

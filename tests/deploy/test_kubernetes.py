@@ -116,7 +116,9 @@ def test_what_a_pod_is_told_are_settings_and_the_secrets_that_the_example_has(po
     if pod is NODE:
         assert settings.redis_url.startswith("rediss://")
         read = {value.rsplit("/", 1)[1] for name, value in told.items() if name.endswith("_FILE")}
-        assert read == secret.keys()
+        directory, _, authority = settings.database_url.partition("sslrootcert=")[2].rpartition("/")
+        assert directory == mount["mountPath"]
+        assert {*read, authority} == secret.keys()
 
 
 def test_the_admin_token_of_the_example_is_refused():

@@ -4,13 +4,15 @@ The check path computes a checksum of the identifier, which decides whether the 
 to a queue. A job replaces identifiers by digests, and a thread writes full blocks. Checks beyond the bounds are lost,
 and counted.
 
-A file is written as ``*.part`` and renamed when complete, after ``FILE_S`` seconds or a part of the bound. Processes
-that record into one directory write one trace; when it is full, the oldest files are removed. See ADR 0063.
+A file is written as ``*.part``, locked by its writer, and renamed when complete, after ``FILE_S`` seconds or a part of
+the bound. Processes that record into one directory write one trace; when it is full, the oldest files are removed. See
+ADR 0063.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import re
@@ -25,6 +27,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from zlib import crc32
 
 from ratelimitd.backtest.trace import (
+    HEADER_BYTES,
     IDENTITY_BYTES,
     TRACE_BYTES,
     WRITER_BYTES,
@@ -59,7 +62,7 @@ BLOCK_CHECKS: Final = 4_096
 """Checks in a block: 100 KB; encoding it blocks the interpreter for 0.5 ms."""
 
 FILES: Final = 16
-"""Each file takes this part of the bound, so that removing the oldest one loses little."""
+"""Files of one process in a full trace, at least: removing the oldest one loses little."""
 
 FILE_S: Final = 300
 """Longest period of a file; until its end, its checks are not in the trace, and a killed node loses them."""
@@ -97,8 +100,8 @@ class _Columns(NamedTuple):
 class TraceRecorder:
     """Records the checks of one process; a :class:`ratelimitd.limiter.interfaces.Recorder`.
 
-    :meth:`run` is a background task; :meth:`drain` ends the last file. Records a ``share`` of the identities, at most
-    ``max_bytes`` in the directory.
+    :meth:`run` is a background task; :meth:`drain` ends the last file. Records a ``share`` of the identities, in all
+    ``workers`` processes that record into the directory at most ``max_bytes``.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class TraceRecorder:
         stats: CheckStats,
         share: float,
         max_bytes: int,
+        workers: int = 1,
     ) -> None:
         self._directory = directory
         self._trace = _trace_of(directory)
@@ -124,6 +128,8 @@ class TraceRecorder:
         self.below: Final = round(share * _ALL_HASHES)
         self._share = share
         self._max_bytes = max_bytes
+        self._workers = workers
+        self._file_bytes = max_bytes // (FILES * workers)
         self._queued: deque[tuple[bytes, Check, int, bool]] = deque()
         self._hashers: dict[str, Callable[[], Any]] = {}
         self._begin_block()
@@ -244,7 +250,7 @@ class TraceRecorder:
             self._fail(error)
             written = 0
         if self._file is not None and written:
-            if self._file.size + written > self._max_bytes // FILES:
+            if self._file.size + written > self._file_bytes:
                 await self._end_file()
         else:
             self._lost += block.lost
@@ -258,6 +264,7 @@ class TraceRecorder:
             self._make_room()
             name = f"{self._clock.now_us():016d}-{self._writer.hex()}{PART}"
             self._file = Appender(self._directory / name, header(self._trace, self._writer))
+            self._file.lock()
             self._file_checks = self._file_lost = 0
             self._holds = self._stats.holds["made"]
         octets = encode_block(block)
@@ -306,30 +313,45 @@ class TraceRecorder:
             self._lose(self._file_checks)
 
     def _make_room(self) -> None:
-        """Remove the oldest files until one more fits; files that may still be written count as full.
+        """Remove the oldest files until the next ones of all workers fit; unfinished files count as full.
 
-        Files of a clock that was ahead are removed first, because their names would make them the newest.
+        Removed first are unfinished files of killed processes, which cannot be read, and files of a clock that was
+        ahead, because their names would make them the newest.
         """
-        room = self._max_bytes // FILES
         now_us, recent_us = self._clock.now_us(), 2 * FILE_S * US_PER_S
-        total, removable = room, []
+        total, unfinished, removable = 0, self._file_bytes, []
         for path in self._directory.iterdir():
             named = FILE_NAME.fullmatch(path.name)
             if named is None:
                 continue
             age_us = now_us - int(named[1])
             is_ahead = age_us < -recent_us
-            is_written = named[2] == PART and age_us < recent_us and not is_ahead
-            with suppress(FileNotFoundError):  # another process may have removed it
-                size = max(room, path.stat().st_size) if is_written else path.stat().st_size
-                total += size
-                if not is_written:
-                    removable.append((not is_ahead, path, size))
+            with suppress(FileNotFoundError, PermissionError):  # just removed, or another user's
+                size = path.stat().st_size
+                # A writer locks its file after the header.
+                is_new = size <= HEADER_BYTES and abs(age_us) < recent_us
+                if named[2] == PART and (is_new or _is_locked(path)):
+                    unfinished += max(self._file_bytes, size)
+                else:
+                    total += size
+                    removable.append((named[2] == WHOLE and not is_ahead, path, size))
+        # Workers begin files at the same time, before they see each other's.
+        total += max(unfinished, self._workers * self._file_bytes)
         for _, path, size in sorted(removable):
             if total <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether the process that writes a file still runs."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _nothing() -> None:

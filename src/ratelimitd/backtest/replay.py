@@ -6,13 +6,16 @@ Makes no decisions itself: each check goes to :class:`ratelimitd.limiter.limiter
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from heapq import merge
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, TypeAlias, cast
+from typing import BinaryIO, Final, TypeAlias, cast
+from weakref import finalize
 
 from ratelimitd.backtest.recorder import FILE_NAME, PART, WHOLE
 from ratelimitd.backtest.trace import End, Kind, Recorded, TraceReader, checks_of
@@ -30,6 +33,10 @@ from ratelimitd.rules.book import RuleBook
 MAX_BUCKETS: Final = 1_000_000
 """A node's default. Beyond it the least recently used buckets are evicted, and counted."""
 
+MAX_OPEN: Final = 200
+"""Files that stay open from verification to replay: the oldest, which a recording node may remove meanwhile. The
+default limit of a process is 1,024, on macOS 256."""
+
 _SECRET: Final = bytes(32)
 """No secret is needed: callers cannot reach the buckets of a replay."""
 
@@ -37,8 +44,9 @@ _SECRET: Final = bytes(32)
 class Trace:
     """The complete files of a trace, each verified first, so that no part of a broken trace is replayed.
 
-    ``paths`` are files, or directories, whose unfinished files are skipped and counted. Their order does not matter,
-    and a file with several names is used once. ``first_us`` and ``last_us`` are in µs since the Unix epoch.
+    ``paths`` are files, or directories, which nodes may still record to; unfinished files are skipped and counted.
+    Their order does not matter, and a file with several names is used once. ``first_us`` and ``last_us`` are in µs
+    since the Unix epoch.
 
     Raises:
         TraceInvalidError: a file is incomplete or invalid, the files are of different traces, or there is none.
@@ -54,24 +62,26 @@ class Trace:
         """The smallest recorded share of identities of all files."""
         self.first_us, self.last_us = 1 << 62, 0
         self._numbers: dict[Kind, int] = {}
-        self._writers: dict[bytes, list[tuple[int, Path]]] = {}
-        """Writer → (start in µs since the Unix epoch, path) of its files."""
+        self._writers: dict[bytes, list[tuple[int, Path, BinaryIO]]] = {}
+        """Writer → (start in µs since the Unix epoch, path, the open or closed file) of its files."""
+        self._closing = ExitStack()
+        finalize(self, self._closing.close)
         self._identities: set[bytes] = set()
         self._trace = b""
-        whole: dict[tuple[int, int], Path] = {}
+        self._inodes: set[tuple[int, int]] = set()
+        """Device and inode of the files."""
         unfinished: set[Path] = set()
         for path in paths:
-            files = [path]
             if path.is_dir():
-                files = sorted(path.glob(f"*{WHOLE}"))
                 unfinished.update(path.resolve().glob(f"*{PART}"))
-            for file in files:
-                whole.setdefault(_inode(file), file)
+                for file in sorted(path.glob(f"*{WHOLE}")):
+                    with suppress(FileNotFoundError):  # a recording node has removed it
+                        self._verify(file)
+            else:
+                self._verify(path)
         self.unfinished = len(unfinished)
-        for file in whole.values():
-            self._verify(file)
         for begun in self._writers.values():
-            begun.sort()
+            begun.sort(key=itemgetter(0, 1))
         if not self.checks:
             message = f"{paths[0]} has no complete trace file; a node completes one every 5 minutes and when it stops"
             raise TraceInvalidError(message)
@@ -94,35 +104,43 @@ class Trace:
     def __iter__(self) -> Iterator[Recorded]:
         """Yield the checks in their order; those of several processes are merged by time."""
         streams = [
-            chain.from_iterable(self._checks(path) for _, path in files)
+            chain.from_iterable(self._checks(path, file) for _, path, file in files)
             for files in self._writers.values()
         ]
         return streams[0] if len(streams) == 1 else merge(*streams, key=itemgetter(0))
 
     def _verify(self, path: Path) -> None:
-        with path.open("rb") as file:
-            reader = TraceReader(file, str(path))
-            if self._trace not in {b"", reader.trace}:
-                message = f"{path} belongs to another trace than the files before it"
-                raise TraceInvalidError(message)
-            self._trace = reader.trace
-            # By the node's clock, since the times of checks may be callers'. A renamed file has only the latter.
-            named = FILE_NAME.fullmatch(path.name)
-            begun_us = int(named[1]) if named else 0
-            for block in reader.blocks():
-                begun_us = begun_us or block.times[0]
-                self.first_us = min(self.first_us, *block.times)
-                self.last_us = max(self.last_us, *block.times)
-                self.checks += len(block.times)
-                self.lost += block.lost
-                self._identities.update(block.identities)
-                counts = Counter(block.numbers)
-                for number, kind in enumerate(block.kinds):
-                    self._count(kind, counts[number])
-            self._writers.setdefault(reader.writer, []).append((begun_us, path))
-            end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
-            self.holds += end.holds
-            self.share = min(self.share, end.share)
+        file = self._closing.enter_context(path.open("rb"))
+        found = os.fstat(file.fileno())
+        inode = found.st_dev, found.st_ino  # the same for all names of a file
+        if inode in self._inodes:
+            file.close()
+            return
+        self._inodes.add(inode)
+        reader = TraceReader(file, str(path))
+        if self._trace not in {b"", reader.trace}:
+            message = f"{path} belongs to another trace than the files before it"
+            raise TraceInvalidError(message)
+        self._trace = reader.trace
+        # By the node's clock, since the times of checks may be callers'. A renamed file has only the latter.
+        named = FILE_NAME.fullmatch(path.name)
+        begun_us = int(named[1]) if named else 0
+        for block in reader.blocks():
+            begun_us = begun_us or block.times[0]
+            self.first_us = min(self.first_us, *block.times)
+            self.last_us = max(self.last_us, *block.times)
+            self.checks += len(block.times)
+            self.lost += block.lost
+            self._identities.update(block.identities)
+            counts = Counter(block.numbers)
+            for number, kind in enumerate(block.kinds):
+                self._count(kind, counts[number])
+        self._writers.setdefault(reader.writer, []).append((begun_us, path, file))
+        end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
+        self.holds += end.holds
+        self.share = min(self.share, end.share)
+        if len(self._inodes) > MAX_OPEN:
+            file.close()
 
     def _count(self, kind: Kind, checks: int) -> None:
         number = self._numbers.get(kind)
@@ -132,17 +150,12 @@ class Trace:
             self.counts.append(0)
         self.counts[number] += checks
 
-    def _checks(self, path: Path) -> Iterator[Recorded]:
+    def _checks(self, path: Path, file: BinaryIO) -> Iterator[Recorded]:
         numbers = self._numbers
-        with path.open("rb") as file:
-            for block in TraceReader(file, str(path)).blocks():
+        with path.open("rb") if file.closed else nullcontext(file) as found:
+            found.seek(0)
+            for block in TraceReader(found, str(path)).blocks():
                 yield from checks_of(block, [numbers[kind] for kind in block.kinds])
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    """Return the identity of a file, the same for all its names."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
 
 
 class RecordedPlans(Assignments):

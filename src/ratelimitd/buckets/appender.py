@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,10 @@ class Appender:
                 os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
+
+    def lock(self) -> None:
+        """Lock the file until it is closed or the process ends, so that others see that it is being written."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def publish(self, name: Path) -> None:
         """Sync the file to disk and rename it atomically."""

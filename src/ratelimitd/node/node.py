@@ -389,6 +389,7 @@ class Node:
             stats=self.stats,
             share=settings.record_share,
             max_bytes=settings.record_bytes,
+            workers=settings.workers,
         )
         self._open.push_async_callback(recorder.drain)
         return recorder

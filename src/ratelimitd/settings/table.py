@@ -47,6 +47,9 @@ from ratelimitd.settings.parsing import (
 )
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
 
+WORKER_RECORD_BYTES: Final = 10_000_000
+"""Smallest part of RECORD_BYTES for a worker: 16 files of some blocks each."""
+
 STATE_DIR_SOURCE: Final = "state directory"
 """Source of values that a parent makes for its workers: an admin token, the URL of a private store."""
 
@@ -170,8 +173,8 @@ class Settings:
         "directory of the trace that checks are recorded to; empty = off")]
     record_share: Annotated[float, SettingSpec("0.01", fraction,
         "fraction of the identities whose checks are recorded, 0 to 1")]
-    record_bytes: Annotated[int, SettingSpec("1000000000", whole_number(16_000_000, 1_000_000_000_000),
-        "maximum size of the trace, bytes; the oldest checks are dropped")]
+    record_bytes: Annotated[int, SettingSpec("1000000000", whole_number(WORKER_RECORD_BYTES, 1_000_000_000_000),
+        "maximum size of the trace of all WORKERS, bytes; the oldest checks are dropped")]
     otel_endpoint: Annotated[str, SettingSpec("", optional_url,
         "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
     otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,
@@ -416,6 +419,11 @@ _COMBINATIONS: Final = (
         ("SPOE_LISTEN", "TRUSTED_PROXIES"),
         lambda s: s.spoe_listen is not None and not s.trusted_proxies,
         "SPOE_LISTEN needs TRUSTED_PROXIES: connections of other addresses are closed, and HAProxy lets requests pass",
+    ),
+    _Combination(
+        ("RECORD_BYTES", "RECORD_DIR", "WORKERS"),
+        lambda s: s.record_dir is not None and s.record_bytes < s.workers * WORKER_RECORD_BYTES,
+        f"RECORD_BYTES must be at least {WORKER_RECORD_BYTES} for each of the WORKERS",
     ),
     _Combination(
         ("LISTEN", "HTTP_LISTEN"),

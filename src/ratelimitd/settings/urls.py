@@ -7,6 +7,7 @@ the text, which may be a secret. See ADR 0024 and ADR 0026.
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -325,8 +326,28 @@ def _postgresql_options(query: str) -> dict[str, str]:
     require(all(options.values()), "must have a value for each option")
     sslmode = options.get("sslmode", SSL_MODES[0])
     require(sslmode in SSL_MODES, f"must have as sslmode one of {', '.join(SSL_MODES)}")
+    authorities = options.get("sslrootcert")
+    require(
+        authorities != "system",
+        "must have a file as sslrootcert: the driver does not know system;"
+        " the authorities of a Debian system are in /etc/ssl/certs/ca-certificates.crt",
+    )
+    require(
+        authorities or not sslmode.startswith("verify") or _has_default_authorities(),
+        f"must have with sslmode={sslmode} an sslrootcert, the file of the trusted authorities",
+    )
     require(re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")), "must have a number as port")
     return options
+
+
+def _has_default_authorities() -> bool:
+    """Return whether the driver finds authorities without ``sslrootcert``."""
+    if os.environ.get("PGSSLROOTCERT"):
+        return True
+    try:
+        return (Path.home() / ".postgresql" / "root.crt").exists()
+    except (OSError, RuntimeError):  # the home is inaccessible, or there is none
+        return False
 
 
 def _options(query: str, known: frozenset[str]) -> dict[str, str]:

@@ -19,7 +19,9 @@ CHECK = Check(b"alice@example.org", "user", "/orders")
 class Recording:
     """One process that records into a directory, with its collaborators."""
 
-    def __init__(self, directory, *rules, share=1.0, max_bytes=1 << 24, secret=b"k" * 32):
+    def __init__(
+        self, directory, *rules, share=1.0, max_bytes=1 << 24, workers=1, secret=b"k" * 32
+    ):
         self.directory = directory
         self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
         self.keys = BucketKeys(secret)
@@ -31,6 +33,7 @@ class Recording:
             stats=self.stats,
             share=share,
             max_bytes=max_bytes,
+            workers=workers,
         )
         self.limiter = Limiter(
             buckets=BucketTable(100_000, callers_time=True),
@@ -55,6 +58,15 @@ class Recording:
         """Return the trace recorded so far."""
         await self.recorder.drain()
         return Trace(self.directory)
+
+    def kill(self):
+        """End the process while it writes a file."""
+        self.recorder._file.close()
+
+    @property
+    def size(self):
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.directory.iterdir())
 
     @property
     def files(self):

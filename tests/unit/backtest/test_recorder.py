@@ -2,6 +2,7 @@ import asyncio
 import errno
 import shutil
 import threading
+from unittest.mock import Mock
 from zlib import crc32
 
 import pytest
@@ -204,6 +205,8 @@ async def test_the_oldest_files_are_removed_when_the_directory_is_full(record, m
     foreign.write_bytes(bytes(50_000))
     fresh = at.directory / f"{at.clock.now_us():016d}-{0:016x}.part"
     fresh.write_bytes(b"")
+    after_power_failure = at.directory / f"{1:016d}-{0:016x}.part"
+    after_power_failure.write_bytes(b"")
     year_us = 365 * 86_400 * 1_000_000
     ahead = [
         at.directory / f"{at.clock.now_us() + year_us:016d}-{0:016x}{end}"
@@ -221,9 +224,74 @@ async def test_the_oldest_files_are_removed_when_the_directory_is_full(record, m
     sizes = [path.stat().st_size for path in at.directory.glob("*.trace")]
     assert sum(sizes) <= 400_000
     assert [kind.endpoint for kind in Trace(at.directory).kinds] == ["/5", "/6", "/7"]
-    assert not any(path.exists() for path in (foreign, *ahead))
+    assert not any(path.exists() for path in (foreign, after_power_failure, *ahead))
     assert fresh.exists()
     assert (at.directory / "notes.txt").exists()
+
+
+async def test_unfinished_files_of_killed_processes_are_removed_before_whole_ones(
+    record, monkeypatch
+):
+    monkeypatch.setattr(module, "FILES", 4)
+    max_bytes = 4 * 200_000
+    at = record(ORDERS, max_bytes=max_bytes)
+    for number in range(3):
+        at.clock.advance(seconds=1)
+        at.limiter.check(CHECK._replace(endpoint=f"/{number}"))
+        await fill(at)
+        await fill(at)
+    await at.recorder.drain()
+    whole = at.files
+    for second in range(6):
+        killed = record(ORDERS, max_bytes=max_bytes)
+        killed.clock.advance(seconds=10 + second)
+        await fill(killed)
+        killed.kill()
+    assert [name for name in at.files if name.endswith(".trace")] == whole
+    assert at.size <= max_bytes
+
+
+async def test_a_file_that_another_process_writes_is_not_removed(record, monkeypatch):
+    monkeypatch.setattr(module, "FILES", 2)
+    writer, other = (record(ORDERS, max_bytes=100_000) for _ in range(2))
+    other.clock.advance(seconds=10 * FILE_S)
+    writer.recorder._file_bytes = 1 << 20
+    await fill(writer)
+    await fill(other)
+    assert (await writer.trace()).checks == 2 * BLOCK_CHECKS
+
+
+async def test_the_files_of_another_user_do_not_end_the_recording(record, monkeypatch):
+    at = record(ORDERS)
+    (at.directory / f"{0:016d}-{0:016x}.part").write_bytes(b"")
+    monkeypatch.setattr(module, "_is_locked", Mock(side_effect=PermissionError))
+    at.ask()
+    assert (await at.trace()).checks == 1
+
+
+async def test_many_workers_keep_the_bound_and_most_of_it_is_readable(record, monkeypatch):
+    monkeypatch.setattr(module, "FILES", 4)
+    monkeypatch.setattr(module, "BLOCK_CHECKS", 100)
+    max_bytes = 4 * 20 * 5_000
+    workers = [record(ORDERS, max_bytes=max_bytes, workers=20) for _ in range(20)]
+    for _ in range(12):
+        for at in workers:
+            at.clock.advance(seconds=1)
+            at.ask(100)
+        await asyncio.gather(*[at.recorder.step() for at in workers])
+        assert workers[0].size <= max_bytes
+    assert Trace(workers[0].directory).checks > 12_000
+
+
+async def test_room_is_left_for_files_that_workers_begin_at_the_same_time(record, monkeypatch):
+    monkeypatch.setattr(module, "FILES", 4)
+    monkeypatch.setattr(module, "BLOCK_CHECKS", 100)
+    at = record(ORDERS, max_bytes=4 * 5 * 5_000, workers=5)
+    for _ in range(50):
+        at.clock.advance(seconds=1)
+        at.ask(100)
+        await at.recorder.step()
+    assert 60_000 < at.size <= 4 * 5 * 5_000 - 4 * 5_000
 
 
 async def test_noted_checks_are_bounded_and_lost_ones_are_counted(record, monkeypatch):

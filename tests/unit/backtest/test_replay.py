@@ -1,6 +1,8 @@
+import gc
 import random
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -317,6 +319,38 @@ async def test_the_order_of_the_files_does_not_matter(record):
     in_order = [*Trace(at.directory)]
     assert [check[0] - in_order[0][0] for check in in_order[2:4]] == [20_000_000, -1]
     assert [*Trace(second, first)] == in_order
+
+
+async def test_files_that_the_recorder_removes_meanwhile_are_replayed_or_skipped(
+    record, monkeypatch
+):
+    at = record(rule(5))
+    first, second = await in_two_files(at)
+    trace = Trace(at.directory)
+    first.unlink()
+    assert len([*trace]) == len([*trace]) == trace.checks == 6
+    monkeypatch.setattr(replay.Path, "glob", lambda *_: [first, second])
+    assert Trace(at.directory).checks == 3
+    with pytest.raises(FileNotFoundError):
+        Trace(first)
+
+
+def is_open(file):
+    inode = file.stat().st_ino
+    return any(fd.exists() and fd.stat().st_ino == inode for fd in Path("/proc/self/fd").iterdir())
+
+
+async def test_the_oldest_files_stay_open_until_the_trace_is_released(record, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_OPEN", 1)
+    at = record(rule(5))
+    first, second = await in_two_files(at)
+    trace = Trace(at.directory)
+    assert (is_open(first), is_open(second)) == (True, False)
+    assert len([*trace]) == 6
+    assert (is_open(first), is_open(second)) == (True, False)
+    del trace
+    gc.collect()
+    assert not is_open(first)
 
 
 async def test_a_renamed_file_is_ordered_by_its_first_check(record):

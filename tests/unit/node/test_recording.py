@@ -49,6 +49,13 @@ async def test_a_replay_decides_the_recorded_checks_like_the_node(transport, tmp
         assert b"alice" not in path.read_bytes()
 
 
+async def test_a_worker_takes_its_part_of_the_bound(tmp_path):
+    async with running_node(
+        record_dir=tmp_path / "trace", record_bytes=64_000_000, workers=4
+    ) as node:
+        assert node._recorder._file_bytes == 1_000_000
+
+
 async def test_an_unusable_record_directory_ends_the_start(tmp_path):
     (tmp_path / "trace").write_text("")
     with pytest.raises(StartupError, match="RECORD_DIR"):

@@ -126,6 +126,10 @@ def test_all_problems_are_reported_at_once():
             "SPOE_LISTEN is the same address as LISTEN or HTTP_LISTEN",
         ),
         ({"SPOE_LISTEN": "127.0.0.1:9091"}, "SPOE_LISTEN needs TRUSTED_PROXIES: "),
+        (
+            {"RECORD_DIR": "trace", "RECORD_BYTES": "16000000", "WORKERS": "2"},
+            "RECORD_BYTES must be at least 10000000 for each of the WORKERS",
+        ),
         ({"AUTH_IDENTIFIERS": "x-t=tenant"}, "AUTH_IDENTIFIERS: each TYPE must be user,"),
         ({"AUTH_IDENTIFIERS": "x-a=api_key,x-b=api_key"}, "each HEADER and each TYPE but ip once"),
         (

@@ -1,4 +1,5 @@
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -213,10 +214,43 @@ def test_a_server_is_named_without_user_and_password(text, place):
         ("postgresql://h/d?sslmode=allow&sslmode=prefer", "must have no options but"),
         ("postgresql://h/d?password=s3cret", "must have no options but host"),
         ("postgresql:///d?host=/run&port=x", "must have a number as port"),
+        (
+            "postgresql://h/d?sslmode=verify-full&sslrootcert=system",
+            "must have a file as sslrootcert",
+        ),
+        ("postgresql://h/d?sslmode=require&sslrootcert=system", "must have a file as sslrootcert"),
+        ("postgresql://h/d?sslmode=verify-ca", "must have with sslmode=verify-ca an sslrootcert"),
+        (
+            "postgresql://h/d?sslmode=verify-full",
+            "must have with sslmode=verify-full an sslrootcert",
+        ),
     ],
 )
-def test_an_unusable_url_is_refused_without_quoting_it(text, beginning):
+def test_an_unusable_url_is_refused_without_quoting_it(text, beginning, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PGSSLROOTCERT", raising=False)
     with pytest.raises(ValueError) as caught:
         urls.parse_database_url(text)
     assert str(caught.value).startswith(beginning)
     assert "s3" not in str(caught.value)
+
+
+VERIFIED = "postgresql://h/d?sslmode=verify-full"
+
+
+def test_the_authorities_may_be_those_of_the_user_or_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PGSSLROOTCERT", "/etc/ca.pem")
+    assert urls.parse_database_url(VERIFIED)
+    monkeypatch.delenv("PGSSLROOTCERT")
+    (tmp_path / ".postgresql").mkdir()
+    (tmp_path / ".postgresql/root.crt").touch()
+    assert urls.parse_database_url(VERIFIED)
+
+
+@pytest.mark.parametrize("error", [PermissionError, RuntimeError])
+def test_a_user_without_a_home_has_no_authorities(monkeypatch, error):
+    monkeypatch.delenv("PGSSLROOTCERT", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=error))
+    with pytest.raises(ValueError, match="must have with sslmode=verify-full an sslrootcert"):
+        urls.parse_database_url(VERIFIED)

@@ -68,6 +68,17 @@ securityContext:
 scheme: {{ eq (include "ratelimitd.text" .Values.settings.HTTP_TLS) "on" | ternary "HTTPS" "HTTP" }}
 {{- end -}}
 
+{{- /* Where pods are scraped by their annotations, these say that it is by HTTPS. */ -}}
+{{- define "ratelimitd.annotations" -}}
+{{- $annotations := .Values.podAnnotations | default dict -}}
+{{- if and (hasKey $annotations "prometheus.io/scrape") (eq (include "ratelimitd.text" .Values.settings.HTTP_TLS) "on") -}}
+{{- $annotations = merge (dict) $annotations (dict "prometheus.io/scheme" "https") -}}
+{{- end -}}
+{{- with $annotations -}}
+{{- toYaml . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "ratelimitd.ports" -}}
 - name: grpc
   port: 9090

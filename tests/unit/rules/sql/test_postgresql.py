@@ -337,7 +337,6 @@ async def test_server_name_is_verified_only_with_verify_full(tls_url, tmp_path):
     [
         ("sslmode=require", (StoreMisconfiguredError, "refuses TLS, which sslmode requires")),
         ("sslmode=verify-full&sslrootcert=/x", (StoreUnavailableError, "No such file")),
-        ("sslmode=verify-full", (StoreMisconfiguredError, "with the options of DATABASE_URL")),
     ],
 )
 async def test_tls_follows_sslmode_or_fails(
