@@ -191,11 +191,24 @@ async def test_a_body_that_a_handler_of_aiohttp_returns_is_held_until_it_is_sent
     assert left_of(left) == LIMIT - words
 
 
-def test_a_stream_of_flask_is_settled_when_it_is_closed():
+def flask_app():
     limiter = FakeRateLimiter()
     limiter.limit("/chat", "ip", LIMIT)
     app = flask.Flask("chat")
     for_flask.setup(app, limiter)
+    return app, limiter
+
+
+def asked(app):
+    return app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+
+
+def left_in(limiter):
+    return left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True))
+
+
+def test_a_stream_of_flask_is_settled_when_it_is_closed():
+    app, limiter = flask_app()
 
     @app.route("/chat")
     @limited(hold=ESTIMATE, settle=lambda request: request.environ["tokens"])
@@ -208,10 +221,80 @@ def test_a_stream_of_flask_is_settled_when_it_is_closed():
 
         return flask.Response(stream())
 
-    answer = app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+    answer = asked(app)
+    assert left_in(limiter) == LIMIT - ESTIMATE
     assert answer.text == "words"
     answer.close()
-    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_stream_of_flask_that_fails_when_it_is_closed_is_settled():
+    app, limiter = flask_app()
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        def stream():
+            try:
+                yield "words"
+                yield "more words"
+            finally:
+                raise ZeroDivisionError
+
+        return flask.Response(stream())
+
+    answer = asked(app)
+    assert next(answer.response) == b"words"
+    with pytest.raises(ZeroDivisionError):
+        answer.close()
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_file_of_flask_is_settled_when_it_is_closed(tmp_path):
+    (tmp_path / "words").write_text("words")
+    app, limiter = flask_app()
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return flask.send_file(tmp_path / "words", mimetype="text/plain")
+
+    with asked(app) as answer:
+        assert answer.text == "words"
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_an_answer_of_flask_that_another_one_replaces_is_settled():
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    app = flask.Flask("chat")
+    # Called last, since it is added first.
+    app.after_request(lambda _: flask.Response("other words"))
+    for_flask.setup(app, limiter)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return "words"
+
+    with asked(app) as answer:
+        assert answer.text == "other words"
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_request_of_flask_that_is_denied_is_not_settled():
+    app, _ = flask_app()
+    settles = []
+
+    @app.route("/chat")
+    @limited(hold=LIMIT, settle=lambda request: settles.append(request) or LIMIT)
+    def chat():
+        return "words"
+
+    for status in (200, 429):
+        with asked(app) as answer:
+            assert answer.status_code == status
+    assert len(settles) == 1
 
 
 def _raise(*_):
@@ -240,9 +323,9 @@ def test_a_request_of_flask_that_fails_is_settled_once(fails, propagates):
         return _raise() if fails == "view" else "words"
 
     with nullcontext() if not propagates else pytest.raises(ZeroDivisionError):
-        app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"}).close()
+        asked(app).close()
     assert [type(request) for request in settles] == [flask.Request]
-    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+    assert left_in(limiter) == LIMIT - 5
 
 
 @pytest.mark.parametrize(
