@@ -1,6 +1,7 @@
 """Holds of both clients, against a real node and against what is none; leases against a real node."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from typing import get_args
 
@@ -16,6 +17,8 @@ from ratelimitd_client import (
     RateLimiterClient,
     Reason,
     async_hold,
+    async_sessions,
+    sessions,
 )
 from ratelimitd_client.async_sessions import Transport
 from ratelimitd_client.fail_open import MAX_HOLD_ANSWER_BYTES, CallError
@@ -114,6 +117,44 @@ async def test_a_hold_that_is_cancelled_is_given_back_unless_it_has_an_id(
         assert holding.cancelled()
         assert node.methods() == methods
         assert node.seen[-1].request == pb.SettleRequest(hold="hold-0") or hold_id
+
+
+@pytest.mark.parametrize(
+    ("hold_id", "methods"), [("", ["Hold", "Settle"]), ("kept for a repetition", ["Hold"])]
+)
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_hold_that_is_answered_late_is_given_back_unless_it_has_an_id(
+    transport, hold_id, methods, monkeypatch
+):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", async_hold.DEFAULT_SETTLE_S)
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address, transport=transport) as client:
+            assert await client.wait_until_ready(PATIENT_S)
+            node.answering.clear()
+            hold = await client.hold("u", *WHO, hold_id=hold_id, timeout_s=0.1)
+            node.answering.set()
+            assert hold.allowed
+            assert hold.decision.error == "DEADLINE_EXCEEDED"
+        # Closed at once, before the answer has come.
+        assert node.methods() == methods
+        assert node.seen[-1].request == pb.SettleRequest(hold="hold-0") or hold_id
+        for _ in range(4):
+            client._fail_open.breaker.failed()
+        assert not client._fail_open.breaker.allows()  # the answer counted as none
+
+
+def test_a_hold_of_the_blocking_client_that_is_answered_late_is_given_back(monkeypatch):
+    monkeypatch.setattr(sessions, "LATE_S", PATIENT_S)
+    with fake_node() as node, RateLimiterClient(node.address) as client:
+        assert client.wait_until_ready(PATIENT_S)
+        node.answering.clear()
+        hold = client.hold("u", *WHO, timeout_s=0.1)
+        assert (hold.allowed, hold.decision.error) == (True, "DEADLINE_EXCEEDED")
+        node.answering.set()
+        while len(node.seen) < 2:
+            time.sleep(0.001)
+        assert node.seen[-1].request == pb.SettleRequest(hold="hold-0")
 
 
 @pytest.mark.parametrize("transport", get_args(Transport))

@@ -7,12 +7,13 @@ from contextlib import nullcontext
 import flask
 import httpx
 import pytest
-from aiohttp import web
+from aiohttp import ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient, TestServer
-from fastapi import FastAPI, Request
+from fastapi import BackgroundTasks, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from ratelimitd_client import AsyncHold, Decision, Reason
+from ratelimitd_client.async_hold import DEFAULT_TTL_S
 from ratelimitd_client.middleware import aiohttp as for_aiohttp
 from ratelimitd_client.middleware import flask as for_flask
 from ratelimitd_client.middleware import holds, limited
@@ -114,6 +115,23 @@ async def test_a_request_that_cannot_be_held_is_denied(limiter):
     assert await settled(limiter) == ESTIMATE - 1
 
 
+async def test_tasks_after_an_answer_run_without_its_hold(limiter):
+    app, seen = FastAPI(), []
+    app.add_middleware(RateLimitMiddleware, limiter)
+
+    async def later():
+        seen.append(await settled(limiter))
+
+    @app.get("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 3)
+    async def chat(tasks: BackgroundTasks):
+        tasks.add_task(later)
+
+    async with caller(app) as client:
+        await client.get("/chat")
+    assert seen == [LIMIT - 3]
+
+
 async def test_a_limiter_that_is_away_lets_requests_through(limiter, caplog):
     caplog.set_level(logging.ERROR)
     limiter.available = False
@@ -142,11 +160,55 @@ async def test_a_stream_of_aiohttp_is_settled_when_its_handler_ends(limiter):
     assert left_of(left) == LIMIT - 7
 
 
-def test_a_stream_of_flask_is_settled_when_it_is_closed():
+@pytest.mark.parametrize("words", [3, 0], ids=["whole", "fails"])
+async def test_a_body_that_a_handler_of_aiohttp_returns_is_held_until_it_is_sent(limiter, words):
+    tokens = web.RequestKey("tokens", int)
+    seen = []
+
+    @limited(hold=ESTIMATE, settle=lambda request: request[tokens])
+    async def chat(request):
+        request[tokens] = 0
+
+        async def body():
+            await settled(limiter)
+            for number in range(words):
+                seen.append(left_of(await limiter.check("127.0.0.1", "ip", "/chat", peek=True)))
+                request[tokens] = number + 1
+                yield b"word "
+            if words == 0:
+                raise ZeroDivisionError
+
+        return web.Response(body=body())
+
+    app = web.Application()
+    for_aiohttp.setup(app, limiter)
+    app.router.add_get("/chat", chat)
+    async with TestClient(TestServer(app)) as client:
+        with nullcontext() if words else pytest.raises(ServerDisconnectedError):
+            await (await client.get("/chat")).text()
+    assert seen == [LIMIT - ESTIMATE] * words
+    left = await limiter.check("127.0.0.1", "ip", "/chat", peek=True)
+    assert left_of(left) == LIMIT - words
+
+
+def flask_app():
     limiter = FakeRateLimiter()
     limiter.limit("/chat", "ip", LIMIT)
     app = flask.Flask("chat")
     for_flask.setup(app, limiter)
+    return app, limiter
+
+
+def asked(app):
+    return app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+
+
+def left_in(limiter):
+    return left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True))
+
+
+def test_a_stream_of_flask_is_settled_when_it_is_closed():
+    app, limiter = flask_app()
 
     @app.route("/chat")
     @limited(hold=ESTIMATE, settle=lambda request: request.environ["tokens"])
@@ -159,10 +221,80 @@ def test_a_stream_of_flask_is_settled_when_it_is_closed():
 
         return flask.Response(stream())
 
-    answer = app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+    answer = asked(app)
+    assert left_in(limiter) == LIMIT - ESTIMATE
     assert answer.text == "words"
     answer.close()
-    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_stream_of_flask_that_fails_when_it_is_closed_is_settled():
+    app, limiter = flask_app()
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        def stream():
+            try:
+                yield "words"
+                yield "more words"
+            finally:
+                raise ZeroDivisionError
+
+        return flask.Response(stream())
+
+    answer = asked(app)
+    assert next(answer.response) == b"words"
+    with pytest.raises(ZeroDivisionError):
+        answer.close()
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_file_of_flask_is_settled_when_it_is_closed(tmp_path):
+    (tmp_path / "words").write_text("words")
+    app, limiter = flask_app()
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return flask.send_file(tmp_path / "words", mimetype="text/plain")
+
+    with asked(app) as answer:
+        assert answer.text == "words"
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_an_answer_of_flask_that_another_one_replaces_is_settled():
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    app = flask.Flask("chat")
+    # Called last, since it is added first.
+    app.after_request(lambda _: flask.Response("other words"))
+    for_flask.setup(app, limiter)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return "words"
+
+    with asked(app) as answer:
+        assert answer.text == "other words"
+    assert left_in(limiter) == LIMIT - 5
+
+
+def test_a_request_of_flask_that_is_denied_is_not_settled():
+    app, _ = flask_app()
+    settles = []
+
+    @app.route("/chat")
+    @limited(hold=LIMIT, settle=lambda request: settles.append(request) or LIMIT)
+    def chat():
+        return "words"
+
+    for status in (200, 429):
+        with asked(app) as answer:
+            assert answer.status_code == status
+    assert len(settles) == 1
 
 
 def _raise(*_):
@@ -191,9 +323,9 @@ def test_a_request_of_flask_that_fails_is_settled_once(fails, propagates):
         return _raise() if fails == "view" else "words"
 
     with nullcontext() if not propagates else pytest.raises(ZeroDivisionError):
-        app.test_client().get("/chat", environ_base={"REMOTE_ADDR": "192.0.2.7"}).close()
+        asked(app).close()
     assert [type(request) for request in settles] == [flask.Request]
-    assert left_of(limiter.check("192.0.2.7", "ip", "/chat", peek=True)) == LIMIT - 5
+    assert left_in(limiter) == LIMIT - 5
 
 
 @pytest.mark.parametrize(
@@ -210,11 +342,12 @@ def test_a_mark_that_makes_no_sense_is_an_error(arguments, what):
         limited(**arguments)
 
 
-async def test_a_long_request_keeps_its_hold(monkeypatch):
+async def test_a_long_request_keeps_its_hold_also_if_no_node_answers_for_a_while(monkeypatch):
     extended = asyncio.Event()
 
     class Hold(AsyncHold):
-        async def extend(self, *_):
+        async def extend(self, *_, timeout_s):
+            assert timeout_s == DEFAULT_TTL_S  # the rest of its life
             extended.set()
             return True
 

@@ -206,8 +206,8 @@ class AsyncRateLimiterClient(AsyncSessions):
         """Return whether a request may proceed, and hold ``cost`` tokens, and slots, until it is settled.
 
         ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
-        call safe: the same id is the same hold. In asyncio, a call without it gives back what it holds if it is
-        cancelled. The other arguments are those of :class:`Check`.
+        call safe: the same id is the same hold. Without it, a hold that is answered up to a second after the deadline
+        is given back, in asyncio also if the call is cancelled. The other arguments are those of :class:`Check`.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
@@ -218,11 +218,8 @@ class AsyncRateLimiterClient(AsyncSessions):
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
         held = pb.HoldResponse()
-        call = session.call
-        # asyncio only:
-        if not hold_id:  # with one, the hold stays for a repetition
-            call = session.call_or_give_back
-
+        # With an id the hold stays for a repetition.
+        call = session.call if hold_id else session.call_or_give_back
         if session.allows():
             try:
                 answer = await call(HOLD, message, deadline_s)

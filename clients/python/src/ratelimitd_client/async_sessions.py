@@ -17,14 +17,15 @@ from ratelimitd_client.batching import Answer, Batcher, Send
 from ratelimitd_client.check import MS_PER_S, hold_of, request_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason, unchecked
-from ratelimitd_client.fail_open import HOLD, CallError, FailOpen, call_of, last_resort
+from ratelimitd_client.fail_open import HOLD, CallError, FailOpen, call_of, last_resort, read
 from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
 from ratelimitd_client.observers import Observer
-from ratelimitd_client.sessions import DEFAULT_TIMEOUT_S, Arguments, methods_of
+from ratelimitd_client.sessions import DEFAULT_TIMEOUT_S, LATE_S, Arguments, methods_of
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import Metadata, open_async_channel
 from ratelimitd_client.transport.link import NodeCall
 from ratelimitd_client.transport.tls import Tls
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 MAX_LINGER_US: Final = 1_000_000
 
@@ -234,18 +235,21 @@ class AsyncSession:
         return await _answer_of(self._begin(path, message, timeout_s))
 
     async def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """As :meth:`call`, of a hold; if the caller is cancelled, what the call holds is given back."""
-        call = self._begin(path, message, timeout_s)
+        """As :meth:`call`, of a hold; what it holds is given back if the caller is cancelled, or the answer is late."""
+        call = self._begin(path, message, timeout_s + LATE_S)
         try:
-            return await _answer_of(call)
-        except asyncio.CancelledError:
+            return await _answer_of(call, timeout_s)
+        except (asyncio.CancelledError, CallError):
             self.keep(self.loop.create_task(self._give_back(call)))
             raise
 
     async def _give_back(self, call: asyncio.Task[bytes | None]) -> None:
         with suppress(CallError):
-            decision, held = self.fail_open.held(await _answer_of(call))
-            await AsyncHold(decision, hold=held.hold, session=self).settle(0)
+            held = read(pb.HoldResponse, await _answer_of(call))
+            not_held = unchecked(
+                Reason.NO_ANSWER, "", 0.0
+            )  # not for the breaker: the answer was of no use
+            await AsyncHold(not_held, hold=held.hold, session=self).settle(0)
 
     def _begin(self, path: str, message: bytes, timeout_s: float) -> asyncio.Task[bytes | None]:
         if self._is_closed:
@@ -338,13 +342,17 @@ class AsyncSession:
             return self.fail_open.broken(error, count)
 
 
-async def _answer_of(call: asyncio.Task[bytes | None]) -> bytes | None:
-    """Return the answer to a call, which continues when the caller is cancelled.
+async def _answer_of(
+    call: asyncio.Task[bytes | None], timeout_s: float | None = None
+) -> bytes | None:
+    """Return the answer to a call, which continues when the caller is cancelled, or the time is over.
 
     Raises:
-        CallError: the call ended with another status than OK.
+        CallError: the call ended with another status than OK, or has not ended in time.
     """
-    await asyncio.wait([call])
+    await asyncio.wait([call], timeout=timeout_s)
+    if not call.done():
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
     try:
         return call.result()
     except CallError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ import grpc.aio
 
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, OnUnavailable, require_on_unavailable
-from ratelimitd_client.fail_open import PATHS, CallError, FailOpen, call_of
+from ratelimitd_client.fail_open import PATHS, SETTLE, CallError, FailOpen, call_of, read
 from ratelimitd_client.observers import Counts, Observer, Report, report_to
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
@@ -27,11 +28,15 @@ from ratelimitd_client.transport.grpc_channel import (
 )
 from ratelimitd_client.transport.targets import require_target
 from ratelimitd_client.transport.tls import Tls
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Default deadline of a check. Within one network a node answers in a tenth of it."""
 
 MAX_TIMEOUT_S: Final = 3_600
+
+LATE_S: Final = 1.0
+"""How long after its deadline the answer to a hold is awaited, to give back what it holds."""
 
 Owner = TypeVar("Owner")
 SessionT = TypeVar("SessionT")
@@ -180,15 +185,35 @@ class Session:
         """
         if self._is_closed:
             raise CallError.of_closed()
-        try:
+        with _call_errors():
             answer: bytes | None = self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
             )
-        except grpc.RpcError as error:
-            raise CallError.of(error) from None
-        except Exception as error:  # noqa: BLE001 - as in ask_many
-            raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
-        return answer
+            return answer
+
+    def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+        """As :meth:`call`, of a hold; what it holds is given back if the answer is late."""
+        if self._is_closed:
+            raise CallError.of_closed()
+        with _call_errors():
+            call: grpc.Future[bytes | None] = self._methods[path].future(
+                message, timeout=timeout_s + LATE_S, metadata=self._metadata
+            )
+            try:
+                return call.result(timeout=timeout_s)
+            except grpc.FutureTimeoutError:
+                call.add_done_callback(self._give_back)
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    def _give_back(self, call: grpc.Future[bytes | None]) -> None:
+        with suppress(Exception):  # it ended without an answer, or the channel was closed
+            if hold := read(pb.HoldResponse, call.result()).hold:
+                request = pb.SettleRequest(hold=hold).SerializeToString()
+                settling = self._methods[SETTLE].future(
+                    request, timeout=LATE_S, metadata=self._metadata
+                )
+                # gRPC cancels a call without a reference.
+                settling.add_done_callback(lambda _: None)
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
@@ -216,6 +241,17 @@ class Session:
 
     def _failed(self, error: grpc.RpcError, count: int) -> list[Decision]:
         return self.fail_open.failed(error.code(), error.details() or "", count)
+
+
+@contextmanager
+def _call_errors() -> Iterator[None]:
+    """Raise what gRPC raises as CallError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise CallError.of(error) from None
+    except Exception as error:  # noqa: BLE001 - gRPC raises ValueError for a channel that another thread closed
+        raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
 
 
 def methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:

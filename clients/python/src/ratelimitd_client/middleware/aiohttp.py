@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -54,12 +55,9 @@ def setup(
         if not decision.allowed:
             return _denied(policy, decision, info)
         request[DECISION] = decision
-        ended = None if held is None else held_requests.begin(request, held)
-        try:
-            return await handler(request)
-        finally:
-            if ended is not None:
-                ended()
+        if held is not None:
+            _end_with_the_answer(held_requests.begin(request, held))
+        return await handler(request)
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         decision: Decision | None = request.get(DECISION)
@@ -74,6 +72,16 @@ def setup(
     app.on_cleanup.append(finish)
     # A signal, since a streamed response is sent before the middleware sees it.
     app.on_response_prepare.append(add_headers)
+
+
+def _end_with_the_answer(ended: Callable[[], None]) -> None:
+    """Call ``ended`` when the answer has been sent, or failed.
+
+    aiohttp sends what a handler returns afterwards, a file or a generator, in the task of the request.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 -- a coroutine runs in a task
+    task.add_done_callback(lambda _: ended())
 
 
 def _info_of(request: web.Request) -> RequestInfo:

@@ -94,12 +94,15 @@ class RateLimitMiddleware:
             return
         scope[DECISION] = decision
         headers = _raw(self._policy.headers(decision))
-        ended = None if held is None else self._held.begin(scope, held)
+        sending = _with_headers(send, headers) if headers else send
+        if held is None:
+            await self._app(scope, receive, sending)
+            return
+        ended = self._held.begin(scope, held)
         try:
-            await self._app(scope, receive, _with_headers(send, headers) if headers else send)
+            await self._app(scope, receive, _ending(sending, ended))
         finally:
-            if ended is not None:
-                ended()
+            ended()
 
     def _find(self, scope: Scope) -> Found | None:
         app = scope.get("app")
@@ -175,6 +178,17 @@ def _with_headers(send: Send, headers: RawHeaders) -> Send:
             added = [header for header in headers if header[0] not in names]
             message = {**message, "headers": [*own, *added]}
         return send(message)
+
+    return sending
+
+
+def _ending(send: Send, ended: Callable[[], None]) -> Send:
+    """Return a ``send`` that calls ``ended`` after the end of an answer: the application may run tasks after it."""
+
+    async def sending(message: Message) -> None:
+        await send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            ended()
 
     return sending
 

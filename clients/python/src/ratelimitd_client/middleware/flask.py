@@ -5,8 +5,10 @@ The user is ``REMOTE_USER``, which the server sets; for other logins use the opt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import default_exceptions
@@ -20,8 +22,8 @@ from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import flask_route
 from ratelimitd_client.middleware.wsgi import DECISION, header_of, info_of
 
-HELD: Final = "ratelimitd.held"
-"""Key of the environ under which the hold of a request is."""
+SETTLE: Final = "ratelimitd.settle"
+"""Key of the environ under which the function is that settles the hold of a request."""
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
@@ -53,14 +55,14 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         decision, held = policy.admit(limiter, _current(), info)
         if decision is None:
             return
-        if held is not None:
-            request.environ[HELD] = held
         # Not on flask.g, which all requests share in a test with its own application context.
         request.environ[DECISION] = decision
         if not decision.allowed:
             answer = policy.denied(decision, header_of(request.environ, "accept"))
             response = Response(answer.body, answer.status, answer.headers)
             raise default_exceptions[answer.status](answer.text, response)
+        if held is not None:
+            request.environ[SETTLE] = partial(_settle, policy, held, _current())
 
     def add_headers(response: Response) -> Response:
         """Add the headers of the limit, except those that the view has set."""
@@ -68,27 +70,56 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         if decision is not None:
             for name, value in policy.headers(decision).items():
                 response.headers.setdefault(name, value)
-        if HELD in request.environ:
-            # A streamed answer ends later, without the request's context.
-            response.call_on_close(partial(_settle, policy, _current()))
         return response
 
     app.before_request(check)
     app.after_request(add_headers)
-    app.teardown_request(partial(_settle_failed, policy))
+    # Around the application: a response may be replaced, and one of a file calls nothing when it is closed.
+    app.wsgi_app = _settling(app.wsgi_app)  # type: ignore[assignment]
 
 
-def _settle(policy: Policy[Request], flask_request: Request) -> None:
-    """Settle the hold of a request, unless it has none or is settled."""
-    held: Held | None = flask_request.environ.pop(HELD, None)
-    if held is not None:
-        held.hold.settle(policy.actual(held, flask_request))
+class _Answer:
+    """The body of an answer, which settles the hold of its request when the server closes it."""
+
+    def __init__(self, body: Iterable[bytes], environ: WSGIEnvironment) -> None:
+        self._body = body
+        self._environ = environ
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._body)
+
+    def close(self) -> None:
+        """Close the body, which may still count, and settle, also if that fails."""
+        try:
+            close = getattr(self._body, "close", None)
+            if close is not None:
+                close()
+        finally:
+            _settle_once(self._environ)
 
 
-def _settle_failed(policy: Policy[Request], error: BaseException | None) -> None:
-    """Settle the hold of a request that failed: no answer that settles it may have been made."""
-    if error is not None:
-        _settle(policy, _current())
+def _settling(app: WSGIApplication) -> WSGIApplication:
+    """Return the application, settling the hold of each request when its answer has ended, or without one."""
+
+    def settling(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            body = app(environ, start_response)
+        except BaseException:
+            _settle_once(environ)
+            raise
+        return _Answer(body, environ) if SETTLE in environ else body
+
+    return settling
+
+
+def _settle_once(environ: WSGIEnvironment) -> None:
+    settle: Callable[[], None] | None = environ.pop(SETTLE, None)
+    if settle is not None:
+        settle()
+
+
+def _settle(policy: Policy[Request], held: Held, flask_request: Request) -> None:
+    held.hold.settle(policy.actual(held, flask_request))
 
 
 def _current() -> Request:

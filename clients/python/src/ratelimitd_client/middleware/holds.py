@@ -54,5 +54,5 @@ class HeldRequests(Generic[R]):
         hold = held.hold
         assert isinstance(hold, AsyncHold)  # noqa: S101 -- the limiter is one for asyncio
         while not (await asyncio.wait([ended], timeout=EXTEND_S))[0]:
-            await hold.extend()
+            await hold.extend(timeout_s=DEFAULT_TTL_S - EXTEND_S)  # as long as the hold lasts
         await hold.settle(self._actual(held, request), timeout_s=SETTLE_S)
