@@ -28,7 +28,7 @@ from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavai
 from ratelimitd.settings.urls import PostgresqlServer
 
 CONNECT_TIMEOUT_S: Final = 3.0
-"""Longest wait for a connection, including name look-up, TLS and authentication."""
+"""Longest wait for a connection to any of the hosts, including name look-up, TLS and authentication."""
 
 IDLE_IN_TRANSACTION_S: Final = 10.0
 """The server ends a transaction whose node is silent for this long: it may hold the lock that every writer needs."""
@@ -45,10 +45,18 @@ UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
 _LOST: Final = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # raised when no server matches target_session_attrs
+    asyncpg.InternalClientError,
     OSError,  # includes TimeoutError
 )
 """Driver errors when a connection fails or is lost."""
+
+_TRY_NEXT_HOST: Final = (
+    OSError,  # includes TimeoutError
+    asyncpg.CannotConnectNowError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.TargetServerAttributeNotMatched,
+)
+"""Driver errors after which the next host is tried, as by libpq: not after a refused password, for example."""
 
 _DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
 """Raised inside a transaction."""
@@ -152,9 +160,7 @@ class PostgresqlDatabase:
             "statement_timeout": self._command_timeout_s * 0.9,
             "idle_in_transaction_session_timeout": IDLE_IN_TRANSACTION_S,
         }
-        driver = await asyncpg.connect(
-            self._url.dsn,
-            timeout=min(CONNECT_TIMEOUT_S, self._command_timeout_s),
+        driver = await self._connect_to_first(
             command_timeout=self._command_timeout_s,
             server_settings={
                 "application_name": "ratelimitd",
@@ -163,6 +169,27 @@ class PostgresqlDatabase:
         )
         self._drivers.add(driver)
         return driver
+
+    async def _connect_to_first(self, **options: Any) -> asyncpg.Connection:
+        """Connect to the first host that answers and is of the wanted kind.
+
+        Left to the driver, all hosts share one timeout, and a silent one uses it up.
+        """
+        wanted = self._url.target_session_attrs
+        kinds = ("standby", "any") if wanted == "prefer-standby" else (wanted,)
+        attempts = [(dsn, kind) for kind in kinds for dsn in self._url.dsns]
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + min(CONNECT_TIMEOUT_S, self._command_timeout_s)
+        while True:
+            dsn, kind = attempts.pop(0)
+            share_s = (deadline_s - loop.time()) / (len(attempts) + 1)
+            try:
+                return await asyncpg.connect(
+                    dsn, target_session_attrs=kind, timeout=share_s, **options
+                )
+            except _TRY_NEXT_HOST:
+                if not attempts:
+                    raise
 
     def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
         engine = create_async_engine(
@@ -212,6 +239,11 @@ def _error_without_state(origin: BaseException | None, state: str) -> StoreUnava
         # The text may quote the URL.
         return StoreMisconfiguredError(
             "the rule database cannot be reached with the options of DATABASE_URL"
+        )
+    if isinstance(cause, asyncpg.TargetServerAttributeNotMatched):
+        return StoreUnavailableError(
+            "the rule database cannot be reached:"
+            " no host matches target_session_attrs (with several hosts by default primary)"
         )
     if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return StoreUnavailableError("the rule database cannot be reached")
