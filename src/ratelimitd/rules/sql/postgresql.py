@@ -61,6 +61,9 @@ _TRY_NEXT_HOST: Final = (
 _DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
 """Raised inside a transaction."""
 
+_READ_ONLY: Final = "25006"
+"""SQLSTATE of a write that a standby, or a session with ``default_transaction_read_only``, refuses."""
+
 _MISCONFIGURED: Final = {
     "28": "refuses the user or the password of DATABASE_URL",
     "3D": "does not exist",
@@ -70,7 +73,7 @@ _MISCONFIGURED: Final = {
 
 _UNAVAILABLE: Final = {
     "08": "cannot be reached",
-    "25006": "is read-only",
+    _READ_ONLY: "is read-only",
     "25": "ended a transaction that took too long",
     "40": "was changed by another transaction",
     "42703": "lacks the tables of this release: run `ratelimitd db upgrade`",
@@ -286,8 +289,13 @@ def _probe(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
 
 
 def _cut_if_lost(context: ExceptionContext) -> None:
-    """Terminate a connection that SQLAlchemy discards, such as after a command timeout."""
+    """Terminate a connection that SQLAlchemy discards, such as after a command timeout.
+
+    A read-only session may stay so after a switchover: it is discarded with the others in the pool.
+    """
     connection = context.connection
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
     if context.is_disconnect and connection is not None and not connection.invalidated:
         driver: Any = connection.connection.driver_connection
         driver.terminate()

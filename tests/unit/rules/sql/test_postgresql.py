@@ -397,6 +397,18 @@ async def test_standby_is_none_of_several_hosts_unless_asked_for(postgres, postg
             assert await read(database) == 1
 
 
+async def test_refused_write_is_the_last_of_a_read_only_session(postgres, postgresql_url, database):
+    """As after a switchover: the server is, or the next host of the URL has become, writable again."""
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    await asyncio.gather(*(read(database) for _ in range(postgresql.POOL_SIZE)))
+    postgres.sql(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    with pytest.raises(StoreUnavailableError, match="is read-only"):
+        await write(database)
+    for _ in range(postgresql.POOL_SIZE):
+        await write(database)
+
+
 async def test_local_socket_is_supported(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     url = f"postgresql://postgres@/{name}?host={postgres.directory}&port={postgres.port}"
