@@ -76,7 +76,10 @@ async def read_removed_ids(connection: AsyncConnection, revision: int) -> Sequen
         deletions = (trail.revision > revision) & (trail.action == "delete")
         # No DISTINCT: SQLite would walk the index of the rules through the whole trail.
         statement = sa.select(trail.rule_id).where(deletions & (trail.rule_id != ""))
-        found |= dict.fromkeys(await connection.scalars(statement))
+        async with connection.stream(statement) as result:
+            async for rows in result.partitions(ROWS_PER_STEP):
+                found |= dict.fromkeys(rule_id for (rule_id,) in rows)
+                await asyncio.sleep(0)
     return list(found)
 
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
+from sqlalchemy.ext.asyncio import AsyncResult
 
 from ratelimitd.errors import (
     RuleExistsError,
@@ -324,6 +325,22 @@ async def test_long_load_is_complete_and_yields_between_batches(store, insert_ma
     changes, rows_of = await paced(load, monkeypatch, reading, "rule_from_row")
     assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
+
+
+async def test_ids_of_many_deleted_rules_are_read_in_steps(store, insert_many, monkeypatch):
+    insert_many(2 * ROWS_PER_STEP + 1)
+    await store.apply([], "me", prune=True, dry_run=False, since=0)
+    sizes, read = [], AsyncResult.partitions
+
+    async def partitions(result, size):
+        async for rows in read(result, size):
+            sizes.append(len(rows))
+            yield rows
+
+    monkeypatch.setattr(AsyncResult, "partitions", partitions)
+    changes = await store.changes_since(0)
+    assert len(set(changes.removed_ids)) == sum(sizes) == 2 * ROWS_PER_STEP + 1
+    assert max(sizes) <= ROWS_PER_STEP
 
 
 async def test_rules_with_many_plans_are_read_and_validated_one_per_iteration(store, monkeypatch):
