@@ -250,6 +250,6 @@ def fields_of(text: Any) -> Mapping[str, Any] | None:
     """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
     try:
         found = json.loads(text or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
