@@ -161,6 +161,16 @@ class PostgresServer:
         for pid in self._family():
             _signal(pid, signal.SIGCONT)
 
+    def become_standby(self) -> None:
+        """Restart as a standby that receives nothing, such as one that lags behind; its sessions are lost."""
+        self.stop()
+        (self._data / "standby.signal").touch()
+        self.start()
+
+    def promote(self) -> None:
+        """Make a standby a primary; its sessions stay."""
+        self.sql("SELECT pg_promote()")
+
     def restore(self) -> None:
         """Make it run and answer, whatever a test did to it; the databases of that test may go."""
         self._old += self._used
@@ -168,6 +178,8 @@ class PostgresServer:
         if self._process is None:
             self.start()
         self.resume()
+        if (self._data / "standby.signal").exists():
+            self.promote()
 
     def _family(self) -> list[int]:
         assert self._process is not None

@@ -24,6 +24,7 @@ class Caller:
     def __init__(self, channel):
         self._checks = pb_grpc.RateLimiterStub(channel)
         self.config = pb_grpc.RateLimiterConfigStub(channel)
+        self.plans = pb_grpc.RateLimiterPlansStub(channel)
         self._health = pb_grpc.RateLimiterHealthStub(channel)
 
     async def check(self):
@@ -108,6 +109,21 @@ async def test_without_its_server_edits_are_unavailable_and_checks_go_on(
         getattr(postgres, returns)()
         assert await node.endpoints() == ["/a"]
         await node.create("/b")
+
+
+async def test_a_read_only_server_refuses_edits_and_nothing_else(serve, postgres, postgresql_url):
+    """The first lists of a store are what reads the key of page tokens, which is not there yet."""
+    name = postgresql_url.rpartition("/")[2]
+    async with serve() as node:
+        await node.create()
+        postgres.sql(
+            f"ALTER DATABASE {name} SET default_transaction_read_only = on",
+            f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'",  # noqa: S608
+        )
+        assert await node.status_of_create("/b") is grpc.StatusCode.UNAVAILABLE
+        assert await node.endpoints() == ["/a"]
+        assert not (await node.plans.ListAssignments(pb.ListAssignmentsRequest())).assignments
+        assert await node.check() == "WITHIN_LIMIT"
 
 
 async def test_a_node_starts_without_the_server_and_fails_open_until_it_is_up(serve, postgres):

@@ -171,13 +171,13 @@ class RuleFeed:
             if self._open_store is not None and await self._open_store():
                 self._from_store = False
             known = self._book.revision if self._book is not None and self._from_store else None
+            is_whole = known is None
             if known is not None:
                 current = await self._store.revision()
                 if current == known:
                     return
-                if current < known:
-                    known = None  # another database: the changes since are unknown
-            with self._whole_load() if known is None else nullcontext():
+                is_whole = current < known  # another database: the changes since are unknown
+            with self._whole_load() if is_whole else nullcontext():
                 changes = await self._store.changes_since(known)
                 if not changes.revision:
                     self.require_edits()

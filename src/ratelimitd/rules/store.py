@@ -355,7 +355,13 @@ class RuleStore(Protocol):
         """
 
     async def changes_since(self, revision: int | None) -> BookChanges:
-        """Return the changes since ``revision``, as one consistent snapshot; ``None`` = everything."""
+        """Return the changes since ``revision``, as one consistent snapshot; ``None`` = everything.
+
+        Returns everything if the store's revision is lower, as after a restore, too.
+
+        Raises:
+            StoreUnavailableError: it is lower, and the server is a standby, which may only lag behind.
+        """
 
     async def revision(self) -> int:
         """Return the revision of the last change, 0 before the first."""

@@ -189,8 +189,7 @@ class ConfigService:
         message = parse(ListRateLimitsRequest, data)
         query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
-        key = await self.page_key()
-        after = position_of(token, query, key) if token else None
+        after = position_of(token, query, await self.page_key()) if token else None
         # One more than requested shows whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
         page = rules[:size]
@@ -199,7 +198,7 @@ class ConfigService:
         answer = [part async for part in _paced(map(_serialised, parts))]
         if len(rules) > size or sum(map(limit_count, rules)) >= MAX_PAGE_LIMITS:
             position = page[-1].endpoint, page[-1].identifier_type
-            end = page_token(position, query, key)
+            end = page_token(position, query, await self.page_key())
             answer.append(_serialised(ListRateLimitsResponse(next_page_token=end)))
         return b"".join(answer)
 
@@ -245,7 +244,10 @@ class ConfigService:
         return await _applied_answer(applied, dry_run=message.dry_run)
 
     async def page_key(self) -> bytes:
-        """Return the key of page tokens; read on first use, since a node also starts without its store."""
+        """Return the key of page tokens; read on first use, since a node also starts without its store.
+
+        Call it for a token only: the first use of a store creates the key, which a read-only one refuses.
+        """
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key

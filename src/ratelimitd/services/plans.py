@@ -110,10 +110,9 @@ class PlansService:
         query, size = self._query_of(message)
         bound = ("assignments", query.plan, query.identifier_type, query.prefix.hex())
         token = text_of(message.page_token)
-        key = await self._page_key()
         after = None
         if token:
-            name, identifier_type = position_of(token, bound, key)
+            name, identifier_type = position_of(token, bound, await self._page_key())
             after = identifier_type, bytes.fromhex(name)
         # One more than requested shows whether there is a next page.
         found = await self._store.assignments(query, after, size + 1)
@@ -121,7 +120,7 @@ class PlansService:
         if len(found) > size:
             last = found[size - 1]
             position = last.identifier.hex(), last.identifier_type
-            answer.next_page_token = page_token(position, bound, key)
+            answer.next_page_token = page_token(position, bound, await self._page_key())
         return answer.SerializeToString()
 
     def _assignment_of(self, message: WireAssignment, path: str) -> Assignment:

@@ -140,11 +140,14 @@ class SqliteFile(NamedTuple):
 
 
 class PostgresqlServer(NamedTuple):
-    """``postgresql://user:password@host:port/database?options``; the driver takes ``dsn``."""
+    """``postgresql://user:password@host:port/database?options``."""
 
-    dsn: str
+    dsns: tuple[str, ...]
+    """The URL for the driver, with each host in turn."""
     place: str
     """Hosts and database, without user and password, for messages."""
+    target_session_attrs: str | None
+    """The option; of several hosts only a primary is used by default, since a standby may have older rules."""
 
     def __repr__(self) -> str:
         """Return a text without the password."""
@@ -313,7 +316,12 @@ def _postgresql(text: str) -> PostgresqlServer:
         raise ValueError(message)
     options = _postgresql_options(match["query"] or "")
     where = match["hosts"] or options.get("host", "localhost")
-    return PostgresqlServer(text, f"{where}/{unquote(match['name'])}")
+    before, after = text[: match.start("hosts")], text[match.end("hosts") :]
+    return PostgresqlServer(
+        tuple(f"{before}{host}{after}" for host in hosts or [""]),
+        f"{where}/{unquote(match['name'])}",
+        options.get("target_session_attrs", "primary" if len(hosts) > 1 else None),
+    )
 
 
 def _is_host(text: str) -> bool:

@@ -555,6 +555,30 @@ async def test_database_made_again_does_not_lift_the_limits_of_running_nodes(
     assert node.reports == [f"rules cannot be read: {IS_EMPTY}"]
 
 
+async def test_standby_without_the_newest_edits_replaces_the_book_only_once_it_is_the_primary(
+    cluster, postgres, postgresql_url
+):
+    node, store = await cluster("a")
+    rule = await store.create(ORDERS, "me")
+    await store.create(CARTS, "me")
+    await node.feed.notify()
+    postgres.sql(
+        "DELETE FROM rules WHERE endpoint = '/carts'",
+        "UPDATE rule_revision SET revision = 1",
+        database=postgresql_url.rpartition("/")[2],
+    )
+    postgres.become_standby()
+    await node.pauses.turn()
+    assert (node.feed.book.revision, len(node.feed.book), node.feed.connected) == (2, 2, False)
+    postgres.promote()
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+    assert node.reports == [
+        "rules cannot be read: the rule database is a standby that lacks edits in force on this node",
+        "rules can be read again",
+    ]
+
+
 async def test_node_that_starts_during_an_outage_serves_its_last_good_book(cluster, postgres):
     node, store = await cluster("a")
     rule = await store.create(ORDERS, "me")

@@ -184,8 +184,29 @@ def test_the_path_of_a_sqlite_file_is_literal(text, path):
 def test_a_server_is_named_without_user_and_password(text, place):
     url = urls.parse_database_url(text)
     assert isinstance(url, PostgresqlServer)
-    assert (url.dsn, url.place) == (text, place)
+    assert url.place == place
     assert repr(url) == f"PostgresqlServer({place!r})"
+
+
+@pytest.mark.parametrize(
+    ("text", "dsns", "kind"),
+    [
+        ("postgresql://u:p@h/d", ["postgresql://u:p@h/d"], None),
+        ("postgresql://h/d?target_session_attrs=any",
+         ["postgresql://h/d?target_session_attrs=any"], "any"),
+        ("postgresql:///d?host=/run", ["postgresql:///d?host=/run"], None),
+        ("postgresql://u:p@a:1,[::1]:2/d?sslmode=require",
+         ["postgresql://u:p@a:1/d?sslmode=require", "postgresql://u:p@[::1]:2/d?sslmode=require"],
+         "primary"),
+        ("postgres://a,b/d?target_session_attrs=read-write",
+         ["postgres://a/d?target_session_attrs=read-write",
+          "postgres://b/d?target_session_attrs=read-write"], "read-write"),
+    ],
+)  # fmt: skip
+def test_hosts_are_connected_to_in_turn_and_of_several_only_a_primary_by_default(text, dsns, kind):
+    url = urls.parse_database_url(text)
+    assert isinstance(url, PostgresqlServer)
+    assert (list(url.dsns), url.target_session_attrs) == (dsns, kind)
 
 
 @pytest.mark.parametrize(

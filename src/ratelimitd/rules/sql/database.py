@@ -221,6 +221,13 @@ async def current_revision(connection: AsyncConnection) -> int:
     return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
 
 
+async def is_standby(connection: AsyncConnection) -> bool:
+    """Return whether the server is a standby, which may lack edits of its primary."""
+    if connection.dialect.name != "postgresql":
+        return False
+    return bool(await connection.scalar(sa.select(sa.func.pg_is_in_recovery())))
+
+
 async def next_revision(connection: AsyncConnection) -> int:
     """Return the next revision, and lock out other writers until the transaction ends."""
     # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
@@ -243,6 +250,6 @@ def fields_of(text: Any) -> Mapping[str, Any] | None:
     """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
     try:
         found = json.loads(text or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -28,7 +28,7 @@ from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavai
 from ratelimitd.settings.urls import PostgresqlServer
 
 CONNECT_TIMEOUT_S: Final = 3.0
-"""Longest wait for a connection, including name look-up, TLS and authentication."""
+"""Longest wait for a connection to any of the hosts, including name look-up, TLS and authentication."""
 
 IDLE_IN_TRANSACTION_S: Final = 10.0
 """The server ends a transaction whose node is silent for this long: it may hold the lock that every writer needs."""
@@ -45,13 +45,24 @@ UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
 _LOST: Final = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # raised when no server matches target_session_attrs
+    asyncpg.InternalClientError,
     OSError,  # includes TimeoutError
 )
 """Driver errors when a connection fails or is lost."""
 
+_TRY_NEXT_HOST: Final = (
+    OSError,  # includes TimeoutError
+    asyncpg.CannotConnectNowError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.TargetServerAttributeNotMatched,
+)
+"""Driver errors after which the next host is tried, as by libpq: not after a refused password, for example."""
+
 _DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
 """Raised inside a transaction."""
+
+_READ_ONLY: Final = "25006"
+"""SQLSTATE of a write that a standby, or a session with ``default_transaction_read_only``, refuses."""
 
 _MISCONFIGURED: Final = {
     "28": "refuses the user or the password of DATABASE_URL",
@@ -62,7 +73,7 @@ _MISCONFIGURED: Final = {
 
 _UNAVAILABLE: Final = {
     "08": "cannot be reached",
-    "25006": "is read-only",
+    _READ_ONLY: "is read-only",
     "25": "ended a transaction that took too long",
     "40": "was changed by another transaction",
     "42703": "lacks the tables of this release: run `ratelimitd db upgrade`",
@@ -152,9 +163,7 @@ class PostgresqlDatabase:
             "statement_timeout": self._command_timeout_s * 0.9,
             "idle_in_transaction_session_timeout": IDLE_IN_TRANSACTION_S,
         }
-        driver = await asyncpg.connect(
-            self._url.dsn,
-            timeout=min(CONNECT_TIMEOUT_S, self._command_timeout_s),
+        driver = await self._connect_to_first(
             command_timeout=self._command_timeout_s,
             server_settings={
                 "application_name": "ratelimitd",
@@ -163,6 +172,27 @@ class PostgresqlDatabase:
         )
         self._drivers.add(driver)
         return driver
+
+    async def _connect_to_first(self, **options: Any) -> asyncpg.Connection:
+        """Connect to the first host that answers and is of the wanted kind.
+
+        Left to the driver, all hosts share one timeout, and a silent one uses it up.
+        """
+        wanted = self._url.target_session_attrs
+        kinds = ("standby", "any") if wanted == "prefer-standby" else (wanted,)
+        attempts = [(dsn, kind) for kind in kinds for dsn in self._url.dsns]
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + min(CONNECT_TIMEOUT_S, self._command_timeout_s)
+        while True:
+            dsn, kind = attempts.pop(0)
+            share_s = (deadline_s - loop.time()) / (len(attempts) + 1)
+            try:
+                return await asyncpg.connect(
+                    dsn, target_session_attrs=kind, timeout=share_s, **options
+                )
+            except _TRY_NEXT_HOST:
+                if not attempts:
+                    raise
 
     def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
         engine = create_async_engine(
@@ -213,6 +243,11 @@ def _error_without_state(origin: BaseException | None, state: str) -> StoreUnava
         return StoreMisconfiguredError(
             "the rule database cannot be reached with the options of DATABASE_URL"
         )
+    if isinstance(cause, asyncpg.TargetServerAttributeNotMatched):
+        return StoreUnavailableError(
+            "the rule database cannot be reached:"
+            " no host matches target_session_attrs (with several hosts by default primary)"
+        )
     if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return StoreUnavailableError("the rule database cannot be reached")
     return StoreUnavailableError(f"the rule database failed ({state or type(cause).__name__})")
@@ -254,8 +289,13 @@ def _probe(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
 
 
 def _cut_if_lost(context: ExceptionContext) -> None:
-    """Terminate a connection that SQLAlchemy discards, such as after a command timeout."""
+    """Terminate a connection that SQLAlchemy discards, such as after a command timeout.
+
+    A read-only session may stay so after a switchover: it is discarded with the others in the pool.
+    """
     connection = context.connection
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
     if context.is_disconnect and connection is not None and not connection.invalidated:
         driver: Any = connection.connection.driver_connection
         driver.terminate()

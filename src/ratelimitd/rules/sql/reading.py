@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from datetime import UTC
+from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +33,13 @@ ROWS_PER_STEP: Final = 128
 
 COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
+
+_AT: Final = rule_audit.c.at
+_OLDEST, _NEWEST = (
+    sa.literal(datetime(*day, tzinfo=UTC), _AT.type) for day in ((1, 1, 2), (9999, 12, 31))
+)
+_SHOWN_AT: Final = sa.case((_AT < _OLDEST, _OLDEST), (_AT > _NEWEST, _NEWEST), else_=_AT)
+"""The time of a change; one written outside the service may be in a year that Python does not have."""
 
 _LIMITS_OF: Final = attrgetter("limit_count")
 
@@ -76,7 +83,10 @@ async def read_removed_ids(connection: AsyncConnection, revision: int) -> Sequen
         deletions = (trail.revision > revision) & (trail.action == "delete")
         # No DISTINCT: SQLite would walk the index of the rules through the whole trail.
         statement = sa.select(trail.rule_id).where(deletions & (trail.rule_id != ""))
-        found |= dict.fromkeys(await connection.scalars(statement))
+        async with connection.stream(statement) as result:
+            async for rows in result.partitions(ROWS_PER_STEP):
+                found |= dict.fromkeys(rule_id for (rule_id,) in rows)
+                await asyncio.sleep(0)
     return list(found)
 
 
@@ -124,7 +134,10 @@ async def read_trail(  # noqa: PLR0917 -- as RuleStore.audit
 
 def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa.Select[Any]:
     """Select a page of one table of the audit trail, with the actor and the time of each change."""
-    columns = (changes.c.get(name, rule_audit.c[name]) for name in AuditEntry._fields)
+    columns = (
+        _SHOWN_AT.label(name) if name == "at" else changes.c.get(name, rule_audit.c[name])
+        for name in AuditEntry._fields
+    )
     statement = sa.select(*columns).order_by(changes.c.revision.desc()).limit(size)
     if changes is not rule_audit:
         statement = statement.join(rule_audit, rule_audit.c.revision == changes.c.revision)

@@ -51,6 +51,7 @@ from ratelimitd.rules.sql.database import (
     RuleDatabase,
     at_time,
     current_revision,
+    is_standby,
     next_revision,
     rule_audit,
     rule_revision,
@@ -236,6 +237,11 @@ class SqlRuleStore:
         async with self._database.reading() as connection:
             current = await current_revision(connection)
             if revision is None or revision > current:
+                if revision is not None and await is_standby(connection):
+                    message = (
+                        "the rule database is a standby that lacks edits in force on this node"
+                    )
+                    raise StoreUnavailableError(message)
                 every = await read_rules(connection, statement)
                 assigned, skipped = await read_assignments(connection, self._clock.now_us())
                 return BookChanges(

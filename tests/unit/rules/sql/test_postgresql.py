@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import ssl
 from contextlib import asynccontextmanager
 from urllib.parse import quote
@@ -349,18 +350,62 @@ async def test_tls_follows_sslmode_or_fails(
             await read(database)
 
 
+NO_MATCH = "no host matches target_session_attrs"
+
+
 async def test_no_server_of_the_required_kind_is_unavailable(postgresql_url):
     async with opened(f"{postgresql_url}?target_session_attrs=standby") as database:
-        with pytest.raises(StoreUnavailableError, match=r"cannot be reached$"):
+        with pytest.raises(StoreUnavailableError, match=f"cannot be reached: {NO_MATCH}"):
             await read(database)
-    async with opened(f"{postgresql_url}?target_session_attrs=primary") as database:
+    for kind in ("primary", "prefer-standby"):
+        async with opened(f"{postgresql_url}?target_session_attrs={kind}") as database:
+            assert await read(database) == 1
+
+
+@pytest_asyncio.fixture
+async def port_of():
+    """Ports of hosts that refuse connections, answer nothing, and end each connection."""
+
+    async def end(_reader, writer):
+        writer.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with await asyncio.start_server(end, "127.0.0.1", 0) as ending:
+            yield {
+                "refusing": 1,
+                "silent": silent.getsockname()[1],
+                "ending": ending.sockets[0].getsockname()[1],
+            }
+
+
+@pytest.mark.parametrize("first", ["refusing", "silent", "ending"])
+async def test_first_host_that_answers_is_used(postgresql_url, port_of, first):
+    several = postgresql_url.replace("127.0.0.1", f"127.0.0.1:{port_of[first]},127.0.0.1")
+    async with opened(several, command_timeout_s=IMPATIENT_S) as database:
         assert await read(database) == 1
 
 
-async def test_first_running_server_is_used(postgres, postgresql_url):
+async def test_standby_is_none_of_several_hosts_unless_asked_for(postgres, postgresql_url):
     several = postgresql_url.replace("127.0.0.1", "127.0.0.1:1,127.0.0.1")
+    postgres.become_standby()
     async with opened(several) as database:
-        assert await read(database) == 1
+        with pytest.raises(StoreUnavailableError, match=NO_MATCH):
+            await read(database)
+    for kind in ("any", "standby", "prefer-standby"):
+        async with opened(f"{several}?target_session_attrs={kind}") as database:
+            assert await read(database) == 1
+
+
+async def test_refused_write_is_the_last_of_a_read_only_session(postgres, postgresql_url, database):
+    """As after a switchover: the server is, or the next host of the URL has become, writable again."""
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    await asyncio.gather(*(read(database) for _ in range(postgresql.POOL_SIZE)))
+    postgres.sql(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    with pytest.raises(StoreUnavailableError, match="is read-only"):
+        await write(database)
+    for _ in range(postgresql.POOL_SIZE):
+        await write(database)
 
 
 async def test_local_socket_is_supported(postgres, postgresql_url):

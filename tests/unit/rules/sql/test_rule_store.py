@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
+from sqlalchemy.ext.asyncio import AsyncResult
 
 from ratelimitd.errors import (
     RuleExistsError,
@@ -114,6 +115,10 @@ async def test_apply_keeps_creation_times_and_records_each_rule_in_the_audit_tra
             "UPDATE rule_audit SET before = json_set(before, '$.limit', 'x') WHERE revision = 2",
             f"the rule {ID} was invalid then: limit",
         ),
+        ("UPDATE rule_audit SET before = '[]' WHERE revision = 2", "was invalid then: id"),
+        ("UPDATE rule_audit SET after = NULL WHERE action = 'apply'", "not have all changes"),
+        ("UPDATE rule_audit SET after = '[1]' WHERE action = 'apply'", "not have all changes"),
+        ("UPDATE rule_audit SET after = json_set(after, '$.created', 'x')", "not have all changes"),
     ],
 )
 async def test_revert_is_refused_after_gaps_in_the_audit_trail(store, behind, statement, problem):
@@ -249,7 +254,7 @@ async def test_missing_revision_row_counts_as_zero(store, behind):
     assert await store.revision() == 0
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[1]", "7"])
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "7", pytest.param("[" * 100_000, id="deep")])
 async def test_audit_text_without_fields_is_read_as_none(store, behind, text):
     await store.create(ORDERS, "me")
     behind("UPDATE rule_audit SET before = ?", text)
@@ -324,6 +329,22 @@ async def test_long_load_is_complete_and_yields_between_batches(store, insert_ma
     changes, rows_of = await paced(load, monkeypatch, reading, "rule_from_row")
     assert len(changes.changed) == rows_of.total() == 2 * ROWS_PER_STEP + 1
     assert max(rows_of.values()) <= ROWS_PER_STEP
+
+
+async def test_ids_of_many_deleted_rules_are_read_in_steps(store, insert_many, monkeypatch):
+    insert_many(2 * ROWS_PER_STEP + 1)
+    await store.apply([], "me", prune=True, dry_run=False, since=0)
+    sizes, read = [], AsyncResult.partitions
+
+    async def partitions(result, size):
+        async for rows in read(result, size):
+            sizes.append(len(rows))
+            yield rows
+
+    monkeypatch.setattr(AsyncResult, "partitions", partitions)
+    changes = await store.changes_since(0)
+    assert len(set(changes.removed_ids)) == sum(sizes) == 2 * ROWS_PER_STEP + 1
+    assert max(sizes) <= ROWS_PER_STEP
 
 
 async def test_rules_with_many_plans_are_read_and_validated_one_per_iteration(store, monkeypatch):
@@ -481,6 +502,21 @@ async def test_rows_damaged_outside_the_service_are_skipped_on_postgresql(postgr
             bad.id, RuleChanges(limit=5, algorithm="fixed_window"), "", "me"
         )
         assert set(await store.page("", "", None, 10)) == {good, mended}
+
+
+@pytest.mark.parametrize(
+    ("at", "year"),
+    [("0044-03-15 BC", 1), ("-infinity", 1), ("20000-01-01", 9999), ("infinity", 9999)],
+)
+async def test_time_of_a_change_written_outside_the_service_is_the_nearest_in_python(
+    postgres, postgresql_url, *, at, year
+):
+    async with store_at(postgresql_url) as store:
+        await store.create(ORDERS, "me")
+        database = postgresql_url.rpartition("/")[2]
+        postgres.sql(f"UPDATE rule_audit SET at = '{at}'", database=database)  # noqa: S608
+        [entry] = await store.audit("", None, 10)
+        assert (entry.at.year, entry.at.utcoffset()) == (year, timedelta(0))
 
 
 @pytest.mark.parametrize("actor", ["spiffe://a\0b", "caf\udce9"])
