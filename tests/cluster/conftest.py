@@ -1,11 +1,11 @@
-"""Nodes, their store and the proxies between them, shared by the tests of a module and healed for each."""
+"""Nodes, their store and the proxies between them, shared by tests and healed after each."""
 
 import pytest
 
 from tests.cluster.shared import Shared
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one_cluster(tmp_path_factory):
     with Shared(tmp_path_factory.mktemp("shared")) as shared:
         yield shared
