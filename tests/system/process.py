@@ -33,6 +33,10 @@ NEVER_ENDING_S = 2**31 - 1
 """A window that began in 1970 and ends in 2038: no test meets its edge."""
 
 
+NOTHING_COMPILED = {"PIP_NO_COMPILE": "0"}
+"""Environment for pip, which else compiles all that it installs, a third of its time; "1" would mean that it does."""
+
+
 class Served:
     """One running node."""
 

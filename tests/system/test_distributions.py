@@ -18,7 +18,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.deploy.monitoring import ROOT
 from tests.servers import free_port
-from tests.system.process import START_S, Files, running
+from tests.system.process import NOTHING_COMPILED, START_S, Files, running
 from tests.system.test_dev_cluster import dev_cluster
 from tests.trace_collector import collector
 
@@ -67,7 +67,8 @@ def install(built, directory):
 
 def pip(commands, *arguments):
     command = [commands / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    environ = {**os.environ, **NOTHING_COMPILED}
+    ended = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
