@@ -49,9 +49,10 @@ coverage: setup ## run the tests: the pure packages must be covered to every lin
 	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered
 	@$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" $(PURE:%=--ignore %)
 
+# Tests of processes wait for them for a third of their time, so one more runs than there are cores.
 .PHONY: test-deep
 test-deep: setup ## run the tests of real clusters, the simulated ledger and generated input
-	@$(BIN)/python -m pytest -q -n 2 -m "deep and not long"
+	@$(BIN)/python -m pytest -q -n 3 -m "deep and not long"
 
 .PHONY: system-packages
 system-packages: setup helm ## build, and unpack or install, what the end-to-end tests need
@@ -59,7 +60,7 @@ system-packages: setup helm ## build, and unpack or install, what the end-to-end
 
 .PHONY: test-system
 test-system: system-packages ## run the end-to-end tests of the installed command
-	@$(BIN)/python -m pytest -q -n 2 -m "system and not long"
+	@$(BIN)/python -m pytest -q -n 3 -m "system and not long"
 
 .PHONY: test-pythons
 test-pythons: setup ## run the tests of the core from the wheels with each newer Python that is at hand

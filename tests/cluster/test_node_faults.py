@@ -6,7 +6,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event
 from tests.cluster.nodes import Nodes
-from tests.cluster.shared import health, use_up
+from tests.cluster.shared import OPTIONS, health, use_up
 from tests.servers import until
 
 UNSETTLED_S = 0.5
@@ -75,10 +75,10 @@ def test_a_long_hanging_node_is_no_member_until_it_resumes(cluster):
 
 
 def test_nodes_with_different_secrets_do_not_share_a_store(cluster, tmp_path):
-    secret = "--key-secret", "another than that of the others"
+    options = (*OPTIONS, "--key-secret", "another than that of the others")
     with (
         pytest.raises(AssertionError, match="KEY_SECRET"),
-        Nodes(tmp_path / "nodes", cluster.valkey.url, *secret, count=1),
+        Nodes(tmp_path / "nodes", cluster.valkey.url, *options, count=1),
     ):
         pass
     assert cluster[0].process.poll() is None

@@ -28,41 +28,52 @@ async def verdict(node, path, metadata=()):
     return None
 
 
+async def verdicts(node, metadata=()):
+    """Return the verdict of every guarded method."""
+    return {path: await verdict(node, path, metadata) for path in GUARDED}
+
+
+def all_get(code):
+    return dict.fromkeys(GUARDED, code)
+
+
+def only(*roles):
+    """Return the verdicts for callers that may use the methods of these roles."""
+    return {
+        path: None if role in roles else grpc.StatusCode.PERMISSION_DENIED
+        for path, role in GUARDED.items()
+    }
+
+
 @pytest.fixture
 async def guarded_node(tmp_path, transport):
     async with running_node(tmp_path, transport=transport, credentials=TOKENS) as node:
         yield node
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_without_tokens_this_host_may_do_everything(node, path):
-    assert await verdict(node, path) is None
+async def test_without_tokens_this_host_may_do_everything(node):
+    assert await verdicts(node) == all_get(None)
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_without_tokens_a_forwarded_call_may_only_check(node, path):
-    expected = None if GUARDED[path] is Role.CHECK else grpc.StatusCode.PERMISSION_DENIED
-    assert await verdict(node, path, FORWARDED) is expected
+async def test_without_tokens_a_forwarded_call_may_only_check(node):
+    assert await verdicts(node, FORWARDED) == only(Role.CHECK)
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_with_tokens_the_admin_token_opens_everything(guarded_node, path):
-    assert await verdict(guarded_node, path, bearer("the-admin-token")) is None
-    assert await verdict(guarded_node, path, (*bearer("the-admin-token"), *FORWARDED)) is None
+async def test_with_tokens_the_admin_token_opens_everything(guarded_node):
+    for more in ((), FORWARDED):
+        assert await verdicts(guarded_node, (*bearer("the-admin-token"), *more)) == all_get(None)
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_with_tokens_the_check_token_opens_checks_and_nothing_else(guarded_node, path):
-    expected = None if GUARDED[path] is Role.CHECK else grpc.StatusCode.PERMISSION_DENIED
-    assert await verdict(guarded_node, path, bearer("the-check-token")) is expected
+async def test_with_tokens_the_check_token_opens_checks_and_nothing_else(guarded_node):
+    assert await verdicts(guarded_node, bearer("the-check-token")) == only(Role.CHECK)
 
 
-@pytest.mark.parametrize("path", GUARDED)
 @pytest.mark.parametrize("metadata", [(), bearer("wrong"), (("authorization", "the-admin-token"),)])
 async def test_with_tokens_a_missing_or_wrong_one_is_unauthenticated_even_locally(
-    guarded_node, path, metadata
+    guarded_node, metadata
 ):
-    assert await verdict(guarded_node, path, metadata) is grpc.StatusCode.UNAUTHENTICATED
+    unauthenticated = all_get(grpc.StatusCode.UNAUTHENTICATED)
+    assert await verdicts(guarded_node, metadata) == unauthenticated
 
 
 def named_token(name, role, token=None, **fields):
@@ -82,16 +93,14 @@ async def named_node(tmp_path, transport):
         yield node
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_a_named_token_holds_its_role(named_node, path):
-    for holder in (Role.CHECK, Role.READ, Role.ADMIN):
-        expected = (
-            None if holder in {GUARDED[path], Role.ADMIN} else grpc.StatusCode.PERMISSION_DENIED
-        )
-        assert await verdict(named_node, path, bearer(f"token of {holder}")) is expected
+async def test_a_named_token_holds_its_role(named_node):
+    for role in (Role.CHECK, Role.READ):
+        assert await verdicts(named_node, bearer(f"token of {role}")) == only(role)
+    for token in (f"token of {Role.ADMIN}", "the-admin-token"):
+        assert await verdicts(named_node, bearer(token)) == all_get(None)
     for token in ("token of late", "token of nobody"):
-        assert await verdict(named_node, path, bearer(token)) is grpc.StatusCode.UNAUTHENTICATED
-    assert await verdict(named_node, path, bearer("the-admin-token")) is None
+        unauthenticated = all_get(grpc.StatusCode.UNAUTHENTICATED)
+        assert await verdicts(named_node, bearer(token)) == unauthenticated
 
 
 async def test_the_audit_trail_has_the_name_of_a_token(named_node):

@@ -13,7 +13,7 @@ from tests.simulation.holds_demands import seen, violations
 from tests.simulation.holds_twins import TWINS
 from tests.simulation.seeds import chunks, found, found_in_processes
 
-SEEDS, CALM_SEEDS, CHUNK = 2_000, 500, 100
+SEEDS, CALM_SEEDS, CHUNK = 1_000, 500, 100
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10000"))
 TWIN_SEEDS = 600
 

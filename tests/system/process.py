@@ -33,6 +33,10 @@ NEVER_ENDING_S = 2**31 - 1
 """A window that began in 1970 and ends in 2038: no test meets its edge."""
 
 
+NOTHING_COMPILED = {"PIP_NO_COMPILE": "0"}
+"""Environment for pip, which else compiles all that it installs, a third of its time; "1" would mean that it does."""
+
+
 class Served:
     """One running node."""
 
@@ -70,13 +74,20 @@ class Served:
         out, err = self.process.communicate(timeout=START_S)
         return self.process.returncode, out, err
 
-    def create_rule(self, endpoint: str, limit: int, identifier_type: str = "user") -> str:
+    def create_rule(
+        self,
+        endpoint: str,
+        limit: int,
+        identifier_type: str = "user",
+        *,
+        window_s: int = NEVER_ENDING_S,
+    ) -> str:
         """A rule in a window that does not end while a test runs; returns its id."""
         rule = pb.RateLimit(
             endpoint=endpoint,
             identifier_type=identifier_type,
             limit=limit,
-            window_seconds=NEVER_ENDING_S,
+            window_seconds=window_s,
             algorithm="fixed_window",
         )
         request = pb.CreateRateLimitRequest(rate_limit=rule)

@@ -119,13 +119,15 @@ PROXIES = {
 }
 
 
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.fixture(scope="module", params=sorted(TRANSPORTS))
+def node(request, tmp_path_factory):
+    with Files(tmp_path_factory.mktemp("node")).serving("--transport", request.param) as node:
+        yield node
+
+
 @pytest.mark.parametrize("name", PROXIES)
-def test_whoever_comes_through_a_proxy_may_check_and_nothing_else(tmp_path, name, transport):
-    with (
-        Files(tmp_path).serving("--transport", transport) as node,
-        PROXIES[name](tmp_path, node) as front,
-    ):
+def test_whoever_comes_through_a_proxy_may_check_and_nothing_else(tmp_path, name, node):
+    with PROXIES[name](tmp_path, node) as front:
         before = len(list_rules(node))
         found = list(attempts(*front))
         assert {one.surface for one in found} >= {"grpc", "application/json", "page", "form"}

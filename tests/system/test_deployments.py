@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.dockerfile import sent_to_the_builder, stages
 from tests.deploy.monitoring import ROOT
-from tests.system.process import COMMAND, START_S, Files
+from tests.system.process import COMMAND, NOTHING_COMPILED, START_S, Files
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -35,7 +35,12 @@ def built(tmp_path_factory):
             command = instruction.text.replace("/opt/", f"{root}/opt/")
             command = command.replace("python -m", f"{sys.executable} -m")
             ended = subprocess.run(
-                ["sh", "-c", command], cwd=source, capture_output=True, text=True, check=False
+                ["sh", "-c", command],
+                cwd=source,
+                env={**os.environ, **NOTHING_COMPILED},
+                capture_output=True,
+                text=True,
+                check=False,
             )
             assert ended.returncode == 0, ended.stdout + ended.stderr
     return root / "opt/ratelimitd/bin"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,13 +11,14 @@ import venv
 from importlib.metadata import version
 from pathlib import Path
 
+import httpx
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.deploy.monitoring import ROOT
-from tests.system.process import Files
-from tests.system.test_demo import a_limit_acts_and_its_edit_acts
+from tests.servers import free_port
+from tests.system.process import NOTHING_COMPILED, START_S, Files, running
 from tests.system.test_dev_cluster import dev_cluster
 from tests.trace_collector import collector
 
@@ -65,7 +67,8 @@ def install(built, directory):
 
 def pip(commands, *arguments):
     command = [commands / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    environ = {**os.environ, **NOTHING_COMPILED}
+    ended = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -124,8 +127,40 @@ def test_it_serves_with_workers_and_traces(installed, tmp_path):
             assert node.ended()[0] == 0
 
 
-def test_its_demo_shows_a_limit_act(installed):
-    a_limit_acts_and_its_edit_acts([installed / "ratelimitd"])
+ROW = re.compile(r"greedy +(\d+) +(\d+) +(\d+) in 1 s")
+
+
+def reading(shown, limit):
+    """What the greedy caller got, from the first reading in which that is the limit to the end of the next one."""
+    for _ in range(2):
+        shown.lines.clear()
+        shown.until(f"{limit} in 1 s  ")
+        shown.until("greedy")
+    return [int(number) for number in ROW.match(shown.lines[-1]).groups()]
+
+
+def test_its_demo_shows_a_limit_and_its_edit_act(installed):
+    command = installed / "ratelimitd"
+    grpc_port = free_port(adjacent=3)
+    ports = ("--grpc-port", grpc_port, "--http-port", grpc_port + 1, "--api-port", grpc_port + 2)
+    with running([command, "demo", "--no-browser", *ports]) as shown:
+        shown.until("stops everything")
+        [update] = [line for line in shown.lines if "rules update" in line]
+        [page] = re.findall(r"http://\S+/rules", "".join(shown.lines))
+        assert "/orders" in httpx.get(page, timeout=START_S).text
+        allowed, denied, _ = reading(shown, 5)
+        assert 0 < allowed <= 6
+        assert denied > 0
+        subprocess.run(
+            [command, *update.split()[2:]], check=True, capture_output=True, timeout=START_S
+        )
+        more, _, _ = reading(shown, 15)
+        assert more > allowed
+        shown.process.send_signal(signal.SIGINT)
+        out, err = shown.process.communicate(timeout=START_S)
+        assert shown.process.returncode == 0
+        assert out.endswith("stopping\n")
+        assert err == ""
 
 
 def test_it_starts_a_cluster_with_its_servers(installed):

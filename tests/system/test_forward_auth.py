@@ -1,6 +1,7 @@
 """Real proxies that ask a node before they pass a request on, with the configurations of the documentation."""
 
 import http.client
+import itertools
 import os
 import random
 import re
@@ -17,8 +18,9 @@ import pytest
 
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.web.api.forward_auth import segments_of
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.servers import free_port, until
-from tests.system.process import START_S, Files
+from tests.system.process import NEVER_ENDING_S, START_S, Files
 from tests.system.test_behind_proxies import UNPACKED, listens
 
 pytestmark = pytest.mark.system
@@ -190,7 +192,7 @@ def running(name, directory, node, application, *, spoe_port=0, edits=(), patien
         process.wait(START_S)
 
 
-@pytest.fixture(params=PROXIES)
+@pytest.fixture(scope="module", params=PROXIES)
 def name(request):
     return request.param
 
@@ -213,14 +215,26 @@ def serving(tmp_path, name, *, patient=True):
         yield found
 
 
-@pytest.fixture
-def site(tmp_path, name):
-    with serving(tmp_path, name) as found:
+@pytest.fixture(scope="module")
+def one_site(tmp_path_factory, name):
+    with serving(tmp_path_factory.mktemp(name), name) as found:
         yield found
 
 
+@pytest.fixture
+def site(one_site):
+    """A site without rules, which the test does not stop."""
+    yield one_site
+    one_site.node.rules.ApplyRateLimits(pb.ApplyRateLimitsRequest(prune=True), timeout=START_S)
+    one_site.application.asked.clear()
+
+
+WINDOWS_S = itertools.count(NEVER_ENDING_S, -1)
+"""Each rule has its own, so that no test meets a bucket of another."""
+
+
 def create_rule(node, endpoint, identifier_type="ip", limit=LIMIT):
-    node.create_rule(endpoint, limit, identifier_type)
+    node.create_rule(endpoint, limit, identifier_type, window_s=next(WINDOWS_S))
 
 
 def test_a_request_over_the_limit_is_denied_and_the_limit_is_told(site, name):

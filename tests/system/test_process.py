@@ -83,22 +83,28 @@ def test_a_second_signal_ends_the_process_at_once(files):
     assert status in {128 + signal.SIGTERM, 128 + signal.SIGINT}
 
 
-def test_a_second_node_on_the_same_state_directory_is_refused(files):
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A node, and its files."""
+    files = Files(tmp_path_factory.mktemp("running"))
     with files.serving() as node:
-        status, error = files.refused()
-        assert status == 1
-        assert one_line(error)
-        assert "in use by another node" in error
-        assert httpx.get(f"http://{node.http_address}/readyz").status_code == 200
+        yield node, files
+
+
+def test_a_second_node_on_the_same_state_directory_is_refused(running):
+    node, files = running
+    status, error = files.refused()
+    assert status == 1
+    assert one_line(error)
+    assert "in use by another node" in error
+    assert httpx.get(f"http://{node.http_address}/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("setting", ["listen", "http-listen"])
-def test_a_taken_port_is_one_line(files, tmp_path, setting):
-    other = tmp_path / "other"
-    other.mkdir()
-    with Files(other).serving() as node:
-        taken = node.grpc_address if setting == "listen" else node.http_address
-        status, error = files.refused(f"--{setting}", taken)
+def test_a_taken_port_is_one_line(running, files, setting):
+    node, _ = running
+    taken = node.grpc_address if setting == "listen" else node.http_address
+    status, error = files.refused(f"--{setting}", taken)
     assert status == 1
     assert one_line(error)
     assert taken in error

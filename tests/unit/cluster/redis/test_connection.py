@@ -511,21 +511,16 @@ async def test_an_error_before_a_close_is_the_reason_of_the_loss():
     assert str(setup.lost[0]) == "the shared state has reached its maximum of clients"
 
 
-async def test_a_callback_may_drop_the_connection():
+@pytest.mark.parametrize(
+    "happens",
+    [lambda setup: setup.connection.data_received(b"+1\r\n+2\r\n"), lambda setup: setup.timer()],
+    ids=["replies", "a timeout"],
+)
+async def test_a_callback_may_drop_the_connection(happens):
     setup = Setup()
     setup.connection.submit(
         Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
     )
     replies = await setup.asked()
-    setup.connection.data_received(b"+1\r\n+2\r\n")
-    assert [str(error) for error in replies] == ["enough"]
-
-
-async def test_a_timeout_callback_may_drop_the_connection():
-    setup = Setup()
-    setup.connection.submit(
-        Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
-    )
-    replies = await setup.asked()
-    setup.timer()
+    happens(setup)
     assert [str(error) for error in replies] == ["enough"]

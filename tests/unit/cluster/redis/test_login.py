@@ -86,9 +86,12 @@ async def test_a_replica_is_unavailable(valkey):
         valkey.ask("REPLICAOF", "NO", "ONE")
 
 
-async def test_a_server_that_is_loading_is_unavailable():
-    async with peer(b"-LOADING wait\r\n-LOADING wait\r\n", handshake=False) as port:
-        with pytest.raises(StoreUnavailableError, match="LOADING"):
+@pytest.mark.parametrize(
+    ("reply", "told"), [(b"-LOADING wait\r\n-LOADING wait\r\n", "LOADING"), (b"", "lost")]
+)
+async def test_a_server_that_loads_or_breaks_the_handshake_off_is_unavailable(reply, told):
+    async with peer(reply, handshake=False) as port:
+        with pytest.raises(StoreUnavailableError, match=told):
             await connected(port, Handshake())
 
 
@@ -97,12 +100,6 @@ async def test_a_server_that_hangs_up_is_unavailable():
         connection = await connected(port, Handshake(wants_primary=False))
         with pytest.raises(StoreUnavailableError, match="lost"):
             await ask(connection, b"GET", b"k")
-
-
-async def test_an_incomplete_handshake_is_unavailable():
-    async with peer(b"", handshake=False) as port:
-        with pytest.raises(StoreUnavailableError, match="lost"):
-            await connected(port, Handshake())
 
 
 async def test_an_error_reply_is_raised_with_its_text(valkey):
