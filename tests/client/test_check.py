@@ -49,7 +49,9 @@ def test_several_checks_are_the_message_of_the_contract(checks):
 
 @pytest.mark.parametrize("count", [1, MAX_BATCH])
 def test_the_longest_checks_are_encoded_too(count):
-    longest = Check("é" * 128, "api_key", "\U0001f600" * 255, 2**31 - 1, 2**63 - 1, peek=True)
+    also = {kind * 32: "é" * 128 for kind in "abcdefg"}
+    endpoint = "\U0001f600" * 255
+    longest = Check("é" * 128, "t" * 32, endpoint, 2**31 - 1, 2**63 - 1, peek=True, also=also)
     batch = batch_of([longest.message()] * count)
     assert list(pb.BatchRateLimitRequest.FromString(batch).requests) == [contract(longest)] * count
 

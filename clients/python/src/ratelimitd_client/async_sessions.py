@@ -307,8 +307,8 @@ class AsyncSession:
                 decisions = last_resort(error, count, self.fail_open.on_unavailable)
             answer(decisions)
 
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - callers need an answer
             answer(self.fail_open.broken(error, count))
@@ -327,8 +327,8 @@ class AsyncSession:
 
     async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         count = len(requests)
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             try:
                 answer = await self._call(path, message, timeout_s)
             except CallError as error:

@@ -44,9 +44,10 @@ _MORE: Final = 0x80
 
 _HEADS: Final = tuple(
     bytes((_FIELD_1, size) if size < _MORE else (_FIELD_1, size % _MORE | _MORE, size // _MORE))
-    for size in range(2_000)
+    for size in range(4_096)
 )
-"""Tag and length of field 1 by its length: the identifier in a check, a check in a batch. Checks are shorter."""
+"""Tag and length of field 1 by its length: the identifier in a check, a check in a batch or a hold. No check is longer
+than 3,412 octets."""
 
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")

@@ -160,8 +160,8 @@ class Session:
     def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Send checks in one call and return their decisions."""
         count = len(requests)
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             # gRPC returns None for a call that ends with OK and without a message.
             answer: bytes | None = self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
@@ -206,8 +206,8 @@ class Session:
             except grpc.RpcError as error:
                 self._failed(error, count)
 
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             call = self._methods[path].future(message, timeout=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - as in ask_many
             self.fail_open.broken(error, count)
