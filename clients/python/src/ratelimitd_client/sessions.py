@@ -26,7 +26,7 @@ from ratelimitd_client.transport.grpc_channel import (
     open_channel,
 )
 from ratelimitd_client.transport.targets import require_target
-from ratelimitd_client.transport.tls import Tls
+from ratelimitd_client.transport.tls import Tls, require_tls
 
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Default deadline of a check. Within one network a node answers in a tenth of it."""
@@ -73,6 +73,7 @@ class Arguments(Generic[Owner, SessionT]):
             ValueError, TypeError: an argument is not valid.
         """
         require_target(target)
+        require_tls(tls)
         require_on_unavailable(on_unavailable)
         self._target = target
         self._tls = tls

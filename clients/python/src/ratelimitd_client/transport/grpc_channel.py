@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from ratelimitd_client.transport.targets import require_target
-from ratelimitd_client.transport.tls import Tls
+from ratelimitd_client.transport.tls import Tls, require_tls
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
 KEEPALIVE_MS: Final = 10_000
@@ -71,9 +71,10 @@ def open_channel(
         options: gRPC channel options, added to ``CHANNEL_OPTIONS`` or replacing them.
 
     Raises:
-        ValueError, TypeError: ``target`` is not valid.
+        ValueError, TypeError: ``target`` or ``tls`` is not valid.
     """
     require_target(target)
+    require_tls(tls)
     arguments = _arguments(options)
     if tls is None:
         return grpc.insecure_channel(target, options=arguments)
@@ -85,6 +86,7 @@ def open_async_channel(
 ) -> grpc.aio.Channel:
     """As :func:`open_channel`, for the running event loop."""
     require_target(target)
+    require_tls(tls)
     arguments = _arguments(options)
     if tls is None:
         return grpc.aio.insecure_channel(target, options=arguments)
