@@ -113,6 +113,8 @@ async def test_wrong_arguments_raise_before_anything_is_sent(new_client):
                 await client.check_many([Check(*ALICE)] * 1_001)
             with pytest.raises(ValueError, match="timeout_s"):
                 await client.check(*ALICE, timeout_s=0)
+            with pytest.raises(TypeError, match="checks must be of Check, not int"):
+                await client.check_many([1])
         assert node.seen == []
 
 
@@ -283,6 +285,8 @@ async def test_the_token_travels_with_checks_and_a_bad_one_is_refused(new_client
         assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
     with pytest.raises(ValueError, match="bearer token"):
         KINDS[kind](token="two words")
+    with pytest.raises(TypeError, match="token must be text, not bytes"):
+        KINDS[kind](token=b"s3cret")
 
 
 async def test_a_closed_client_says_so(new_client):

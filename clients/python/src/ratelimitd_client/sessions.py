@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from ratelimitd_client.check import require_seconds
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, OnUnavailable, require_on_unavailable
 from ratelimitd_client.fail_open import PATHS, CallError, FailOpen, call_of
@@ -41,11 +42,9 @@ def valid_timeout_s(timeout_s: float) -> float:
     """Return the deadline.
 
     Raises:
-        ValueError: it is not a positive number of seconds, up to an hour.
+        ValueError, TypeError: it is not a positive number of seconds, up to an hour.
     """
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        message = f"timeout_s must be a positive number of seconds, up to {MAX_TIMEOUT_S:,}"
-        raise ValueError(message)
+    require_seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
     return timeout_s
 
 

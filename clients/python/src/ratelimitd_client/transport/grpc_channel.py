@@ -12,6 +12,7 @@ from typing import Final, Self
 import grpc
 import grpc.aio
 
+from ratelimitd_client.check import require_text
 from ratelimitd_client.transport.targets import require_target
 from ratelimitd_client.transport.tls import Tls, require_tls
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -98,9 +99,11 @@ def authorization(token: str | None) -> Metadata:
 
     Raises:
         ValueError: the token is not valid in an HTTP header. The message does not contain it.
+        TypeError: it is not text.
     """
     if not token:
         return ()
+    require_text("token", token)
     if _BEARER_TOKEN.fullmatch(token) is None:
         message = "a bearer token is made of letters, digits and -._~+/, with = at the end"
         raise ValueError(message)
