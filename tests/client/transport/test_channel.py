@@ -346,6 +346,22 @@ async def test_calls_that_time_out_together_count_as_one(channels):
         assert not any(link.is_aside for link in channel._ready)
 
 
+async def test_an_address_that_allows_no_calls_is_set_aside(channels):
+    none = {SettingCodes.MAX_CONCURRENT_STREAMS: 0}
+    async with h2_node() as good, h2_node(settings=none) as bad:
+        channel = await connected(channels, good, bad)
+        link = channel._ready[1]
+        for timeouts in range(1, MAX_TIMEOUTS + 1):
+            calls = [asyncio.ensure_future(ask(channel)) for _ in range(20)]
+            await asyncio.wait(calls[1::2])  # the others wait for a stream
+            assert link in channel._ready
+            expire(channel)
+            assert {await call for call in calls[::2]} == {"DEADLINE_EXCEEDED"}
+            assert link._timeouts == timeouts  # those that wait together count as one
+        assert link not in channel._ready
+        assert await ask(channel) is True
+
+
 async def test_a_call_that_cannot_be_sent_is_an_error_and_ends_once(channels, monkeypatch, caplog):
     async with h2_node() as node:
         channel = channels(node.address)
