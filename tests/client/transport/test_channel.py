@@ -704,6 +704,21 @@ async def test_a_loop_that_ends_takes_the_connections_with_it():
         await asyncio.to_thread(leave)
 
 
+def test_a_loop_that_is_closed_with_its_tasks_pending_has_no_error():
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # asyncio reports the tasks
+    address = f"127.0.0.1:{free_port()}"
+
+    async def use():
+        channel = open_native_channel(address, None)
+        assert await ask(channel) == "UNAVAILABLE"
+        return channel._keeper.get_coro()
+
+    keeper = loop.run_until_complete(use())
+    loop.close()
+    keeper.close()  # as when it is destroyed
+
+
 @pytest.mark.parametrize("transport", ["native", "grpcio"])
 async def test_a_node_over_either_of_its_own_transports_decides_a_thousand_checks(transport):
     checks = [Check(f"user-{number}", "user", "/x" * 100) for number in range(1_000)]
