@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
+from ratelimitd_client import AsyncRateLimiterClient, Check, Decision, Reason
 from ratelimitd_client.async_sessions import AsyncSessions
+from ratelimitd_client.leases import Leases
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import bytes_server, never_answering
@@ -62,18 +63,29 @@ async def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    ("argument", "value", "error"),
     [
-        ("transport", "carrier pigeon"),
-        ("linger_us", -1),
-        ("linger_us", 1_000_001),
-        ("lease_ms", -1),
-        ("lease_ms", 1_001),
+        ("transport", "carrier pigeon", ValueError),
+        ("linger_us", -1, ValueError),
+        ("linger_us", 1_000_001, ValueError),
+        ("linger_us", "1", TypeError),
+        ("lease_ms", -1, ValueError),
+        ("lease_ms", 1_001, ValueError),
+        ("lease_ms", "1", TypeError),
     ],
 )
-def test_its_own_arguments_are_validated(argument, value):
-    with pytest.raises(ValueError, match=f"{argument} must be"):
+def test_its_own_arguments_are_validated(argument, value, error):
+    with pytest.raises(error, match=f"{argument} must be"):
         AsyncRateLimiterClient(**{argument: value})
+
+
+async def test_the_deadline_of_a_leased_check_is_validated_too(monkeypatch):
+    leased = Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT)
+    monkeypatch.setattr(Leases, "take", lambda *_: leased)
+    async with AsyncRateLimiterClient(lease_ms=500) as client:
+        assert await client.check("alice", "user", "/x", timeout_s=1) is leased
+        with pytest.raises(ValueError, match="timeout_s must be"):
+            await client.check("alice", "user", "/x", timeout_s=-1)
 
 
 async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch, transport):

@@ -49,7 +49,9 @@ def test_several_checks_are_the_message_of_the_contract(checks):
 
 @pytest.mark.parametrize("count", [1, MAX_BATCH])
 def test_the_longest_checks_are_encoded_too(count):
-    longest = Check("é" * 128, "api_key", "\U0001f600" * 255, 2**31 - 1, 2**63 - 1, peek=True)
+    also = {kind * 32: "é" * 128 for kind in "abcdefg"}
+    endpoint = "\U0001f600" * 255
+    longest = Check("é" * 128, "t" * 32, endpoint, 2**31 - 1, 2**63 - 1, peek=True, also=also)
     batch = batch_of([longest.message()] * count)
     assert list(pb.BatchRateLimitRequest.FromString(batch).requests) == [contract(longest)] * count
 
@@ -64,8 +66,12 @@ def test_the_longest_wait_is_told_in_milliseconds(max_wait_s, max_wait_ms):
 
 @pytest.mark.parametrize("max_wait_s", [-1, 60.001, float("nan"), float("inf")])
 def test_a_wait_out_of_bounds_is_refused(max_wait_s):
-    with pytest.raises(ValueError, match="max_wait_s must be 0 to 60"):
+    with pytest.raises(
+        ValueError, match="max_wait_s must be a positive number of seconds, up to 60"
+    ):
         request_of("alice", "user", "/x", max_wait_s=max_wait_s)
+    with pytest.raises(TypeError, match="max_wait_s must be a number of seconds, not str"):
+        request_of("alice", "user", "/x", max_wait_s=str(max_wait_s))
 
 
 def test_what_only_equals_a_valid_argument_is_refused_after_it_too():
@@ -114,6 +120,10 @@ def test_what_a_node_takes_is_valid(check):
         ("cost", TypeError, ("alice", "user", "/x", [1])),
         ("timestamp", ValueError, ("alice", "user", "/x", 1, -1)),
         ("timestamp", TypeError, ("alice", "user", "/x", 1, None)),
+        ("peek", TypeError, ("alice", "user", "/x", 1, 0, "yes")),
+        ("also", TypeError, ("alice", "user", "/x", 1, 0, False, [("tenant", "acme")])),
+        ("also: identifier", TypeError, ("alice", "user", "/x", 1, 0, False, {"tenant": 5})),
+        ("also: identifier_type", ValueError, ("alice", "user", "/x", 1, 0, False, {"T": "acme"})),
     ],
 )
 def test_a_wrong_argument_is_named_and_not_shown(field, error, check):

@@ -36,6 +36,9 @@ def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
 def test_a_deadline_is_a_positive_number_of_seconds(timeout_s):
     with pytest.raises(ValueError, match="positive"):
         RateLimiterClient(timeout_s=timeout_s)
+    for no_number in (str(timeout_s), None, True):
+        with pytest.raises(TypeError, match="timeout_s must be a number of seconds, not"):
+            RateLimiterClient(timeout_s=no_number)
     assert valid_timeout_s(0.02) == 0.02
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from ratelimitd_client import Check, Reason
+from ratelimitd_client import Check, Reason, async_sessions, sessions
 from ratelimitd_client.async_sessions import AsyncSessions
 from ratelimitd_client.sessions import Sessions
 from ratelimitd_client.testing import ManualClock
@@ -17,6 +17,9 @@ from tests.fake_node import fake_node
 from tests.servers import START_S, free_port
 
 ALICE = ("alice", "user", "/x")
+
+LONGEST = ("u" * 256, "t" * 32, "\U0001f600" * 255)
+LONGEST_ALSO = {kind * 32: "i" * 256 for kind in "abcdefg"}
 
 
 @pytest.fixture(params=KINDS)
@@ -110,6 +113,8 @@ async def test_wrong_arguments_raise_before_anything_is_sent(new_client):
                 await client.check_many([Check(*ALICE)] * 1_001)
             with pytest.raises(ValueError, match="timeout_s"):
                 await client.check(*ALICE, timeout_s=0)
+            with pytest.raises(TypeError, match="checks must be of Check, not int"):
+                await client.check_many([1])
         assert node.seen == []
 
 
@@ -128,6 +133,41 @@ async def test_the_deadline_travels_with_the_check_and_its_end_lets_through(new_
             # A busy machine may let it pass before the call has arrived; one of those that follow does arrive.
             await until(arrived)
     assert left_s[0] < 0.3  # gRPC rounds deadlines up on the wire
+
+
+async def test_the_longest_checks_are_asked_in_every_way(new_client):
+    most = {"cost": 2**31 - 1, "also": LONGEST_ALSO}
+    longest = partial(Check, *LONGEST, timestamp=2**63 - 1, peek=True, **most)
+    with fake_node() as node:
+        node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+        async with new_client(node.address, timeout_s=PATIENT_S) as client:
+            decisions = await client.check_many([longest()] * 2)
+            decisions.append((await client.hold(*LONGEST, **most)).decision)
+            # In asyncio these are one batch.
+            decisions += await asyncio.gather(
+                client.check(*ALICE),
+                *(client.check(*LONGEST, **most, max_wait_s=60) for _ in range(2)),
+            )
+    assert {decision.reason for decision in decisions} == {Reason.WITHIN_LIMIT}
+
+
+async def test_an_error_before_a_call_lets_all_its_checks_through(new_client, monkeypatch):
+    def breaks(_requests):
+        raise OSError
+
+    clock = ManualClock()
+    for module in (async_sessions, sessions):
+        monkeypatch.setattr(module, "call_of", breaks)
+    async with new_client(clock=clock) as client:
+        decisions = await asyncio.gather(*(client.check(*ALICE) for _ in range(3)))
+        decisions += await client.check_many([Check(*ALICE)] * 2)
+        assert {decision.error for decision in decisions} == {"OSError"}
+        fail_open = client.client._opened().fail_open
+        while fail_open.breaker.allows():
+            fail_open.breaker.failed()
+        clock.advance(1)
+        assert (await client.check(*ALICE)).reason is Reason.NOT_ASKED
+    assert fail_open.breaker.state == "open"  # the probe has ended
 
 
 @pytest.mark.parametrize("on_unavailable", ["allow", "deny"])
@@ -245,6 +285,8 @@ async def test_the_token_travels_with_checks_and_a_bad_one_is_refused(new_client
         assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
     with pytest.raises(ValueError, match="bearer token"):
         KINDS[kind](token="two words")
+    with pytest.raises(TypeError, match="token must be text, not bytes"):
+        KINDS[kind](token=b"s3cret")
 
 
 async def test_a_closed_client_says_so(new_client):

@@ -9,6 +9,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from ratelimitd_client import Check, Reason
+from ratelimitd_client.check import MAX_BATCH
 from ratelimitd_client.decision import MAX_LIMITS
 from ratelimitd_client.fail_open import (
     BATCH,
@@ -122,6 +123,13 @@ def test_what_is_no_answer_to_a_hold_lets_through_and_counts_as_a_failure(fail_o
 def test_limits_beyond_the_most_are_left_out(fail_open):
     decision, held = fail_open.held(hold_response("x", limits=MAX_LIMITS + 1))
     assert (held.hold, len(decision.limits)) == ("x", MAX_LIMITS)
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, MAX_LIMITS), (100, 163), (MAX_BATCH, 16)])
+def test_limits_of_a_batch_beyond_the_most_are_left_out_in_equal_shares(fail_open, count, most):
+    answer = pb.RateLimitResponse(allowed=True, limits=[pb.LimitStatus()] * (most + 1))
+    data = pb.BatchRateLimitResponse(responses=[answer] * count).SerializeToString()
+    assert [len(one.limits) for one in fail_open.answered(data, count)] == [most] * count
 
 
 def test_an_answer_to_a_settle_that_is_too_long_is_none():

@@ -349,6 +349,17 @@ async def test_a_settle_is_tried_again_unless_another_try_would_end_alike(real_n
         assert calls is None or session.calls == calls
 
 
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0, -1, "1"])
+async def test_a_settle_and_an_extension_need_a_deadline(timeout_s):
+    error = TypeError if timeout_s == "1" else ValueError
+    hold, blocking = await AsyncFakeRateLimiter().hold("u", *WHO), FakeRateLimiter().hold("u", *WHO)
+    for method, argument in (("settle", 1), ("extend", 60)):
+        with pytest.raises(error, match="timeout_s must be"):
+            await getattr(hold, method)(argument, timeout_s=timeout_s)
+        with pytest.raises(error, match="timeout_s must be"):
+            getattr(blocking, method)(argument, timeout_s=timeout_s)
+
+
 class Garbled:
     """What answers with what is no message."""
 

@@ -98,6 +98,15 @@ async def test_a_hot_bucket_is_leased_and_decided_here_until_the_lease_is_used_u
         assert leases.take(BUCKET, 1) is None
 
 
+async def test_what_is_no_bucket_or_no_cost_is_left_to_those_that_are_sent():
+    node = Node()
+    async with leases_of(node) as (leases, _):
+        await heat(leases, node)
+        assert [leases.take(BUCKET, cost) for cost in ("1", None, 1.0, True, 0)] == [None] * 5
+        assert leases.take(([], "user", "/a"), 1) is None
+        assert leases.take(BUCKET, 1) is not None
+
+
 async def test_what_was_not_used_is_given_back_when_the_lease_ends():
     node = Node()
     async with leases_of(node) as (leases, loop):

@@ -166,8 +166,6 @@ def violations_of(error: grpc.RpcError) -> list[FieldViolation]:
 MAX_FILE_BYTES: Final = 1024 * 1024
 """Above the size of any token or certificate chain; bounds the memory for endless files."""
 
-PEM_START: Final = b"-----BEGIN "
-
 SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 """How Python represents invalid UTF-8 of the command line (PEP 383)."""
 
@@ -274,7 +272,13 @@ def connection_options(
     if ca is not None or cert is not None:
         from ratelimitd_client import Tls  # noqa: PLC0415
 
-        tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))
+        files = {"ca": ca, "cert": cert, "key": key}
+        parts = {name: _read(f"--{name}", file) for name, file in files.items() if file is not None}
+        try:
+            tls = Tls(**parts)
+        except ValueError as error:
+            message = f"--{error}"
+            raise UsageError(message) from None
     why_no_token = ""
     if token is None:
         target, token, why_no_token = find_admin_token(target, os.environ, tls=tls is not None)
@@ -337,15 +341,6 @@ def refusing(file: Path, done: str = "changed") -> Iterator[None]:
         yield
     except RuleInvalidError as error:
         raise refusal(file, error.violations, done) from None
-
-
-def _read_pem(option: str, path: Path | None) -> bytes | None:
-    """Refuse a file without any PEM, since gRPC would only report a failed connection; ``None`` without the option."""
-    if path is None:
-        return None
-    content = _read(option, path)
-    demand(PEM_START in content, f"{option}: {path} is not a PEM file")
-    return content
 
 
 def _read(option: str, path: Path) -> bytes:

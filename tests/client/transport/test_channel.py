@@ -346,6 +346,22 @@ async def test_calls_that_time_out_together_count_as_one(channels):
         assert not any(link.is_aside for link in channel._ready)
 
 
+async def test_an_address_that_allows_no_calls_is_set_aside(channels):
+    none = {SettingCodes.MAX_CONCURRENT_STREAMS: 0}
+    async with h2_node() as good, h2_node(settings=none) as bad:
+        channel = await connected(channels, good, bad)
+        link = channel._ready[1]
+        for timeouts in range(1, MAX_TIMEOUTS + 1):
+            calls = [asyncio.ensure_future(ask(channel)) for _ in range(20)]
+            await asyncio.wait(calls[1::2])  # the others wait for a stream
+            assert link in channel._ready
+            expire(channel)
+            assert {await call for call in calls[::2]} == {"DEADLINE_EXCEEDED"}
+            assert link._timeouts == timeouts  # those that wait together count as one
+        assert link not in channel._ready
+        assert await ask(channel) is True
+
+
 async def test_a_call_that_cannot_be_sent_is_an_error_and_ends_once(channels, monkeypatch, caplog):
     async with h2_node() as node:
         channel = channels(node.address)
@@ -671,8 +687,8 @@ async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_sp
             assert await ask(channels(node.address, TRUSTING)) == "UNAVAILABLE"
 
 
-async def test_what_is_no_pem_makes_a_channel_without_nodes(channels):
-    assert await ask(channels("127.0.0.1:1", Tls(ca=b"?"))) == "UNAVAILABLE"
+async def test_damaged_pem_makes_a_channel_without_nodes(channels):
+    assert await ask(channels("127.0.0.1:1", Tls(ca=TRUSTING.ca[:200]))) == "UNAVAILABLE"
 
 
 async def test_a_loop_that_ends_takes_the_connections_with_it():
@@ -686,6 +702,21 @@ async def test_a_loop_that_ends_takes_the_connections_with_it():
             asyncio.run(use())
 
         await asyncio.to_thread(leave)
+
+
+def test_a_loop_that_is_closed_with_its_tasks_pending_has_no_error():
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # asyncio reports the tasks
+    address = f"127.0.0.1:{free_port()}"
+
+    async def use():
+        channel = open_native_channel(address, None)
+        assert await ask(channel) == "UNAVAILABLE"
+        return channel._keeper.get_coro()
+
+    keeper = loop.run_until_complete(use())
+    loop.close()
+    keeper.close()  # as when it is destroyed
 
 
 @pytest.mark.parametrize("transport", ["native", "grpcio"])

@@ -101,4 +101,13 @@ def test_half_an_identity_is_refused(half):
 
 
 def test_a_private_key_is_never_shown():
-    assert "secret" not in repr(Tls(cert=b"pem", key=b"secret"))
+    assert "KEY" not in repr(MUTUAL)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [RateLimiterClient, AsyncRateLimiterClient, NodeClient, open_channel, open_async_channel],
+)
+def test_what_is_no_tls_is_refused(make):
+    with pytest.raises(TypeError, match="tls must be a Tls, not str"):
+        make("127.0.0.1:9090", tls="ca.pem")

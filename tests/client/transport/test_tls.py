@@ -18,8 +18,9 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_server_has_to_prove_its_name_to_the_given_authority():
-    context = open_context(TRUSTING)
+@pytest.mark.parametrize("comment", ["", "# Főtanúsítvány\n"], ids=["alone", "with a comment"])
+def test_the_server_has_to_prove_its_name_to_the_given_authority(comment):
+    context = open_context(Tls(ca=comment.encode() + TRUSTING.ca))
     assert context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -44,11 +45,22 @@ def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(
 
 
 @pytest.mark.parametrize(
-    "tls",
-    [Tls(ca=b"no PEM"), Tls(ca="Grüße".encode()), Tls(ca=TRUSTING.ca, cert=b"no", key=b"PEM")],
-    ids=["authority", "not ASCII", "certificate"],
+    ("parts", "error", "problem"),
+    [
+        ({"ca": "ca.pem"}, TypeError, "ca must be the bytes of a PEM file, not str"),
+        ({"ca": b"no PEM"}, ValueError, "ca must be PEM with a certificate"),
+        ({"ca": MUTUAL.key}, ValueError, "ca must be PEM with a certificate"),
+        ({"cert": MUTUAL.key, "key": MUTUAL.cert}, ValueError, "cert must be PEM with a certif"),
+        ({"cert": MUTUAL.cert, "key": MUTUAL.cert}, ValueError, "key must be PEM with a private"),
+    ],
 )
-def test_what_is_no_pem_is_an_error_that_the_channel_expects(tls, directory):
-    with pytest.raises((OSError, ValueError)):
-        open_context(tls)
+def test_what_is_no_pem_of_its_kind_is_refused(parts, error, problem):
+    with pytest.raises(error, match=problem):
+        Tls(**parts)
+
+
+def test_damaged_pem_is_an_error_that_the_channel_expects(directory):
+    for damaged in (Tls(ca=TRUSTING.ca[:200]), Tls(TRUSTING.ca, MUTUAL.cert[:200], MUTUAL.key)):
+        with pytest.raises(OSError):
+            open_context(damaged)
     assert list(directory.iterdir()) == []

@@ -44,7 +44,7 @@ def test_token_may_come_from_the_command_line_or_the_environment(ask, node, monk
         (["--target", ""], "--target must be HOST:PORT"),
         (["--target", "localhost"], "--target must be HOST:PORT, such as 127.0.0.1:9090"),
         (["--target", "http://localhost:9090"], "--target must be HOST:PORT"),
-        (["--ca", __file__], "test_target.py is not a PEM file"),
+        (["--ca", __file__], "--ca must be PEM with a certificate"),
     ],
 )
 def test_unusable_options_are_status_2_without_a_call(ask, node, options, problem):

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 
 from ratelimitd_wire import huffman
@@ -27,15 +29,45 @@ def test_every_symbol_round_trips_at_every_bit_position():
             assert huffman.decode(huffman.encode(string)) == string
 
 
-def test_a_fresh_row_is_filled_while_a_string_is_read(monkeypatch):
+@pytest.fixture
+def rows(monkeypatch):
+    """A table of which no row is filled."""
     rows = {state: [] for state in huffman._ROWS}
     monkeypatch.setattr(huffman, "_ROWS", rows)
     monkeypatch.setattr(huffman, "_START", rows[""])
+    return rows
+
+
+def test_a_fresh_row_is_filled_while_a_string_is_read(rows):
     string = b"/ratelimiter.v1.RateLimiter/CheckRateLimit"
     assert huffman.decode(huffman.encode(string)) == string
     filled = [row for row in rows.values() if row]
     assert 1 < len(filled) < 30
     assert all(len(row) == 256 for row in filled)
+
+
+def test_a_row_that_another_thread_fills_meanwhile_stays_whole(rows, monkeypatch):
+    string = b"Fri, 27 Nov 2026 15:54:13 GMT"
+    read = []
+
+    class Symbols(dict):
+        """Lets another thread read the string in the middle of the first row."""
+
+        def __getitem__(self, code):
+            if not read and super().__getitem__(code) == ord("A"):
+                read.append(None)
+                other = threading.Thread(target=read_string)
+                other.start()
+                other.join()
+            return super().__getitem__(code)
+
+    def read_string():
+        read.append(huffman.decode(huffman.encode(string)))
+
+    monkeypatch.setattr(huffman, "_SYMBOLS", Symbols(huffman._SYMBOLS))
+    read_string()
+    assert read == [None, string, string]
+    assert {len(row) for row in rows.values()} == {0, 256}
 
 
 def test_up_to_seven_ones_are_padding():

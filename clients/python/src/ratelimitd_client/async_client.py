@@ -133,6 +133,7 @@ class AsyncRateLimiterClient(AsyncSessions):
             RuntimeError: the client is closed.
         """
         session = self._opened()
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         # asyncio only:
         leases = None if timestamp or peek or also or max_wait_s else session.leases
         bucket = (identifier, identifier_type, endpoint)
@@ -152,7 +153,6 @@ class AsyncRateLimiterClient(AsyncSessions):
             also=also,
             max_wait_s=max_wait_s,
         )
-        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         decision = (
             await session.ask(request, deadline_s)
             if session.allows()
@@ -173,7 +173,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         """Send up to 1,000 checks in one call and return their decisions in the same order.
 
         Raises:
-            ValueError: there are more checks, or ``timeout_s`` is not valid; nothing was sent.
+            ValueError, TypeError: there are more checks, or an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
         asked = list(checks)

@@ -10,6 +10,7 @@ from typing import Final, Protocol, Self
 from ratelimitd_client.check import MAX_COST, MAX_TTL_S, require_number
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import EXTEND, SETTLE, CallError, read
+from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TTL_S: Final = 60
@@ -95,7 +96,7 @@ class AsyncHold:
         was charged: not if the hold has ended, if it held nothing because no limit was asked, or if no node answers.
 
         Raises:
-            ValueError, TypeError: ``actual`` is not valid.
+            ValueError, TypeError: ``actual`` or ``timeout_s`` is not valid.
         """
         require_number("actual", actual, 0, MAX_COST)
         request = pb.SettleRequest(hold=self._hold, actual=actual)
@@ -108,7 +109,7 @@ class AsyncHold:
         """Let the hold end ``ttl_s`` seconds from now, 1 to 3,600, never sooner; returns whether it is still there.
 
         Raises:
-            ValueError, TypeError: ``ttl_s`` is not valid.
+            ValueError, TypeError: ``ttl_s`` or ``timeout_s`` is not valid.
         """
         require_number("ttl_s", ttl_s, 1, MAX_TTL_S)
         request = pb.ExtendRequest(hold=self._hold, ttl_seconds=ttl_s)
@@ -135,6 +136,7 @@ class AsyncHold:
         self, path: str, request: pb.SettleRequest | pb.ExtendRequest, timeout_s: float
     ) -> bytes | None:
         """Return the answer to a call; ``None`` if there is no hold, or no node takes it in time."""
+        valid_timeout_s(timeout_s)
         session = self._session
         if session is None or not self._hold:
             return None

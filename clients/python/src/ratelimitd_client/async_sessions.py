@@ -14,7 +14,7 @@ import grpc.aio
 
 from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.batching import Answer, Batcher, Send
-from ratelimitd_client.check import MS_PER_S, hold_of, request_of
+from ratelimitd_client.check import MS_PER_S, hold_of, request_of, require_number
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason, unchecked
 from ratelimitd_client.fail_open import HOLD, CallError, FailOpen, call_of, last_resort, read
@@ -80,12 +80,8 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
         if transport not in get_args(Transport):
             message = "transport must be native or grpcio"
             raise ValueError(message)
-        if not 0 <= linger_us <= MAX_LINGER_US:
-            message = f"linger_us must be 0 to {MAX_LINGER_US}"
-            raise ValueError(message)
-        if not 0 <= lease_ms <= MAX_LEASE_MS:
-            message = f"lease_ms must be 0 to {MAX_LEASE_MS:,}"
-            raise ValueError(message)
+        require_number("linger_us", linger_us, 0, MAX_LINGER_US)
+        require_number("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         super().__init__(
             target,
             tls=tls,
@@ -311,8 +307,8 @@ class AsyncSession:
                 decisions = last_resort(error, count, self.fail_open.on_unavailable)
             answer(decisions)
 
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - callers need an answer
             answer(self.fail_open.broken(error, count))
@@ -331,8 +327,8 @@ class AsyncSession:
 
     async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         count = len(requests)
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             try:
                 answer = await self._call(path, message, timeout_s)
             except CallError as error:

@@ -44,9 +44,10 @@ _MORE: Final = 0x80
 
 _HEADS: Final = tuple(
     bytes((_FIELD_1, size) if size < _MORE else (_FIELD_1, size % _MORE | _MORE, size // _MORE))
-    for size in range(2_000)
+    for size in range(4_096)
 )
-"""Tag and length of field 1 by its length: the identifier in a check, a check in a batch. Checks are shorter."""
+"""Tag and length of field 1 by its length: the identifier in a check, a check in a batch or a hold. No check is longer
+than 3,412 octets."""
 
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -133,22 +134,27 @@ def identities_of(also: Mapping[str, str]) -> list[pb.Identity]:
     ]
 
 
-def _also_of(identifier_type: str, also: Mapping[str, str]) -> bytes:
+def _also_of(identifier_type: str, also: object) -> bytes:
     """Validate and encode further identities."""
+    if not isinstance(also, Mapping):
+        message = f"also must be a mapping of types to identifiers, not {type(also).__name__}"
+        raise TypeError(message)
     if len(also) > MAX_ALSO or identifier_type in also:
         message = f"also must be up to {MAX_ALSO} identifiers of other types"
         raise ValueError(message)
-    for kind, identifier in also.items():
-        require_type(kind)
-        _identifier_bytes(identifier, kind)
+    try:
+        for kind, identifier in also.items():
+            require_type(kind)
+            _identifier_bytes(identifier, kind)
+    except (TypeError, ValueError) as error:
+        message = f"also: {error}"
+        raise type(error)(message) from None
     return pb.RateLimitRequest(also=identities_of(also)).SerializeToString()
 
 
 def _max_wait_of(max_wait_s: float) -> bytes:
     """Validate and encode the longest wait; part of a millisecond is left out."""
-    if not 0 <= max_wait_s <= MAX_WAIT_S:
-        message = f"max_wait_s must be 0 to {MAX_WAIT_S:g}"
-        raise ValueError(message)
+    require_seconds("max_wait_s", max_wait_s, MAX_WAIT_S)
     return pb.RateLimitRequest(max_wait_ms=int(max_wait_s * MS_PER_S)).SerializeToString()
 
 
@@ -157,12 +163,20 @@ def requests_of(checks: Iterable[Check]) -> list[bytes]:
 
     Raises:
         ValueError: there are more checks than a node takes.
+        TypeError: one is no :class:`Check`.
     """
-    requests = [check.message() for check in checks]
+    requests = [_message_of(check) for check in checks]
     if len(requests) > MAX_BATCH:
         message = f"a batch holds up to {MAX_BATCH} checks, not {len(requests)}"
         raise ValueError(message)
     return requests
+
+
+def _message_of(check: object) -> bytes:
+    if not isinstance(check, Check):
+        message = f"checks must be of Check, not {type(check).__name__}"
+        raise TypeError(message)
+    return check.message()
 
 
 def hold_of(request: bytes, ttl_s: int, hold_id: str, *, lease: bool = False) -> bytes:
@@ -172,7 +186,7 @@ def hold_of(request: bytes, ttl_s: int, hold_id: str, *, lease: bool = False) ->
         ValueError, TypeError: an argument is not valid.
     """
     require_number("ttl_s", ttl_s, 1, MAX_TTL_S)
-    _require_text("hold_id", hold_id)
+    require_text("hold_id", hold_id)
     if len(hold_id) > MAX_HOLD_ID or not (hold_id.isascii() and hold_id.isprintable()):
         message = f"hold_id must be at most {MAX_HOLD_ID} printable ASCII characters"
         raise ValueError(message)
@@ -198,6 +212,7 @@ def _rest_of(  # noqa: PLR0917 - the cache key
     _require_endpoint(endpoint)
     require_number("cost", cost, 1, MAX_COST)
     require_number("timestamp", timestamp, 0, MAX_TIMESTAMP)
+    _require_bool("peek", peek)
     return pb.RateLimitRequest(
         identifier_type=identifier_type,
         endpoint=endpoint,
@@ -220,7 +235,7 @@ def require_type(identifier_type: object) -> None:
 
 
 def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
-    text = _require_text("identifier", identifier)
+    text = require_text("identifier", identifier)
     try:
         data = text.encode()
     except UnicodeEncodeError:
@@ -239,7 +254,7 @@ def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
 
 
 def _require_endpoint(endpoint: object) -> None:
-    endpoint = _require_text("endpoint", endpoint)
+    endpoint = require_text("endpoint", endpoint)
     problem = None
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
         problem = f"be 1 to {MAX_ENDPOINT_CHARS} characters"
@@ -252,13 +267,6 @@ def _require_endpoint(endpoint: object) -> None:
         raise ValueError(message)
 
 
-def _require_text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        message = f"{name} must be text, not {type(value).__name__}"
-        raise TypeError(message)
-    return value
-
-
 def require_number(name: str, value: object, least: int, most: int) -> None:
     """Raise ValueError or TypeError for what is no whole number within bounds."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -267,3 +275,27 @@ def require_number(name: str, value: object, least: int, most: int) -> None:
     if not least <= value <= most:
         message = f"{name} must be {least} to {most}"
         raise ValueError(message)
+
+
+def require_seconds(name: str, value: object, most: float) -> None:
+    """Raise ValueError or TypeError for what is no positive number up to ``most``."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        message = f"{name} must be a number of seconds, not {type(value).__name__}"
+        raise TypeError(message)
+    if not 0 < value <= most:
+        message = f"{name} must be a positive number of seconds, up to {most:,g}"
+        raise ValueError(message)
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        message = f"{name} must be a bool, not {type(value).__name__}"
+        raise TypeError(message)
+
+
+def require_text(name: str, value: object) -> str:
+    """Return the value; raise TypeError for what is no text."""
+    if not isinstance(value, str):
+        message = f"{name} must be text, not {type(value).__name__}"
+        raise TypeError(message)
+    return value

@@ -132,6 +132,7 @@ class RateLimiterClient(Sessions):
             RuntimeError: the client is closed.
         """
         session = self._opened()
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         request = request_of(
             identifier,
             identifier_type,
@@ -142,7 +143,6 @@ class RateLimiterClient(Sessions):
             also=also,
             max_wait_s=max_wait_s,
         )
-        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         decision = (
             session.ask(request, deadline_s)
             if session.allows()
@@ -159,7 +159,7 @@ class RateLimiterClient(Sessions):
         """Send up to 1,000 checks in one call and return their decisions in the same order.
 
         Raises:
-            ValueError: there are more checks, or ``timeout_s`` is not valid; nothing was sent.
+            ValueError, TypeError: there are more checks, or an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
         asked = list(checks)

@@ -20,6 +20,8 @@ from google.rpc.status_pb2 import Status
 from ratelimitd_client.check import PEEK, batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import (
+    MAX_BATCH_LIMITS,
+    MAX_LIMITS,
     TOO_MANY_HOLDS,
     Decision,
     OnUnavailable,
@@ -170,7 +172,8 @@ class FailOpen:
         now_s = self._clock.now_s()
         if count == 1:  # the usual case, without the time that a comprehension takes to begin
             return [decision_of(messages[0], now_s)]
-        return [decision_of(message, now_s) for message in messages]
+        max_limits = min(MAX_LIMITS, MAX_BATCH_LIMITS // count)
+        return [decision_of(message, now_s, max_limits) for message in messages]
 
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:
         """Return the decision of an answer to a hold, and the answer; an empty one if it has no meaning."""

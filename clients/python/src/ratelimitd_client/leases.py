@@ -82,12 +82,16 @@ class Leases:
 
     def take(self, bucket: Bucket, cost: int) -> Decision | None:
         """Decide a check; ``None`` if it is to be sent."""
-        lease = self._leases.get(bucket)
-        if lease is None:
+        # What is no bucket or no cost is refused where it is sent.
+        try:
+            lease = self._leases.get(bucket)
+        except TypeError:  # a part has no hash
+            return None
+        if lease is None or cost.__class__ is not int:
             return None
         left = lease.left - cost
-        if left < 0 or cost < 1 or cost.__class__ is not int:
-            return None  # what is no cost is refused where it is sent
+        if left < 0 or cost < 1:
+            return None
         lease.left = left
         if left < lease.low and not lease.is_renewed:
             lease.is_renewed = True

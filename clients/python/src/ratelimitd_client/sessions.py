@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from ratelimitd_client.check import require_seconds
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, OnUnavailable, require_on_unavailable
 from ratelimitd_client.fail_open import PATHS, SETTLE, CallError, FailOpen, call_of, read
@@ -27,7 +28,7 @@ from ratelimitd_client.transport.grpc_channel import (
     open_channel,
 )
 from ratelimitd_client.transport.targets import require_target
-from ratelimitd_client.transport.tls import Tls
+from ratelimitd_client.transport.tls import Tls, require_tls
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TIMEOUT_S: Final = 0.02
@@ -46,11 +47,9 @@ def valid_timeout_s(timeout_s: float) -> float:
     """Return the deadline.
 
     Raises:
-        ValueError: it is not a positive number of seconds, up to an hour.
+        ValueError, TypeError: it is not a positive number of seconds, up to an hour.
     """
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        message = f"timeout_s must be a positive number of seconds, up to {MAX_TIMEOUT_S:,}"
-        raise ValueError(message)
+    require_seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
     return timeout_s
 
 
@@ -78,6 +77,7 @@ class Arguments(Generic[Owner, SessionT]):
             ValueError, TypeError: an argument is not valid.
         """
         require_target(target)
+        require_tls(tls)
         require_on_unavailable(on_unavailable)
         self._target = target
         self._tls = tls
@@ -165,8 +165,8 @@ class Session:
     def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Send checks in one call and return their decisions."""
         count = len(requests)
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             # gRPC returns None for a call that ends with OK and without a message.
             answer: bytes | None = self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
@@ -231,8 +231,8 @@ class Session:
             except grpc.RpcError as error:
                 self._failed(error, count)
 
-        path, message = call_of(requests)
         try:
+            path, message = call_of(requests)
             call = self._methods[path].future(message, timeout=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - as in ask_many
             self.fail_open.broken(error, count)

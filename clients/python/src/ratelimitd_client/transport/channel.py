@@ -317,16 +317,18 @@ class NativeChannel:
                 await asyncio.sleep(LOOKUP_PAUSE_S)
                 self._lookup_due.clear()
         finally:
-            for node in self._nodes.values():
-                if node.keeper is not None:
-                    node.keeper.cancel()
-            self._nodes.clear()
-            self._is_unknown = True  # calls fail at once, until the next keeper
-            self._restart_s = self._loop.time() + RESTART_S
-            if not (self._is_closed or self._loop.is_closed()):
-                for link in self._links:
-                    link.abort()
-            self._changed()
+            # A loop that was closed without cancelling its tasks takes no more calls.
+            if not self._loop.is_closed():
+                for node in self._nodes.values():
+                    if node.keeper is not None:
+                        node.keeper.cancel()
+                self._nodes.clear()
+                self._is_unknown = True  # calls fail at once, until the next keeper
+                self._restart_s = self._loop.time() + RESTART_S
+                if not self._is_closed:
+                    for link in self._links:
+                        link.abort()
+                self._changed()
 
     async def _look_up(self) -> None:
         """Update the addresses of the name."""

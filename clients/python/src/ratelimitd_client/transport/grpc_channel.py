@@ -12,8 +12,9 @@ from typing import Final, Self
 import grpc
 import grpc.aio
 
+from ratelimitd_client.check import require_text
 from ratelimitd_client.transport.targets import require_target
-from ratelimitd_client.transport.tls import Tls
+from ratelimitd_client.transport.tls import Tls, require_tls
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
 KEEPALIVE_MS: Final = 10_000
@@ -71,9 +72,10 @@ def open_channel(
         options: gRPC channel options, added to ``CHANNEL_OPTIONS`` or replacing them.
 
     Raises:
-        ValueError, TypeError: ``target`` is not valid.
+        ValueError, TypeError: ``target`` or ``tls`` is not valid.
     """
     require_target(target)
+    require_tls(tls)
     arguments = _arguments(options)
     if tls is None:
         return grpc.insecure_channel(target, options=arguments)
@@ -85,6 +87,7 @@ def open_async_channel(
 ) -> grpc.aio.Channel:
     """As :func:`open_channel`, for the running event loop."""
     require_target(target)
+    require_tls(tls)
     arguments = _arguments(options)
     if tls is None:
         return grpc.aio.insecure_channel(target, options=arguments)
@@ -96,9 +99,11 @@ def authorization(token: str | None) -> Metadata:
 
     Raises:
         ValueError: the token is not valid in an HTTP header. The message does not contain it.
+        TypeError: it is not text.
     """
     if not token:
         return ()
+    require_text("token", token)
     if _BEARER_TOKEN.fullmatch(token) is None:
         message = "a bearer token is made of letters, digits and -._~+/, with = at the end"
         raise ValueError(message)

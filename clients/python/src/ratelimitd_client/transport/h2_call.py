@@ -62,6 +62,7 @@ class Call:
 
     Attributes:
         stream_id: 0 until the call is sent.
+        place: its number among the calls of the connection that had to wait for a stream.
         body: the message with its prefix.
         unsent: octets at the end of the body that wait for the peer's windows.
         window_bytes: the peer's window of this stream; maintained while something is unsent.
@@ -78,6 +79,7 @@ class Call:
         "code",
         "details",
         "ended",
+        "place",
         "received",
         "status_details",
         "stream_id",
@@ -97,6 +99,7 @@ class Call:
         self.unsent: int = len(self.body)
         self.window_bytes: int = 0
         self.stream_id: int = 0
+        self.place: int = 0
         self.received: bytes | bytearray = b""
         self.answer: bytes | None = None
         self.code: grpc.StatusCode = grpc.StatusCode.OK

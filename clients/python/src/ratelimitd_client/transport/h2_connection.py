@@ -61,6 +61,7 @@ class Connection(Generic[CallT]):
         is_ready: the peer's SETTINGS came.
         is_draining: no further calls are accepted; those in flight may end.
         answers: number of calls that the peer ended with an answer or a status.
+        places: number of calls that had to wait for a stream.
         awaits_ping: a keepalive has not been answered.
     """
 
@@ -68,6 +69,7 @@ class Connection(Generic[CallT]):
         self.is_ready: bool = False
         self.is_draining: bool = False
         self.answers: int = 0
+        self.places: int = 0
         self.awaits_ping: bool = False
         self._out = [_START]
         self._rest = b""
@@ -113,6 +115,8 @@ class Connection(Generic[CallT]):
         """Send a call, or queue it until the peer allows another stream."""
         if self._waiting or len(self._calls) >= self._max_calls:
             self._waiting[call] = None
+            self.places += 1
+            call.place = self.places
         else:
             self._open(call)
 

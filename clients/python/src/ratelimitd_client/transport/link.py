@@ -82,7 +82,8 @@ class Link(asyncio.Protocol):
         """Calls in a row that timed out, each sent after the one before it had."""
         self._answers = 0
         self._newest_id = 0
-        """Answers, and the newest stream, when a timeout was last counted."""
+        self._newest_place = 0
+        """Answers, the newest stream and the newest place in line, when a timeout was last counted."""
         self._aside: asyncio.TimerHandle | None = None
         self._aside_s = FIRST_ASIDE_S
         self.ready: asyncio.Future[None] = loop.create_future()
@@ -134,8 +135,10 @@ class Link(asyncio.Protocol):
             self._answers = connection.answers
             self._timeouts = 0
             self._aside_s = FIRST_ASIDE_S
-        if call.stream_id > self._newest_id:
+        # Where the node allows no streams, or too few, the call may still be in line.
+        if call.stream_id > self._newest_id if call.stream_id else call.place > self._newest_place:
             self._newest_id = connection.newest_id
+            self._newest_place = connection.places
             self._timeouts += 1
         if self._timeouts < MAX_TIMEOUTS or self.is_aside:
             return False

@@ -7,6 +7,14 @@ import ssl
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_LABELS: Final = {
+    "ca": b"CERTIFICATE-----",
+    "cert": b"CERTIFICATE-----",
+    "key": b"PRIVATE KEY-----",
+}
+"""How the PEM of each part begins, the kind aside. With none of it every check would be let through."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -16,7 +24,8 @@ class Tls:
     ``ca`` verifies the node (``None``: the roots that gRPC ships). ``cert`` and ``key`` are the client's own, for mTLS.
 
     Raises:
-        ValueError: one of ``cert`` and ``key`` is missing.
+        ValueError: one of ``cert`` and ``key`` is missing, or a part is no PEM of its kind.
+        TypeError: a part is not bytes.
     """
 
     ca: bytes | None = None
@@ -27,21 +36,36 @@ class Tls:
         if (self.cert is None) != (self.key is None):
             message = "cert and key are given together or not at all"
             raise ValueError(message)
+        for name, label in _LABELS.items():
+            part: object = getattr(self, name)
+            if not isinstance(part, bytes | None):
+                message = f"{name} must be the bytes of a PEM file, not {type(part).__name__}"
+                raise TypeError(message)
+            if part is not None and label not in part:
+                message = f"{name} must be PEM with a {label.decode().strip('-').lower()}"
+                raise ValueError(message)
+
+
+def require_tls(tls: object) -> None:
+    """Raise TypeError for what is neither a :class:`Tls` nor ``None``."""
+    if not isinstance(tls, Tls | None):
+        message = f"tls must be a Tls, not {type(tls).__name__}"
+        raise TypeError(message)
 
 
 def open_context(tls: Tls) -> ssl.SSLContext:
     """Return a context that verifies the server's name and offers HTTP/2 only.
 
     Raises:
-        OSError: a part is not PEM (``ssl.SSLError``), or the key's file cannot be written.
-        ValueError: the roots hold characters that PEM does not allow.
+        OSError: a part is damaged (``ssl.SSLError``), or the key's file cannot be written.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
     # Without roots no certificate is accepted; gRPC's own are used over its channel.
     if tls.ca is not None:
-        context.load_verify_locations(cadata=tls.ca.decode("ascii"))
+        # Comments of a bundle may be in UTF-8.
+        context.load_verify_locations(cadata=tls.ca.decode("ascii", "ignore"))
     if tls.cert is not None and tls.key is not None:
         _load_own(context, tls.cert, tls.key)
     return context
