@@ -1,4 +1,4 @@
-"""Authorization of every method with every kind of credentials."""
+"""Authorization of every method; test_forms_of_credentials has every form of the tokens of settings."""
 
 import grpc
 import pytest
@@ -62,18 +62,6 @@ async def test_without_tokens_a_forwarded_call_may_only_check(node):
 async def test_with_tokens_the_admin_token_opens_everything(guarded_node):
     for more in ((), FORWARDED):
         assert await verdicts(guarded_node, (*bearer("the-admin-token"), *more)) == all_get(None)
-
-
-async def test_with_tokens_the_check_token_opens_checks_and_nothing_else(guarded_node):
-    assert await verdicts(guarded_node, bearer("the-check-token")) == only(Role.CHECK)
-
-
-@pytest.mark.parametrize("metadata", [(), bearer("wrong"), (("authorization", "the-admin-token"),)])
-async def test_with_tokens_a_missing_or_wrong_one_is_unauthenticated_even_locally(
-    guarded_node, metadata
-):
-    unauthenticated = all_get(grpc.StatusCode.UNAUTHENTICATED)
-    assert await verdicts(guarded_node, metadata) == unauthenticated
 
 
 def named_token(name, role, token=None, **fields):
