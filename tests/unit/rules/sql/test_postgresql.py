@@ -23,7 +23,7 @@ from ratelimitd.settings import urls
 from tests.chaos_proxy import ChaosProxy
 from tests.postgres_server import PASSWORD
 
-IMPATIENT_S = 1.0
+IMPATIENT_S = 0.5
 """Timeout in tests that wait for it to expire: long enough for normal answers on a busy machine."""
 
 
