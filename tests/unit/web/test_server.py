@@ -64,9 +64,9 @@ def files(tmp_path, ca):
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(ca):
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     ca.configure_trust(context)
     context.set_alpn_protocols(["h2", "http/1.1"])
     return context
