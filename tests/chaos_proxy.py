@@ -264,6 +264,8 @@ class _Carrier:
                 await self._write(chunk)
         if self._writer.can_write_eof():
             self._writer.write_eof()
+        else:  # over TLS asyncio cannot end one way alone
+            self._writer.close()
 
     async def _write(self, chunk: bytes) -> None:
         way = self._way

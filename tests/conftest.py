@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import asyncio.constants
+import functools
 import gc
 import logging
 import traceback
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -35,6 +37,9 @@ settings.load_profile("any machine")
 # frame says where one was made. The futures of C ask for whole stacks, with no limit of their own.
 asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
 traceback.extract_stack.__defaults__ = (None, 1)
+
+# A client of httpx reads the public authorities, which takes 20 ms or more: once is enough.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -147,7 +147,7 @@ async def test_closing_waits_for_many_checks_in_one_call_too():
 
 async def test_a_close_that_is_given_up_can_be_made_again(transport):
     with bytes_server(never_answering([])) as address:
-        client = AsyncRateLimiterClient(address, timeout_s=0.3)
+        client = AsyncRateLimiterClient(address, timeout_s=0.1)
         assert await client.wait_until_ready(PATIENT_S)
         check = asyncio.ensure_future(client.check("alice", "user", "/x"))
         await asyncio.sleep(0)
@@ -165,7 +165,7 @@ async def test_a_close_that_is_given_up_can_be_made_again(transport):
 
 async def test_a_close_that_is_given_up_costs_nobody_their_answer():
     with bytes_server(never_answering([])) as address:
-        client = AsyncRateLimiterClient(address, timeout_s=0.3)
+        client = AsyncRateLimiterClient(address, timeout_s=0.1)
         assert await client.wait_until_ready(PATIENT_S)
         checks = asyncio.ensure_future(client.check_many([Check("alice", "user", "/x")] * 2))
         await asyncio.sleep(0)

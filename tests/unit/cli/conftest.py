@@ -3,11 +3,12 @@
 import os
 import pty
 import sys
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
 
-from ratelimitd.cli import main
+from ratelimitd.cli import commands, main
 from tests.fake_node import fake_node
 
 
@@ -15,6 +16,15 @@ class Ended(NamedTuple):
     status: int
     out: str
     err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once():
+    """Typer takes 10 to 50 ms to make a command from its function: most of the time of a test."""
+    made = cache(partial(commands._Commands.get_command, None, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands._Commands, "get_command", lambda _self, _context, name: made(name))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import asyncio
 
 import httpx
-import pytest
 import pytest_asyncio
 
 from ratelimitd.testing import running_node
@@ -34,11 +33,11 @@ async def operator(node):
         yield found
 
 
-@pytest.mark.parametrize("path", PAGES)
-async def test_page_requires_a_login(stranger, path):
-    answer = await stranger.get(path)
-    assert answer.status_code == 303
-    assert answer.headers["location"].startswith("/login?next=")
+async def test_every_page_requires_a_login(stranger):
+    for path in PAGES:
+        answer = await stranger.get(path)
+        assert answer.status_code == 303, path
+        assert answer.headers["location"].startswith("/login?next=")
 
 
 async def test_every_page_has_the_content_security_policy(operator):
@@ -126,18 +125,18 @@ async def test_proxy_may_forward_any_request_of_its_client():
         assert (await http.get("/v1/auth", headers=of_client)).status_code == 403
 
 
-@pytest.mark.parametrize("target", ["/v1/auth", "/metrics", "/rules", "localhost:80"])
-async def test_connect_is_refused_and_the_connection_stays_usable(target):
+async def test_connect_is_refused_and_the_connection_stays_usable():
     async with running_node(trusted_proxies="127.0.0.1") as node:
-        reader, writer = await asyncio.open_connection(*node.http_address.split(":"))
-        writer.write(
-            f"CONNECT {target} HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-Uri: /a\r\n\r\n"
-            "GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-        )
-        answers = await reader.read()
-        writer.close()
-    assert answers.startswith(b"HTTP/1.1 405 ")
-    assert b"\r\n\r\nthis is not a proxy\nHTTP/1.1 200 OK\r\n" in answers
+        for target in ("/v1/auth", "/metrics", "/rules", "localhost:80"):
+            reader, writer = await asyncio.open_connection(*node.http_address.split(":"))
+            writer.write(
+                f"CONNECT {target} HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-Uri: /a\r\n\r\n"
+                "GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            )
+            answers = await reader.read()
+            writer.close()
+            assert answers.startswith(b"HTTP/1.1 405 "), target
+            assert b"\r\n\r\nthis is not a proxy\nHTTP/1.1 200 OK\r\n" in answers, target
 
 
 async def test_services_are_available_in_json(node):

@@ -64,12 +64,21 @@ def files(tmp_path, ca):
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(ca):
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     ca.configure_trust(context)
     context.set_alpn_protocols(["h2", "http/1.1"])
     return context
+
+
+connections_of_test: list[asyncio.StreamWriter] = []
+"""Those that :func:`talk` opened; closed before their server stops."""
+
+
+def close_connections():
+    while connections_of_test:
+        connections_of_test.pop().close()
 
 
 @pytest.fixture(params=["http", "https"])
@@ -86,6 +95,7 @@ async def listening(request, files, client):
         return Listening(host, int(port), client if tls else None)
 
     yield start
+    close_connections()
     for server in servers:
         await server.stop()
 
@@ -95,6 +105,7 @@ async def over_tls(files, client):
     server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
     host, _, port = (await server.start()).rpartition(":")
     yield Listening(host, int(port), client)
+    close_connections()
     await server.stop()
 
 
@@ -104,6 +115,7 @@ UNREAD = pytest.mark.parametrize("listening", ["http"], indirect=True)
 
 async def talk(address, data=REQUEST):
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=address.tls)
+    connections_of_test.append(writer)
     writer.write(data)
     return reader, writer
 
@@ -118,9 +130,8 @@ async def closed_by_server(reader):
 
 
 async def test_request_is_answered(listening):
-    reader, writer = await talk(await listening())
+    reader, _ = await talk(await listening())
     assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
-    writer.close()
 
 
 async def test_ipv6_address_is_reported_in_brackets():
@@ -144,11 +155,10 @@ async def test_unknown_host_is_a_start_up_error():
 
 async def test_stop_frees_the_address_and_closes_connections(listening):
     address = await listening()
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     await reader.readuntil(b"hello")
     await listening.server.stop()
     assert await closed_by_server(reader)
-    writer.close()
     with pytest.raises(OSError):
         await asyncio.open_connection(address.host, address.port)
     await listening.server.stop()
@@ -166,35 +176,32 @@ async def test_stop_cuts_off_an_endless_answer_without_a_log_line(listening, mon
             cut_off.set()
 
     monkeypatch.setattr(web_server, "STOP_GRACE_S", 0.02)
-    reader, writer = await talk(await listening(endless))
+    reader, _ = await talk(await listening(endless))
     await began.wait()
     await listening.server.stop()
     assert cut_off.is_set()
     assert await closed_by_server(reader)
     assert [one.message for one in caplog.records if one.levelname == "ERROR"] == []
-    writer.close()
 
 
 async def test_stop_lets_a_nearly_complete_answer_finish(listening):
     slow = Slow()
-    reader, writer = await talk(await listening(slow))
+    reader, _ = await talk(await listening(slow))
     await slow.began.wait()
     stopping = asyncio.create_task(listening.server.stop())
     await asyncio.sleep(0)
     slow.may_go_on.set()
     await stopping
     assert (await reader.read()).endswith(b"hello")
-    writer.close()
 
 
 async def test_answer_cancelled_otherwise_is_logged(listening, caplog):
     async def cancelled(_scope, _receive, _send):
         raise asyncio.CancelledError
 
-    reader, writer = await talk(await listening(cancelled))
+    reader, _ = await talk(await listening(cancelled))
     assert b" 500 " in await reader.readline()
     assert "Exception in ASGI application" in caplog.text
-    writer.close()
 
 
 async def test_date_header_is_updated(listening, monkeypatch):
@@ -203,9 +210,8 @@ async def test_date_header_is_updated(listening, monkeypatch):
     monkeypatch.setattr("uvicorn.server.formatdate", lambda *_, **__: "later")
     for _ in range(5):
         await asyncio.sleep(0)
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     assert b"date: later\r\n" in await reader.readuntil(b"hello")
-    writer.close()
 
 
 async def test_server_that_was_never_started_can_be_stopped():
@@ -226,10 +232,9 @@ async def test_crash_while_starting_is_raised(monkeypatch):
 
 async def test_oversized_head_is_refused(listening):
     head = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEADER_BYTES + 1)
-    reader, writer = await talk(await listening(), head)
+    reader, _ = await talk(await listening(), head)
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
-    writer.close()
 
 
 @pytest.mark.parametrize("piece", [1_000, 65_536])
@@ -239,7 +244,6 @@ async def test_head_with_too_many_lines_is_refused_before_it_is_parsed(listening
     writer.write(head[piece:])
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
-    writer.close()
 
 
 async def test_lines_of_a_body_and_of_another_request_are_not_counted(listening):
@@ -250,7 +254,6 @@ async def test_lines_of_a_body_and_of_another_request_are_not_counted(listening)
     assert b" 200 " in await reader.readline()
     writer.write(request)
     assert b" 200 " in await reader.readuntil(b" 200 ")
-    writer.close()
 
 
 TOO_MANY_LINES = b"a:\r\n" * (MAX_HEADER_LINES + 2) + b"\r\n"
@@ -258,10 +261,9 @@ TOO_MANY_LINES = b"a:\r\n" * (MAX_HEADER_LINES + 2) + b"\r\n"
 
 async def test_second_request_with_too_many_lines_ends_the_connection(listening):
     second = b"GET / HTTP/1.1\r\n" + TOO_MANY_LINES
-    reader, writer = await talk(await listening(), REQUEST + second)
+    reader, _ = await talk(await listening(), REQUEST + second)
     assert b" 200 " in await reader.readline()
     assert b"Too many header lines" in await reader.read()
-    writer.close()
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -277,10 +279,9 @@ async def length(scope, receive, send):
 
 
 async def test_trailer_with_too_many_lines_is_refused(listening):
-    reader, writer = await talk(await listening(length), CHUNKED + b"0\r\n" + TOO_MANY_LINES)
+    reader, _ = await talk(await listening(length), CHUNKED + b"0\r\n" + TOO_MANY_LINES)
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
-    writer.close()
 
 
 async def test_request_with_too_many_lines_after_an_ignored_body_is_refused(listening):
@@ -289,17 +290,15 @@ async def test_request_with_too_many_lines_after_an_ignored_body_is_refused(list
     writer.write(b"0\r\n\r\nGET / HTTP/1.1\r\n" + TOO_MANY_LINES)
     assert b" 400 " in await reader.readline()
     assert await closed_by_server(reader)
-    writer.close()
 
 
 async def test_maximum_number_of_lines_is_accepted_in_a_trailer_and_after_an_empty_one(listening):
     lines = b"a:\r\n" * (MAX_HEADER_LINES - 1)
     next_head = b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n"
     bodies = b"0\r\n" + lines + b"\r\n" + CHUNKED + b"0\r\n\r\n"
-    reader, writer = await talk(await listening(length), CHUNKED + bodies + next_head)
+    reader, _ = await talk(await listening(length), CHUNKED + bodies + next_head)
     for _ in range(3):
         assert b" 200 " in await reader.readuntil(b"0 bytes")
-    writer.close()
 
 
 SMALL_CHUNK = b"1\r\nx\r\n"
@@ -323,11 +322,10 @@ async def test_body_in_small_chunks_is_handled_over_several_iterations(listening
     size = 10 * EVENTS_PER_STEP
     address = await listening(reads)
     take_one_step_per_iteration(listening.server)
-    reader, writer = await talk(address, CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n" + REQUEST)
+    reader, _ = await talk(address, CHUNKED + SMALL_CHUNK * size + b"0\r\n\r\n" + REQUEST)
     await reader.readuntil(b"%d bytes" % size)
     assert max(parts) <= EVENTS_PER_STEP
     await reader.readuntil(b"0 bytes")  # bytes after it are the next request
-    writer.close()
 
 
 async def test_connections_share_the_work_of_an_iteration(listening, monkeypatch):
@@ -352,8 +350,6 @@ async def test_connections_share_the_work_of_an_iteration(listening, monkeypatch
         iteration += 1
     assert len(steps) > 3 * len(peers)
     assert max(Counter(steps).values()) <= 2  # the counter moves in the middle of an iteration
-    for _, writer in peers:
-        writer.close()
 
 
 @pytest.fixture
@@ -394,7 +390,6 @@ async def test_nothing_is_read_while_received_chunks_wait(listening, handled, lo
     for _ in range(2):
         assert b" 200 " in await reader.readuntil(b"hello" if app is hello else b" bytes")
     assert not lost
-    writer.close()
 
 
 @pytest.mark.parametrize("while_chunks_wait", [True, False])
@@ -409,7 +404,7 @@ async def test_reading_resumes_when_requested_and_all_chunks_are_handled(
 
     count = 8 * HIGH_WATER_LIMIT // 100
     body = (b"64\r\n" + bytes(100) + b"\r\n") * count
-    reader, writer = await talk(await listening(reads_late), CHUNKED + body + b"0\r\n\r\n")
+    reader, _ = await talk(await listening(reads_late), CHUNKED + body + b"0\r\n\r\n")
     flow = (connection := await handled.get()).flow
     while not flow.read_paused or flow.events_wait is not while_chunks_wait:
         await handled.get()
@@ -417,11 +412,10 @@ async def test_reading_resumes_when_requested_and_all_chunks_are_handled(
     may_go_on.set()
     await reader.readuntil(b"%d bytes" % (100 * count))
     assert not lost
-    writer.close()
 
 
 async def test_connection_may_be_lost_while_received_chunks_wait(listening, handled, lost):
-    _, writer = await talk(await listening(length), CHUNKED + SMALL_CHUNK * 1_000)
+    await talk(await listening(length), CHUNKED + SMALL_CHUNK * 1_000)
     while not (connection := await handled.get()).flow.events_wait:
         pass
     connection.transport.abort()
@@ -430,7 +424,6 @@ async def test_connection_may_be_lost_while_received_chunks_wait(listening, hand
         await asyncio.sleep(0)
     assert len(connection.conn.received) == left > 0
     assert not lost
-    writer.close()
 
 
 BODY_TO_COME = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf"
@@ -455,8 +448,6 @@ async def test_oldest_connection_waiting_for_its_peer_is_closed_beyond_the_bound
     assert await closed_by_server(silent[0])
     used[1].write(REQUEST)
     assert (await used[0].readuntil(b"hello")).count(b"hello") == 1
-    for _, writer in (silent, used, newcomer):
-        writer.close()
 
 
 class Busy:
@@ -476,14 +467,12 @@ async def test_a_connection_whose_request_waits_for_its_turn_makes_no_room(liste
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening()
     queue = listening.server._server.server_state.queue = Busy()
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     step = await queue.steps.get()
-    refused, other = await talk(address, b"")
+    refused, _ = await talk(address, b"")
     assert await closed_by_server(refused)
     step()
     assert b" 200 " in await reader.readline()
-    for one in (writer, other):
-        one.close()
 
 
 @UNREAD
@@ -502,33 +491,28 @@ async def test_connection_with_an_unread_answer_is_closed_beyond_the_bound(liste
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(web_server.BoundedProtocol, "pause_writing", pause_and_tell)
     address = await listening(long)
-    _, unread = await talk(address, REQUEST.replace(b"/ ", b"/long "))
+    await talk(address, REQUEST.replace(b"/ ", b"/long "))
     await paused.wait()
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     assert b" 200 " in await reader.readline()
-    writer.close()
-    unread.close()
 
 
 async def test_connection_with_a_pending_answer_is_kept_beyond_the_bound(listening, monkeypatch):
     slow = Slow()
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening(slow)
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     await slow.began.wait()
-    refused, refused_writer = await talk(address)
+    refused, _ = await talk(address)
     assert await closed_by_server(refused)
     slow.may_go_on.set()
     assert b" 200 " in await reader.readline()
-    for each in (writer, refused_writer):
-        each.close()
 
 
 async def test_slow_sender_is_closed_at_its_deadline(listening, monkeypatch):
     monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
-    reader, writer = await talk(await listening(), b"GET / HT")
+    reader, _ = await talk(await listening(), b"GET / HT")
     assert await closed_by_server(reader)
-    writer.close()
 
 
 @pytest.fixture
@@ -547,14 +531,13 @@ def connections(monkeypatch):
 async def test_answer_being_read_may_finish_after_the_deadline(listening, connections, monkeypatch):
     monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 60.0)
     slow = Slow()
-    reader, writer = await talk(await listening(slow))
+    reader, _ = await talk(await listening(slow))
     await slow.began.wait()
     connections[0]._expire()
     slow.may_go_on.set()
     answer = await reader.read()
     assert b" 200 " in answer
     assert b"hello" in answer
-    writer.close()
 
 
 async def test_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
@@ -567,10 +550,9 @@ async def test_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
 
     monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
     monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 0.01)
-    reader, writer = await talk(await listening(endless))
+    reader, _ = await talk(await listening(endless))
     assert await closed_by_server(reader)
     await cancelled.wait()
-    writer.close()
 
 
 @pytest.fixture
@@ -590,16 +572,14 @@ async def test_garbage_after_an_early_answer_ends_the_connection(listening, lost
     assert b"HTTP/1.1" not in await reader.read()
     assert not lost
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
-    writer.close()
 
 
 async def test_garbage_with_its_request_is_refused(listening, lost, caplog):
-    reader, writer = await talk(await listening(), CHUNKED + b"zz\r\n\r\n")
+    reader, _ = await talk(await listening(), CHUNKED + b"zz\r\n\r\n")
     assert b" 400 " in await reader.readline()
     assert b"HTTP/1.1" not in await reader.read()
     assert not lost
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
-    writer.close()
 
 
 async def events(scope, receive, send):
@@ -612,22 +592,20 @@ async def events(scope, receive, send):
 
 
 async def test_event_stream_outlives_the_deadline_of_its_connection(listening, connections):
-    reader, writer = await talk(await listening(events))
+    reader, _ = await talk(await listening(events))
     await reader.readuntil(b"data: 1\n\n")
     for _ in range(3):
         connections[0]._expire()
     assert not connections[0].transport.is_closing()
-    writer.close()
 
 
 async def test_event_stream_ends_at_its_own_deadline(listening, connections, monkeypatch):
     monkeypatch.setattr(web_server, "STREAM_LIFE_S", 0.0)
     monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 0.01)
-    reader, writer = await talk(await listening(events))
+    reader, _ = await talk(await listening(events))
     await reader.readuntil(b"data: 1\n\n")
     connections[0]._expire()
     assert await closed_by_server(reader)
-    writer.close()
 
 
 @UNREAD
@@ -643,12 +621,11 @@ async def test_unread_event_stream_is_cut_off(listening, connections, monkeypatc
             await send({"type": "http.response.body", "body": body, "more_body": True})
         cut_off.set()
 
-    _, writer = await talk(await listening(many_events))
+    await talk(await listening(many_events))
     while not (connections and connections[0].flow.write_paused):  # noqa: ASYNC110 -- of a real socket
         await asyncio.sleep(0)
     connections[0]._expire()
     await cut_off.wait()
-    writer.close()
 
 
 async def test_server_at_a_path_removes_it_when_stopped(tmp_path):
@@ -675,9 +652,8 @@ async def scheme(scope, receive, send):
 
 async def test_application_receives_the_scheme(listening):
     address = await listening(scheme)
-    reader, writer = await talk(address)
+    reader, _ = await talk(address)
     assert await reader.readuntil(b"\r\n\r\nhttp" + b"s" * (address.tls is not None))
-    writer.close()
 
 
 async def test_tls_negotiates_http_1_without_a_client_certificate(over_tls):
@@ -685,7 +661,6 @@ async def test_tls_negotiates_http_1_without_a_client_certificate(over_tls):
     tls = writer.get_extra_info("ssl_object")
     assert tls.selected_alpn_protocol() == "http/1.1"
     assert tls.version() == "TLSv1.3"
-    writer.close()
 
 
 async def test_changed_certificate_is_used_at_the_next_handshake(over_tls, files, ca, caplog):
@@ -714,11 +689,10 @@ def test_unusable_files_are_a_start_up_error(files):
 
 
 async def test_plaintext_on_the_tls_port_is_answered_with_an_explanation(over_tls):
-    reader, writer = await talk(over_tls._replace(tls=None))
+    reader, _ = await talk(over_tls._replace(tls=None))
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"This port speaks TLS only." in answer
-    writer.close()
 
 
 async def test_stalled_handshakes_make_room_and_end_with_the_server(files, client, monkeypatch):

@@ -44,7 +44,7 @@ def test_json_has_all_figures(ask):
 )
 def test_identifiers_are_sent_in_rotation_with_the_credentials(ask, node, options, names):
     ask(
-        *("bench", "--duration", "0.5", "--concurrency", "1", "--keys", "3", "--token", "t"),
+        *("bench", "--duration", "0.2", "--concurrency", "1", "--keys", "3", "--token", "t"),
         *("--endpoint", "/x", "--peek", *options),
     )
     asked = [call.request.identifier for call in node.seen]

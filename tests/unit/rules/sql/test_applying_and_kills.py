@@ -38,10 +38,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(
-    ("writes", "reached"),
-    [(1, "in the middle"), (5, "in the middle"), (20, "in the middle"), (10**6, "applied")],
-)
+@pytest.mark.parametrize(("writes", "reached"), [(20, "in the middle"), (10**6, "applied")])
 async def test_kill_leaves_all_or_none_of_a_set_applied(tmp_path, writes, reached):
     drafts = [RuleDraft(f"/{n}", "user", 1, 60, "token_bucket") for n in range(RULES - 1)]
     async with sqlite_store(tmp_path) as store:

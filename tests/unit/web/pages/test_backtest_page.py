@@ -5,18 +5,24 @@ import subprocess
 import sys
 import threading
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
+from starlette.applications import Starlette
 
 from ratelimitd.backtest.trace import Block, End, Kind, encode_block, encode_end, header
 from ratelimitd.errors import MAX_VIOLATIONS
+from ratelimitd.model import US_PER_S, Algorithm, Rule
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd.web.pages import backtest as module
-from tests.page_visitor import PageVisitor, text_of
+from ratelimitd.web.pages.sessions import Sessions
+from tests.page_visitor import PageVisitor, frame_of, text_of, token_in
 
 TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 1, window: 1m, algorithm: fixed_window}]"
 NOW_US = ManualClock().now_us()
+WIDE = Rule("id-1", "/orders", "user", limit=9, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 
 
 @pytest.fixture(autouse=True)
@@ -48,29 +54,47 @@ def trace(tmp_path):
 
 
 @pytest_asyncio.fixture
-async def node(clock, tmp_path, trace):
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(TIGHT.replace("limit: 1", "limit: 9"))
-    async with running_node(clock=clock, rules_file=rules, record_dir=trace) as found:
+async def visitor(trace):
+    """A visitor of the page alone, on a node that records and has one rule."""
+    frame = frame_of(Sessions("", lambda: 0.0))
+    parts = SimpleNamespace(
+        book=lambda: RuleBook.of([WIDE], 1),
+        types=("user",),
+        now_s=lambda: NOW_US / US_PER_S,
+        record_dir=trace,
+        may_administer=lambda call: None,
+    )
+    app = Starlette(routes=module.BacktestPage(frame, parts).routes())
+    async with PageVisitor(app=app) as found:
         yield found
 
 
+async def posted(visitor, window="the last hour", rules=TIGHT):
+    token = token_in((await visitor.get("/backtest")).text)
+    return await visitor.post("/backtest", {"window": window, "rules": rules}, token=token)
+
+
 async def replay(visitor, window="the last hour", rules=TIGHT):
-    answer = await visitor.post("/backtest", {"window": window, "rules": rules})
+    answer = await posted(visitor, window, rules)
     return answer.status_code, text_of(answer)
 
 
-async def test_edited_rules_are_replayed_before_they_are_saved(visitor, node):
-    status, text = await replay(visitor)
-    assert status == 200
+async def test_edited_rules_are_replayed_before_they_are_saved(clock, tmp_path, trace):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(TIGHT.replace("limit: 1", "limit: 9"))
+    async with (
+        running_node(clock=clock, rules_file=rules, record_dir=trace) as node,
+        PageVisitor(node.http_address) as visitor,
+    ):
+        status, text = await replay(visitor)
+        [rule] = node._limiter.book.rules()
+    assert (status, rule.limit) == (200, 9)
     assert "2 newly denied of 3 checks" in text
     assert "Denied 2, was 0" in text
     assert "default: 1 in 1 min 2 1 of 1 3" in text
     assert "aaaaaaaaaaaaaaaa user 0 2" in text
     assert "50.0 % of the identities" in text
     assert "0 checks, 2 holds" in text
-    [rule] = node._limiter.book.rules()
-    assert rule.limit == 9
 
 
 async def test_rules_of_the_node_are_replayed_without_an_edit(visitor):
@@ -79,15 +103,30 @@ async def test_rules_of_the_node_are_replayed_without_an_edit(visitor):
     assert "default: 9 in 1 min" in text
 
 
-async def test_window_may_be_one_file(visitor):
+@pytest.fixture
+def replayed(monkeypatch, trace):
+    """The numbers of the files of replays, which do nothing."""
+    found = []
+
+    async def replayed(paths, _rules):
+        files = sorted(trace.glob("*.trace"))
+        found.append([files.index(path) for path in paths])
+        return None, ""
+
+    monkeypatch.setattr(module, "_replayed", replayed)
+    return found
+
+
+async def test_window_may_be_one_file(visitor, replayed):
     page = await visitor.get("/backtest")
     assert "2023-11-14 22:00:00 UTC" in page.text
-    assert "of 1 checks" in (await replay(visitor, "2023-11-14 22:00:00 UTC"))[1]
+    for window in ("2023-11-14 22:00:00 UTC", "the last hour", "the last day"):
+        await replay(visitor, window)
+    assert replayed == [[0], [1], [0, 1]]
 
 
-async def test_form_contains_the_rule_to_edit(visitor, node):
-    [rule] = node._limiter.book.rules()
-    text = text_of(await visitor.get(f"/backtest?rule={rule.id}"))
+async def test_form_contains_the_rule_to_edit(visitor):
+    text = text_of(await visitor.get(f"/backtest?rule={WIDE.id}"))
     assert "endpoint: /orders" in text
     assert "rules: []" in text_of(await visitor.get("/backtest?rule=none"))
 
@@ -138,9 +177,10 @@ async def test_large_book_is_left_to_the_command(visitor, monkeypatch):
     assert "more than 0 rules: use ratelimitd backtest" in text
 
 
-async def test_newest_files_of_a_long_window_are_replayed(visitor, monkeypatch):
+async def test_newest_files_of_a_long_window_are_replayed(visitor, replayed, monkeypatch):
     monkeypatch.setattr(module, "MAX_WINDOW_BYTES", 200)
-    assert "of 3 checks" in (await replay(visitor, "the last day"))[1]
+    await replay(visitor, "the last day")
+    assert replayed == [[1]]
 
 
 async def test_damaged_trace_is_reported(visitor, trace):
@@ -166,9 +206,16 @@ async def slow(monkeypatch):
 
 async def begun(visitor):
     """Start a slow replay; return the address of its page."""
-    answer = await visitor.post("/backtest", {"window": "the last hour", "rules": TIGHT})
+    answer = await posted(visitor)
     assert answer.status_code == 303
     return answer.headers["Location"]
+
+
+async def ended(visitor, page):
+    """Wait for the end of a replay; return its result."""
+    while "Refresh" in (answer := await visitor.get(page)).headers:
+        pass
+    return answer
 
 
 async def test_one_replay_runs_at_a_time(visitor, slow):
@@ -177,7 +224,7 @@ async def test_one_replay_runs_at_a_time(visitor, slow):
     assert status == 409
     assert "Another replay is running" in text
     slow.set_result((None, "It was slow."))
-    assert "It was slow." in text_of(await visitor.get(page))
+    assert "It was slow." in text_of(await ended(visitor, page))
     assert "Another replay is running" not in (await replay(visitor))[1]
 
 
@@ -189,9 +236,8 @@ async def test_slow_replay_has_a_page_that_reloads_until_the_result(visitor, slo
     assert "The replay is running" in text_of(answer)
     assert "<textarea" not in answer.text  # the next page would overwrite typed text
     slow.set_result((None, "It was slow."))
-    answer = await visitor.get(page)
+    answer = await ended(visitor, page)
     assert answer.status_code == 500
-    assert "Refresh" not in answer.headers
     assert "It was slow." in text_of(answer)
     assert "limit: 1, window: 1m" in text_of(answer)
     assert "It was slow." in text_of(await visitor.get(page))
@@ -201,8 +247,7 @@ async def test_slow_replay_has_a_page_that_reloads_until_the_result(visitor, slo
 async def test_replay_ends_after_its_page_is_left(visitor, monkeypatch):
     page = await begun(visitor)
     monkeypatch.setattr(module, "LEFT_S", 0.0)
-    while "Refresh" in (answer := await visitor.get(page)).headers:
-        pass
+    answer = await ended(visitor, page)
     assert answer.status_code == 409
     assert "The replay was stopped, because its page was left." in text_of(answer)
 
@@ -291,9 +336,9 @@ def test_replay_ends_when_its_node_is_killed(tmp_path):
 async def test_nothing_can_be_selected_without_recording():
     async with running_node() as node, PageVisitor(node.http_address) as visitor:
         assert "This node records no checks" in text_of(await visitor.get("/backtest"))
-        status, text = await replay(visitor)
-        assert status == 409
-        assert "No checks were recorded in this time." in text
+        answer = await visitor.post("/backtest", {"window": "the last hour", "rules": TIGHT})
+        assert answer.status_code == 409
+        assert "No checks were recorded in this time." in text_of(answer)
 
 
 async def test_missing_directory_counts_as_empty(visitor, trace):

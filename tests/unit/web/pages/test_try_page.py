@@ -1,6 +1,5 @@
 import re
 
-import pytest
 import pytest_asyncio
 
 from ratelimitd.model import Reason
@@ -81,10 +80,10 @@ async def test_answer_without_a_check_is_marked(visitor, node, monkeypatch):
     assert "allowed without a check user alice" in text
 
 
-@pytest.mark.parametrize("cost", ["", "x", "-1", "1.5", str(2**31), "<b>"])
-async def test_invalid_cost_is_reported_at_its_field(visitor, cost):
-    answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
-    assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM})
+async def test_invalid_cost_is_reported_at_its_field(visitor):
+    for cost in ("", "x", "-1", "1.5", str(2**31), "<b>"):
+        answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
+        assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM}), cost
 
 
 async def test_check_may_wait(visitor):
