@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as random_source
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.retry import Backoff
 from ratelimitd.rules.assignments import Assignments
-from ratelimitd.rules.book import BookEditor, RuleBook
+from ratelimitd.rules.book import RULES_PER_STEP, BookEditor, RuleBook
 from ratelimitd.rules.last_good import IS_EMPTY, LastGoodBook
-from ratelimitd.rules.store import BookChanges, RuleStore, in_steps
+from ratelimitd.rules.store import BookChanges, RuleStore, SkippedRow, in_steps
 
 POLL_S: Final = 2.0
 POLL_JITTER: Final = 0.2
@@ -44,8 +44,9 @@ class RuleFeed:
 
     ``assignments`` mirrors those of the store, changed in place.
 
-    Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule.
-    An empty store in place of one with edits was lost: the feed keeps its book, as while a store is unavailable.
+    Logs the first failure and the recovery, not each attempt. Skips an invalid row; the book keeps its previous rule,
+    at a start that of the last good book. An empty store in place of one with edits was lost: the feed keeps its book,
+    as while a store is unavailable.
 
     Awaits ``open_store`` before each read to prepare the store; it returns whether the store is another one than
     before, and raises ``StoreUnavailableError`` while it cannot. Enters ``whole_load`` around each load of a whole
@@ -188,6 +189,9 @@ class RuleFeed:
         """Build the next book in steps, then swap it in at once."""
         old = self._book
         editor = BookEditor(RuleBook.empty() if old is None or changes.full else old)
+        if changes.full and changes.skipped:
+            # First: a valid rule may have taken the endpoint of one of them, and replaces it.
+            await self._keep_last_valid(editor, changes.skipped)
         await _all_steps(editor.apply(changes.changed, changes.removed_ids))
         # Before the book, whose revision promises that they are in force.
         await _all_steps(self._assign(changes))
@@ -200,6 +204,15 @@ class RuleFeed:
             while parts:
                 del parts[-_FREED_PER_STEP:]
                 await asyncio.sleep(0)
+
+    async def _keep_last_valid(self, editor: BookEditor, skipped: Sequence[SkippedRow]) -> None:
+        """Put the rules that the book in use, else the last good one, has in place of invalid rows."""
+        book = self._book
+        if book is None and self._last_good is not None and (found := await self._last_good.load()):
+            book = found.book
+        if book is not None:
+            kept = filter(None, (book.get(row.rule_id) for row in skipped))
+            await _all_steps(in_steps(editor.put, kept, RULES_PER_STEP))
 
     def _assign(self, changes: BookChanges) -> Iterator[None]:
         if changes.full:

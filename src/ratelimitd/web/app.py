@@ -6,10 +6,11 @@ exempt from the checks of pages and JSON. See ADR 0028.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -22,9 +23,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
-from ratelimitd.web.api.http_call import is_cross_site, settled
+from ratelimitd.web.api.http_call import is_cross_site, peer_of, settled
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi
 from ratelimitd.web.pages.audit import AuditPages, AuditTrail
 from ratelimitd.web.pages.backtest import BacktestPage
@@ -110,6 +112,8 @@ def worker_application(
     auth: ForwardAuth | None = None,
 ) -> ASGIApp:
     """Return an application with the machine endpoints, ``auth`` if served here, and ``others`` for the rest."""
+    # Not the queue of large calls, which would delay scrapes while there are many.
+    scrapes = FairQueue(time.monotonic)
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=HEADERS)
@@ -123,7 +127,7 @@ def worker_application(
     async def scrape(request: Request) -> Response:
         page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
         headers = {**HEADERS, "Content-Type": page.content_type}
-        return StreamingResponse(_paced(page), headers=headers)
+        return StreamingResponse(_paced(page, scrapes, peer_of(request)), headers=headers)
 
     routes: list[BaseRoute] = [
         Route("/metrics", scrape),
@@ -169,11 +173,11 @@ def _host_name(host: str) -> str:
     return (found["address"] or found["name"]) if found else ""
 
 
-async def _paced(page: Page) -> AsyncIterator[bytes]:
-    """Yield the pieces of a page; between two pieces the loop answers checks."""
-    for piece in page.pieces():
+async def _paced(page: Page, queue: FairQueue, peer: str) -> AsyncIterator[bytes]:
+    """Yield the pieces of a page; the queue bounds the pieces of all scrapes per event-loop iteration."""
+    pieces = page.pieces()
+    while (piece := await queue.run(peer, partial(next, pieces, None))) is not None:
         yield piece
-        await asyncio.sleep(0)
 
 
 STATUS_TITLES = {404: "There is no such page", 405: "This page does not accept that method"}

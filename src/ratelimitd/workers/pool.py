@@ -170,6 +170,7 @@ class WorkerPool:
         self._background = Background({})
         self._keeping_store = Background({})
         self._draining = False
+        self._reading: asyncio.Task[Points] | None = None
 
     async def start(self) -> None:
         """Start the store, then all workers at once; each is restarted whenever it ends.
@@ -240,7 +241,15 @@ class WorkerPool:
         return Readiness(ready=True, reason=f"all but {lacking}" if lacking else "")
 
     async def points(self) -> Points:
-        """Return the metrics of all workers as those of one node, and the parent's own."""
+        """Return the metrics of all workers as those of one node, and the parent's own.
+
+        Concurrent requests share one answer: a merge takes 10 ms with 1,000 rules, and nothing limits their number.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_points(), name="metrics of workers")
+        return await asyncio.shield(self._reading)
+
+    async def _read_points(self) -> Points:
         answers = await asyncio.gather(*(respawner.report() for respawner in self._respawners))
         now = [answer for answer in answers if answer is not None]
         totals = [respawner.totals for respawner in self._respawners]

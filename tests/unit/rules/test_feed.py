@@ -342,6 +342,46 @@ async def test_rule_made_invalid_stays_in_the_book_until_repaired(start, store, 
     assert (node.feed.skipped_total, node.feed.left_out) == (1, 0)
 
 
+async def test_rule_made_invalid_stays_in_the_book_of_later_starts_until_deleted(
+    start, store, behind
+):
+    orders, carts = await store.create(ORDERS, "me"), await store.create(CARTS, "me")
+    await (await start()).close()
+    behind("UPDATE rules SET algorithm = 'leaky' WHERE endpoint = '/orders'")
+    for _ in range(2):
+        node = await start()
+        assert set(node.feed.book.rules()) == {orders, carts}
+        assert node.feed.left_out == 1
+        await node.close()
+    await store.delete(orders.id, "", "me")
+    node = await start()
+    assert list(node.feed.book.rules()) == [carts]
+    assert node.feed.left_out == 0
+
+
+async def test_rule_made_invalid_stays_when_the_database_returns_after_the_start(
+    start, store, behind, lose
+):
+    rule = await store.create(ORDERS, "me")
+    await (await start()).close()
+    behind("UPDATE rules SET algorithm = 'leaky'")
+    bring_back = lose()
+    node = await start()
+    bring_back()
+    await node.pauses.turn()
+    assert node.feed.connected
+    assert list(node.feed.book.rules()) == [rule]
+
+
+async def test_rule_made_invalid_gives_way_to_a_valid_one_with_its_endpoint(start, store, behind):
+    await store.create(ORDERS, "me")
+    await (await start()).close()
+    behind("UPDATE rules SET endpoint = '/moved', algorithm = 'leaky'")
+    successor = await store.create(ORDERS, "me")
+    node = await start()
+    assert list(node.feed.book.rules()) == [successor]
+
+
 async def test_deleted_invalid_row_is_no_longer_counted(start, store, behind):
     rule = await store.create(ORDERS, "me")
     behind("UPDATE rules SET algorithm = ''")

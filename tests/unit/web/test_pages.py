@@ -1,9 +1,13 @@
+import asyncio
+from collections import Counter
+
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from ratelimitd import fair_queue
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.web.app import with_host_check, worker_application
 from ratelimitd.web.pages.errors import Cause
@@ -76,6 +80,33 @@ async def test_metrics_have_the_requested_format(web):
     answer = await web.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
+
+
+async def test_scrapes_share_one_budget_per_event_loop_iteration(monkeypatch):
+    monkeypatch.setattr(fair_queue, "BUDGET_S", 0.0)  # one step
+    pieces_by_iteration = Counter()
+    iteration = 0
+
+    async def iterate():
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    class ThreeMetrics:
+        def points(self):
+            for name in ("a", "b", "c"):
+                pieces_by_iteration[iteration] += 1
+                yield Definition(name, "gauge", "Number.", lambda _: ()), [Point(3)]
+
+    web = Web(metrics=ThreeMetrics())
+    async with asyncio.TaskGroup() as group:
+        iterating = group.create_task(iterate())
+        answers = await asyncio.gather(*(web.get("/metrics") for _ in range(20)))
+        iterating.cancel()
+    assert all("a 3.0" in answer.text and "c 3.0" in answer.text for answer in answers)
+    assert set(pieces_by_iteration.values()) == {1}
+    assert pieces_by_iteration.total() == 60
 
 
 @pytest.mark.parametrize(

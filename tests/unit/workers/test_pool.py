@@ -76,6 +76,23 @@ async def test_the_metrics_of_two_workers_are_those_of_one_node(pool):
     assert first["rate_limiter_worker_restarts_total"] == {"0": 0, "1": 0}
 
 
+async def test_concurrent_scrapes_share_one_merge_of_the_metrics(pool):
+    both = pool(ANSWERING, ANSWERING)
+    await both.start()
+    first, second = await asyncio.gather(both.points(), both.points())
+    assert first is second
+    assert await both.points() is not first
+
+
+async def test_cancelled_scrape_leaves_the_others_their_metrics(pool):
+    both = pool(ANSWERING, ANSWERING)
+    await both.start()
+    first, second = (asyncio.create_task(values(both)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second)[ALLOWED] == {"": 2}
+
+
 async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(pool):
     none = pool(ANSWERING)  # not started
     points = await none.points()
