@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from ratelimitd.rules.book import BookEditor
 from ratelimitd.rules.sql.database import open_database
-from ratelimitd.rules.sql.migrations import upgrade
+from ratelimitd.rules.sql.migrations import migrate, upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
 from ratelimitd.rules.validation import MAX_LIMITS, MAX_PLANS
@@ -43,6 +43,14 @@ def successor(book, changed, removed_ids, revision):
     for _ in editor.apply(changed, removed_ids):
         pass
     return editor.finish(revision)
+
+
+async def migrated(url, revision):
+    """Create the tables as releases before this one did, one migration after the other."""
+    database = open_database(url, create=True)
+    async with database.upgrading() as connection:
+        await connection.run_sync(migrate, revision)
+    await database.close()
 
 
 @asynccontextmanager

@@ -11,7 +11,10 @@ from typing import Final, Protocol
 TRACEPARENT: Final = "traceparent"
 """The metadata key of W3C Trace Context."""
 
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+_TRACEPARENT: Final = re.compile(
+    # Version ff is forbidden, version 00 has nothing after the flags, and ids of zeros are invalid.
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+)
 
 _FLAGS_END: Final = slice(54, 55)
 _SAMPLED: Final = frozenset("13579bdf")

@@ -100,6 +100,13 @@ def test_every_panel_asks_the_chosen_prometheus_about_the_chosen_nodes():
             assert 'job="$job"' in target["expr"], target["expr"]
 
 
+def test_the_nodes_to_choose_from_are_those_of_the_chosen_cluster():
+    """All of them, too: panels ask by instance, so `All` must not stand for every instance of the job."""
+    [nodes] = [one for one in dashboard()["templating"]["list"] if one["name"] == "instance"]
+    assert '{job="$job", namespace=~"$namespace"}' in nodes["query"]["query"]
+    assert "allValue" not in nodes
+
+
 def test_no_panel_lies_on_another():
     taken = {}
     for panel in dashboard()["panels"]:

@@ -73,7 +73,7 @@ def prometheus(directory, nodes):
         yield server
 
 
-GRAFANA = {"$job": "ratelimitd", "$instance": ".*", "$__rate_interval": "5s"}
+GRAFANA = {"$job": "ratelimitd", "$namespace": ".*", "$instance": ".*", "$__rate_interval": "5s"}
 NAMED = set().union(
     *(metrics_in(rule["expr"]) for rule in alerts().values()),
     *(metrics_in(query) for query in dashboard_queries()),

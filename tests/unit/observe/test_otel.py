@@ -48,6 +48,19 @@ async def test_span_with_a_parent_joins_its_trace(receiver, tracer):
     assert (sent.status.message, sent.status.code) == ("NOT_FOUND", sent.status.STATUS_CODE_ERROR)
 
 
+@pytest.mark.parametrize(
+    "parent",
+    [
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"{SAMPLED}-more",
+    ],
+)
+async def test_invalid_parent_begins_no_trace(tracer, parent):
+    assert tracer.begin("a/b", parent) is None
+
+
 async def test_span_that_is_not_a_call_has_the_client_kind(receiver, tracer):
     tracer.begin("ratelimitd.sync").end()
     [sent] = receiver.wait_for(1)

@@ -410,11 +410,16 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     except StoreMisconfiguredError as error:
         yield problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")
     except (StoreUnavailableError, StartupError) as error:
-        is_old = "ratelimitd db upgrade" in str(error)
+        what = str(error)
+        if "is of an older release" in what and _is_writable_file(url):
+            remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
+            yield warning(DATABASE_AREA, what, remedy)
+            return
+        is_old = "ratelimitd db upgrade" in what
         remedy = (
             "ratelimitd db upgrade" if is_old else "docs/operations.md has a row for this message"
         )
-        yield problem(DATABASE_AREA, str(error), remedy)
+        yield problem(DATABASE_AREA, what, remedy)
     else:
         what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
         remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
@@ -455,6 +460,11 @@ def _counted(numbers: Counter[str]) -> str:
     most = [f"{name} ({number})" for name, number in numbers.most_common(MAX_NAMED)]
     more = len(numbers) - len(most)
     return ", ".join(most) + (f" and {more} more" if more else "")
+
+
+def _is_writable_file(url: urls.DatabaseUrl) -> bool:
+    """Return whether the database is a file that this user may write."""
+    return isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:

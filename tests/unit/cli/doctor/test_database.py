@@ -5,13 +5,15 @@ import sqlite3
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from ratelimitd.cli.doctor import stores
 from ratelimitd.cli.doctor.stores import check_database
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
 from ratelimitd.settings.table import Settings
-from tests.rule_stores import store_at
+from tests.rule_stores import migrated, store_at
 
 DRAFT = RuleDraft("/a", "user", 1, 60, "token_bucket")
 
@@ -60,6 +62,34 @@ async def test_file_of_another_program_is_a_problem(tmp_path):
     connection.close()
     finding = await look(f"sqlite:///{tmp_path}/theirs.db")
     assert (finding.level, "not ratelimitd's" in finding.what) == ("problem", True)
+
+
+@pytest.fixture
+async def older(tmp_path):
+    """The URL of a file that the first release wrote."""
+    url = f"sqlite:///{tmp_path}/rules.db"
+    await migrated(url, "0001")
+    return url
+
+
+async def test_older_file_is_upgraded_by_the_next_start(older):
+    finding = await look(older)
+    assert finding.level == "warning"
+    assert "older release (schema 0001)" in finding.what
+    assert finding.remedy.startswith("back it up first; serve upgrades it")
+
+
+async def test_older_file_that_cannot_be_written_is_a_problem(older, monkeypatch):
+    monkeypatch.setattr(stores, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
+    finding = await look(older)
+    assert (finding.level, finding.remedy) == ("problem", "ratelimitd db upgrade")
+
+
+async def test_older_server_needs_the_upgrade(postgres):
+    url = postgres.new_database("template0")
+    await migrated(url, "0001")
+    finding = await look(url)
+    assert (finding.level, finding.remedy) == ("problem", "ratelimitd db upgrade")
 
 
 async def test_server_with_rules_is_fine(postgresql_url):

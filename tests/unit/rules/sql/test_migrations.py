@@ -17,10 +17,10 @@ from ratelimitd.rules.sql.database import metadata, open_database
 from ratelimitd.rules.sql.migrations import (
     REVISIONS,
     VERSION_TABLE,
-    migrate,
     require_current,
     upgrade,
 )
+from tests.rule_stores import migrated
 
 NEWEST = REVISIONS[-1]
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
@@ -49,14 +49,6 @@ async def test_upgrade_creates_a_missing_file_with_the_newest_schema(path):
     assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [(NEWEST,)]  # noqa: S608
     assert run(path, "SELECT revision FROM rule_revision") == [(0,)]
     assert run(path, "PRAGMA journal_mode") == [("wal",)]
-
-
-async def migrated(url, revision):
-    """Create the tables as releases before this one did, one migration after the other."""
-    database = open_database(url, create=True)
-    async with database.upgrading() as connection:
-        await connection.run_sync(migrate, revision)
-    await database.close()
 
 
 async def schema_of(url):
