@@ -35,7 +35,6 @@ from ratelimitd.rpc.interface import (
 )
 from ratelimitd.rpc.tls import (
     CERT_SETTING,
-    GRPCIO_KEYS,
     KEY_SETTING,
     Certificates,
     CertificateSource,
@@ -300,7 +299,7 @@ class GrpcioServer:
             _log.error("%s", line)
             loop.call_soon_threadsafe(self._count, TransportError.TLS_FILES)
 
-        source = CertificateSource(files, report, GRPCIO_KEYS)
+        source = CertificateSource(files, report, is_grpcio=True)
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             found = source.newer()

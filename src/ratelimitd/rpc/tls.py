@@ -6,7 +6,6 @@ Transports receive verified files only: after a broken change the old ones stay 
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
 import os
 import re
@@ -75,19 +74,20 @@ The change time also covers permissions, and copies that keep the modification t
 class CertificateSource:
     """Reads the files of a server and detects changes.
 
-    ``report`` receives one line for every unusable change. ``keys`` are the kinds of keys that the transport can use,
-    such as :data:`GRPCIO_KEYS`; ``None``: all of OpenSSL. :meth:`newer` may run in any thread, but in one at a time.
+    ``report`` receives one line for every unusable change, and for a kind of key beyond :data:`GRPCIO_KEYS`;
+    with ``is_grpcio`` such a key is refused. :meth:`newer` may run in any thread, but in one at a time.
     """
 
     def __init__(
         self,
         files: TlsFiles,
         report: Callable[[str], None],
-        keys: Mapping[str, bytes] | None = None,
+        *,
+        is_grpcio: bool = False,
     ) -> None:
         self._files = files
         self._report = report
-        self._keys = keys
+        self._is_grpcio = is_grpcio
         self._stamp: tuple[Stamp, ...] = ()
         self._current: Certificates | None = None
 
@@ -98,7 +98,7 @@ class CertificateSource:
             StartupError: they cannot be used; the message names the setting and the file.
         """
         self._stamp = self._stamp_now()
-        self._current = _read(self._files, self._keys)
+        self._current = self._read()
         return self._current
 
     def newer(self) -> Certificates | None:
@@ -110,7 +110,7 @@ class CertificateSource:
         if stamp == self._stamp:
             return None
         try:
-            found = _read(self._files, self._keys)
+            found = self._read()
         except StartupError as error:
             self._stamp = stamp
             self._report(f"{error}; the old certificate stays in service")
@@ -128,6 +128,19 @@ class CertificateSource:
         self._stamp = ()
         self._current = None
 
+    def _read(self) -> Certificates:
+        found = _read(self._files)
+        if not _has_common_key(found.chain):
+            who = "this TRANSPORT cannot use" if self._is_grpcio else "many clients do not accept"
+            message = (
+                f"{CERT_SETTING}: {self._files.cert} has a kind of key that {who};"
+                f" use {', '.join(GRPCIO_KEYS)}"
+            )
+            if self._is_grpcio:
+                raise StartupError(message)
+            self._report(message)
+        return found
+
     def _stamp_now(self) -> tuple[Stamp, ...]:
         return tuple(stamp_of(path) for path in self._files if path is not None)
 
@@ -141,7 +154,7 @@ def stamp_of(path: Path) -> Stamp:
     return status.st_ctime_ns, status.st_size, status.st_ino
 
 
-def _read(files: TlsFiles, keys: Mapping[str, bytes] | None) -> Certificates:
+def _read(files: TlsFiles) -> Certificates:
     chain = _content(files.cert, CERT_SETTING)
     key = _content(files.key, KEY_SETTING)
     client_ca = None if files.client_ca is None else _content(files.client_ca, CLIENT_CA_SETTING)
@@ -149,9 +162,6 @@ def _read(files: TlsFiles, keys: Mapping[str, bytes] | None) -> Certificates:
     if files.client_ca is not None and client_ca is not None:
         _demand_certificates(client_ca, files.client_ca, CLIENT_CA_SETTING)
     _demand_matching_key(files)
-    if keys is not None:
-        _demand_usable_key(chain, files.cert, keys)
-    _demand_handshake(files)
     return Certificates(chain, key, client_ca)
 
 
@@ -191,31 +201,10 @@ def _demand_matching_key(files: TlsFiles) -> None:
         raise StartupError(message) from None
 
 
-def _demand_usable_key(chain: bytes, path: Path, keys: Mapping[str, bytes]) -> None:
+def _has_common_key(chain: bytes) -> bool:
     first = CERTIFICATE.search(chain.decode("ascii", "replace"))
     der = b"" if first is None else base64.b64decode(first[2])
-    if not any(kind in der for kind in keys.values()):
-        message = f"{CERT_SETTING}: {path} has a kind of key that this TRANSPORT cannot use; use {', '.join(keys)}"
-        raise StartupError(message)
-
-
-def _demand_handshake(files: TlsFiles) -> None:
-    """Refuse a key that OpenSSL loads but that its own clients do not accept, such as one on secp256k1."""
-    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client_context.check_hostname = False
-    client_context.verify_mode = ssl.CERT_NONE
-    sent, received = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(received, sent)
-    server = _context(files, HTTP2).wrap_bio(sent, received, server_side=True)
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    try:
-        server.do_handshake()
-    except ssl.SSLWantReadError:  # for the client's answer: the certificate is sent
-        return
-    except ssl.SSLError:
-        message = f"{CERT_SETTING}: {files.cert} has a kind of key that clients do not accept"
-        raise StartupError(message) from None
+    return any(kind in der for kind in GRPCIO_KEYS.values())
 
 
 HTTP2: Final = "h2"

@@ -124,7 +124,7 @@ def test_the_kinds_of_keys_that_are_refused_are_those_that_grpc_refuses(kind, tm
     files.cert.write_bytes(certificate.cert)
     files.key.write_bytes(certificate.key)
     assert accepts(certificate) is (kind in GRPCIO_KEYS)
-    source = CertificateSource(files, pytest.fail, GRPCIO_KEYS)
+    source = CertificateSource(files, pytest.fail, is_grpcio=True)
     if kind in GRPCIO_KEYS:
         assert source.load().chain == certificate.cert
     else:

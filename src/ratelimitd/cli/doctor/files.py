@@ -17,7 +17,7 @@ from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
-from ratelimitd.rpc.tls import CERTIFICATE, GRPCIO_KEYS, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import CERTIFICATE, CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 
@@ -118,14 +118,19 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
         yield warning(
             "HTTP_TLS", what, "set it on, or listen where only a proxy with TLS can reach"
         )
-    keys = GRPCIO_KEYS if settings.transport == "grpcio" else None
+    reported: list[str] = []
     try:
-        certificates = CertificateSource(files, lambda _line: None, keys).load()
+        certificates = CertificateSource(
+            files, reported.append, is_grpcio=settings.transport == "grpcio"
+        ).load()
     except StartupError as error:
         setting, _, what = str(error).partition(": ")
         remedy = "replace the file; a running node keeps the old certificate, and loads the new one"
         yield problem(setting, what, remedy)
         return
+    for line in reported:
+        setting, _, what = line.partition(": ")
+        yield warning(setting, what, "issue a certificate with a key of one of these kinds")
     yield _expiry("TLS_CERT", certificates.chain, now)
     if certificates.client_ca is not None:
         yield _expiry("TLS_CLIENT_CA", certificates.client_ca, now)
