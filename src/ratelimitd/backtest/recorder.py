@@ -264,7 +264,8 @@ class TraceRecorder:
             self._make_room()
             name = f"{self._clock.now_us():016d}-{self._writer.hex()}{PART}"
             self._file = Appender(self._directory / name, header(self._trace, self._writer))
-            self._file.lock()
+            with suppress(OSError):  # not every file system has locks
+                self._file.lock()
             self._file_checks = self._file_lost = 0
             self._holds = self._stats.holds["made"]
         octets = encode_block(block)
@@ -328,9 +329,7 @@ class TraceRecorder:
             is_ahead = age_us < -recent_us
             with suppress(FileNotFoundError, PermissionError):  # just removed, or another user's
                 size = path.stat().st_size
-                # A writer locks its file after the header.
-                is_new = size <= HEADER_BYTES and abs(age_us) < recent_us
-                if named[2] == PART and (is_new or _is_locked(path)):
+                if named[2] == PART and _is_written(path, size, is_recent=abs(age_us) < recent_us):
                     unfinished += max(self._file_bytes, size)
                 else:
                     total += size
@@ -344,13 +343,17 @@ class TraceRecorder:
             total -= size
 
 
-def _is_locked(path: Path) -> bool:
+def _is_written(path: Path, size: int, *, is_recent: bool) -> bool:
     """Return whether the process that writes a file still runs."""
+    if size <= HEADER_BYTES and is_recent:
+        return True  # its writer locks it after the header
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # without locks, its age tells
+            return is_recent
     return False
 
 

@@ -196,9 +196,10 @@ class Node:
                 settings.tokens_file,
                 self._now_s,
                 others,
-                guard_checks=self._guard_checks,
                 on_guard=self._on_guard,
             )
+            if self._guard_checks:
+                self.guard_checks()
         for warning in settings.warnings:
             _log.warning("%s", warning)
         self._recorder = self._new_recorder()

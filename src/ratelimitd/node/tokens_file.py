@@ -42,8 +42,7 @@ class TokensFile:
     """Keeps ``tokens`` up to date with the file, which is read first here; ``now_s`` returns Unix time.
 
     ``others`` maps the tokens of other settings, which no entry may have, to the settings' names; empty tokens are
-    ignored. ``on_guard`` is called once an entry of the role check closes checks to callers without a credential;
-    with ``guard_checks`` they are closed from the start.
+    ignored. ``on_guard`` is called once an entry of the role check closes checks to callers without a credential.
 
     Raises:
         StartupError: the file cannot be used; the message names the entry and its field.
@@ -55,7 +54,6 @@ class TokensFile:
         now_s: Callable[[], float],
         others: Mapping[str, str] = MappingProxyType({}),
         *,
-        guard_checks: bool = False,
         on_guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
@@ -63,7 +61,7 @@ class TokensFile:
         self._others = others
         self._on_guard = on_guard
         self._stamp = stamp_of(path)
-        self.tokens = NamedTokens(now_s, read_tokens(path, others), guard_checks=guard_checks)
+        self.tokens = NamedTokens(now_s, read_tokens(path, others))
         if self.tokens.guard_checks:
             on_guard()
 

@@ -82,8 +82,6 @@ class NamedTokens:
         self,
         now_s: Callable[[], float],
         tokens: Iterable[Token] = (),
-        *,
-        guard_checks: bool = False,
     ) -> None:
         self._now_s = now_s
         self._by_name = {token.name: token for token in tokens}
@@ -92,8 +90,11 @@ class NamedTokens:
         self._by_key = {key_of(digest): token for digest, token in by_digest.items()}
         self.have_checks = any(token.role is Role.CHECK for token in self._by_name.values())
         """Whether any token holds the check role."""
-        self.guard_checks = guard_checks or self.have_checks
-        """Whether any token ever held the check role: removing the last one must not open checks to all callers."""
+        self.guard_checks = self.have_checks
+        """Whether any token ever held the check role, here or on another worker.
+
+        Removing the last one must not open checks to all callers.
+        """
 
     def replace(self, other: NamedTokens) -> None:
         """Put the tokens of ``other`` in force instead. Takes the same time for any number of them."""

@@ -345,6 +345,10 @@ def _postgresql_options(query: str) -> dict[str, str]:
         f"must have with sslmode={sslmode} an sslrootcert, the file of the trusted authorities",
     )
     require(re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")), "must have a number as port")
+    require(
+        "," not in options.get("host", ""),
+        "must have several hosts before the database: host1,host2/database",
+    )
     return options
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import fcntl
 import shutil
 import threading
 from unittest.mock import Mock
@@ -261,10 +262,22 @@ async def test_a_file_that_another_process_writes_is_not_removed(record, monkeyp
     assert (await writer.trace()).checks == 2 * BLOCK_CHECKS
 
 
+@pytest.mark.parametrize(("seconds", "files"), [(1, 2), (10 * FILE_S, 1)])
+async def test_without_locks_a_recent_file_counts_as_written(record, monkeypatch, seconds, files):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EOPNOTSUPP, "no locks")))
+    monkeypatch.setattr(module, "FILES", 2)
+    writer, other = (record(ORDERS, max_bytes=100_000) for _ in range(2))
+    other.clock.advance(seconds=seconds)
+    writer.recorder._file_bytes = 1 << 20
+    await fill(writer)
+    await fill(other)
+    assert len(writer.files) == files
+
+
 async def test_the_files_of_another_user_do_not_end_the_recording(record, monkeypatch):
     at = record(ORDERS)
     (at.directory / f"{0:016d}-{0:016x}.part").write_bytes(b"")
-    monkeypatch.setattr(module, "_is_locked", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(module, "_is_written", Mock(side_effect=PermissionError))
     at.ask()
     assert (await at.trace()).checks == 1
 

@@ -235,6 +235,7 @@ def test_hosts_are_connected_to_in_turn_and_of_several_only_a_primary_by_default
         ("postgresql://h/d?sslmode=allow&sslmode=prefer", "must have no options but"),
         ("postgresql://h/d?password=s3cret", "must have no options but host"),
         ("postgresql:///d?host=/run&port=x", "must have a number as port"),
+        ("postgresql:///d?host=a,b", "must have several hosts before the database"),
         (
             "postgresql://h/d?sslmode=verify-full&sslrootcert=system",
             "must have a file as sslrootcert",
