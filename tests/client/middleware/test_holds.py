@@ -264,6 +264,23 @@ def test_a_file_of_flask_is_settled_when_it_is_closed(tmp_path):
     assert left_in(limiter) == LIMIT - 5
 
 
+def test_a_request_of_flask_whose_environ_a_wrapper_copies_is_settled():
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    app = flask.Flask("chat")
+    below = app.wsgi_app
+    app.wsgi_app = lambda environ, start_response: below(dict(environ), start_response)
+    for_flask.setup(app, limiter)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return "words"
+
+    asked(app).close()
+    assert left_in(limiter) == LIMIT - 5
+
+
 def test_an_answer_of_flask_that_another_one_replaces_is_settled():
     limiter = FakeRateLimiter()
     limiter.limit("/chat", "ip", LIMIT)
