@@ -359,20 +359,36 @@ def test_a_mark_that_makes_no_sense_is_an_error(arguments, what):
         limited(**arguments)
 
 
+class UnansweredHold(AsyncHold):
+    """A hold whose extension no node answers."""
+
+    def __init__(self):
+        super().__init__(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT))
+        self.extending = asyncio.Event()
+        self.timeout_s = 0.0
+        self.settled_with = []
+
+    async def extend(self, *_, timeout_s):
+        self.timeout_s = timeout_s
+        self.extending.set()
+        await asyncio.Event().wait()
+
+    async def settle(self, actual, **_):
+        self.settled_with.append(actual)
+        return True
+
+
 async def test_a_long_request_keeps_its_hold_also_if_no_node_answers_for_a_while(monkeypatch):
-    extended = asyncio.Event()
-
-    class Hold(AsyncHold):
-        async def extend(self, *_, timeout_s):
-            assert timeout_s == DEFAULT_TTL_S  # the rest of its life
-            extended.set()
-            return True
-
+    hold = UnansweredHold()
     monkeypatch.setattr(holds, "EXTEND_S", 0.0)
-    hold = Hold(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT))
     requests = HeldRequests(lambda held, _: held.cost)
-    end = requests.begin("request", Held(hold, 1, None))
-    await extended.wait()
+    end = requests.begin("request", Held(hold, 5, None))
+    await hold.extending.wait()
+    assert hold.timeout_s == DEFAULT_TTL_S  # the rest of its life
     end()
     end()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    # At once, and not when the extension ends.
+    assert hold.settled_with == [5]
     await requests.finish()
