@@ -79,13 +79,16 @@ def test_its_own_arguments_are_validated(argument, value, error):
         AsyncRateLimiterClient(**{argument: value})
 
 
-async def test_the_deadline_of_a_leased_check_is_validated_too(monkeypatch):
+async def test_the_arguments_of_a_leased_check_are_validated_too(monkeypatch):
     leased = Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT)
     monkeypatch.setattr(Leases, "take", lambda *_: leased)
     async with AsyncRateLimiterClient(lease_ms=500) as client:
         assert await client.check("alice", "user", "/x", timeout_s=1) is leased
         with pytest.raises(ValueError, match="timeout_s must be"):
             await client.check("alice", "user", "/x", timeout_s=-1)
+        for argument, value in (("timestamp", None), ("timestamp", 0.0), ("peek", None)):
+            with pytest.raises(TypeError, match=f"{argument} must be"):
+                await client.check("alice", "user", "/x", **{argument: value})
 
 
 async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch, transport):

@@ -66,9 +66,7 @@ def test_the_longest_wait_is_told_in_milliseconds(max_wait_s, max_wait_ms):
 
 @pytest.mark.parametrize("max_wait_s", [-1, 60.001, float("nan"), float("inf")])
 def test_a_wait_out_of_bounds_is_refused(max_wait_s):
-    with pytest.raises(
-        ValueError, match="max_wait_s must be a positive number of seconds, up to 60"
-    ):
+    with pytest.raises(ValueError, match=r"^max_wait_s must be 0 to 60$"):
         request_of("alice", "user", "/x", max_wait_s=max_wait_s)
     with pytest.raises(TypeError, match="max_wait_s must be a number of seconds, not str"):
         request_of("alice", "user", "/x", max_wait_s=str(max_wait_s))

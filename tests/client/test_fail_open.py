@@ -132,6 +132,13 @@ def test_limits_of_a_batch_beyond_the_most_are_left_out_in_equal_shares(fail_ope
     assert [len(one.limits) for one in fail_open.answered(data, count)] == [most] * count
 
 
+def test_the_limits_of_one_check_of_a_batch_do_not_depend_on_the_others(fail_open):
+    most = pb.RateLimitResponse(allowed=True, limits=[pb.LimitStatus()] * MAX_LIMITS)
+    others = [pb.RateLimitResponse(allowed=True)] * (MAX_BATCH - 1)
+    data = pb.BatchRateLimitResponse(responses=[most, *others]).SerializeToString()
+    assert len(fail_open.answered(data, MAX_BATCH)[0].limits) == MAX_LIMITS
+
+
 def test_an_answer_to_a_settle_that_is_too_long_is_none():
     limits = [pb.LimitStatus(name="x" * MAX_HOLD_ANSWER_BYTES)]
     answer = pb.SettleResponse(known=True, limits=limits).SerializeToString()

@@ -264,6 +264,23 @@ def test_a_file_of_flask_is_settled_when_it_is_closed(tmp_path):
     assert left_in(limiter) == LIMIT - 5
 
 
+def test_a_request_of_flask_whose_environ_a_wrapper_copies_is_settled():
+    limiter = FakeRateLimiter()
+    limiter.limit("/chat", "ip", LIMIT)
+    app = flask.Flask("chat")
+    below = app.wsgi_app
+    app.wsgi_app = lambda environ, start_response: below(dict(environ), start_response)
+    for_flask.setup(app, limiter)
+
+    @app.route("/chat")
+    @limited(hold=ESTIMATE, settle=lambda _: 5)
+    def chat():
+        return "words"
+
+    asked(app).close()
+    assert left_in(limiter) == LIMIT - 5
+
+
 def test_an_answer_of_flask_that_another_one_replaces_is_settled():
     limiter = FakeRateLimiter()
     limiter.limit("/chat", "ip", LIMIT)
@@ -342,20 +359,36 @@ def test_a_mark_that_makes_no_sense_is_an_error(arguments, what):
         limited(**arguments)
 
 
+class UnansweredHold(AsyncHold):
+    """A hold whose extension no node answers."""
+
+    def __init__(self):
+        super().__init__(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT))
+        self.extending = asyncio.Event()
+        self.timeout_s = 0.0
+        self.settled_with = []
+
+    async def extend(self, *_, timeout_s):
+        self.timeout_s = timeout_s
+        self.extending.set()
+        await asyncio.Event().wait()
+
+    async def settle(self, actual, **_):
+        self.settled_with.append(actual)
+        return True
+
+
 async def test_a_long_request_keeps_its_hold_also_if_no_node_answers_for_a_while(monkeypatch):
-    extended = asyncio.Event()
-
-    class Hold(AsyncHold):
-        async def extend(self, *_, timeout_s):
-            assert timeout_s == DEFAULT_TTL_S  # the rest of its life
-            extended.set()
-            return True
-
+    hold = UnansweredHold()
     monkeypatch.setattr(holds, "EXTEND_S", 0.0)
-    hold = Hold(Decision(True, 1, 0, 0, Reason.WITHIN_LIMIT))
     requests = HeldRequests(lambda held, _: held.cost)
-    end = requests.begin("request", Held(hold, 1, None))
-    await extended.wait()
+    end = requests.begin("request", Held(hold, 5, None))
+    await hold.extending.wait()
+    assert hold.timeout_s == DEFAULT_TTL_S  # the rest of its life
     end()
     end()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    # At once, and not when the extension ends.
+    assert hold.settled_with == [5]
     await requests.finish()

@@ -6,7 +6,7 @@ import gc
 import socket
 import ssl
 import weakref
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import uvloop
@@ -14,7 +14,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from ratelimitd import testing
-from ratelimitd_client import AsyncRateLimiterClient, Check, Tls
+from ratelimitd_client import AsyncRateLimiterClient, Check, Tls, async_sessions
 from ratelimitd_client.fail_open import (
     BATCH,
     CHECK,
@@ -23,6 +23,7 @@ from ratelimitd_client.fail_open import (
     MAX_ANSWER_BYTES,
     MAX_HOLD_ANSWER_BYTES,
     SETTLE,
+    CallError,
 )
 from ratelimitd_client.transport import channel as native_channel
 from ratelimitd_client.transport import h2_call, payloads
@@ -307,6 +308,88 @@ async def test_an_address_that_answers_no_calls_is_set_aside_and_tried_again():
         stuck.is_stuck = True
         assert await unchecked(4 * MAX_TIMEOUTS) == MAX_TIMEOUTS
         assert link._aside_s == FIRST_ASIDE_S * 2
+
+
+@asynccontextmanager
+async def holding(*nodes):
+    """The session of a client that is connected to these nodes, and has no hold under way at the end."""
+    addresses = ",".join(node.address for node in nodes)
+    async with AsyncRateLimiterClient(f"ipv4:{addresses}") as client:
+        assert await client.wait_until_ready(PATIENT_S)
+        session = client._opened()
+        await until(lambda: len(session.channel._ready) == len(nodes))
+        try:
+            yield session
+        finally:
+            expire(session.channel)
+
+
+async def hold(session):
+    """The name of the status that a hold ends with."""
+    try:
+        await session.call_or_give_back(HOLD, QUESTION, 0.05)
+    except CallError as error:
+        return error.code.name
+    return "OK"
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["never", "late"])
+async def test_an_address_that_answers_no_holds_in_time_is_set_aside(is_late, monkeypatch):
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    stuck = StuckNode()
+    async with h2_node() as good, h2_node(stuck.behave) as bad, holding(good, bad) as session:
+        channel = session.channel
+        link = channel._ready[1]
+        for _ in range(MAX_TIMEOUTS):
+            assert link in channel._ready
+            assert await hold(session) == "DEADLINE_EXCEEDED"
+            await hold(session)
+            if is_late:
+                bad.peers[0].answer(await stuck.received.get())
+                await until(lambda: not session._under_way)
+        assert link not in channel._ready
+        link._return()
+        expire(channel)
+        assert link in channel._ready  # no call is counted twice
+        assert await hold(session) == "DEADLINE_EXCEEDED"
+        assert link not in channel._ready  # one timeout is enough now
+
+
+@pytest.mark.parametrize("streams", [None, 0], ids=["waiting", "in line"])
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["late", "cancelled"])
+async def test_a_hold_that_was_not_sent_ends_when_its_caller_leaves(
+    streams, is_cancelled, monkeypatch
+):
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    none = {SettingCodes.MAX_CONCURRENT_STREAMS: 0}
+    async with h2_node(settings=none) as node, holding(node) as session:
+        channel = session.channel
+        [link] = channel._ready
+        if streams is None:
+            link.pause_writing()
+        if is_cancelled:
+            call = asyncio.ensure_future(hold(session))
+            await until(lambda: channel._waiting or not link.is_idle)
+            call.cancel()
+            await asyncio.wait([call])
+        else:
+            assert await hold(session) == "DEADLINE_EXCEEDED"
+        assert link.is_idle
+        assert not channel._calls
+        assert not channel._waiting
+        await until(lambda: not session._under_way)
+
+
+async def test_a_hold_whose_caller_has_left_is_not_sent_again(monkeypatch):
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    stuck = StuckNode()
+    async with h2_node(stuck.behave) as node, holding(node) as session:
+        assert await hold(session) == "DEADLINE_EXCEEDED"
+        [took] = node.peers
+        took.h2.reset_stream(await stuck.received.get(), ErrorCodes.REFUSED_STREAM)
+        took.send()
+        await until(lambda: not session._under_way or not stuck.received.empty())
+        assert len(took.headers) == 1
 
 
 async def test_an_address_set_aside_is_used_where_there_is_no_other(channels):

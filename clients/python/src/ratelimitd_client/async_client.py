@@ -135,7 +135,12 @@ class AsyncRateLimiterClient(AsyncSessions):
         session = self._opened()
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         # asyncio only:
-        leases = None if timestamp or peek or also or max_wait_s else session.leases
+        leases = session.leases
+        if leases is not None and (
+            # What is no timestamp or no peek is refused where it is sent.
+            timestamp.__class__ is not int or timestamp or peek is not False or also or max_wait_s
+        ):
+            leases = None
         bucket = (identifier, identifier_type, endpoint)
         if leases is not None and (leased := leases.take(bucket, cost)) is not None:
             self.counts.leased += 1
@@ -207,7 +212,8 @@ class AsyncRateLimiterClient(AsyncSessions):
 
         ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
         call safe: the same id is the same hold. Without it, a hold that is answered up to a second after the deadline
-        is given back, in asyncio also if the call is cancelled. The other arguments are those of :class:`Check`.
+        is given back: in asyncio also if the call is cancelled, in a blocking client unless that is closed first. The
+        other arguments are those of :class:`Check`.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.

@@ -166,9 +166,7 @@ class AsyncSession:
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        self._call: Callable[[str, bytes, float], Coroutine[Any, Any, bytes | None]] = (
-            self._call_grpc
-        )
+        self._call: Callable[..., Coroutine[Any, Any, bytes | None]] = self._call_grpc
         send: Send = self._send_grpc
         if native is not None:
             self._call = partial(self._call_native, native)
@@ -232,30 +230,46 @@ class AsyncSession:
 
     async def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         """As :meth:`call`, of a hold; what it holds is given back if the caller is cancelled, or the answer is late."""
-        call = self._begin(path, message, timeout_s + LATE_S)
+        leave: list[partial[None]] = []  # stays empty over gRPC's channel
+        call = self._begin(path, message, timeout_s + LATE_S, leave=leave)
         try:
             return await _answer_of(call, timeout_s)
-        except (asyncio.CancelledError, CallError):
+        except (asyncio.CancelledError, CallError) as error:
+            for report in leave:
+                report(is_overdue=isinstance(error, CallError))
             self.keep(self.loop.create_task(self._give_back(call)))
             raise
 
     async def _give_back(self, call: asyncio.Task[bytes | None]) -> None:
         with suppress(CallError):
             held = read(pb.HoldResponse, await _answer_of(call))
-            not_held = unchecked(
-                Reason.NO_ANSWER, "", 0.0
-            )  # not for the breaker: the answer was of no use
+            # Not reported to the breaker: the answer was of no use.
+            not_held = unchecked(Reason.NO_ANSWER, "", 0.0)
             await AsyncHold(not_held, hold=held.hold, session=self).settle(0)
 
-    def _begin(self, path: str, message: bytes, timeout_s: float) -> asyncio.Task[bytes | None]:
+    def _begin(
+        self,
+        path: str,
+        message: bytes,
+        timeout_s: float,
+        *,
+        leave: list[partial[None]] | None = None,
+    ) -> asyncio.Task[bytes | None]:
         if self._is_closed:
             raise CallError.of_closed()
-        call = self.loop.create_task(self._call(path, message, timeout_s))
+        call = self.loop.create_task(self._call(path, message, timeout_s, leave=leave))
         self.keep(call)
         call.add_done_callback(_mark_retrieved)
         return call
 
-    async def _call_grpc(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
+    async def _call_grpc(
+        self,
+        path: str,
+        message: bytes,
+        timeout_s: float,
+        *,
+        leave: list[partial[None]] | None = None,  # noqa: ARG002 - of the other channel
+    ) -> bytes | None:
         """As :meth:`call`; errors that are no status are raised as they are."""
         try:
             answer: bytes | None = await self._methods[path](
@@ -266,9 +280,15 @@ class AsyncSession:
         return answer
 
     async def _call_native(
-        self, channel: NativeChannel, path: str, message: bytes, timeout_s: float
+        self,
+        channel: NativeChannel,
+        path: str,
+        message: bytes,
+        timeout_s: float,
+        *,
+        leave: list[partial[None]] | None = None,
     ) -> bytes:
-        """As :meth:`_call_grpc`, over the client's own channel."""
+        """As :meth:`_call_grpc`, over the client's own channel. ``leave`` gets what to call when the caller leaves."""
         future: asyncio.Future[NodeCall] = self.loop.create_future()
 
         def done(call: NodeCall) -> None:
@@ -276,6 +296,8 @@ class AsyncSession:
                 future.set_result(call)
 
         call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+        if leave is not None:
+            leave.append(partial(channel.leave, call))
         try:
             await future
         except asyncio.CancelledError:

@@ -154,7 +154,7 @@ def _also_of(identifier_type: str, also: object) -> bytes:
 
 def _max_wait_of(max_wait_s: float) -> bytes:
     """Validate and encode the longest wait; part of a millisecond is left out."""
-    require_seconds("max_wait_s", max_wait_s, MAX_WAIT_S)
+    require_seconds("max_wait_s", max_wait_s, MAX_WAIT_S, or_0=True)
     return pb.RateLimitRequest(max_wait_ms=int(max_wait_s * MS_PER_S)).SerializeToString()
 
 
@@ -277,13 +277,14 @@ def require_number(name: str, value: object, least: int, most: int) -> None:
         raise ValueError(message)
 
 
-def require_seconds(name: str, value: object, most: float) -> None:
-    """Raise ValueError or TypeError for what is no positive number up to ``most``."""
+def require_seconds(name: str, value: object, most: float, *, or_0: bool = False) -> None:
+    """Raise ValueError or TypeError for what is no positive number up to ``most``, nor 0 if that is valid, too."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         message = f"{name} must be a number of seconds, not {type(value).__name__}"
         raise TypeError(message)
-    if not 0 < value <= most:
-        message = f"{name} must be a positive number of seconds, up to {most:,g}"
+    if not 0 <= value <= most or not (value or or_0):
+        bounds = f"0 to {most:,g}" if or_0 else f"a positive number of seconds, up to {most:,g}"
+        message = f"{name} must be {bounds}"
         raise ValueError(message)
 
 

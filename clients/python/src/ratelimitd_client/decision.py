@@ -180,7 +180,8 @@ MAX_LIMITS: Final = 512
 """Limits of a decision; further ones are left out, because each takes 10 to 20 µs."""
 
 MAX_BATCH_LIMITS: Final = 16_384
-"""Likewise of the decisions of a batch, in equal shares: 16 for each of 1,000 checks."""
+"""Likewise of the decisions of a batch. Where its answer may have more, the shares are equal: 16 for each of 1,000
+checks."""
 
 
 def decision_of(

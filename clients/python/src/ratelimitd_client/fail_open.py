@@ -172,7 +172,9 @@ class FailOpen:
         now_s = self._clock.now_s()
         if count == 1:  # the usual case, without the time that a comprehension takes to begin
             return [decision_of(messages[0], now_s)]
-        max_limits = min(MAX_LIMITS, MAX_BATCH_LIMITS // count)
+        # Shared only where it may be needed, since a limit takes 2 octets or more.
+        is_short = len(answer or b"") <= 2 * MAX_BATCH_LIMITS
+        max_limits = MAX_LIMITS if is_short else min(MAX_LIMITS, MAX_BATCH_LIMITS // count)
         return [decision_of(message, now_s, max_limits) for message in messages]
 
     def held(self, answer: bytes | None) -> tuple[Decision, pb.HoldResponse]:

@@ -192,7 +192,7 @@ class Session:
             return answer
 
     def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """As :meth:`call`, of a hold; what it holds is given back if the answer is late."""
+        """As :meth:`call`, of a hold; what it holds is given back if the answer is late and precedes a close."""
         if self._is_closed:
             raise CallError.of_closed()
         with _call_errors():

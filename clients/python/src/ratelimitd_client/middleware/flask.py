@@ -22,8 +22,8 @@ from ratelimitd_client.middleware.policy import Policy, require_kind
 from ratelimitd_client.middleware.request_info import flask_route
 from ratelimitd_client.middleware.wsgi import DECISION, header_of, info_of
 
-SETTLE: Final = "ratelimitd.settle"
-"""Key of the environ under which the function is that settles the hold of a request."""
+SETTLES: Final = "ratelimitd.settles"
+"""Key in the environ of the functions that settle the request's holds."""
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
@@ -62,7 +62,8 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             response = Response(answer.body, answer.status, answer.headers)
             raise default_exceptions[answer.status](answer.text, response)
         if held is not None:
-            request.environ[SETTLE] = partial(_settle, policy, held, _current())
+            settle = partial(_settle, policy, held, _current())
+            request.environ.setdefault(SETTLES, []).append(settle)
 
     def add_headers(response: Response) -> Response:
         """Add the headers of the limit, except those that the view has set."""
@@ -79,11 +80,11 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
 
 
 class _Answer:
-    """The body of an answer, which settles the hold of its request when the server closes it."""
+    """The body of an answer, which settles the holds of its request when the server closes it."""
 
-    def __init__(self, body: Iterable[bytes], environ: WSGIEnvironment) -> None:
+    def __init__(self, body: Iterable[bytes], settles: list[Callable[[], None]]) -> None:
         self._body = body
-        self._environ = environ
+        self._settles = settles
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._body)
@@ -95,27 +96,29 @@ class _Answer:
             if close is not None:
                 close()
         finally:
-            _settle_once(self._environ)
+            _settle_once(self._settles)
 
 
 def _settling(app: WSGIApplication) -> WSGIApplication:
     """Return the application, settling the hold of each request when its answer has ended, or without one."""
 
     def settling(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        # A list, which copies of the environ share.
+        settles: list[Callable[[], None]] = []
+        environ[SETTLES] = settles
         try:
             body = app(environ, start_response)
         except BaseException:
-            _settle_once(environ)
+            _settle_once(settles)
             raise
-        return _Answer(body, environ) if SETTLE in environ else body
+        return _Answer(body, settles) if settles else body
 
     return settling
 
 
-def _settle_once(environ: WSGIEnvironment) -> None:
-    settle: Callable[[], None] | None = environ.pop(SETTLE, None)
-    if settle is not None:
-        settle()
+def _settle_once(settles: list[Callable[[], None]]) -> None:
+    while settles:
+        settles.pop()()
 
 
 def _settle(policy: Policy[Request], held: Held, flask_request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Generic, NamedTuple
+from typing import Any, Final, Generic, NamedTuple
 
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.hold import Hold
@@ -50,9 +50,12 @@ class HeldRequests(Generic[R]):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=SETTLE_S)
 
-    async def _keep(self, request: R, held: Held, ended: asyncio.Future[None]) -> None:
+    async def _keep(self, request: R, held: Held, ended: asyncio.Future[Any]) -> None:
         hold = held.hold
         assert isinstance(hold, AsyncHold)  # noqa: S101 -- the limiter is one for asyncio
         while not (await asyncio.wait([ended], timeout=EXTEND_S))[0]:
-            await hold.extend(timeout_s=DEFAULT_TTL_S - EXTEND_S)  # as long as the hold lasts
+            # As long as the hold lasts, or the request.
+            extending = asyncio.create_task(hold.extend(timeout_s=DEFAULT_TTL_S - EXTEND_S))
+            await asyncio.wait([ended, extending], return_when=asyncio.FIRST_COMPLETED)
+            extending.cancel()
         await hold.settle(self._actual(held, request), timeout_s=SETTLE_S)

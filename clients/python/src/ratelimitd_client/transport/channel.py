@@ -187,6 +187,20 @@ class NativeChannel:
         if call.link is not None:
             call.link.cancel(call)
 
+    def leave(self, call: NodeCall, *, is_overdue: bool) -> None:
+        """Await no more than a late answer to a call whose caller has left: a call that was not sent ends.
+
+        ``is_overdue``: the caller left at its deadline, which counts as a timeout; the deadline of the call is later.
+        """
+        if call not in self._calls:
+            return
+        call.ended_by_link = self._ended_late
+        if call in self._waiting or not call.stream_id:
+            self.cancel(call)
+            self._end(call, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if is_overdue and call.link is not None and call.link.time_out(call):
+            self._changed()
+
     def _ended(self, call: NodeCall) -> None:
         """Finish a call that its connection has ended, or send it again."""
         if call not in self._calls:  # sending it raised, and the caller has the error
@@ -196,6 +210,12 @@ class NativeChannel:
             if left_s > 0:
                 self._send(call, left_s)
                 return
+        self._finish(call)
+
+    def _ended_late(self, call: NodeCall) -> None:
+        """Finish a call whose caller has left. It is not sent again, and its answer does not reset what is counted."""
+        if call.link is not None:
+            call.link.ignore_answer()
         self._finish(call)
 
     def _send(self, call: NodeCall, left_s: float) -> None:

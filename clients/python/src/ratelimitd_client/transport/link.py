@@ -127,8 +127,9 @@ class Link(asyncio.Protocol):
     def time_out(self, call: NodeCall) -> bool:
         """Count a call that times out; return whether it sets the connection aside for a while.
 
-        Calls that were in flight together count as one: the node or this process may have paused. An answer resets the
-        count; answers are looked for here only, since most calls have one. After the pause, one timeout is enough.
+        Calls that were in flight together count as one: the node or this process may have paused. So does a call whose
+        caller leaves before it ends. An answer resets the count; answers are looked for here only, since most calls
+        have one. After the pause, one timeout is enough.
         """
         connection = self._connection
         if connection.answers != self._answers:
@@ -136,15 +137,21 @@ class Link(asyncio.Protocol):
             self._timeouts = 0
             self._aside_s = FIRST_ASIDE_S
         # Where the node allows no streams, or too few, the call may still be in line.
-        if call.stream_id > self._newest_id if call.stream_id else call.place > self._newest_place:
-            self._newest_id = connection.newest_id
-            self._newest_place = connection.places
-            self._timeouts += 1
+        newest = self._newest_id if call.stream_id else self._newest_place
+        if (call.stream_id or call.place) <= newest:
+            return False
+        self._newest_id = connection.newest_id
+        self._newest_place = connection.places
+        self._timeouts += 1
         if self._timeouts < MAX_TIMEOUTS or self.is_aside:
             return False
         self._aside = self._loop.call_later(self._aside_s, self._return)
         self._aside_s = min(2 * self._aside_s, MAX_ASIDE_S)
         return True
+
+    def ignore_answer(self) -> None:
+        """Discount an answer that came too late: it does not reset the count of timeouts."""
+        self._answers += 1
 
     def take_back(self) -> None:
         """End the pause aside."""

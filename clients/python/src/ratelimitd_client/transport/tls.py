@@ -14,7 +14,7 @@ _LABELS: Final = {
     "cert": b"CERTIFICATE-----",
     "key": b"PRIVATE KEY-----",
 }
-"""How the PEM of each part begins, the kind aside. With none of it every check would be let through."""
+"""End of a label that each part must contain. Without a certificate no node is verified: checks are let through."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
