@@ -130,6 +130,10 @@ class StoreSlowError(StoreUnavailableError):
     """A store did not answer in time. It may have executed the request, and may answer the next one."""
 
 
+class SchemaOlderError(StoreUnavailableError):
+    """The rule database has the tables of an older release."""
+
+
 class StoreMisconfiguredError(StoreUnavailableError):
     """A store rejects the node until a password, a permission or a setting is corrected."""
 

@@ -95,9 +95,12 @@ async def test_a_block_that_is_cancelled_is_settled(async_client, real_node):
         assert left_of(await other.check(name, *WHO, peek=True)) == 4
 
 
-@pytest.mark.parametrize(
+GIVEN_BACK = pytest.mark.parametrize(
     ("hold_id", "methods"), [("", ["Hold", "Settle"]), ("kept for a repetition", ["Hold"])]
 )
+
+
+@GIVEN_BACK
 @pytest.mark.parametrize("transport", get_args(Transport))
 async def test_a_hold_that_is_cancelled_is_given_back_unless_it_has_an_id(
     transport, hold_id, methods, monkeypatch
@@ -119,9 +122,7 @@ async def test_a_hold_that_is_cancelled_is_given_back_unless_it_has_an_id(
         assert node.seen[-1].request == pb.SettleRequest(hold="hold-0") or hold_id
 
 
-@pytest.mark.parametrize(
-    ("hold_id", "methods"), [("", ["Hold", "Settle"]), ("kept for a repetition", ["Hold"])]
-)
+@GIVEN_BACK
 @pytest.mark.parametrize("transport", get_args(Transport))
 async def test_a_hold_that_is_answered_late_is_given_back_unless_it_has_an_id(
     transport, hold_id, methods, monkeypatch

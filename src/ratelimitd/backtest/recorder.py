@@ -12,7 +12,6 @@ ADR 0063.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import re
@@ -40,6 +39,7 @@ from ratelimitd.backtest.trace import (
 )
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.state_dir import is_held
 from ratelimitd.clock import Clock
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
@@ -349,12 +349,9 @@ def _is_written(path: Path, size: int, *, is_recent: bool) -> bool:
         return True  # its writer locks it after the header
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return is_held(file.fileno())
         except OSError:  # without locks, its age tells
             return is_recent
-    return False
 
 
 def _nothing() -> None:

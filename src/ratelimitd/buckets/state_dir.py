@@ -89,7 +89,7 @@ class StateDir:
             address = published.removesuffix(NOT_MADE)
             if not address or (made_token and address != published):
                 return ""
-            return address if _is_held(lock_fd) else ""
+            return address if is_held(lock_fd) else ""
         finally:
             os.close(lock_fd)
 
@@ -99,8 +99,8 @@ class StateDir:
         os.close(self._lock_fd)
 
 
-def _is_held(lock_fd: int) -> bool:
-    """Return whether another process holds the lock; this attempt can make a concurrent start fail."""
+def is_held(lock_fd: int) -> bool:
+    """Return whether another process holds the lock. An attempt to take it without waiting may fail meanwhile."""
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

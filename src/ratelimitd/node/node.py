@@ -193,10 +193,7 @@ class Node:
                 settings.check_token: "CHECK_TOKEN",
             }
             self._tokens = TokensFile(
-                settings.tokens_file,
-                self._now_s,
-                others,
-                on_guard=self._on_guard,
+                settings.tokens_file, self._now_s, others, on_guard=self._on_guard
             )
             if self._guard_checks:
                 self.guard_checks()

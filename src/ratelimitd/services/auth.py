@@ -78,11 +78,7 @@ class Token:
 class NamedTokens:
     """The tokens of TOKENS_FILE in force; ``now_s`` is Unix time."""
 
-    def __init__(
-        self,
-        now_s: Callable[[], float],
-        tokens: Iterable[Token] = (),
-    ) -> None:
+    def __init__(self, now_s: Callable[[], float], tokens: Iterable[Token] = ()) -> None:
         self._now_s = now_s
         self._by_name = {token.name: token for token in tokens}
         by_digest = {token.digest: token for token in self._by_name.values() if token.digest}

@@ -32,6 +32,7 @@ from ratelimitd.cluster.redis.store import MAX_STATUS_BYTES, MEMBERS_KEY, MEMBER
 from ratelimitd.cluster.redis.topology import client_context
 from ratelimitd.errors import (
     RateLimitdError,
+    SchemaOlderError,
     StartupError,
     StoreCorruptError,
     StoreMisconfiguredError,
@@ -411,7 +412,7 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
         yield problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")
     except (StoreUnavailableError, StartupError) as error:
         what = str(error)
-        if "is of an older release" in what and _is_writable_file(url):
+        if isinstance(error, SchemaOlderError) and _is_writable_file(url):
             remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
             yield warning(DATABASE_AREA, what, remedy)
             return

@@ -12,7 +12,7 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.errors import SchemaOlderError, StartupError, StoreUnavailableError
 from ratelimitd.rules.sql.database import metadata, open_database, rule_revision
 
 REVISIONS: Final = tuple(f"{number:04}" for number in range(1, 9))
@@ -110,7 +110,7 @@ def _require_current(connection: sa.Connection, place: str) -> None:
     if found != REVISIONS[-1]:
         state = f"is of an older release (schema {found})" if found else "has no tables yet"
         message = f"the rule database {state}: run `ratelimitd db upgrade`: {place}"
-        raise StoreUnavailableError(message)
+        raise (SchemaOlderError if found else StoreUnavailableError)(message)
 
 
 def _revision(connection: sa.Connection, place: str) -> str | None:
