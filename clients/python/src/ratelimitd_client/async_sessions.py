@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import grpc
 import grpc.aio
@@ -31,6 +31,9 @@ MAX_LINGER_US: Final = 1_000_000
 
 Transport = Literal["native", "grpcio"]
 DEFAULT_TRANSPORT: Final = "native"
+
+Leave: TypeAlias = Callable[..., None]
+"""As :meth:`.NativeChannel.leave`, of one call."""
 
 
 class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
@@ -161,21 +164,20 @@ class AsyncSession:
         linger_s: float,
     ) -> None:
         self._open_grpc = open_grpc
+        self._native = native
         self._grpc_channel = open_grpc() if native is None else None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        self._call: Callable[..., Coroutine[Any, Any, bytes | None]] = self._call_grpc
         send: Send = self._send_grpc
         if native is not None:
-            self._call = partial(self._call_native, native)
             send = partial(self._send_native, native)
         self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
         self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
         self._methods = {} if self._grpc_channel is None else methods_of(self._grpc_channel)
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Future[Any]] = set()
         self.leases: Leases | None = None
         self._is_closed = False
 
@@ -213,10 +215,10 @@ class AsyncSession:
         self.keep(task)
         return task
 
-    def keep(self, task: asyncio.Task[Any]) -> None:
-        """Let :meth:`close` wait for a task."""
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+    def keep(self, work: asyncio.Future[Any]) -> None:
+        """Let :meth:`close` wait for a task or a future."""
+        self._under_way.add(work)
+        work.add_done_callback(self._under_way.discard)
 
     async def call(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         """Send a message and return the answer; ``None`` of a call that ends with OK and without one.
@@ -226,21 +228,20 @@ class AsyncSession:
         Raises:
             CallError: it ended with another status, or the session is closed.
         """
-        return await _answer_of(self._begin(path, message, timeout_s))
+        return await _answer_of(self._begin(path, message, timeout_s)[0])
 
     async def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         """As :meth:`call`, of a hold; what it holds is given back if the caller is cancelled, or the answer is late."""
-        leave: list[partial[None]] = []  # stays empty over gRPC's channel
-        call = self._begin(path, message, timeout_s + LATE_S, leave=leave)
+        call, leave = self._begin(path, message, timeout_s + LATE_S)
         try:
             return await _answer_of(call, timeout_s)
         except (asyncio.CancelledError, CallError) as error:
-            for report in leave:
-                report(is_overdue=isinstance(error, CallError))
+            if leave is not None:
+                leave(is_overdue=isinstance(error, CallError))
             self.keep(self.loop.create_task(self._give_back(call)))
             raise
 
-    async def _give_back(self, call: asyncio.Task[bytes | None]) -> None:
+    async def _give_back(self, call: asyncio.Future[bytes | None]) -> None:
         with suppress(CallError):
             held = read(pb.HoldResponse, await _answer_of(call))
             # Not reported to the breaker: the answer was of no use.
@@ -248,29 +249,46 @@ class AsyncSession:
             await AsyncHold(not_held, hold=held.hold, session=self).settle(0)
 
     def _begin(
-        self,
-        path: str,
-        message: bytes,
-        timeout_s: float,
-        *,
-        leave: list[partial[None]] | None = None,
-    ) -> asyncio.Task[bytes | None]:
+        self, path: str, message: bytes, timeout_s: float
+    ) -> tuple[asyncio.Future[bytes | None], Leave | None]:
+        """As :meth:`_start`, with the future of the answer, which closing waits for."""
         if self._is_closed:
             raise CallError.of_closed()
-        call = self.loop.create_task(self._call(path, message, timeout_s, leave=leave))
+        answer, leave = self._start(path, message, timeout_s)
+        call = asyncio.ensure_future(answer, loop=self.loop)
         self.keep(call)
         call.add_done_callback(_mark_retrieved)
-        return call
+        return call, leave
 
-    async def _call_grpc(
-        self,
-        path: str,
-        message: bytes,
-        timeout_s: float,
-        *,
-        leave: list[partial[None]] | None = None,  # noqa: ARG002 - of the other channel
-    ) -> bytes | None:
-        """As :meth:`call`; errors that are no status are raised as they are."""
+    def _start(
+        self, path: str, message: bytes, timeout_s: float
+    ) -> tuple[Awaitable[bytes | None], Leave | None]:
+        """Start a call; return what to await for its answer, and over the client's own channel how to leave it.
+
+        Errors that are no status are raised as they are, by what is awaited.
+        """
+        channel = self._native
+        if channel is None:
+            return self._call_grpc(path, message, timeout_s), None
+        answer: asyncio.Future[bytes | None] = self.loop.create_future()
+
+        def done(call: NodeCall) -> None:
+            if answer.done():  # it was cancelled
+                return
+            if call.answer is None:
+                answer.set_exception(CallError(call.code, call.details, call.status_details))
+            else:
+                answer.set_result(call.answer)
+
+        try:
+            call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+        except Exception as error:  # noqa: BLE001 - see above
+            answer.set_exception(error)
+            return answer, None
+        answer.add_done_callback(lambda _: channel.cancel(call) if answer.cancelled() else None)
+        return answer, partial(channel.leave, call)
+
+    async def _call_grpc(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         try:
             answer: bytes | None = await self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
@@ -278,34 +296,6 @@ class AsyncSession:
         except grpc.aio.AioRpcError as error:
             raise CallError.of(error) from None
         return answer
-
-    async def _call_native(
-        self,
-        channel: NativeChannel,
-        path: str,
-        message: bytes,
-        timeout_s: float,
-        *,
-        leave: list[partial[None]] | None = None,
-    ) -> bytes:
-        """As :meth:`_call_grpc`, over the client's own channel. ``leave`` gets what to call when the caller leaves."""
-        future: asyncio.Future[NodeCall] = self.loop.create_future()
-
-        def done(call: NodeCall) -> None:
-            if not future.done():  # the task may have been cancelled
-                future.set_result(call)
-
-        call = channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
-        if leave is not None:
-            leave.append(partial(channel.leave, call))
-        try:
-            await future
-        except asyncio.CancelledError:
-            channel.cancel(call)
-            raise
-        if call.answer is None:
-            raise CallError(call.code, call.details, call.status_details)
-        return call.answer
 
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
@@ -352,7 +342,7 @@ class AsyncSession:
         try:
             path, message = call_of(requests)
             try:
-                answer = await self._call(path, message, timeout_s)
+                answer = await self._start(path, message, timeout_s)[0]
             except CallError as error:
                 return self.fail_open.failed(error.code, error.details, count)
             return self.fail_open.answered(answer, count)
@@ -361,7 +351,7 @@ class AsyncSession:
 
 
 async def _answer_of(
-    call: asyncio.Task[bytes | None], timeout_s: float | None = None
+    call: asyncio.Future[bytes | None], timeout_s: float | None = None
 ) -> bytes | None:
     """Return the answer to a call, which continues when the caller is cancelled, or the time is over.
 
@@ -379,7 +369,7 @@ async def _answer_of(
         raise CallError(grpc.StatusCode.CANCELLED, type(error).__name__) from None
 
 
-def _mark_retrieved(call: asyncio.Task[bytes | None]) -> None:
+def _mark_retrieved(call: asyncio.Future[bytes | None]) -> None:
     """Prevent that asyncio logs the error of a call whose caller was cancelled."""
     if not call.cancelled():
         call.exception()
