@@ -13,10 +13,11 @@ from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.grpc_server import (
     Call,
     RateLimitInterceptor,
-    handler_of,
+    behaviour_of,
     info_of,
     peer_of,
     status_of,
+    with_behaviour,
 )
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from tests.client.middleware.grpc_shop import (
@@ -224,9 +225,8 @@ def test_a_call_arrives_under_its_full_name_without_a_user():
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
 def test_a_handler_keeps_its_kind_and_how_it_reads_and_writes(kind):
     given = getattr(grpc, f"{kind}_rpc_method_handler")(print, bytes, bytearray)
-    handler = handler_of(given)
-    assert handler.behaviour is print
-    other = handler.with_behaviour(repr)
+    assert behaviour_of(given) is print
+    other = with_behaviour(given, repr)
     assert getattr(other, kind) is repr
     assert (other.request_streaming, other.response_streaming) == (
         given.request_streaming,

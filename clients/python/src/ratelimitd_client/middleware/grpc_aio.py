@@ -16,12 +16,13 @@ from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.grpc_server import (
     Behaviour,
     Call,
-    Handler,
+    MethodHandler,
+    behaviour_of,
     call_of,
     enforce,
     finish,
-    handler_of,
     info_of,
+    with_behaviour,
 )
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
@@ -49,21 +50,18 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> MethodHandler | None:
         """Return the handler of a method, with the check before it."""
-        given = await continuation(handler_call_details)
-        if given is None:  # unknown method: gRPC answers it
+        handler = await continuation(handler_call_details)
+        if handler is None:  # unknown method: gRPC answers it
             return None
-        handler = handler_of(given)
-        return handler.with_behaviour(self._checked(handler, handler_call_details))
+        return with_behaviour(handler, self._checked(handler, handler_call_details))
 
-    def _checked(self, handler: Handler, details: grpc.HandlerCallDetails) -> Behaviour:
+    def _checked(self, handler: MethodHandler, details: grpc.HandlerCallDetails) -> Behaviour:
         """Return the behaviour with the check before it, of the same kind: gRPC inspects the function."""
-        behaviour = handler.behaviour
+        behaviour = behaviour_of(handler)
 
         async def generator(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._check(call_of(details, context), behaviour, context)
@@ -81,9 +79,11 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
             return coroutine
         return self._checked_in_a_thread(handler, details)
 
-    def _checked_in_a_thread(self, handler: Handler, details: grpc.HandlerCallDetails) -> Behaviour:
+    def _checked_in_a_thread(
+        self, handler: MethodHandler, details: grpc.HandlerCallDetails
+    ) -> Behaviour:
         """As :meth:`_checked`, for a blocking behaviour."""
-        behaviour, loop = handler.behaviour, asyncio.get_running_loop()
+        behaviour, loop = behaviour_of(handler), asyncio.get_running_loop()
 
         def check(context: Any) -> None:
             deciding = self._decision(call_of(details, context), behaviour)
@@ -99,7 +99,7 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
             check(context)
             return behaviour(request, context)
 
-        return stream if handler.given.response_streaming else single
+        return stream if handler.response_streaming else single
 
     async def _check(self, call: Call, behaviour: Behaviour, context: Any) -> None:
         """Check a call; abort a denied one by gRPC's exception."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -34,6 +34,7 @@ _NOT_ON_RETRY: Final = frozenset({Reason.COST_EXCEEDS_LIMIT, Reason.INVALID_REQU
 _HAVE_ADDRESSES: Final = ("ipv4", "ipv6")
 
 Behaviour = Callable[[Any, Any], Any]
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RateLimitInterceptor(grpc.ServerInterceptor):
@@ -58,23 +59,23 @@ class RateLimitInterceptor(grpc.ServerInterceptor):
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        continuation: Callable[[grpc.HandlerCallDetails], MethodHandler | None],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> MethodHandler | None:
         """Return the handler of a method, with the check before it."""
-        given = continuation(handler_call_details)
-        if given is None:  # unknown method: gRPC answers it
+        handler = continuation(handler_call_details)
+        if handler is None:  # unknown method: gRPC answers it
             return None
-        handler = handler_of(given)
+        behaviour = behaviour_of(handler)
 
         # The peer is known only here, from the context.
         def checked(request: Any, context: grpc.ServicerContext) -> Any:
             call = call_of(handler_call_details, context)
-            info = info_of(call, handler.behaviour)
+            info = info_of(call, behaviour)
             enforce(self._policy, self._policy.decide(self._limiter, call, info), context)
-            return handler.behaviour(request, context)
+            return behaviour(request, context)
 
-        return handler.with_behaviour(checked)
+        return with_behaviour(handler, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +99,22 @@ class Call:
         return [value for key, value in self.metadata if key == name and isinstance(value, str)]
 
 
-class Handler(NamedTuple):
-    """The handler of a method, in one form for all four kinds.
-
-    Attributes:
-        behaviour: the method of the servicer.
-        make: creates a handler of the same kind.
-        given: the handler itself.
-    """
-
-    behaviour: Behaviour
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
-    given: grpc.RpcMethodHandler[Any, Any]
-
-    def with_behaviour(self, behaviour: Behaviour) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the handler with another behaviour."""
-        given = self.given
-        return self.make(behaviour, given.request_deserializer, given.response_serializer)
+def behaviour_of(handler: MethodHandler) -> Behaviour:
+    """Return the method of the servicer."""
+    behaviour: Behaviour = getattr(handler, _kind_of(handler))
+    return behaviour
 
 
-def handler_of(given: grpc.RpcMethodHandler[Any, Any]) -> Handler:
-    """Return the handler of a method in the common form."""
-    kinds = [
-        "stream" if streams else "unary"
-        for streams in (given.request_streaming, given.response_streaming)
-    ]
-    kind = "_".join(kinds)
-    return Handler(getattr(given, kind), getattr(grpc, f"{kind}_rpc_method_handler"), given)
+def with_behaviour(handler: MethodHandler, behaviour: Behaviour) -> MethodHandler:
+    """Return a handler of the same kind with another behaviour."""
+    make: Callable[..., MethodHandler] = getattr(grpc, f"{_kind_of(handler)}_rpc_method_handler")
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _kind_of(handler: MethodHandler) -> str:
+    request = "stream" if handler.request_streaming else "unary"
+    answer = "stream" if handler.response_streaming else "unary"
+    return f"{request}_{answer}"
 
 
 def call_of(details: grpc.HandlerCallDetails, context: Any) -> Call:
