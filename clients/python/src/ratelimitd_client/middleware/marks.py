@@ -40,16 +40,9 @@ class Mark(NamedTuple):
     on_unavailable: OnUnavailable | None = None
 
     def over(self, other: Mark) -> Mark:
-        """Return this mark with what it leaves open taken from another, except ``exempt``."""
-        return Mark(
-            other.cost if self.cost is None else self.cost,
-            other.endpoint if self.endpoint is None else self.endpoint,
-            self.exempt,
-            other.identifier_type if self.identifier_type is None else self.identifier_type,
-            other.identities if self.identities is None else self.identities,
-            other.hold if self.hold is None else self.hold,
-            other.settle if self.settle is None else self.settle,
-            self.on_unavailable or other.on_unavailable,
+        """Return this mark with what it leaves open taken from another, so never ``exempt``."""
+        return Mark._make(
+            theirs if own is None else own for own, theirs in zip(self, other, strict=True)
         )
 
 
