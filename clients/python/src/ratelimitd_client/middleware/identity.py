@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ratelimitd_client.check import MAX_ALSO, MAX_IDENTIFIER_BYTES, require_type
+from ratelimitd_client.check import MAX_ALSO, MAX_IDENTIFIER_BYTES, require_text, require_type
 from ratelimitd_wire.addresses import address_of
 
 
@@ -32,10 +32,7 @@ class Identity:
 
     def __post_init__(self) -> None:
         require_type(self.identifier_type)
-        identifier: object = self.identifier
-        if not isinstance(identifier, str):
-            message = f"identifier must be text, not {type(identifier).__name__}"
-            raise TypeError(message)
+        identifier = require_text("identifier", self.identifier)
         if self.identifier_type == "ip":
             address = address_of(identifier)
             object.__setattr__(self, "identifier", "" if address is None else str(address))
