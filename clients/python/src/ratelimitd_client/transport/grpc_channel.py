@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 import grpc.aio
@@ -74,24 +74,31 @@ def open_channel(
     Raises:
         ValueError, TypeError: ``target`` or ``tls`` is not valid.
     """
-    require_target(target)
-    require_tls(tls)
-    arguments = _arguments(options)
-    if tls is None:
-        return grpc.insecure_channel(target, options=arguments)
-    return grpc.secure_channel(target, _credentials(tls), options=arguments)
+    opened: grpc.Channel = _open(grpc, target, tls, options)
+    return opened
 
 
 def open_async_channel(
     target: str, *, tls: Tls | None = None, options: Mapping[str, int | str] | None = None
 ) -> grpc.aio.Channel:
     """As :func:`open_channel`, for the running event loop."""
+    opened: grpc.aio.Channel = _open(grpc.aio, target, tls, options)
+    return opened
+
+
+def _open(
+    library: Any, target: str, tls: Tls | None, options: Mapping[str, int | str] | None
+) -> Any:
+    """Return a channel of ``grpc`` or ``grpc.aio``."""
     require_target(target)
     require_tls(tls)
-    arguments = _arguments(options)
+    arguments = [*{**CHANNEL_OPTIONS, **(options or {})}.items()]
     if tls is None:
-        return grpc.aio.insecure_channel(target, options=arguments)
-    return grpc.aio.secure_channel(target, _credentials(tls), options=arguments)
+        return library.insecure_channel(target, options=arguments)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
+    )
+    return library.secure_channel(target, credentials, options=arguments)
 
 
 def authorization(token: str | None) -> Metadata:
@@ -180,13 +187,3 @@ class AsyncNodeChannel:
         self._plans = stubs.RateLimiterPlansStub(channel)
         self._holds = stubs.RateLimiterHoldsStub(channel)
         self._node = stubs.RateLimiterHealthStub(channel)
-
-
-def _arguments(options: Mapping[str, int | str] | None) -> list[tuple[str, int | str]]:
-    return list({**CHANNEL_OPTIONS, **(options or {})}.items())
-
-
-def _credentials(tls: Tls) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
-    )
