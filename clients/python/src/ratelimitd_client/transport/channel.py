@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
@@ -90,13 +90,6 @@ class _Node:
         self.keeper: asyncio.Task[None] | None = None
 
 
-class _Method(NamedTuple):
-    """What the calls of a method share: the header block without the deadline, and the limit of an answer."""
-
-    head: bytes
-    max_answer_bytes: int
-
-
 class NativeChannel:
     """Connections to the nodes behind a name, on the running event loop."""
 
@@ -121,7 +114,8 @@ class NativeChannel:
         self._restart_s = 0.0
         """When a cancelled keeper may be replaced."""
         self._is_closed = False
-        self._methods: dict[tuple[str, Metadata], _Method] = {}
+        self._methods: dict[tuple[str, Metadata], tuple[bytes, int]] = {}
+        """What the calls of a method share: the header block without the deadline, and the limit of an answer."""
         self._calls: dict[NodeCall, None] = {}
         """Calls that have not ended."""
         self._waiting: dict[NodeCall, None] = {}
@@ -161,10 +155,8 @@ class NativeChannel:
         metadata: Metadata,
     ) -> NodeCall:
         """Start a call. ``done(call)`` is called once, when it has ended, possibly before this returns."""
-        method = self._methods.get((path, metadata)) or self._method(path, metadata)
-        call = NodeCall(
-            method.head, message, method.max_answer_bytes, ended_by_link=self._ended, done=done
-        )
+        head, max_answer_bytes = self._methods.get((path, metadata)) or self._method(path, metadata)
+        call = NodeCall(head, message, max_answer_bytes, ended_by_link=self._ended, done=done)
         call.ends_s = ends_s = self._loop.time() + timeout_s
         self._calls[call] = None
         if timeout_s <= 0:
@@ -303,10 +295,10 @@ class NativeChannel:
             except Exception:  # noqa: BLE001 - the calls behind it must go on
                 self._end(call, grpc.StatusCode.INTERNAL, "the call could not be sent")
 
-    def _method(self, path: str, metadata: Metadata) -> _Method:
+    def _method(self, path: str, metadata: Metadata) -> tuple[bytes, int]:
         head = h2_call.request_block(path, self._target.authority, self._scheme, metadata)
-        max_answer_bytes = _MAX_ANSWER_BYTES.get(path, MAX_MESSAGE_BYTES)
-        method = self._methods[path, metadata] = _Method(head, max_answer_bytes)
+        method = head, _MAX_ANSWER_BYTES.get(path, MAX_MESSAGE_BYTES)
+        self._methods[path, metadata] = method
         return method
 
     def _start(self) -> None:
