@@ -104,6 +104,12 @@ def test_wrong_arguments_raise_as_with_a_real_client(limiter):
         limiter.limit("", "user", limit=1)
 
 
+def test_a_hold_that_is_denied_holds_nothing_and_never_ends(limiter):
+    held, denied = (limiter.hold("alice", "user", "/x", cost=2, ttl_s=9) for _ in range(2))
+    assert (held.is_held, held.expire_time) == (True, int(limiter.clock.now_s()) + 9)
+    assert (denied.allowed, denied.is_held, denied.expire_time) == (False, False, 0)
+
+
 def test_many_checks_are_decided_in_their_order(limiter):
     decisions = limiter.check_many([Check("alice", "user", "/x")] * 3)
     assert [decision.allowed for decision in decisions] == [True, True, False]
@@ -128,17 +134,12 @@ async def test_the_fake_for_asyncio_does_the_same():
 
 
 @pytest.mark.parametrize(
-    ("real", "fake"),
-    [
-        (RateLimiterClient, FakeRateLimiter),
-        (AsyncRateLimiterClient, AsyncFakeRateLimiter),
-        (RateLimiterClient, RateLimiter),
-        (AsyncRateLimiterClient, AsyncRateLimiter),
-    ],
+    ("real", "protocol"),
+    [(RateLimiterClient, RateLimiter), (AsyncRateLimiterClient, AsyncRateLimiter)],
 )
-@pytest.mark.parametrize("method", ["check", "check_many", "wait_until_ready", "close"])
-def test_a_fake_takes_what_the_real_one_takes_and_so_does_its_protocol(real, fake, method):
-    assert inspect.signature(getattr(fake, method)) == inspect.signature(getattr(real, method))
+@pytest.mark.parametrize("method", ["check", "check_many", "hold", "wait_until_ready", "close"])
+def test_the_protocol_takes_what_the_client_takes(real, protocol, method):
+    assert inspect.signature(getattr(protocol, method)) == inspect.signature(getattr(real, method))
 
 
 @pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])

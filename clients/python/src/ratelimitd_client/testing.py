@@ -1,31 +1,24 @@
 """Fake clients and a manual clock, for tests of code that checks requests.
 
-The fakes count in fixed windows, aligned to the Unix epoch, whatever the algorithm of your rules. Use a real node to
-test the edges of a window.
+The fakes are clients that decide themselves. They count in fixed windows, aligned to the Unix epoch, whatever the
+algorithm of your rules. Use a real node to test the edges of a window.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Self, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
-from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
-from ratelimitd_client.check import MAX_COST, NO_IDENTITIES, Check, hold_of, request_of, requests_of
+from ratelimitd_client.async_client import AsyncRateLimiterClient
+from ratelimitd_client.check import MAX_COST, NO_IDENTITIES, Check
+from ratelimitd_client.client import RateLimiterClient
 from ratelimitd_client.clock import Clock
-from ratelimitd_client.decision import (
-    Decision,
-    OnUnavailable,
-    Reason,
-    require_on_unavailable,
-    unchecked,
-)
-from ratelimitd_client.fail_open import SETTLE, CallError
-from ratelimitd_client.hold import Hold
-from ratelimitd_client.observers import Counts, Observer, report_to
-from ratelimitd_client.sessions import valid_timeout_s
+from ratelimitd_client.decision import Decision, OnUnavailable, Reason, unchecked
+from ratelimitd_client.fail_open import HOLD, SETTLE, CallError
+from ratelimitd_client.observers import Observer
+from ratelimitd_client.sessions import Arguments
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -66,8 +59,10 @@ _Bucket: TypeAlias = tuple[str, str, str, int]
 """Identifier type, identifier, endpoint, number of the window."""
 
 
-class _Counts:
-    """The limits and counts of a fake, and whether its service is available."""
+class _Fake(Arguments[Any, Any]):
+    """A client whose session decides by limits of its own."""
+
+    _given: Callable[[object], Any] = staticmethod(lambda answer: answer)
 
     def __init__(
         self,
@@ -76,19 +71,17 @@ class _Counts:
         on_unavailable: OnUnavailable = "allow",
         observer: Observer | None = None,
     ) -> None:
-        require_on_unavailable(on_unavailable)
-        self.on_unavailable: Final[OnUnavailable] = on_unavailable
-        self.clock: Final = ManualClock() if clock is None else clock
-        self.counts: Final[Counts] = Counts()
-        observers = [self.counts] if observer is None else [self.counts, observer]
-        self._report = report_to(self.clock, *observers)
+        super().__init__(
+            clock=ManualClock() if clock is None else clock,
+            on_unavailable=on_unavailable,
+            observer=observer,
+        )
+        self.clock: Final = self._clock
         self.checks: Final[list[Check]] = []
         """All checks in order, also those while the service is not available."""
         self.available = True
         """Set to ``False`` to answer all checks as when the service does not answer."""
-        self._closed = False
-        self._limits: dict[tuple[str, str], _Limit] = {}
-        self._spent: dict[_Bucket, int] = {}
+        self._session = _Session(self, self._given)
 
     def limit(
         self, endpoint: str, identifier_type: str, limit: int, window_seconds: int = 60
@@ -102,46 +95,122 @@ class _Counts:
         if limit < 1 or window_seconds < 1:
             message = "a limit and its window are at least 1"
             raise ValueError(message)
-        self._limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
+        self._session.limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
 
-    def _decide_all(self, checks: Iterable[Check], timeout_s: float | None) -> list[Decision]:
-        """Decide, with the same errors as the real clients."""
-        asked = list(checks)
-        self._require_usable(asked, timeout_s)
-        return [self._decide(check)[0] for check in asked]
+    def _opened(self) -> Any:
+        self._require_open()
+        return self._session
 
-    def _hold(
-        self, check: Check, ttl_s: int, hold_id: str, timeout_s: float | None
-    ) -> tuple[Decision, int, _Held]:
-        """Decide a check, and return when its hold ends and what settles it; with the errors of the real clients."""
-        hold_of(check.message(), ttl_s, hold_id)
-        self._require_usable([check], timeout_s)
-        decision, charged = self._decide(check)
-        held = _Held(self._spent, charged, check.cost, now_s=self.clock.now_s)
-        return decision, int(self.clock.now_s()) + ttl_s, held
 
-    def _require_usable(self, checks: Sequence[Check], timeout_s: float | None) -> None:
-        requests_of(checks)
-        if timeout_s is not None:
-            valid_timeout_s(timeout_s)
-        if self._closed:
-            message = "the client is closed"
-            raise RuntimeError(message)
+class _Held:
+    """A hold, which is settled once."""
 
-    def _decide(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
-        """Return the decision, which is reported, and the buckets that it charged."""
-        self.checks.append(check)
-        decision, charged = self._judged(check)
-        self._report(decision, check.endpoint)
-        return decision, charged
+    def __init__(self, buckets: Sequence[_Bucket], cost: int) -> None:
+        self.buckets = buckets
+        self.cost = cost
+        self.actual: int | None = None
 
-    def _judged(self, check: Check) -> tuple[Decision, Sequence[_Bucket]]:
-        now_s = self.clock.now_s()
-        if not self.available:
-            return unchecked(Reason.NO_ANSWER, "UNAVAILABLE", now_s, self.on_unavailable), ()
+
+class _Session:
+    """Takes the place of a session: decides checks, and settles holds.
+
+    Args:
+        fake: the client.
+        given: makes of an answer what the methods return.
+    """
+
+    leases = None
+
+    def __init__(self, fake: _Fake, given: Callable[[object], Any]) -> None:
+        self.limits: dict[tuple[str, str], _Limit] = {}
+        self.fail_open = self  # for its method held
+        self._fake = fake
+        self._given = given
+        self._spent: dict[_Bucket, int] = {}
+        self._holds: list[_Held] = []
+
+    def allows(self) -> bool:
+        """Let every check be sent."""
+        return True
+
+    def wait_until_ready(self, _timeout_s: float) -> Any:
+        """Return whether the service is available."""
+        return self._given(self._fake.available)
+
+    def ask(self, request: bytes, _timeout_s: float) -> Any:
+        """Return the decision on a check."""
+        return self._given(self._decide(pb.RateLimitRequest.FromString(request))[0])
+
+    def ask_many(self, requests: Sequence[bytes], _timeout_s: float) -> Any:
+        """Return the decisions on checks."""
+        messages = map(pb.RateLimitRequest.FromString, requests)
+        return self._given([self._decide(message)[0] for message in messages])
+
+    def call(self, path: str, message: bytes, _timeout_s: float) -> Any:
+        """Answer a settle or an extension as a node does, and a hold with what :meth:`held` returns."""
+        if path == HOLD:
+            return self._given(self._hold(pb.HoldRequest.FromString(message)))
+        if path == SETTLE:
+            return self._given(self._settle(pb.SettleRequest.FromString(message)))
+        return self._given(self._extend(pb.ExtendRequest.FromString(message)))
+
+    call_or_give_back = call
+
+    def keep(self, _task: object) -> None:
+        """Do nothing: no call waits."""
+
+    def held(self, answer: tuple[Decision, pb.HoldResponse]) -> tuple[Decision, pb.HoldResponse]:
+        """Return the decision of an answer to a hold, and the hold; an empty one if it has none."""
+        return answer
+
+    def _hold(self, request: pb.HoldRequest) -> tuple[Decision, pb.HoldResponse]:
+        decision, charged = self._decide(request.check)
+        if decision.fail_open or not decision.allowed:
+            return decision, pb.HoldResponse()
+        name = str(len(self._holds))
+        self._holds.append(_Held(charged, request.check.tokens_requested))
+        return decision, pb.HoldResponse(hold=name, expire_time=self._end_of(request))
+
+    def _settle(self, request: pb.SettleRequest) -> bytes:
+        held = self._holds[int(request.hold)]
+        if not held.buckets:
+            return b""
+        if held.actual is None:
+            held.actual = request.actual
+            for bucket in held.buckets:
+                self._spent[bucket] += request.actual - held.cost
+        if request.actual != held.actual:
+            raise CallError(grpc.StatusCode.FAILED_PRECONDITION)
+        return pb.SettleResponse(known=True, charged=request.actual).SerializeToString()
+
+    def _extend(self, request: pb.ExtendRequest) -> bytes:
+        if not self._holds[int(request.hold)].buckets:
+            return b""
+        expire_time = self._end_of(request)
+        return pb.ExtendResponse(known=True, expire_time=expire_time).SerializeToString()
+
+    def _end_of(self, request: pb.HoldRequest | pb.ExtendRequest) -> int:
+        return int(self._fake.clock.now_s()) + request.ttl_seconds
+
+    def _decide(self, request: pb.RateLimitRequest) -> tuple[Decision, Sequence[_Bucket]]:
+        """Return the decision, and the buckets that it charged."""
+        fake = self._fake
+        check = Check(
+            request.identifier,
+            request.identifier_type,
+            request.endpoint,
+            request.tokens_requested,
+            request.timestamp,
+            request.peek,
+            {one.identifier_type: one.identifier for one in request.also} or NO_IDENTITIES,
+        )
+        fake.checks.append(check)
+        now_s = fake.clock.now_s()
+        if not fake.available:
+            return unchecked(Reason.NO_ANSWER, "UNAVAILABLE", now_s, fake.on_unavailable), ()
         judged: dict[_Bucket, Decision] = {}
         for kind, identifier in {check.identifier_type: check.identifier, **check.also}.items():
-            found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))
+            found = self.limits.get((check.endpoint, kind)) or self.limits.get(("*", kind))
             if found is not None:
                 window = int(now_s) // found.window_seconds
                 bucket = (kind, identifier, check.endpoint, window)
@@ -185,182 +254,16 @@ class _Counts:
         )
 
 
-_FAKE: Final = "fake"
+class FakeRateLimiter(_Fake, RateLimiterClient):
+    """Replaces a :class:`ratelimitd_client.RateLimiterClient`, with the same errors.
+
+    Windows do not wait, so ``max_wait_s`` changes nothing. Every hold is one of its own, which never ends by time.
+    """
 
 
-class _Held:
-    """Tokens of a fake's counts that are settled once."""
+class AsyncFakeRateLimiter(_Fake, AsyncRateLimiterClient):
+    """As :class:`FakeRateLimiter`, in place of an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
 
-    def __init__(
-        self,
-        spent: dict[_Bucket, int],
-        charged: Sequence[_Bucket],
-        cost: int,
-        *,
-        now_s: Callable[[], float],
-    ) -> None:
-        self._spent = spent
-        self._charged = charged
-        self._cost = cost
-        self._now_s = now_s
-        self._actual: int | None = None
-
-    def answer(self, path: str, message: bytes) -> bytes:
-        """Answer a settle or an extension as a node does."""
-        if not self._charged:
-            return b""
-        if path != SETTLE:
-            ttl_s = pb.ExtendRequest.FromString(message).ttl_seconds
-            expire_time = int(self._now_s()) + ttl_s
-            return pb.ExtendResponse(known=True, expire_time=expire_time).SerializeToString()
-        actual = pb.SettleRequest.FromString(message).actual
-        if self._actual is None:
-            self._actual = actual
-            for bucket in self._charged:
-                self._spent[bucket] += actual - self._cost
-        if actual != self._actual:
-            raise CallError(grpc.StatusCode.FAILED_PRECONDITION)
-        return pb.SettleResponse(known=True, charged=actual).SerializeToString()
-
-
-class _Calls(NamedTuple):
-    """Takes the place of a session of the blocking client."""
-
-    held: _Held
-
-    def call(self, path: str, message: bytes, _timeout_s: float) -> bytes:
-        """Answer as a node does."""
-        return self.held.answer(path, message)
-
-
-class _AsyncCalls(NamedTuple):
-    """Takes the place of a session of the asyncio client."""
-
-    held: _Held
-
-    async def call(self, path: str, message: bytes, _timeout_s: float) -> bytes:
-        """Answer as a node does."""
-        return self.held.answer(path, message)
-
-    def keep(self, _task: asyncio.Task[bool]) -> None:
-        """Do nothing: a call of a fake never waits."""
-
-
-class FakeRateLimiter(_Counts):
-    """Replaces a :class:`ratelimitd_client.RateLimiterClient`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Raise RuntimeError for further checks."""
-        self._closed = True
-
-    def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real client
-        """Return whether the service is available."""
-        return self.available
-
-    def check(
-        self,
-        identifier: str,
-        identifier_type: str,
-        endpoint: str,
-        *,
-        cost: int = 1,
-        timestamp: int = 0,
-        peek: bool = False,
-        also: Mapping[str, str] = NO_IDENTITIES,
-        max_wait_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> Decision:
-        """As the real client, with the same errors. Windows do not wait, so ``max_wait_s`` changes nothing."""
-        request_of(identifier, identifier_type, endpoint, max_wait_s=max_wait_s)
-        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
-        return self._decide_all([check], timeout_s)[0]
-
-    def check_many(
-        self, checks: Iterable[Check], *, timeout_s: float | None = None
-    ) -> list[Decision]:
-        """As the real client, with the same errors."""
-        return self._decide_all(checks, timeout_s)
-
-    def hold(
-        self,
-        identifier: str,
-        identifier_type: str,
-        endpoint: str,
-        *,
-        cost: int = 1,
-        also: Mapping[str, str] = NO_IDENTITIES,
-        ttl_s: int = DEFAULT_TTL_S,
-        hold_id: str = "",
-        timeout_s: float | None = None,
-    ) -> Hold:
-        """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
-        check = Check(identifier, identifier_type, endpoint, cost, also=also)
-        decision, expire_time, held = self._hold(check, ttl_s, hold_id, timeout_s)
-        return Hold(decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_Calls(held))
-
-
-class AsyncFakeRateLimiter(_Counts):
-    """Replaces an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Raise RuntimeError for further checks."""
-        self._closed = True
-
-    async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real client
-        """Return whether the service is available."""
-        return self.available
-
-    async def check(
-        self,
-        identifier: str,
-        identifier_type: str,
-        endpoint: str,
-        *,
-        cost: int = 1,
-        timestamp: int = 0,
-        peek: bool = False,
-        also: Mapping[str, str] = NO_IDENTITIES,
-        max_wait_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> Decision:
-        """As the real client, with the same errors. Windows do not wait, so ``max_wait_s`` changes nothing."""
-        request_of(identifier, identifier_type, endpoint, max_wait_s=max_wait_s)
-        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
-        return self._decide_all([check], timeout_s)[0]
-
-    async def check_many(
-        self, checks: Iterable[Check], *, timeout_s: float | None = None
-    ) -> list[Decision]:
-        """As the real client, with the same errors."""
-        return self._decide_all(checks, timeout_s)
-
-    async def hold(
-        self,
-        identifier: str,
-        identifier_type: str,
-        endpoint: str,
-        *,
-        cost: int = 1,
-        also: Mapping[str, str] = NO_IDENTITIES,
-        ttl_s: int = DEFAULT_TTL_S,
-        hold_id: str = "",
-        timeout_s: float | None = None,
-    ) -> AsyncHold:
-        """As the real client, with the same errors. Every call is a hold of its own, which never ends by time."""
-        check = Check(identifier, identifier_type, endpoint, cost, also=also)
-        decision, expire_time, held = self._hold(check, ttl_s, hold_id, timeout_s)
-        return AsyncHold(
-            decision, cost=cost, hold=_FAKE, expire_time=expire_time, session=_AsyncCalls(held)
-        )
+    @staticmethod
+    async def _given(answer: object) -> object:
+        return answer
