@@ -60,10 +60,7 @@ def setup(
         return await handler(request)
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-        decision: Decision | None = request.get(DECISION)
-        if decision is not None:
-            for name, value in policy.headers(decision).items():
-                response.headers.setdefault(name, value)
+        policy.add_headers(request.get(DECISION), response.headers.setdefault)
 
     async def finish(_: web.Application) -> None:
         await held_requests.finish()

@@ -90,7 +90,8 @@ class _Middleware:
         response = self._get_response(request)
         if _is_unmatched(request, response):
             response = self._check(request, None) or response
-        return _with_headers(self._policy, request, response)
+        self._policy.add_headers(getattr(request, DECISION, None), response.setdefault)
+        return response
 
     def process_view(
         self, request: HttpRequest, view: object, _args: object, _kwargs: object
@@ -119,7 +120,8 @@ class _AsyncMiddleware:
         response = await self._get_response(request)
         if _is_unmatched(request, response):
             response = await self._check(request, None) or response
-        return _with_headers(self._policy, request, response)
+        self._policy.add_headers(getattr(request, DECISION, None), response.setdefault)
+        return response
 
     async def process_view(
         self, request: HttpRequest, view: object, _args: object, _kwargs: object
@@ -206,17 +208,6 @@ def _denial(
         return None
     answer = policy.denied(decision, header_of(request.META, "accept"))
     return HttpResponse(answer.body, status=answer.status, headers=answer.headers)
-
-
-def _with_headers(
-    policy: Policy[HttpRequest], request: HttpRequest, response: HttpResponseBase
-) -> HttpResponseBase:
-    """Add the headers of the limit to an answer, except those that the view has set."""
-    decision: Decision | None = getattr(request, DECISION, None)
-    if decision is not None:
-        for name, value in policy.headers(decision).items():
-            response.setdefault(name, value)
-    return response
 
 
 def configured(*, asynchronous: bool) -> tuple[Any, Options[HttpRequest]]:

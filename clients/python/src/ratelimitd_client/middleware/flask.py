@@ -14,7 +14,6 @@ from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import default_exceptions
 
 from ratelimitd_client import RateLimiter
-from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.holds import Held
 from ratelimitd_client.middleware.marks import marked_part
 from ratelimitd_client.middleware.options import Options
@@ -66,11 +65,7 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             request.environ.setdefault(SETTLES, []).append(settle)
 
     def add_headers(response: Response) -> Response:
-        """Add the headers of the limit, except those that the view has set."""
-        decision: Decision | None = request.environ.get(DECISION)
-        if decision is not None:
-            for name, value in policy.headers(decision).items():
-                response.headers.setdefault(name, value)
+        policy.add_headers(request.environ.get(DECISION), response.headers.setdefault)
         return response
 
     app.before_request(check)

@@ -311,6 +311,14 @@ class Policy(Generic[R]):
         retry_after_s = decision.retry_after_seconds
         return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
 
+    def add_headers(
+        self, decision: Decision | None, setdefault: Callable[[str, str], object]
+    ) -> None:
+        """Add the headers for a decision to an answer, except those that it has."""
+        if decision is not None:
+            for name, value in self.headers(decision).items():
+                setdefault(name, value)
+
     def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
         """Return the answer to a denied request: 429, or 503 if no limit denied it.
 
