@@ -97,8 +97,6 @@ class AsyncRateLimiterClient(AsyncSessions):
         session = self._current()
         if session is not None:
             await session.close()
-            # Only now: a close that was cancelled can be repeated.
-            self._forget(session)
 
     async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
         """Connect; return whether that succeeded in time. Otherwise the first check connects, within its deadline."""

@@ -117,9 +117,6 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
             return self._sessions.get(asyncio.get_running_loop())
         return None
 
-    def _forget(self, session: AsyncSession) -> None:
-        self._sessions.pop(session.loop, None)
-
     def _open(self) -> AsyncSession:
         self._require_open()
         if self._process not in {None, os.getpid()}:

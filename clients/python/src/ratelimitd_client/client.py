@@ -96,8 +96,6 @@ class RateLimiterClient(Sessions):
         session = self._current()
         if session is not None:
             session.close()
-            # Only now: a close that was cancelled can be repeated.
-            self._forget(session)
 
     def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
         """Connect; return whether that succeeded in time. Otherwise the first check connects, within its deadline."""

@@ -128,9 +128,6 @@ class Sessions(Arguments[int, "Session"]):
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
 
-    def _forget(self, _session: Session) -> None:
-        self._sessions.pop(os.getpid(), None)
-
 
 class Session:
     """The channel of one process, used by all of its threads."""
