@@ -78,20 +78,18 @@ class Batcher:
             await idle.wait()
 
     def _open_queue(self, timeout_s: float) -> _Queue:
-        queue = self._queues[timeout_s] = _Queue(self._loop.time())
+        timer: asyncio.Handle
         if not self._linger_s and self._in_flight < MAX_IN_FLIGHT:
-            queue.timer = self._loop.call_soon(self._flush, timeout_s, context=self._no_context)
+            timer = self._loop.call_soon(self._flush, timeout_s, context=self._no_context)
         else:
             pause_s = min(self._linger_s or MAX_WAIT_S, timeout_s / 2)
-            queue.timer = self._loop.call_later(
-                pause_s, self._flush, timeout_s, context=self._no_context
-            )
+            timer = self._loop.call_later(pause_s, self._flush, timeout_s, context=self._no_context)
+        queue = self._queues[timeout_s] = _Queue(self._loop.time(), timer)
         return queue
 
     def _flush(self, timeout_s: float) -> None:
         queue = self._queues.pop(timeout_s)
-        if queue.timer is not None:
-            queue.timer.cancel()
+        queue.timer.cancel()
         waiting = [
             (request, decision)
             for request, decision in zip(queue.requests, queue.decisions, strict=True)
@@ -135,9 +133,9 @@ class _Queue:
 
     __slots__ = ("decisions", "requests", "since_s", "timer")
 
-    def __init__(self, since_s: float) -> None:
+    def __init__(self, since_s: float, timer: asyncio.Handle) -> None:
         self.since_s = since_s
+        self.timer = timer
+        """Flushes the queue, unless an answer does so first."""
         self.requests: list[bytes] = []
         self.decisions: list[asyncio.Future[Decision]] = []
-        self.timer: asyncio.Handle | None = None
-        """Flushes the queue, unless an answer does so first."""
