@@ -87,7 +87,7 @@ class _Node:
         self.link: Link | None = None
         self.is_failing = False
         """The last attempt to connect failed."""
-        self.keeper: asyncio.Task[None] | None = None
+        self.keeper: asyncio.Task[None]
 
 
 class NativeChannel:
@@ -332,8 +332,7 @@ class NativeChannel:
             # A loop that was closed without cancelling its tasks takes no more calls.
             if not self._loop.is_closed():
                 for node in self._nodes.values():
-                    if node.keeper is not None:
-                        node.keeper.cancel()
+                    node.keeper.cancel()
                 self._nodes.clear()
                 self._is_unknown = True  # calls fail at once, until the next keeper
                 self._restart_s = self._loop.time() + RESTART_S
@@ -353,8 +352,7 @@ class NativeChannel:
         self._is_unknown = False
         for address in set(self._nodes) - set(addresses):
             node = self._nodes.pop(address)
-            if node.keeper is not None:
-                node.keeper.cancel()
+            node.keeper.cancel()
             if node.link is not None:
                 node.link.leave()
         for address in addresses:
