@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from ratelimitd_client.clock import Clock
@@ -29,6 +30,7 @@ class Observer(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Counts:
     """How many checks were decided how. Plain numbers, which may be read at any time; an :class:`Observer` itself.
 
@@ -42,24 +44,13 @@ class Counts:
         held_closed: those that were denied.
     """
 
-    __slots__ = (
-        "allowed",
-        "denied",
-        "held_closed",
-        "leased",
-        "let_through",
-        "not_asked",
-        "unanswered",
-    )
-
-    def __init__(self) -> None:
-        self.allowed: int = 0
-        self.denied: int = 0
-        self.leased: int = 0
-        self.unanswered: int = 0
-        self.not_asked: int = 0
-        self.let_through: int = 0
-        self.held_closed: int = 0
+    allowed: int = 0
+    denied: int = 0
+    held_closed: int = 0
+    leased: int = 0
+    let_through: int = 0
+    not_asked: int = 0
+    unanswered: int = 0
 
     @property
     def asked(self) -> int:
