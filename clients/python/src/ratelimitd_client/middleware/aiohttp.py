@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -84,17 +84,13 @@ def _end_with_the_answer(ended: Callable[[], None]) -> None:
 def _info_of(request: web.Request) -> RequestInfo:
     route = request.match_info.route
     resource = route.resource
-
-    def header(name: str) -> Sequence[str]:
-        return request.headers.getall(name, [])
-
     return RequestInfo(
         request.method,
         None if resource is None else resource.canonical,
         request.match_info.handler,
         lambda: None,
         request.remote,
-        header,
+        lambda name: request.headers.getall(name, []),
     )
 
 

@@ -6,7 +6,6 @@ The user is ``REMOTE_USER``, which the server sets; for other logins use the opt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -14,7 +13,6 @@ from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import default_exceptions
 
 from ratelimitd_client import RateLimiter
-from ratelimitd_client.middleware.holds import Held
 from ratelimitd_client.middleware.marks import marked_part
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
@@ -61,8 +59,10 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
             response = Response(answer.body, answer.status, answer.headers)
             raise default_exceptions[answer.status](answer.text, response)
         if held is not None:
-            settle = partial(_settle, policy, held, _current())
-            request.environ.setdefault(SETTLES, []).append(settle)
+            current = _current()
+            request.environ.setdefault(SETTLES, []).append(
+                lambda: held.hold.settle(policy.actual(held, current))
+            )
 
     def add_headers(response: Response) -> Response:
         policy.add_headers(request.environ.get(DECISION), response.headers.setdefault)
@@ -114,10 +114,6 @@ def _settling(app: WSGIApplication) -> WSGIApplication:
 def _settle_once(settles: list[Callable[[], None]]) -> None:
     while settles:
         settles.pop()()
-
-
-def _settle(policy: Policy[Request], held: Held, flask_request: Request) -> None:
-    held.hold.settle(policy.actual(held, flask_request))
 
 
 def _current() -> Request:

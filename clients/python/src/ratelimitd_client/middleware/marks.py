@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, Never, TypeVar
 
 from ratelimitd_client.check import MAX_COST, require_type
@@ -172,13 +173,6 @@ def _own_mark_of(view: object) -> Mark:
     return mark if isinstance(mark, Mark) else UNMARKED
 
 
-class _Action:
-    """Carries the mark of a view set's method, combined with that of its class."""
-
-    def __init__(self, mark: Mark) -> None:
-        setattr(self, ATTRIBUTE, mark)
-
-
 def marked_part(view: object, method: str = "") -> object:
     """Return what carries the mark of a view: its function, or the class that the function was made of."""
     if mark_of(view) is not UNMARKED:
@@ -190,10 +184,13 @@ def marked_part(view: object, method: str = "") -> object:
     return view
 
 
-def _action_of(view: object, of_class: type[object], method: str) -> _Action | None:
+def _action_of(view: object, of_class: type[object], method: str) -> object | None:
+    """Return what carries the mark of a view set's method, combined with that of its class."""
     actions = getattr(view, ACTIONS_ATTRIBUTE, None)
     if not isinstance(actions, dict):
         return None
     name = actions.get(method.lower()) or (actions.get("get") if method == "HEAD" else None)
     mark = mark_of(getattr(of_class, str(name), None))
-    return None if mark is UNMARKED else _Action(mark.over(mark_of(of_class)))
+    if mark is UNMARKED:
+        return None
+    return SimpleNamespace(**{ATTRIBUTE: mark.over(mark_of(of_class))})

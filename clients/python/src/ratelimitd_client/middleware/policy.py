@@ -266,7 +266,9 @@ class Policy(Generic[R]):
                 return None
         holds = mark.hold is not None
         asked = mark.hold if holds else mark.cost
-        cost = _cost(options.cost if asked is None else asked, request)
+        cost = options.cost if asked is None else asked
+        if callable(cost):
+            cost = _cost_of("cost", cost(request))
         identities = options.identities if mark.identities is None else mark.identities
         if not cost:
             return None
@@ -452,12 +454,6 @@ def _with_first(
         identity = Identity(identifier, kind)
     first = identity.identifier_type
     return identity, {kind: text for kind, text in also.items() if kind != first}
-
-
-def _cost(cost: int | Callable[[Any], int], request: object) -> int:
-    if not callable(cost):
-        return cost
-    return _cost_of("cost", cost(request))
 
 
 def _cost_of(name: str, returned: object) -> int:

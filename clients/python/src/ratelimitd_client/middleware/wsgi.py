@@ -78,16 +78,11 @@ def info_of(
     environ: WSGIEnvironment, *, route: str | None = None, view: object = None
 ) -> RequestInfo:
     """Return the request of an environ, with the route and the view that a framework has found."""
-
-    def user() -> str | None:
-        name: str | None = environ.get("REMOTE_USER")
-        return name
-
     return RequestInfo(
         method=environ.get("REQUEST_METHOD", "GET"),
         route=route,
         view=view,
-        user=user,
+        user=lambda: environ.get("REMOTE_USER"),
         peer=environ.get("REMOTE_ADDR"),
         header=lambda name: header_of(environ, name),
     )
