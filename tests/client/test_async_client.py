@@ -7,7 +7,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Decision, Reason
@@ -51,15 +50,6 @@ async def test_checks_that_are_asked_together_travel_in_one_call():
             await asyncio.gather(*(client.check("alice", "user", "/x") for _ in range(50)))
             await client.check("alice", "user", "/x")
         assert node.methods() == ["BatchRateLimit", "RateLimit"]
-
-
-async def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
-    assert [rule.endpoint async for rule in client.admin.rules()] == ["/five"]
-    await client.check("reset-async", "user", "/five", cost=5)
-    await client.admin.reset("reset-async", "user", "/five")
-    assert (await client.check("reset-async", "user", "/five", cost=5)).allowed
-    with pytest.raises(grpc.RpcError):
-        await client.admin.delete_rule("00000000-0000-0000-0000-000000000000")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 
-import grpc
 import pytest
 
 from ratelimitd_client import RateLimiterClient, Reason
@@ -15,21 +14,6 @@ from ratelimitd_client.testing import ManualClock
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
 from tests.servers import free_port, until
-
-
-@pytest.fixture
-def client(real_node):
-    with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
-        yield client
-
-
-def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
-    assert [rule.endpoint for rule in client.admin.rules()] == ["/five"]
-    client.check("reset", "user", "/five", cost=5)
-    client.admin.reset("reset", "user", "/five")
-    assert client.check("reset", "user", "/five", cost=5).allowed
-    with pytest.raises(grpc.RpcError):
-        client.admin.delete_rule("00000000-0000-0000-0000-000000000000")
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), 3_601])

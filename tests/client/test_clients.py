@@ -4,6 +4,7 @@ import asyncio
 import logging
 from functools import partial
 
+import grpc
 import pytest
 
 from ratelimitd_client import Check, Reason, async_sessions, sessions
@@ -12,7 +13,7 @@ from ratelimitd_client.sessions import Sessions
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
-from tests.client.kinds import KINDS, PATIENT_S, opened, result_of
+from tests.client.kinds import KINDS, PATIENT_S, Asked, opened, result_of
 from tests.fake_node import fake_node
 from tests.servers import START_S, free_port
 
@@ -102,6 +103,17 @@ async def test_many_checks_are_decided_in_one_call_in_their_order(client, kind):
 async def test_peeking_spends_nothing(client, kind):
     for peek in (True, False):
         assert (await client.check(f"peek {kind}", "user", "/five", cost=5, peek=peek)).allowed
+
+
+async def test_rules_and_resets_are_calls_of_its_admin(client, kind):
+    who, admin = (f"reset {kind}", "user", "/five"), Asked(client.client.admin)
+    page = await admin.list_rules(pb.ListRateLimitsRequest())
+    assert [rule.endpoint for rule in page.rate_limits] == ["/five"]
+    await client.check(*who, cost=5)
+    await admin.reset(*who)
+    assert (await client.check(*who, cost=5)).allowed
+    with pytest.raises(grpc.RpcError):
+        await admin.delete_rule("00000000-0000-0000-0000-000000000000")
 
 
 async def test_wrong_arguments_raise_before_anything_is_sent(new_client):

@@ -102,9 +102,9 @@ async def test_what_is_no_bucket_or_no_cost_is_left_to_those_that_are_sent():
     node = Node()
     async with leases_of(node) as (leases, _):
         await heat(leases, node)
-        assert [leases.take(BUCKET, cost) for cost in ("1", None, 1.0, True, 0)] == [None] * 5
+        assert {leases.take(BUCKET, cost) for cost in ("1", None, 1.0, 1.5, True, 0, -5)} == {None}
         assert leases.take(([], "user", "/a"), 1) is None
-        assert leases.take(BUCKET, 1) is not None
+        assert leases.take(BUCKET, node.held[0]) is not None
 
 
 async def test_what_was_not_used_is_given_back_when_the_lease_ends():
@@ -192,16 +192,6 @@ async def test_a_bucket_whose_renewal_was_refused_is_leased_again():
         node.denies = False
         await heat(leases, node)
         assert len(node.held) == 3
-
-
-async def test_what_is_no_cost_is_left_to_where_it_is_refused():
-    node = Node()
-    async with leases_of(node) as (leases, _):
-        await heat(leases, node)
-        for cost in (0, -5, 1.5, True, None):
-            if cost is not None:
-                assert leases.take(BUCKET, cost) is None
-        assert leases.take(BUCKET, node.held[0]) is not None
 
 
 async def test_callers_with_ever_new_buckets_take_no_memory():

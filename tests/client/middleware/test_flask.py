@@ -173,19 +173,13 @@ def test_functions_are_given_the_request_itself(app, limiter):
         key = request.args.get("key")
         return Identity(key, "api_key") if key else None
 
-    client = visitor(app, limiter, Options(identify=by_key))
+    options = Options(identify=by_key, identities=lambda request: {"tenant": request.args.get("t")})
+    client = visitor(app, limiter, options)
     client.get("/orders/7?key=k")
-    client.get("/orders/7")
+    client.get("/orders/7?t=acme")
     client.get("/orders/7", environ_base={"REMOTE_USER": "alice"})
     assert [check.identifier for check in limiter.checks] == ["k", "192.0.2.7", "alice"]
-
-
-def test_a_function_says_who_else_a_request_is_counted_for(app, limiter):
-    options = Options(identities=lambda request: {"tenant": request.args.get("tenant")})
-    client = visitor(app, limiter, options)
-    client.get("/orders/7?tenant=acme")
-    client.get("/orders/7")
-    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
+    assert [check.also for check in limiter.checks] == [{}, {"tenant": "acme"}, {}]
 
 
 @pytest.mark.parametrize(("on_error", "status"), [("allow", 200), ("raise", 500)])

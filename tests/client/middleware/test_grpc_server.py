@@ -110,9 +110,14 @@ def test_functions_are_given_the_call(limiter):
         assert call.context.peer().startswith("ipv4:")
         return Identity(f"{call.method} {call.peer.partition(':')[0]}")
 
-    with shop(limiter, Options(identify=identify)) as channel:
+    def identities(call):
+        return {"tenant": "".join(call.header("x-tenant"))}
+
+    with shop(limiter, Options(identify=identify, identities=identities)) as channel:
+        ask(channel, UNARY, metadata=[("x-tenant", "acme")])
         ask(channel, UNARY)
-    assert limiter.checks == [Check(f"{UNARY} 127.0.0.1", "user", UNARY)]
+    assert {check.identifier for check in limiter.checks} == {f"{UNARY} 127.0.0.1"}
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
 
 
 def test_a_call_that_cannot_be_checked_is_unavailable_where_that_is_chosen(limiter):
@@ -147,14 +152,6 @@ def test_a_check_that_no_delay_makes_pass_is_given_none(limiter):
         _, code, details, metadata = ask(channel, UNARY)
     assert code is DENIED
     assert error_details(code, details, metadata) == (None, [("", "limit default: 1 in 60 s")])
-
-
-def test_a_function_says_who_else_a_call_is_counted_for(limiter):
-    options = Options(identities=lambda call: {"tenant": "".join(call.header("x-tenant"))})
-    with shop(limiter, options) as channel:
-        ask(channel, UNARY, metadata=[("x-tenant", "acme")])
-        ask(channel, UNARY)
-    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
 
 
 def test_a_proxy_on_a_unix_socket_says_for_whom_it_calls(limiter, tmp_path_factory):
