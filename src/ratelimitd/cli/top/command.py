@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ratelimitd.cli.client_options import CliError, Target, asks_node
+from ratelimitd.cli.client_options import CliError, Target, asks_node, demand
 from ratelimitd.cli.output import single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 from ratelimitd.errors import printable
@@ -102,12 +102,13 @@ def _frames(
     rates: deque[float] = deque(maxlen=HISTORY)
     while not pause(interval_s):
         try:
-            after = node.look()
+            earlier, before = before, node.look()
+            node_id = before.health.node_id
+            demand(node_id == earlier.health.node_id, f"another node answers now: {node_id}")
         except CliError as failure:
             yield Frame(shown, node.names, tuple(rates), str(failure))
             continue
-        shown = reading(before, after, rules=rules)
-        before = after
+        shown = reading(earlier, before, rules=rules)
         rates.append(shown.allowed_per_s + shown.blocked_per_s)
         yield Frame(shown, node.names, tuple(rates))
 

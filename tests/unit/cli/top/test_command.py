@@ -109,6 +109,18 @@ def test_node_that_becomes_unreachable_is_shown_and_retried(ask, node, pauses):
     assert lines[2]["allowed_per_s"] == pytest.approx(10 / 1)
 
 
+def test_counters_of_another_node_are_no_rates(ask, node, pauses):
+    def switch(left):
+        if left == 1:
+            node.health_answer.node_id = "n2"
+
+    pauses["before"] = switch
+    lines = [json.loads(line) for line in ask("top", "--json").out.splitlines()]
+    assert lines[1] == {"error": "another node answers now: n2"}
+    assert [lines[0]["allowed_per_s"], lines[2]["allowed_per_s"]] == [10.0, 10.0]
+    assert lines[2]["node_id"] == "n2"
+
+
 def test_rules_are_read_again_only_after_a_change(ask, node, pauses):
     def change(left):
         if left == 0:
