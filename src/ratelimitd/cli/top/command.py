@@ -53,12 +53,11 @@ def top(
     with target.client() as client, single_keys() as keyboard, suppress(KeyboardInterrupt):
         node = _Node(client, target, time.monotonic)
         pause = keyboard.quits_within if keyboard else _sleep
-        frames = _frames(node, pause, interval, rules=rules)
-        shown = itertools.islice(frames, 1) if once else frames
+        frames = _frames(node, pause, interval, rules=rules, once=once)
         if target.output.as_json:
-            _print_json(shown, target)
+            _print_json(frames, target)
         else:
-            _show(shown, full_screen=not once)
+            _show(frames, full_screen=not once)
 
 
 def _sleep(seconds: float) -> bool:
@@ -94,9 +93,13 @@ class _Node:
 
 
 def _frames(
-    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int
+    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int, once: bool
 ) -> Iterator[Frame]:
-    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit."""
+    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit.
+
+    Raises:
+        CliError: the first look fails, or one fails and only ``once`` a frame is wanted.
+    """
     before = node.look()
     shown = reading(before, before, rules=rules)
     rates: deque[float] = deque(maxlen=HISTORY)
@@ -106,11 +109,15 @@ def _frames(
             node_id = before.health.node_id
             demand(node_id == earlier.health.node_id, f"another node answers now: {node_id}")
         except CliError as failure:
+            if once:
+                raise
             yield Frame(shown, node.names, tuple(rates), str(failure))
             continue
         shown = reading(earlier, before, rules=rules)
         rates.append(shown.allowed_per_s + shown.blocked_per_s)
         yield Frame(shown, node.names, tuple(rates))
+        if once:
+            return
 
 
 def _print_json(frames: Iterator[Frame], target: Target) -> None:

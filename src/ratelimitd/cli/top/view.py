@@ -63,10 +63,11 @@ def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _head(reading: Reading, lost: str) -> Text:
+    status = "AWAY" if lost else reading.status
     head = Text.assemble(
         (printable(reading.node_id) or NOTHING, "bold"),
         "  ",
-        (reading.status, _STYLES.get(reading.status, "red")),
+        (status, _STYLES.get(status, "red")),
         f"  rules revision {reading.rules_revision}",
     )
     if lost:

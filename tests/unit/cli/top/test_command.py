@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from ratelimitd.cli.top import command
 from ratelimitd.cli.top.command import HISTORY
@@ -19,6 +20,8 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
 AWAY = status(grpc.StatusCode.UNAVAILABLE, "not now")
+GONE = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")
+"""As gRPC reports it: without the explanation that a node adds."""
 
 
 def _chunks(descriptor):
@@ -91,6 +94,14 @@ def test_pipe_gets_readings_one_below_the_other(ask, pauses):
 def test_unreachable_node_at_the_start_is_status_2(run, unused_tcp_port):
     ended = run("top", "--once", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert ended.status == 2
+    assert "cannot reach a node" in ended.err
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_node_that_becomes_unreachable_fails_a_single_reading(ask, node, pauses, options):
+    pauses["before"] = lambda _left: setattr(node, "error", GONE)
+    ended = ask("top", "--once", *options)
+    assert (ended.status, ended.out) == (2, "")
     assert "cannot reach a node" in ended.err
 
 

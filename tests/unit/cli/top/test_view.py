@@ -104,6 +104,7 @@ def test_unknown_values_are_dashes():
 def test_unreachable_node_keeps_its_last_reading_with_the_reason():
     out = shown(lost="cannot reach a node\x1b[2J")
     assert "cannot reach a node�[2J; trying again" in out
+    assert "n1  AWAY" in out
     assert "1,235/s" in out
 
 
