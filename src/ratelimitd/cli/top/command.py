@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd.cli.client_options import CliError, Target, asks_node, demand
-from ratelimitd.cli.output import single_keys
+from ratelimitd.cli.output import on_signal, single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 from ratelimitd.errors import printable
 from ratelimitd_client import NodeClient
@@ -50,7 +51,14 @@ def top(
       ratelimitd top
       ratelimitd top --once --json | jq .blocked_per_s
     """
-    with target.client() as client, single_keys() as keyboard, suppress(KeyboardInterrupt):
+    with (
+        suppress(KeyboardInterrupt),
+        # Otherwise they end the process with the terminal as the view left it.
+        on_signal(signal.SIGTERM, signal.default_int_handler),
+        on_signal(signal.SIGHUP, signal.default_int_handler),
+        target.client() as client,
+        single_keys() as keyboard,
+    ):
         node = _Node(client, target, time.monotonic)
         pause = keyboard.quits_within if keyboard else _sleep
         frames = _frames(node, pause, interval, rules=rules, once=once)

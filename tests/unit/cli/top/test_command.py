@@ -6,7 +6,9 @@ import json
 import os
 import pty
 import re
+import signal
 import sys
+import termios
 from types import SimpleNamespace
 
 import grpc
@@ -142,15 +144,17 @@ def test_rules_are_read_again_only_after_a_change(ask, node, pauses):
     assert node.methods().count("ListRateLimits") == 2
 
 
-def test_view_uses_the_whole_terminal_and_q_ends_it(ask, monkeypatch):
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP])
+def test_view_uses_the_whole_terminal_until_q_or_a_signal_ends_it(ask, monkeypatch, number):
     ours, theirs = pty.openpty()
+    modes = termios.tcgetattr(theirs)
     frames = itertools.count()
     real = command._frames
 
     def watched(*arguments, **options):
         for frame in real(*arguments, **options):
             if next(frames) == 1:
-                os.write(ours, b"q")
+                signal.raise_signal(number) if number else os.write(ours, b"q")
             yield frame
 
     monkeypatch.setattr(command, "_frames", watched)
@@ -162,6 +166,7 @@ def test_view_uses_the_whole_terminal_and_q_ends_it(ask, monkeypatch):
         assert ask("top", "--interval", "0.1").status == 0
         text.flush()
         text.close()
+        assert termios.tcgetattr(theirs) == modes
         os.set_blocking(ours, False)
         shown = b"".join(_chunks(ours)).decode(errors="replace")
     os.close(ours)
