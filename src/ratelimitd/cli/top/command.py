@@ -65,7 +65,7 @@ def top(
         if target.output.as_json:
             _print_json(frames, target)
         else:
-            _show(frames, full_screen=not once)
+            _show(frames, interval, full_screen=not once)
 
 
 def _sleep(seconds: float) -> bool:
@@ -137,7 +137,7 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
         target.output.flush()
 
 
-def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
+def _show(frames: Iterator[Frame], interval_s: float, *, full_screen: bool) -> None:
     """Show frames: on a terminal each replaces the previous one, else one below the other."""
     # Takes 50 ms to import; other commands do without.
     from rich.console import Console  # noqa: PLC0415
@@ -151,5 +151,6 @@ def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
             console.print(drawn(frame, console.width))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(f"the first reading takes {interval_s:g} s; q ends it", refresh=True)
         for frame in frames:
             live.update(drawn(frame, console.width), refresh=True)
