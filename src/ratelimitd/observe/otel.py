@@ -39,9 +39,6 @@ PERIOD_MS: Final = 1_000
 SEND_S: Final = 5.0
 """Longest time for sending one batch, including retries."""
 
-MAX_RESPONSE_BYTES: Final = 64 * 1024
-"""Longest response body that is read, for the next batch to use the same connection."""
-
 CLOSE_S: Final = 1.0
 """Longest time that a stopping node waits for the export of its last spans."""
 
@@ -210,8 +207,8 @@ def _session() -> requests.Session:
 
 
 def _discard_body(response: requests.Response, **_: object) -> None:
-    """Read a short body, which frees the connection for the next batch; close the connection otherwise."""
-    response.raw.read1(MAX_RESPONSE_BYTES)
+    """Keep the connection for the next batch if the body is empty, as usual; close it otherwise."""
+    response.raw.read(1)
     response.close()
 
 
