@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,11 +14,16 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """``status`` is what it answers; ``bodies`` are the requests as they came."""
+    """``status`` is what it answers; ``bodies`` are the requests as they came, by so many ``connections``.
+
+    While ``unending`` is set, it answers its first bytes, and then its others again and again.
+    """
 
     def __init__(self) -> None:
         self.url = ""
         self.status = 200
+        self.unending: tuple[bytes, bytes] | None = None
+        self.connections = 0
         self.bodies: list[bytes] = []
         self._changed = threading.Condition()
 
@@ -67,11 +72,26 @@ def collector() -> Iterator[Collector]:
     taking = Collector()
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            taking.connections += 1
+
         def do_POST(self) -> None:
+            with suppress(ConnectionError):
+                self.answer()
+
+        def answer(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            self.send_response(taking.take(self.path, body))
+            status, unending = taking.take(self.path, body), taking.unending
+            if unending:
+                self.wfile.write(unending[0])
+                while taking.unending:
+                    self.wfile.write(unending[1])
+            self.send_response(status)
             self.send_header("content-length", "0")
             self.end_headers()
 
@@ -85,6 +105,7 @@ def collector() -> Iterator[Collector]:
     try:
         yield taking
     finally:
+        taking.unending = None
         server.shutdown()
         thread.join()
         server.server_close()

@@ -91,7 +91,9 @@ def run(arguments: Sequence[str] | None) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without "→" must not fail the command
+            # A terminal without "→" must not fail the command. A file must not lose it: it may be applied again.
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="replace")
     _accept_former_names(os.environ)
     try:
         status = _run(arguments)

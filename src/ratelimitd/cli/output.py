@@ -9,7 +9,9 @@ import json
 import os
 import select
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,10 +182,15 @@ def as_dict(message: Message) -> dict[str, Any]:
 def table_lines(
     head: Sequence[str], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[str]:
-    """Return the lines of a table, the head first; ``width`` ``None`` = as wide as the cells."""
+    """Return the lines of a table, the head first, for so many columns of a terminal; ``None`` = as wide as the cells.
+
+    A character takes none, one, or, as in Chinese, two of them.
+    """
+    from rich.cells import cell_len  # noqa: PLC0415 -- 3 ms; most commands print no table
+
     values = [list(row) for row in rows]
     cells = [list(head), *([printable(str(value)) for value in row] for row in values)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     if width is not None:
         over = sum(widths) + len(GAP) * (len(widths) - 1) - width
         widest = widths.index(max(widths))
@@ -202,9 +209,12 @@ def table_lines(
 
 
 def _fitted(cell: str, width: int, *, right: bool) -> str:
-    if len(cell) > width:
-        return cell[: width - 1] + "…"
-    return cell.rjust(width) if right else cell.ljust(width)
+    from rich.cells import cell_len, set_cell_size  # noqa: PLC0415 -- see table_lines
+
+    missing = width - cell_len(cell)
+    if missing < 0:
+        return set_cell_size(cell, width - 1) + "…"
+    return " " * missing + cell if right else cell + " " * missing
 
 
 LONG: Final = 100
@@ -285,3 +295,22 @@ def single_keys() -> Iterator[Keyboard | None]:
         yield Keyboard(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def on_signal(
+    number: signal.Signals, handler: Callable[..., object] | signal.Handlers
+) -> Iterator[None]:
+    """Set the handler of a signal for the block; does nothing outside the main thread.
+
+    An ignored signal stays ignored, as SIGHUP under ``nohup``.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(number) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

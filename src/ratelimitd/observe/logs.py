@@ -39,6 +39,7 @@ QUIET: Final = {
     "alembic": logging.WARNING,
     "grpc": logging.CRITICAL,  # its errors quote metadata, and so tokens
     "asyncio": logging.WARNING,
+    "urllib3": logging.ERROR,  # the path of OTEL_ENDPOINT, also in warnings
 }
 """Libraries and the minimum level at which their records are logged."""
 

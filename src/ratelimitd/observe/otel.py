@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -162,12 +163,13 @@ class _Reporting(SpanExporter):
     """The exporter; logs when it begins to fail and when it recovers. Runs in the sending thread."""
 
     def __init__(self, endpoint: str) -> None:
-        self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S)
+        self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S, session=_session())
         self._place = urlsplit(endpoint).netloc
         self._fails = False
+        self._sending = threading.Thread()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        result = self._export(spans)
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
             _log.warning(
@@ -178,8 +180,36 @@ class _Reporting(SpanExporter):
         self._fails = fails
         return result
 
+    def _export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export in another thread, which is waited for: a timeout of the library bounds each read, not their sum."""
+        results: list[SpanExportResult] = []
+        if self._sending.ident is not None:
+            self._sending.join(SEND_S)
+        if not self._sending.is_alive():
+            self._sending = threading.Thread(
+                target=lambda: results.append(self._exporter.export(spans)),
+                name="spans",
+                daemon=True,
+            )
+            self._sending.start()
+            self._sending.join(SEND_S)
+        return next(iter(results), SpanExportResult.FAILURE)
+
     def shutdown(self) -> None:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    session.stream = True  # else it reads the body whole, which may be endless
+    session.hooks["response"].append(_discard_body)
+    return session
+
+
+def _discard_body(response: requests.Response, **_: object) -> None:
+    """Keep the connection for the next batch if the body is empty, as usual; close it otherwise."""
+    response.raw.read(1)
+    response.close()
 
 
 def endpoint_of(url: str) -> str:

@@ -138,13 +138,19 @@ def test_unexpected_error_is_one_line_without_the_debug_variable(run, ends_with,
         run()
 
 
-def test_unencodable_character_is_replaced(monkeypatch):
-    written = io.BytesIO()
+class Terminal(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "text"), [(Terminal, b"?\n"), (io.BytesIO, "→\n".encode())])
+def test_unencodable_character_is_replaced_on_a_terminal_only(monkeypatch, stream, text):
+    written = stream()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(commands, "app", lambda **_options: sys.stdout.write("→\n"))
     assert main([]) == 0
-    assert written.getvalue() == b"?\n"
+    assert written.getvalue() == text
 
 
 def test_shell_completion_offers_commands_and_choices(run, monkeypatch):

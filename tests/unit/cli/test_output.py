@@ -110,6 +110,19 @@ def test_widest_column_shrinks_on_a_narrow_terminal_down_to_its_minimum():
     assert table_lines(("A", "B"), [row], 57)[1] == "short  " + "x" * 50
 
 
+def test_wide_and_combining_characters_keep_columns_aligned_and_within_the_terminal():
+    rows = [("日本", 1), ("e\u0301", 20), ("👩", 3), ("x" * 9, 4)]
+    assert table_lines(("NAME", "N"), rows, None) == [
+        "NAME        N",
+        "日本        1",
+        "e\u0301          20",
+        "👩          3",
+        "xxxxxxxxx   4",
+    ]
+    assert table_lines(("A", "B"), [("short", "日" * 50)], 30)[1] == "short  " + "日" * 11 + "…"
+    assert table_lines(("A", "B"), [("short", "日" * 50)], 29)[1] == "short  " + "日" * 10 + " …"
+
+
 def test_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream):
     monkeypatch.setenv("COLUMNS", "20")
     terminal = Terminal()

@@ -95,6 +95,14 @@ def test_libraries_log_only_from_their_level(context, name, least):
     assert [line["event"] for line in lines(stream)] == ["broken"]
 
 
+def test_path_of_the_collector_is_not_logged(context):
+    stream = configured(context, level="debug")
+    library = logging.getLogger("urllib3.connectionpool")
+    library.debug("POST /tenant/secret HTTP/1.1")
+    library.warning("Failed to parse headers (url=/tenant/secret)")
+    assert stream.getvalue() == ""
+
+
 def test_level_applies_to_libraries(context):
     stream = configured(context, level="error")
     logging.getLogger("sqlalchemy").warning("no")

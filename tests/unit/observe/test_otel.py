@@ -147,6 +147,35 @@ async def test_recovery_of_the_collector_is_logged(receiver, tracer, caplog):
     ]
 
 
+async def test_answers_without_end_are_not_read(receiver, tracer, caplog):
+    receiver.unending = b"HTTP/1.1 200 OK\r\n\r\n", b"a" * 1024
+    for sent in (1, 2):
+        tracer.begin("a").end()
+        receiver.wait_for(sent)
+    await tracer.close()
+    assert not caplog.records
+
+
+async def test_an_export_ends_in_time_however_the_collector_answers(monkeypatch, receiver, caplog):
+    monkeypatch.setattr(otel, "SEND_S", 0.05)
+    receiver.unending = b"", b"HTTP/1.1 100 Continue\r\n\r\n"
+    tracer = OtelTracer(receiver.url, node_id="n1", ratio=1.0, period_ms=10)
+    tracer.begin("a").end()
+    receiver.wait_for(1)
+    await tracer.close()
+    assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
+        "traces cannot be sent"
+    ]
+
+
+async def test_exports_share_a_connection(receiver, tracer):
+    for sent in (1, 2):
+        tracer.begin("a").end()
+        receiver.wait_for(sent)
+    await tracer.close()
+    assert receiver.connections == 1
+
+
 @pytest.mark.parametrize(
     ("url", "endpoint"),
     [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import grpc
 
 from ratelimitd.cli.client_options import CliError, Target
 from ratelimitd.cli.conformance.cases import IDENTIFIER_TYPE, Case
+from ratelimitd.cli.output import on_signal
 from ratelimitd.model import EVERY_ENDPOINT, Period
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -38,7 +38,7 @@ def own_rules(
     """The ids by endpoint; empty while it is unknown whether the rule exists."""
     policies: list[str] = []
     """The ids of policy rules that may exist."""
-    with _on_signal(signal.SIGTERM, signal.default_int_handler):
+    with on_signal(signal.SIGTERM, signal.default_int_handler):
         try:
             for number, case in enumerate(cases):
                 endpoint = f"{prefix}/{number}"
@@ -54,8 +54,8 @@ def own_rules(
         finally:
             # A hanging server delays Ctrl-C by at most one timeout.
             with (
-                _on_signal(signal.SIGINT, signal.SIG_IGN),
-                _on_signal(signal.SIGTERM, signal.SIG_IGN),
+                on_signal(signal.SIGINT, signal.SIG_IGN),
+                on_signal(signal.SIGTERM, signal.SIG_IGN),
             ):
                 _delete(target, client, prefix, made, policies=policies)
 
@@ -135,18 +135,3 @@ def _delete(
             return  # nothing was created, and the cause is being raised
         message = f"{failure}; rules of endpoints that begin with {prefix} may be left there"
         raise CliError(message, failure.exit_code) from None
-
-
-@contextmanager
-def _on_signal(
-    number: signal.Signals, handler: Callable[..., object] | signal.Handlers
-) -> Iterator[None]:
-    """Set the handler of a signal for the block; does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

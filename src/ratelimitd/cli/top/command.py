@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,8 @@ from typing import Annotated, Final
 
 import typer
 
-from ratelimitd.cli.client_options import CliError, Target, asks_node
-from ratelimitd.cli.output import single_keys
+from ratelimitd.cli.client_options import CliError, Target, asks_node, demand
+from ratelimitd.cli.output import on_signal, single_keys
 from ratelimitd.cli.top.reading import NAMES, Frame, Look, reading
 from ratelimitd.errors import printable
 from ratelimitd_client import NodeClient
@@ -50,15 +51,21 @@ def top(
       ratelimitd top
       ratelimitd top --once --json | jq .blocked_per_s
     """
-    with target.client() as client, single_keys() as keyboard, suppress(KeyboardInterrupt):
+    with (
+        suppress(KeyboardInterrupt),
+        # Otherwise they end the process with the terminal as the view left it.
+        on_signal(signal.SIGTERM, signal.default_int_handler),
+        on_signal(signal.SIGHUP, signal.default_int_handler),
+        target.client() as client,
+        single_keys() as keyboard,
+    ):
         node = _Node(client, target, time.monotonic)
         pause = keyboard.quits_within if keyboard else _sleep
-        frames = _frames(node, pause, interval, rules=rules)
-        shown = itertools.islice(frames, 1) if once else frames
+        frames = _frames(node, pause, interval, rules=rules, once=once)
         if target.output.as_json:
-            _print_json(shown, target)
+            _print_json(frames, target)
         else:
-            _show(shown, full_screen=not once)
+            _show(frames, interval, full_screen=not once)
 
 
 def _sleep(seconds: float) -> bool:
@@ -94,22 +101,31 @@ class _Node:
 
 
 def _frames(
-    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int
+    node: _Node, pause: Callable[[float], bool], interval_s: float, *, rules: int, once: bool
 ) -> Iterator[Frame]:
-    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit."""
+    """Yield a frame after each interval, for which ``pause`` waits, until it returns whether to quit.
+
+    Raises:
+        CliError: the first look fails, or one fails and only ``once`` a frame is wanted.
+    """
     before = node.look()
     shown = reading(before, before, rules=rules)
     rates: deque[float] = deque(maxlen=HISTORY)
     while not pause(interval_s):
         try:
-            after = node.look()
+            earlier, before = before, node.look()
+            node_id = before.health.node_id
+            demand(node_id == earlier.health.node_id, f"another node answers now: {node_id}")
         except CliError as failure:
+            if once:
+                raise
             yield Frame(shown, node.names, tuple(rates), str(failure))
             continue
-        shown = reading(before, after, rules=rules)
-        before = after
+        shown = reading(earlier, before, rules=rules)
         rates.append(shown.allowed_per_s + shown.blocked_per_s)
         yield Frame(shown, node.names, tuple(rates))
+        if once:
+            return
 
 
 def _print_json(frames: Iterator[Frame], target: Target) -> None:
@@ -121,7 +137,7 @@ def _print_json(frames: Iterator[Frame], target: Target) -> None:
         target.output.flush()
 
 
-def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
+def _show(frames: Iterator[Frame], interval_s: float, *, full_screen: bool) -> None:
     """Show frames: on a terminal each replaces the previous one, else one below the other."""
     # Takes 50 ms to import; other commands do without.
     from rich.console import Console  # noqa: PLC0415
@@ -135,5 +151,6 @@ def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
             console.print(drawn(frame, console.width))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(f"the first reading takes {interval_s:g} s; q ends it", refresh=True)
         for frame in frames:
             live.update(drawn(frame, console.width), refresh=True)

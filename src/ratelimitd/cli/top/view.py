@@ -63,10 +63,11 @@ def as_json(reading: Reading, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _head(reading: Reading, lost: str) -> Text:
+    status = "AWAY" if lost else reading.status
     head = Text.assemble(
         (printable(reading.node_id) or NOTHING, "bold"),
         "  ",
-        (reading.status, _STYLES.get(reading.status, "red")),
+        (status, _STYLES.get(status, "red")),
         f"  rules revision {reading.rules_revision}",
     )
     if lost:
@@ -126,11 +127,14 @@ def _pairs(rows: Iterator[tuple[str, Text]], width: int) -> Table:
 
 def _rules(reading: Reading, names: Mapping[str, str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("RULE", no_wrap=True, overflow="ellipsis")
+    table.add_column("RULE")
     for title in ("BLOCKED/s", "ALLOWED/s", "BLOCKED"):
         table.add_column(title, justify="right", no_wrap=True)
     for rule in reading.busiest:
-        name = Text(printable(names.get(rule.rule_id, rule.rule_id)))
+        # Not the column: a table shrinks those of the numbers, too, if none may wrap.
+        name = Text(
+            printable(names.get(rule.rule_id, rule.rule_id)), no_wrap=True, overflow="ellipsis"
+        )
         rates = _number(rule.blocked_per_s), _number(rule.allowed_per_s)
         table.add_row(name, *rates, f"{rule.blocked_total:,}")
     return table

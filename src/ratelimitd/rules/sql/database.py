@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ratelimitd.errors import SettingsError
+from ratelimitd.errors import SchemaOlderError, SettingsError
 from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S, POOL_TIMEOUT_S, SqliteDatabase
 from ratelimitd.settings import urls
 
@@ -91,6 +91,20 @@ def open_database(
         pool_timeout_s=pool_timeout_s,
     )
 
+
+REVISIONS: Final = tuple(f"{number:04}" for number in range(1, 9))
+"""The files of :mod:`ratelimitd.rules.sql.migrations`, from the oldest; the tables below are those of the last."""
+
+VERSION_TABLE: Final = "ratelimitd_schema"
+"""Table of the schema revision; not alembic's default name, which another program may use in the same database."""
+
+schema_version: Final = sa.Table(
+    VERSION_TABLE,
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32)),
+    sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+)
+"""As Alembic creates it."""
 
 MAX_ACTOR_CHARS: Final = 255
 
@@ -229,11 +243,25 @@ async def is_standby(connection: AsyncConnection) -> bool:
 
 
 async def next_revision(connection: AsyncConnection) -> int:
-    """Return the next revision, and lock out other writers until the transaction ends."""
+    """Return the next revision, and lock out other writers until the transaction ends.
+
+    Raises:
+        SchemaOlderError: nodes of this release do not read the database until it is upgraded, so no edit is in force.
+    """
     # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
     # the commit, so a reader of a revision sees every change up to it.
-    locked = sa.select(rule_revision.c.revision).with_for_update()
-    return (await connection.scalar(locked) or 0) + 1
+    schema = sa.select(schema_version.c.version_num).scalar_subquery()
+    locked = sa.select(rule_revision.c.revision, schema).with_for_update(of=rule_revision)
+    revision, found = (await connection.execute(locked)).one_or_none() or (0, None)
+    # That of a newer release is compatible.
+    if found in REVISIONS[:-1]:
+        raise SchemaOlderError(older_schema(found))
+    return int(revision) + 1
+
+
+def older_schema(found: str) -> str:
+    """Return the error about a database with an older revision of the schema."""
+    return f"the rule database is of an older release (schema {found}): run `ratelimitd db upgrade`"
 
 
 def at_time(now_us: int) -> datetime:

@@ -6,11 +6,14 @@ import json
 import os
 import pty
 import re
+import signal
 import sys
+import termios
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from ratelimitd.cli.top import command
 from ratelimitd.cli.top.command import HISTORY
@@ -19,6 +22,8 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
 AWAY = status(grpc.StatusCode.UNAVAILABLE, "not now")
+GONE = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")
+"""As gRPC reports it: without the explanation that a node adds."""
 
 
 def _chunks(descriptor):
@@ -94,6 +99,14 @@ def test_unreachable_node_at_the_start_is_status_2(run, unused_tcp_port):
     assert "cannot reach a node" in ended.err
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_node_that_becomes_unreachable_fails_a_single_reading(ask, node, pauses, options):
+    pauses["before"] = lambda _left: setattr(node, "error", GONE)
+    ended = ask("top", "--once", *options)
+    assert (ended.status, ended.out) == (2, "")
+    assert "cannot reach a node" in ended.err
+
+
 def test_node_that_becomes_unreachable_is_shown_and_retried(ask, node, pauses):
     def switch(left):
         node.error = AWAY if left == 1 else None
@@ -109,6 +122,18 @@ def test_node_that_becomes_unreachable_is_shown_and_retried(ask, node, pauses):
     assert lines[2]["allowed_per_s"] == pytest.approx(10 / 1)
 
 
+def test_counters_of_another_node_are_no_rates(ask, node, pauses):
+    def switch(left):
+        if left == 1:
+            node.health_answer.node_id = "n2"
+
+    pauses["before"] = switch
+    lines = [json.loads(line) for line in ask("top", "--json").out.splitlines()]
+    assert lines[1] == {"error": "another node answers now: n2"}
+    assert [lines[0]["allowed_per_s"], lines[2]["allowed_per_s"]] == [10.0, 10.0]
+    assert lines[2]["node_id"] == "n2"
+
+
 def test_rules_are_read_again_only_after_a_change(ask, node, pauses):
     def change(left):
         if left == 0:
@@ -119,15 +144,17 @@ def test_rules_are_read_again_only_after_a_change(ask, node, pauses):
     assert node.methods().count("ListRateLimits") == 2
 
 
-def test_view_uses_the_whole_terminal_and_q_ends_it(ask, monkeypatch):
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP])
+def test_view_uses_the_whole_terminal_until_q_or_a_signal_ends_it(ask, monkeypatch, number):
     ours, theirs = pty.openpty()
+    modes = termios.tcgetattr(theirs)
     frames = itertools.count()
     real = command._frames
 
     def watched(*arguments, **options):
         for frame in real(*arguments, **options):
             if next(frames) == 1:
-                os.write(ours, b"q")
+                signal.raise_signal(number) if number else os.write(ours, b"q")
             yield frame
 
     monkeypatch.setattr(command, "_frames", watched)
@@ -139,11 +166,12 @@ def test_view_uses_the_whole_terminal_and_q_ends_it(ask, monkeypatch):
         assert ask("top", "--interval", "0.1").status == 0
         text.flush()
         text.close()
+        assert termios.tcgetattr(theirs) == modes
         os.set_blocking(ours, False)
         shown = b"".join(_chunks(ours)).decode(errors="replace")
     os.close(ours)
     assert "\x1b[?1049h" in shown
-    assert "HEALTHY" in shown
+    assert shown.index("the first reading takes 0.1 s") < shown.index("HEALTHY")
     assert shown.index("\x1b[?1049l") > shown.index("HEALTHY")
 
 

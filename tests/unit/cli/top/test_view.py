@@ -58,6 +58,13 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert sum("allowed" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_narrow_terminal_cuts_the_names_of_rules_rather_than_their_numbers(width):
+    busy = RuleReading("r1", 98_765.4, 43_210.4, 98_765_432)
+    out = shown(READING._replace(busiest=(busy,)), names={"r1": "/" + "x" * 250}, width=width)
+    assert re.search(r"/x+… +43,210 +98,765 +98,765,432\n", out)
+
+
 def test_wide_terminal_shows_the_measurements_side_by_side():
     assert len(shown(width=80).splitlines()) < len(shown(width=79).splitlines())
 
@@ -97,6 +104,7 @@ def test_unknown_values_are_dashes():
 def test_unreachable_node_keeps_its_last_reading_with_the_reason():
     out = shown(lost="cannot reach a node\x1b[2J")
     assert "cannot reach a node�[2J; trying again" in out
+    assert "n1  AWAY" in out
     assert "1,235/s" in out
 
 

@@ -11,16 +11,18 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
-from ratelimitd.rules.sql import migrations
-from ratelimitd.rules.sql.database import metadata, open_database
-from ratelimitd.rules.sql.migrations import (
-    REVISIONS,
-    VERSION_TABLE,
-    require_current,
-    upgrade,
+from ratelimitd.errors import (
+    SchemaOlderError,
+    SettingsError,
+    StartupError,
+    StoreUnavailableError,
 )
-from tests.rule_stores import migrated
+from ratelimitd.rules.assignments import Assignment
+from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.database import REVISIONS, VERSION_TABLE, metadata, open_database
+from ratelimitd.rules.sql.migrations import require_current, upgrade
+from ratelimitd.rules.store import RuleChanges, RuleDraft
+from tests.rule_stores import migrated, store_at
 
 NEWEST = REVISIONS[-1]
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
@@ -368,3 +370,42 @@ async def test_own_schema_is_accepted_beside_foreign_tables(empty_url, ask):
     await require_current(own)
     tables = ask(empty_url, "SELECT relname FROM pg_stat_user_tables WHERE schemaname = 'public'")
     assert tables == ["rules"]
+
+
+DRAFT = RuleDraft("/a", "user", limit=1, window_seconds=1, algorithm="fixed_window")
+RULE_ID = "00000000-0000-4000-8000-000000000001"
+EDITS = {
+    "create": lambda store: store.create(DRAFT, "ada"),
+    "seed": lambda store: store.create_all([DRAFT], "ada"),
+    "update": lambda store: store.update(RULE_ID, RuleChanges(limit=2), "", "ada"),
+    "delete": lambda store: store.delete(RULE_ID, "", "ada"),
+    "apply": lambda store: store.apply([DRAFT], "ada", prune=True, dry_run=False, since=0),
+    "revert": lambda store: store.revert(0, "ada", dry_run=False, since=0),
+    "assign": lambda store: store.assignments.assign_all([Assignment("user", b"u", "p")], "ada"),
+    "unassign": lambda store: store.assignments.unassign(("user", b"u"), "", "ada"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+async def test_edits_wait_for_the_upgrade_because_they_would_not_be_in_force(path, edit):
+    url = f"sqlite:///{path}"
+    await migrated(url, REVISIONS[-2])
+    before = contents(path)
+    async with store_at(url) as store:
+        with pytest.raises(SchemaOlderError, match=r"\): run `ratelimitd db upgrade`$"):
+            await edit(store)
+        assert contents(path) == before
+        await upgrade(url)
+        await store.create(DRAFT, "ada")
+
+
+async def test_edits_on_postgresql_wait_for_the_upgrade_to_this_release_but_not_to_a_newer_one(
+    empty_url, ask
+):
+    await migrated(empty_url, REVISIONS[-2])
+    async with store_at(empty_url) as store:
+        with pytest.raises(SchemaOlderError):
+            await store.create(DRAFT, "ada")
+        await upgrade(empty_url)
+        ask(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
+        await store.create(DRAFT, "ada")

@@ -13,21 +13,15 @@ from typing import Final
 import sqlalchemy as sa
 
 from ratelimitd.errors import SchemaOlderError, StartupError, StoreUnavailableError
-from ratelimitd.rules.sql.database import metadata, open_database, rule_revision
-
-REVISIONS: Final = tuple(f"{number:04}" for number in range(1, 9))
-"""The files of ``versions``; :mod:`ratelimitd.rules.sql.database` has the tables of the last."""
-
-VERSION_TABLE: Final = "ratelimitd_schema"
-"""Table of the schema revision; not alembic's default name, which another program may use in the same database."""
-
-_version: Final = sa.Table(
+from ratelimitd.rules.sql.database import (
+    REVISIONS,
     VERSION_TABLE,
-    sa.MetaData(),
-    sa.Column("version_num", sa.String(32)),
-    sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+    metadata,
+    older_schema,
+    open_database,
+    rule_revision,
+    schema_version,
 )
-"""As Alembic creates it."""
 
 UPGRADE_BUSY_TIMEOUT_S: Final = 10.0
 """Longest wait for another process that upgrades the same database."""
@@ -84,8 +78,8 @@ def _upgrade(connection: sa.Connection, place: str) -> None:
     if found is None:
         metadata.create_all(connection, checkfirst=False)
         connection.execute(rule_revision.insert().values(only=1, revision=0))
-        _version.create(connection)
-        connection.execute(_version.insert().values(version_num=REVISIONS[-1]))
+        schema_version.create(connection)
+        connection.execute(schema_version.insert().values(version_num=REVISIONS[-1]))
     elif found != REVISIONS[-1]:
         migrate(connection, REVISIONS[-1])
     # A transaction begins on a read-only file, too; only a write shows that it fails.
@@ -107,10 +101,12 @@ def migrate(connection: sa.Connection, revision: str) -> None:
 
 def _require_current(connection: sa.Connection, place: str) -> None:
     found = _revision(connection, place)
+    if found is None:
+        message = f"the rule database has no tables yet: run `ratelimitd db upgrade`: {place}"
+        raise StoreUnavailableError(message)
     if found != REVISIONS[-1]:
-        state = f"is of an older release (schema {found})" if found else "has no tables yet"
-        message = f"the rule database {state}: run `ratelimitd db upgrade`: {place}"
-        raise (SchemaOlderError if found else StoreUnavailableError)(message)
+        message = f"{older_schema(found)}: {place}"
+        raise SchemaOlderError(message)
 
 
 def _revision(connection: sa.Connection, place: str) -> str | None:
@@ -119,7 +115,7 @@ def _revision(connection: sa.Connection, place: str) -> str | None:
     tables = inspector.get_table_names()
     if not tables and not inspector.get_view_names():
         return None
-    found = connection.scalar(sa.select(_version)) if VERSION_TABLE in tables else None
+    found = connection.scalar(sa.select(schema_version)) if VERSION_TABLE in tables else None
     if found is None:
         message = f"the database holds tables that are not ratelimitd's: {place}"
         raise StartupError(message)

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from ratelimitd.rules.sql.migrations import VERSION_TABLE
+from ratelimitd.rules.sql.database import VERSION_TABLE
 
 context.configure(
     connection=context.config.attributes["connection"],
