@@ -98,7 +98,8 @@ export class Limiter {
 }
 
 function decision({ allowed, remainingTokens, retryAfterSeconds, reason }) {
-  const failOpen = UNCHECKED.has(reason);
+  // A node that is set to deny answers FAIL_OPEN_BREAKER, too.
+  const failOpen = allowed && UNCHECKED.has(reason);
   return { allowed, failOpen, remaining: remainingTokens, retryAfterSeconds, reason, error: "" };
 }
 
