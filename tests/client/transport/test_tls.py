@@ -1,5 +1,6 @@
 """TLS contexts: what they demand, and that a key leaves nothing behind."""
 
+import os
 import ssl
 import tempfile
 from pathlib import Path
@@ -28,9 +29,15 @@ def test_the_server_has_to_prove_its_name_to_the_given_authority(comment):
     assert ssl.DER_cert_to_PEM_cert(root).split() == TRUSTING.ca.decode().split()
 
 
-def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(
+def test_a_key_needs_no_disk(directory):
+    directory.rmdir()
+    open_context(MUTUAL)
+
+
+def test_without_files_in_memory_a_key_is_in_a_private_one_while_it_is_loaded(
     directory, monkeypatch
 ):
+    monkeypatch.delattr(os, "memfd_create")
     seen = []
     load = ssl.SSLContext.load_cert_chain
 

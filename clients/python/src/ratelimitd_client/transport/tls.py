@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,9 @@ _LABELS: Final = {
     "key": b"PRIVATE KEY-----",
 }
 """End of a label that each part must contain. Without a certificate no node is verified: checks are let through."""
+
+_OWN_FILES: Final = "/proc/self/fd"
+"""Paths of the open files of this process."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,12 +76,26 @@ def open_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _load_own(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
-    """Load a certificate and its key, which Python reads from files only: from one that only its owner can read."""
-    handle, path = tempfile.mkstemp(prefix="ratelimitd-client-")
+    """Load a certificate and its key, which Python reads from files only."""
+    handle, path = _private_file()
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(key + b"\n" + cert)
-        # Without a password OpenSSL would prompt at the terminal for that of an encrypted key.
-        context.load_cert_chain(path, password=bytes)
+            file.flush()
+            # Without a password OpenSSL would prompt at the terminal for that of an encrypted key.
+            context.load_cert_chain(path, password=bytes)
     finally:
-        Path(path).unlink()
+        if not path.startswith(_OWN_FILES):
+            Path(path).unlink()
+
+
+def _private_file() -> tuple[int, str]:
+    """Return the handle and the path of a file that only its owner can read; in memory, since a disk may be read-only.
+
+    On disk only where the system has no such files, as macOS, or forbids them.
+    """
+    if Path(_OWN_FILES).exists():
+        with suppress(AttributeError, OSError):
+            handle = os.memfd_create("ratelimitd-client")
+            return handle, f"{_OWN_FILES}/{handle}"
+    return tempfile.mkstemp(prefix="ratelimitd-client-")
