@@ -760,6 +760,17 @@ async def test_tls_proves_both_sides(channels, tls):
             assert await ask(nameless, 0.5) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 
 
+async def test_an_intermediate_authority_or_the_nodes_own_certificate_is_trusted_alone(channels):
+    intermediate = AUTHORITY.create_child_ca()
+    served = intermediate.issue_cert("127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    served.configure_cert(context)
+    async with h2_node(host="127.0.0.1", port=0, ssl=context) as node:
+        for trusted in (intermediate.cert_pem, served.cert_chain_pems[0]):
+            assert await ask(channels(node.address, Tls(ca=trusted.bytes()))) is True
+
+
 async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_spoken_to(channels):
     for names, protocols in ((("elsewhere",), ["h2"]), (("localhost", "127.0.0.1"), [])):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -66,6 +66,8 @@ def open_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
+    # As gRPC, and Python from 3.13: an intermediate authority, or the node's own certificate, can be trusted alone.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Without roots no certificate is accepted; gRPC's own are used over its channel.
     if tls.ca is not None:
         # Comments of a bundle may be in UTF-8.
