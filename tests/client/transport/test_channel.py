@@ -781,10 +781,6 @@ async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_sp
             assert await ask(channels(node.address, TRUSTING)) == "UNAVAILABLE"
 
 
-async def test_damaged_pem_makes_a_channel_without_nodes(channels):
-    assert await ask(channels("127.0.0.1:1", Tls(ca=TRUSTING.ca[:200]))) == "UNAVAILABLE"
-
-
 async def test_a_loop_that_ends_takes_the_connections_with_it():
     # A transport that stays open is an error of the tests' own.
     async with h2_node() as node:
