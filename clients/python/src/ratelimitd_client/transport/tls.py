@@ -83,13 +83,20 @@ def open_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
+def reason_of(error: ssl.SSLError, default: str = "the handshake failed") -> str:
+    """Return the reason in OpenSSL's words, which contain no text of the peer and none of a key."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return error.reason.replace("_", " ").lower() if error.reason else default
+
+
 @contextmanager
 def _naming(parts: str) -> Iterator[None]:
     """Raise what OpenSSL refuses as ValueError with the names of the parts, and nothing of their content."""
     try:
         yield
     except ssl.SSLError as error:
-        reason = error.reason.replace("_", " ").lower() if error.reason else "damaged PEM"
+        reason = reason_of(error, "damaged PEM")
         message = f"{parts} cannot be used: {reason}"
         raise ValueError(message) from None
 
