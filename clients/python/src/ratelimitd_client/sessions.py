@@ -196,7 +196,7 @@ class Session:
             return answer
 
     def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """As :meth:`call`, of a hold; what it holds is given back if the answer is late and precedes a close."""
+        """As :meth:`call`, of a hold; what it holds is given back if the caller left and the answer precedes a close."""
         if self._is_closed:
             raise CallError.of_closed()
         with _call_errors():
@@ -205,8 +205,10 @@ class Session:
             )
             try:
                 return call.result(timeout=timeout_s)
-            except grpc.FutureTimeoutError:
+            except BaseException as error:  # also of gevent.Timeout, and where a greenlet is killed
                 call.add_done_callback(self._give_back)
+                if not isinstance(error, grpc.FutureTimeoutError):
+                    raise
         raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
 
     def _give_back(self, call: grpc.Future[bytes | None]) -> None:
