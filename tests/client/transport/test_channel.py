@@ -778,7 +778,7 @@ async def test_an_intermediate_authority_or_the_nodes_own_certificate_is_trusted
         ("127.0.0.1", ssl.CERT_REQUIRED, "tlsv13 alert certificate required"),
     ],
 )
-async def test_why_tls_fails_is_logged_once(name, demanded, reason, caplog, monkeypatch):
+async def test_why_tls_fails_is_logged_once(name, demanded, reason, caplog, monkeypatch):  # noqa: PLR0917 -- fixtures
     monkeypatch.setattr(native_channel, "FIRST_BACKOFF_S", 0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])

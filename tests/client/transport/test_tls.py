@@ -12,7 +12,11 @@ from cryptography.hazmat.primitives import serialization
 
 from ratelimitd_client import Tls
 from ratelimitd_client.transport.tls import open_context
-from tests.client.transport.certificates import MUTUAL, TRUSTING
+from tests.client.transport.certificates import AUTHORITY, CALLER, MUTUAL, TRUSTING
+
+CA = AUTHORITY.cert_pem.bytes()
+CERT = CALLER.cert_chain_pems[0].bytes()
+KEY = CALLER.private_key_pem.bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -78,17 +82,17 @@ def encrypted(key, form):
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ({"ca": TRUSTING.ca[:200]}, "ca cannot be used: damaged PEM"),
-        ({"ca": TRUSTING.ca + TRUSTING.ca[:200]}, "ca cannot be used: bad end line"),
-        ({"cert": MUTUAL.cert[:200]}, "cert and key cannot be used: damaged PEM"),
-        ({"key": MUTUAL.key[:100]}, "cert and key cannot be used: damaged PEM"),
-        ({"cert": MUTUAL.ca}, "cert and key cannot be used: key values mismatch"),
+        ({"ca": CA[:200]}, "ca cannot be used: damaged PEM"),
+        ({"ca": CA + CA[:200]}, "ca cannot be used: bad end line"),
+        ({"cert": CERT[:200]}, "cert and key cannot be used: damaged PEM"),
+        ({"key": KEY[:100]}, "cert and key cannot be used: damaged PEM"),
+        ({"cert": CA}, "cert and key cannot be used: key values mismatch"),
         (
-            {"key": encrypted(MUTUAL.key, serialization.PrivateFormat.PKCS8)},
+            {"key": encrypted(KEY, serialization.PrivateFormat.PKCS8)},
             "key must not be encrypted",
         ),
         (
-            {"key": encrypted(MUTUAL.key, serialization.PrivateFormat.TraditionalOpenSSL)},
+            {"key": encrypted(KEY, serialization.PrivateFormat.TraditionalOpenSSL)},
             "key must not be encrypted",
         ),
     ],

@@ -128,8 +128,8 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
         self._process = os.getpid()
         native = None
         if self._is_native:
-            insecure = self._fail_open.insecure
-            native = open_native_channel(self._target, self._tls, insecure)
+            tls_failed = self._fail_open.tls_failed
+            native = open_native_channel(self._target, self._tls, tls_failed)
         session = AsyncSession(
             native,
             self._open_grpc,

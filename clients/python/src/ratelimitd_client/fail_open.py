@@ -208,12 +208,12 @@ class FailOpen:
                 )
         return self._unchecked(code.name, count)
 
-    def insecure(self, why: str) -> None:
+    def tls_failed(self, reason: str) -> None:
         """Log once why a TLS connection failed. Never raises."""
         if not self._is_tls_logged:
             self._is_tls_logged = True
             with suppress(Exception):  # as in _unchecked
-                _LOG.warning("no TLS connection to %s: %s", self._target, why)
+                _LOG.warning("no TLS connection to %s: %s", self._target, reason)
 
     def broken(self, error: BaseException, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks whose call raised an error without a status. Never raises."""

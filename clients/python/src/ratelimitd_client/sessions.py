@@ -148,7 +148,7 @@ class Session:
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether a peer answered in time."""
         # Not channel_ready_future, whose thread is in gRPC for up to 0.2 s longer: the child of a fork could crash.
-        check_health = self.grpc_channel.unary_unary(HEALTH)
+        check_health: Any = self.grpc_channel.unary_unary(HEALTH)
         try:
             with _call_errors():
                 check_health(b"", timeout=timeout_s, wait_for_ready=True)
@@ -196,7 +196,7 @@ class Session:
             return answer
 
     def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """As :meth:`call`, of a hold; what it holds is given back if the caller left and the answer precedes a close."""
+        """As :meth:`call`, of a hold; what it holds is given back if the caller has left before the answer."""
         if self._is_closed:
             raise CallError.of_closed()
         with _call_errors():

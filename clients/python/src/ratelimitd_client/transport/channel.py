@@ -67,17 +67,17 @@ TIMER_ROUNDING_S: Final = 0.000_5
 
 
 def open_native_channel(
-    target: str, tls: Tls | None, insecure: Callable[[str], None] = lambda _: None
+    target: str, tls: Tls | None, tls_failed: Callable[[str], None] = lambda _: None
 ) -> NativeChannel | None:
     """Return a channel that connects with its first call, or ``None`` where gRPC's is needed.
 
     That is so for targets that :func:`parse` does not know, and for TLS with the roots that gRPC ships.
-    ``insecure(reason)`` is called when TLS fails; it must not raise.
+    ``tls_failed(reason)`` is called when TLS fails; it must not raise.
     """
     parsed = parse(target)
     if parsed is None or (tls is not None and tls.ca is None):
         return None
-    return NativeChannel(parsed, tls, insecure)
+    return NativeChannel(parsed, tls, tls_failed)
 
 
 class _Node:
@@ -103,11 +103,9 @@ class _Method(NamedTuple):
 class NativeChannel:
     """Connections to the nodes behind a name, on the running event loop."""
 
-    def __init__(
-        self, target: Target, tls: Tls | None, insecure: Callable[[str], None]
-    ) -> None:
+    def __init__(self, target: Target, tls: Tls | None, tls_failed: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._insecure = insecure
+        self._tls_failed = tls_failed
         self._target = target
         self._tls = tls
         self._context: ssl.SSLContext | None = None
@@ -417,7 +415,7 @@ class NativeChannel:
         except Exception as error:  # noqa: BLE001 - the caller retries
             self._failure = str(error) or type(error).__name__
             if isinstance(error, ssl.SSLError):
-                self._insecure(reason_of(error))
+                self._tls_failed(reason_of(error))
         # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link

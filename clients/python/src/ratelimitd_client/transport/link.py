@@ -232,8 +232,9 @@ class Link(asyncio.Protocol):
         ended = self._connection.lose()
         if not self.ready.done():
             # The node's TLS may refuse the client after it has accepted the node.
-            refused = isinstance(error, ssl.SSLError)
-            self._fail(error if refused else ConnectionError("the connection was lost"))
+            if not isinstance(error, ssl.SSLError):
+                error = ConnectionError("the connection was lost")
+            self._fail(error)
         self.lost.set_result(None)
         self._settle()
         for call in ended:
