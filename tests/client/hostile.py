@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from ratelimitd_client.sessions import HEALTH
 from ratelimitd_client.transport import payloads
 from tests import http2_peer as peer
 
@@ -105,8 +106,9 @@ class _Answers(grpc.GenericRpcHandler):
     def __init__(self, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> None:
         self._handler: Any = grpc.unary_unary_rpc_method_handler(answer)
 
-    def service(self, _call_details):
-        return self._handler
+    def service(self, call_details):
+        # Without health checks, as a node that was reached and does nothing but what the test wants.
+        return None if call_details.method == HEALTH else self._handler
 
 
 @contextmanager

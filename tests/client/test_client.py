@@ -133,6 +133,13 @@ def test_a_client_works_on_both_sides_of_a_fork(real_node, before):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_waiting_until_ready_leaves_no_thread_in_grpc_that_a_fork_could_meet(real_node):
+    before = set(threading.enumerate())
+    with RateLimiterClient(real_node.grpc_address) as client:
+        assert client.wait_until_ready(PATIENT_S)
+        assert set(threading.enumerate()) <= before
+
+
 def test_nothing_is_opened_before_the_first_check():
     client = RateLimiterClient()
     assert client._sessions == {}

@@ -1,7 +1,11 @@
 """Holds of both clients, against a real node and against what is none; leases against a real node."""
 
 import asyncio
+import signal
+import sys
+import threading
 import time
+import traceback
 from contextlib import asynccontextmanager
 from typing import get_args
 
@@ -28,7 +32,7 @@ from tests.client.conftest import NOON_US, node_in_a_thread
 from tests.client.hostile import bytes_server, never_answering
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
-from tests.servers import free_port
+from tests.servers import free_port, until
 
 WHO = ("user", "/five")
 MINUTE = {"window_seconds": 60, "algorithm": "token_bucket"}
@@ -156,6 +160,34 @@ def test_a_hold_of_the_blocking_client_that_is_answered_late_is_given_back(monke
         while len(node.seen) < 2:
             time.sleep(0.001)
         assert node.seen[-1].request == pb.SettleRequest(hold="hold-0")
+
+
+def test_a_hold_of_the_blocking_client_that_is_interrupted_is_given_back(monkeypatch):
+    """As by Ctrl-C, by ``gevent.Timeout``, or where a greenlet is killed."""
+    caller = threading.get_ident()
+
+    def waits():
+        stack = traceback.walk_stack(sys._current_frames()[caller])
+        return any(frame.f_code.co_name == "result" for frame, _ in stack)
+
+    def interrupt(*_):
+        until(waits, "the caller waits for the answer")
+        signal.pthread_kill(caller, signal.SIGINT)
+
+    monkeypatch.setattr(sessions, "LATE_S", PATIENT_S)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with fake_node() as node, RateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            node.answering.clear()
+            node.on_call = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                client.hold("u", *WHO)
+            node.on_call = None
+            node.answering.set()
+            until(lambda: len(node.seen) == 2, "the hold is given back")
+            assert node.seen[-1].request == pb.SettleRequest(hold="hold-0")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("transport", get_args(Transport))

@@ -75,6 +75,14 @@ def node(tmp_path_factory):
         yield node
 
 
+@pytest.fixture(scope="module")
+def denying_node(tmp_path_factory):
+    """A node that denies while its breaker is open; its shared state does not answer."""
+    away = ("--redis-url", f"redis://127.0.0.1:{free_port()}", "--on-breaker-open", "deny")
+    with serving(tmp_path_factory.mktemp("denying"), *away) as node:
+        yield node
+
+
 def test_five_are_allowed_and_the_next_are_told_when_to_come_back(language, node):
     began_at_s = int(time.time())
     with asking(language, node.grpc_address, PATIENT_MS) as program:
@@ -123,6 +131,12 @@ def test_a_node_that_hangs_or_is_gone_holds_nobody_up_and_limits_again_when_it_i
             assert status_without_answer(program.ask("192.0.2.7"))
         stack.enter_context(serving(tmp_path, "--listen", node.grpc_address))
         until(limited, "it is limited again by the node that is back")
+
+
+def test_what_a_node_set_to_deny_denies_unchecked_stays_denied(language, denying_node):
+    with asking(language, denying_node.grpc_address, PATIENT_MS) as program:
+        # Before the breaker opens, the node fails open.
+        until(lambda: DENIED.fullmatch(program.ask("192.0.2.7")), "it is denied")
 
 
 def test_a_program_that_starts_without_a_node_finds_it_later(language, tmp_path):

@@ -71,7 +71,7 @@ export class Limiter {
   }
 
   /**
-   * Asks for one token. It is answered within the deadline, whatever becomes of the node, and never rejects.
+   * Asks for one token. It is answered within the deadline, whatever becomes of the node, and rejects only after close.
    *
    * @param {string} endpoint the template of a route and never the path, which would get a bucket of its own
    * @returns {Promise<Decision>}
@@ -98,7 +98,8 @@ export class Limiter {
 }
 
 function decision({ allowed, remainingTokens, retryAfterSeconds, reason }) {
-  const failOpen = UNCHECKED.has(reason);
+  // A node that is set to deny answers FAIL_OPEN_BREAKER, too.
+  const failOpen = allowed && UNCHECKED.has(reason);
   return { allowed, failOpen, remaining: remainingTokens, retryAfterSeconds, reason, error: "" };
 }
 

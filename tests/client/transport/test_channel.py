@@ -32,7 +32,7 @@ from ratelimitd_client.transport.link import FIRST_ASIDE_S, MAX_TIMEOUTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
 from tests.client.h2_node import h2_node
-from tests.client.hostile import bytes_server
+from tests.client.hostile import bytes_server, socket_server
 from tests.client.kinds import PATIENT_S
 from tests.client.transport.certificates import (
     AUTHORITY,
@@ -760,6 +760,47 @@ async def test_tls_proves_both_sides(channels, tls):
             assert await ask(nameless, 0.5) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 
 
+async def test_an_intermediate_authority_or_the_nodes_own_certificate_is_trusted_alone(channels):
+    intermediate = AUTHORITY.create_child_ca()
+    served = intermediate.issue_cert("127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    served.configure_cert(context)
+    async with h2_node(host="127.0.0.1", port=0, ssl=context) as node:
+        for trusted in (intermediate.cert_pem, served.cert_chain_pems[0]):
+            assert await ask(channels(node.address, Tls(ca=trusted.bytes()))) is True
+
+
+@pytest.mark.parametrize(
+    ("name", "demanded", "reason"),
+    [
+        ("elsewhere", ssl.CERT_NONE, "IP address mismatch, certificate is not valid for"),
+        ("127.0.0.1", ssl.CERT_REQUIRED, "tlsv13 alert certificate required"),
+    ],
+)
+async def test_why_tls_fails_is_logged_once(name, demanded, reason, caplog, monkeypatch):  # noqa: PLR0917 -- fixtures
+    monkeypatch.setattr(native_channel, "FIRST_BACKOFF_S", 0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    context.verify_mode = demanded
+    AUTHORITY.issue_cert(name).configure_cert(context)
+    attempts = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def refuse(connection):
+        loop.call_soon_threadsafe(attempts.put_nowait, connection)
+        context.wrap_socket(connection, server_side=True).close()
+
+    with socket_server(refuse) as address:
+        async with AsyncRateLimiterClient(address, tls=TRUSTING) as client:
+            assert (await client.check("alice", "user", "/x", timeout_s=PATIENT_S)).fail_open
+            for _ in range(3):
+                await attempts.get()
+    logged = [record.getMessage() for record in caplog.records]
+    [warning] = [text for text in logged if "TLS" in text]
+    assert warning.startswith(f"no TLS connection to {address}: {reason}")
+
+
 async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_spoken_to(channels):
     for names, protocols in ((("elsewhere",), ["h2"]), (("localhost", "127.0.0.1"), [])):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -768,10 +809,6 @@ async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_sp
             context.set_alpn_protocols(protocols)
         async with h2_node(host="127.0.0.1", port=0, ssl=context) as node:
             assert await ask(channels(node.address, TRUSTING)) == "UNAVAILABLE"
-
-
-async def test_damaged_pem_makes_a_channel_without_nodes(channels):
-    assert await ask(channels("127.0.0.1:1", Tls(ca=TRUSTING.ca[:200]))) == "UNAVAILABLE"
 
 
 async def test_a_loop_that_ends_takes_the_connections_with_it():

@@ -43,6 +43,12 @@ def test_a_name_is_looked_up(target):
     )
 
 
+def test_the_dot_of_a_fully_qualified_name_is_not_in_that_of_the_certificate():
+    assert parse("limiter.internal.:9090") == Target(
+        "limiter.internal.:9090", "limiter.internal", name="limiter.internal.", port=9090
+    )
+
+
 @pytest.mark.parametrize(
     "target",
     [

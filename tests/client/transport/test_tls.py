@@ -1,14 +1,22 @@
 """TLS contexts: what they demand, and that a key leaves nothing behind."""
 
+import os
 import ssl
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 from ratelimitd_client import Tls
 from ratelimitd_client.transport.tls import open_context
-from tests.client.transport.certificates import MUTUAL, TRUSTING
+from tests.client.transport.certificates import AUTHORITY, CALLER, MUTUAL, TRUSTING
+
+CA = AUTHORITY.cert_pem.bytes()
+CERT = CALLER.cert_chain_pems[0].bytes()
+KEY = CALLER.private_key_pem.bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +36,15 @@ def test_the_server_has_to_prove_its_name_to_the_given_authority(comment):
     assert ssl.DER_cert_to_PEM_cert(root).split() == TRUSTING.ca.decode().split()
 
 
-def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(
+def test_a_key_needs_no_disk(directory):
+    directory.rmdir()
+    open_context(MUTUAL)
+
+
+def test_without_files_in_memory_a_key_is_in_a_private_one_while_it_is_loaded(
     directory, monkeypatch
 ):
+    monkeypatch.delattr(os, "memfd_create")
     seen = []
     load = ssl.SSLContext.load_cert_chain
 
@@ -59,8 +73,42 @@ def test_what_is_no_pem_of_its_kind_is_refused(parts, error, problem):
         Tls(**parts)
 
 
-def test_damaged_pem_is_an_error_that_the_channel_expects(directory):
-    for damaged in (Tls(ca=TRUSTING.ca[:200]), Tls(TRUSTING.ca, MUTUAL.cert[:200], MUTUAL.key)):
-        with pytest.raises(OSError):
-            open_context(damaged)
+def encrypted(key, form):
+    return serialization.load_pem_private_key(key, None).private_bytes(
+        serialization.Encoding.PEM, form, serialization.BestAvailableEncryption(b"secret")
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"ca": CA[:200]}, "ca cannot be used: damaged PEM"),
+        ({"ca": CA + CA[:200]}, "ca cannot be used: bad end line"),
+        ({"cert": CERT[:200]}, "cert and key cannot be used: damaged PEM"),
+        ({"key": KEY[:100]}, "cert and key cannot be used: damaged PEM"),
+        ({"cert": CA}, "cert and key cannot be used: key values mismatch"),
+        (
+            {"key": encrypted(KEY, serialization.PrivateFormat.PKCS8)},
+            "key must not be encrypted",
+        ),
+        (
+            {"key": encrypted(KEY, serialization.PrivateFormat.TraditionalOpenSSL)},
+            "key must not be encrypted",
+        ),
+    ],
+    ids=["ca", "second ca", "cert", "key", "another cert", "PKCS8", "traditional"],
+)
+def test_what_no_connection_could_use_is_refused_at_once(parts, problem, directory):
+    with pytest.raises(ValueError, match=f"^{problem}$"):
+        replace(MUTUAL, **parts)
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", trustme.KeyType)
+def test_bundles_and_chains_of_any_kind_of_key_are_taken(kind):
+    authority = trustme.CA(key_type=kind)
+    caller = authority.create_child_ca(key_type=kind).issue_cert("caller", key_type=kind)
+    bundle, key = TRUSTING.ca + authority.cert_pem.bytes(), caller.private_key_pem.bytes()
+    chain = b"".join(pem.bytes() for pem in caller.cert_chain_pems)
+    for own in ((chain, key), (key + chain, key + chain)):
+        assert len(open_context(Tls(bundle, *own)).get_ca_certs()) == 2

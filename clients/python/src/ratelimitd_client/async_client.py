@@ -210,8 +210,8 @@ class AsyncRateLimiterClient(AsyncSessions):
 
         ``ttl_s`` seconds later, 1 to 3,600, the hold ends unless it is extended. ``hold_id`` makes a repetition of the
         call safe: the same id is the same hold. Without it, a hold that is answered up to a second after the deadline
-        is given back: in asyncio also if the call is cancelled, in a blocking client unless that is closed first. The
-        other arguments are those of :class:`Check`.
+        is given back, also if the call is cancelled or interrupted; in a blocking client unless that is closed first.
+        The other arguments are those of :class:`Check`.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.

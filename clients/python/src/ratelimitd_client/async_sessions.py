@@ -126,7 +126,10 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
             if other.is_closed():
                 self._sessions.pop(other, None)
         self._process = os.getpid()
-        native = open_native_channel(self._target, self._tls) if self._is_native else None
+        native = None
+        if self._is_native:
+            tls_failed = self._fail_open.tls_failed
+            native = open_native_channel(self._target, self._tls, tls_failed)
         session = AsyncSession(
             native,
             self._open_grpc,

@@ -155,6 +155,7 @@ class FailOpen:
         self.on_unavailable: OnUnavailable = on_unavailable
         self._target = target
         self._is_http1_logged = False
+        self._is_tls_logged = False
         self.breaker: Breaker = Breaker(
             lambda: int(clock.monotonic_s() * US_PER_S),
             recovery_us=RECOVERY_US,
@@ -206,6 +207,13 @@ class FailOpen:
                     self._target,
                 )
         return self._unchecked(code.name, count)
+
+    def tls_failed(self, reason: str) -> None:
+        """Log once why a TLS connection failed. Never raises."""
+        if not self._is_tls_logged:
+            self._is_tls_logged = True
+            with suppress(Exception):  # as in _unchecked
+                _LOG.warning("no TLS connection to %s: %s", self._target, reason)
 
     def broken(self, error: BaseException, count: int) -> list[Decision]:
         """Return decisions on ``count`` checks whose call raised an error without a status. Never raises."""

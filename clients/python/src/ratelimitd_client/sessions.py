@@ -36,6 +36,8 @@ DEFAULT_TIMEOUT_S: Final = 0.02
 
 MAX_TIMEOUT_S: Final = 3_600
 
+HEALTH: Final = "/grpc.health.v1.Health/Check"
+
 LATE_S: Final = 1.0
 """How long after its deadline the answer to a hold is awaited, to give back what it holds."""
 
@@ -141,13 +143,15 @@ class Session:
         self._is_closed = False
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Connect, and return whether that succeeded in time."""
-        ready = grpc.channel_ready_future(self.grpc_channel)
+        """Connect, and return whether a peer answered in time."""
+        # Not channel_ready_future, whose thread is in gRPC for up to 0.2 s longer: the child of a fork could crash.
+        check_health: Any = self.grpc_channel.unary_unary(HEALTH)
         try:
-            ready.result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            ready.cancel()  # otherwise gRPC goes on watching the channel
-            return False
+            with _call_errors():
+                check_health(b"", timeout=timeout_s, wait_for_ready=True)
+        except CallError as error:
+            # Any other status comes from a peer that was reached.
+            return error.code not in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
         return True
 
     def close(self) -> None:
@@ -189,7 +193,7 @@ class Session:
             return answer
 
     def call_or_give_back(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
-        """As :meth:`call`, of a hold; what it holds is given back if the answer is late and precedes a close."""
+        """As :meth:`call`, of a hold; what it holds is given back if the caller has left before the answer."""
         if self._is_closed:
             raise CallError.of_closed()
         with _call_errors():
@@ -198,8 +202,10 @@ class Session:
             )
             try:
                 return call.result(timeout=timeout_s)
-            except grpc.FutureTimeoutError:
+            except BaseException as error:  # also of gevent.Timeout, and where a greenlet is killed
                 call.add_done_callback(self._give_back)
+                if not isinstance(error, grpc.FutureTimeoutError):
+                    raise
         raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
 
     def _give_back(self, call: grpc.Future[bytes | None]) -> None:

@@ -36,7 +36,11 @@ type Decision struct {
 
 // FailOpen tells whether the request was let through unchecked, by this limiter or by the node.
 func (d Decision) FailOpen() bool {
-	return d.Reason == "NO_ANSWER" || d.Reason == "FAIL_OPEN_BREAKER" || d.Reason == "FAIL_OPEN_ERROR"
+	switch d.Reason {
+	case "NO_ANSWER", "FAIL_OPEN_BREAKER", "FAIL_OPEN_ERROR":
+		return d.Allowed // a node that is set to deny answers FAIL_OPEN_BREAKER, too
+	}
+	return false
 }
 
 // Limiter has the connections to the nodes. One serves the whole process, and all its goroutines.

@@ -115,9 +115,12 @@ impl Limiter {
 
 fn decision(answer: &RateLimitResponse) -> Decision {
     match answer.reason() {
-        reason @ (Reason::FailOpenBreaker | Reason::FailOpenError) => Decision::FailOpen {
-            cause: reason.as_str_name().into(),
-        },
+        // A node that is set to deny answers FAIL_OPEN_BREAKER, too.
+        reason @ (Reason::FailOpenBreaker | Reason::FailOpenError) if answer.allowed => {
+            Decision::FailOpen {
+                cause: reason.as_str_name().into(),
+            }
+        }
         Reason::InvalidRequest => Decision::Invalid,
         _ if answer.allowed => Decision::Allowed {
             remaining: answer.remaining_tokens,

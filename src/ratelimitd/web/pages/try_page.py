@@ -32,7 +32,7 @@ WORDS: Final[Mapping[int, str]] = {
     Reason.NO_RULE: "No rule applies, so every check is allowed.",
     Reason.UNLIMITED: "An identity is assigned to the plan unlimited. Nothing was charged.",
     Reason.BLOCKED: "An identity is assigned to the plan blocked. Nothing was charged.",
-    Reason.FAIL_OPEN_BREAKER: "Allowed without a check: the shared state is away, and its circuit breaker open.",
+    Reason.FAIL_OPEN_BREAKER: "Not checked: the shared state is away, and its circuit breaker open.",
     Reason.FAIL_OPEN_ERROR: "Allowed without a check: something failed. The log says what.",
 }
 
@@ -259,6 +259,7 @@ class _Answer:
         self.message = answer
         self.reason = ratelimiter_pb2.Reason.Name(answer.reason)
         self.words = WORDS.get(answer.reason, "")
-        self.fail_open = self.reason.startswith("FAIL_OPEN")
+        # With ON_BREAKER_OPEN=deny, FAIL_OPEN_BREAKER is the reason of a denial.
+        self.fail_open = answer.allowed and self.reason.startswith("FAIL_OPEN")
         self.limits = _said(answer.limits)
         self.reset_in_s = max(0, answer.reset_time - now_s) if answer.reset_time else 0

@@ -2,7 +2,8 @@ import re
 
 import pytest_asyncio
 
-from ratelimitd.model import Reason
+from ratelimitd.limiter.limiter import Limiter
+from ratelimitd.model import Decision, Reason
 from ratelimitd.testing import running_node
 from ratelimitd.web.pages.try_page import COST_PROBLEM, WAIT_PROBLEM, WORDS
 from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
@@ -78,6 +79,16 @@ async def test_answer_without_a_check_is_marked(visitor, node, monkeypatch):
     status, text = await check(visitor)
     assert status == 200
     assert "allowed without a check user alice" in text
+
+
+async def test_denial_while_the_breaker_is_open_is_a_denial(visitor, monkeypatch):
+    denial = Decision(
+        allowed=False, remaining=0, reset_time=9, retry_after=9, reason=Reason.FAIL_OPEN_BREAKER
+    )
+    monkeypatch.setattr(Limiter, "check", lambda *_: denial)
+    text = (await check(visitor))[1]
+    assert "denied user alice" in text
+    assert WORDS[Reason.FAIL_OPEN_BREAKER] in text
 
 
 async def test_invalid_cost_is_reported_at_its_field(visitor):

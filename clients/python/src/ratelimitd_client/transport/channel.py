@@ -30,7 +30,7 @@ from ratelimitd_client.transport import h2_call
 from ratelimitd_client.transport.grpc_channel import MAX_MESSAGE_BYTES, Metadata
 from ratelimitd_client.transport.link import Link, NodeCall
 from ratelimitd_client.transport.targets import Address, Target, parse
-from ratelimitd_client.transport.tls import Tls, open_context
+from ratelimitd_client.transport.tls import Tls, open_context, reason_of
 
 CONNECT_S: Final = 1.0
 """Time limit of an attempt to connect, until the node's SETTINGS came."""
@@ -66,15 +66,18 @@ TIMER_ROUNDING_S: Final = 0.000_5
 """How much too early a timer of an event loop may fire: its resolution is 1 ms."""
 
 
-def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
+def open_native_channel(
+    target: str, tls: Tls | None, tls_failed: Callable[[str], None] = lambda _: None
+) -> NativeChannel | None:
     """Return a channel that connects with its first call, or ``None`` where gRPC's is needed.
 
     That is so for targets that :func:`parse` does not know, and for TLS with the roots that gRPC ships.
+    ``tls_failed(reason)`` is called when TLS fails; it must not raise.
     """
     parsed = parse(target)
     if parsed is None or (tls is not None and tls.ca is None):
         return None
-    return NativeChannel(parsed, tls)
+    return NativeChannel(parsed, tls, tls_failed)
 
 
 class _Node:
@@ -93,8 +96,9 @@ class _Node:
 class NativeChannel:
     """Connections to the nodes behind a name, on the running event loop."""
 
-    def __init__(self, target: Target, tls: Tls | None) -> None:
+    def __init__(self, target: Target, tls: Tls | None, tls_failed: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._tls_failed = tls_failed
         self._target = target
         self._tls = tls
         self._context: ssl.SSLContext | None = None
@@ -400,6 +404,8 @@ class NativeChannel:
             raise
         except Exception as error:  # noqa: BLE001 - the caller retries
             self._failure = str(error) or type(error).__name__
+            if isinstance(error, ssl.SSLError):
+                self._tls_failed(reason_of(error))
         # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link

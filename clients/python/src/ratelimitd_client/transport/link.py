@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -195,7 +196,7 @@ class Link(asyncio.Protocol):
             ended = connection.give_up(error)
             self._write()
             if not self.ready.done():
-                self._fail(str(error))
+                self._fail(ConnectionError(str(error)))
             self.abort()
         else:
             self._write()
@@ -220,7 +221,7 @@ class Link(asyncio.Protocol):
         self._is_paused = False
         self._changed()
 
-    def connection_lost(self, _error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """End the calls in flight; may be called again."""
         if self.lost.done():
             return
@@ -230,7 +231,10 @@ class Link(asyncio.Protocol):
         self.take_back()
         ended = self._connection.lose()
         if not self.ready.done():
-            self._fail("the connection was lost")
+            # The node's TLS may refuse the client after it has accepted the node.
+            if not isinstance(error, ssl.SSLError):
+                error = ConnectionError("the connection was lost")
+            self._fail(error)
         self.lost.set_result(None)
         self._settle()
         for call in ended:
@@ -240,8 +244,8 @@ class Link(asyncio.Protocol):
         self.take_back()
         self._changed()
 
-    def _fail(self, why: str) -> None:
-        self.ready.set_exception(ConnectionError(why))
+    def _fail(self, error: Exception) -> None:
+        self.ready.set_exception(error)
         self.ready.exception()  # marks it as retrieved: there may be no waiter
 
     def _write(self) -> None:

@@ -122,7 +122,8 @@ def _named(rest: str) -> Target | None:
     host, port = found
     if _version(host):
         return Target(rest, host, (Address(host, port),))
-    return Target(rest, host, name=host, port=port)
+    # No certificate has a name with the dot of a fully qualified one.
+    return Target(rest, host.removesuffix("."), name=host, port=port)
 
 
 def _listed(rest: str, version: int) -> Target | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import ssl
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,9 @@ _LABELS: Final = {
 }
 """End of a label that each part must contain. Without a certificate no node is verified: checks are let through."""
 
+_OWN_FILES: Final = "/proc/self/fd"
+"""Paths of the open files of this process."""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tls:
@@ -24,7 +29,8 @@ class Tls:
     ``ca`` verifies the node (``None``: the roots that gRPC ships). ``cert`` and ``key`` are the client's own, for mTLS.
 
     Raises:
-        ValueError: one of ``cert`` and ``key`` is missing, or a part is no PEM of its kind.
+        ValueError: one of ``cert`` and ``key`` is missing; a part is no PEM of its kind, or damaged; ``key`` is
+            encrypted, or that of another certificate.
         TypeError: a part is not bytes.
     """
 
@@ -44,6 +50,7 @@ class Tls:
             if part is not None and label not in part:
                 message = f"{name} must be PEM with a {label.decode().strip('-').lower()}"
                 raise ValueError(message)
+        open_context(self)
 
 
 def require_tls(tls: object) -> None:
@@ -57,27 +64,69 @@ def open_context(tls: Tls) -> ssl.SSLContext:
     """Return a context that verifies the server's name and offers HTTP/2 only.
 
     Raises:
-        OSError: a part is damaged (``ssl.SSLError``), or the key's file cannot be written.
+        ValueError: as :class:`Tls`.
+        OSError: the key's file cannot be written.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
+    # As gRPC, and Python from 3.13: an intermediate authority, or the node's own certificate, can be trusted alone.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Without roots no certificate is accepted; gRPC's own are used over its channel.
     if tls.ca is not None:
-        # Comments of a bundle may be in UTF-8.
-        context.load_verify_locations(cadata=tls.ca.decode("ascii", "ignore"))
+        with _naming("ca"):
+            # Comments of a bundle may be in UTF-8.
+            context.load_verify_locations(cadata=tls.ca.decode("ascii", "ignore"))
     if tls.cert is not None and tls.key is not None:
-        _load_own(context, tls.cert, tls.key)
+        with _naming("cert and key"):
+            _load_own(context, tls.cert, tls.key)
     return context
 
 
+def reason_of(error: ssl.SSLError, default: str = "the handshake failed") -> str:
+    """Return the reason in OpenSSL's words, which contain no text of the peer and none of a key."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return error.reason.replace("_", " ").lower() if error.reason else default
+
+
+@contextmanager
+def _naming(parts: str) -> Iterator[None]:
+    """Raise what OpenSSL refuses as ValueError with the names of the parts, and nothing of their content."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        reason = reason_of(error, "damaged PEM")
+        message = f"{parts} cannot be used: {reason}"
+        raise ValueError(message) from None
+
+
 def _load_own(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
-    """Load a certificate and its key, which Python reads from files only: from one that only its owner can read."""
-    handle, path = tempfile.mkstemp(prefix="ratelimitd-client-")
+    """Load a certificate and its key, which Python reads from files only."""
+    handle, path = _private_file()
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(key + b"\n" + cert)
-        # Without a password OpenSSL would prompt at the terminal for that of an encrypted key.
-        context.load_cert_chain(path, password=bytes)
+            file.flush()
+            context.load_cert_chain(path, password=_refuse_encrypted)
     finally:
-        Path(path).unlink()
+        if not path.startswith(_OWN_FILES):
+            Path(path).unlink()
+
+
+def _refuse_encrypted() -> bytes:
+    """Without a password, OpenSSL would prompt for it at the terminal."""
+    message = "key must not be encrypted"
+    raise ValueError(message)
+
+
+def _private_file() -> tuple[int, str]:
+    """Return the handle and the path of a file that only its owner can read; in memory, since a disk may be read-only.
+
+    On disk only where the system has no such files, as macOS, or forbids them.
+    """
+    if Path(_OWN_FILES).exists():
+        with suppress(AttributeError, OSError):
+            handle = os.memfd_create("ratelimitd-client")
+            return handle, f"{_OWN_FILES}/{handle}"
+    return tempfile.mkstemp(prefix="ratelimitd-client-")

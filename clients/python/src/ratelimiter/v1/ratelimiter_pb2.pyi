@@ -37,7 +37,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     NO_RULE: _Reason.ValueType  # 4
     """nothing applies: allowed"""
     FAIL_OPEN_BREAKER: _Reason.ValueType  # 5
-    """allowed without a check: the circuit breaker is open"""
+    """not checked: the circuit breaker is open; allowed, or denied by a node that is set to deny"""
     FAIL_OPEN_ERROR: _Reason.ValueType  # 6
     """allowed without a check: dependency failure or unexpected error"""
     INVALID_REQUEST: _Reason.ValueType  # 7
@@ -57,7 +57,7 @@ COST_EXCEEDS_LIMIT: Reason.ValueType  # 3
 NO_RULE: Reason.ValueType  # 4
 """nothing applies: allowed"""
 FAIL_OPEN_BREAKER: Reason.ValueType  # 5
-"""allowed without a check: the circuit breaker is open"""
+"""not checked: the circuit breaker is open; allowed, or denied by a node that is set to deny"""
 FAIL_OPEN_ERROR: Reason.ValueType  # 6
 """allowed without a check: dependency failure or unexpected error"""
 INVALID_REQUEST: Reason.ValueType  # 7

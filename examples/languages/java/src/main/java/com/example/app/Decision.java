@@ -20,6 +20,7 @@ public record Decision(boolean allowed, int remaining, int retryAfterSeconds, St
 
   /** Whether the request was let through unchecked, by the limiter or by the node. */
   public boolean failOpen() {
-    return UNCHECKED.contains(reason);
+    // A node that is set to deny answers FAIL_OPEN_BREAKER, too.
+    return allowed && UNCHECKED.contains(reason);
   }
 }
