@@ -73,8 +73,8 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
             ALLOWED,
             remaining,
             # When the bucket is full: the ceiling of (at + wanted / limit) / 1 s equals that of the ceiling of its
-            # numerator. The numbers stay short, which takes half the time.
-            (at_us - -wanted // limit + _ROUND_UP) // US_PER_S,
+            # numerator. The numbers stay short, which takes half the time; so does ⌊(a − 1) / b⌋ + 1 for ⌈a / b⌉.
+            (at_us + (wanted - 1) // limit) // US_PER_S + 1,
             retry_after,
             WITHIN_LIMIT,
             (wanted, at_us),

@@ -169,10 +169,19 @@ class BucketTable:
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
-        shards, shard_count = self._shards, self._shard_count
-        outcomes, charged = [], []
+        if len(set(costs)) == 1:
+            return self.charge_each(b"", charges, now_us, costs[0])
+        return self._apply_any(charges, now_us, costs)
+
+    def charge_each(
+        self, identifier: bytes, charges: Sequence[Charge], now_us: int, cost: int
+    ) -> list[Outcome]:
+        """Decide as :meth:`apply_each` does; the keys of ``charges`` lack the ``identifier``, and all cost the same."""
+        shards, shard_count, tick = self._shards, self._shard_count, self._tick << TICK_SHIFT
+        outcomes, values = [], []
         # The frequent case takes half the time: each bucket is in the table, an integer, and allows the check.
-        for (key, limit, decide), cost in zip(charges, costs, strict=True):
+        for suffix, limit, decide in charges:
+            key = identifier + suffix
             shard = shards[hash(key) % shard_count]
             value = shard.get(key)
             if type(value) is not int:
@@ -180,16 +189,17 @@ class BucketTable:
             outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), limit, now_us, cost)
             if not outcome[0]:
                 break
+            values.append(value)
             outcomes.append(outcome)
-            charged.append((shard, key, limit, outcome[5]))
+            spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
+            full_s = limit.full_after_s
+            shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
         else:
-            tick = self._tick << TICK_SHIFT
-            for shard, key, limit, state in charged:
-                spent, latest_us = state  # type: ignore[misc]  # an integer's state is a pair
-                full_s = limit.full_after_s
-                shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
             return outcomes
-        return self._apply_any(charges, now_us, costs)
+        charges = [(identifier + suffix, limit, decide) for suffix, limit, decide in charges]
+        for (key, _, _), value in zip(charges, values, strict=False):
+            shards[hash(key) % shard_count][key] = value
+        return self._apply_any(charges, now_us, [cost] * len(charges))
 
     def _apply_any(
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]

@@ -352,6 +352,10 @@ class Limiter:
         """
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
+        own = self._own
+        if own is not None and scope.charged and not (peek or ahead_ms):
+            answered = own.charge_each(identifiers[0], scope.charged, now_us, cost)
+            return self._judged(identifiers, scope, answered)
         charges = charges_of(identifiers, scope)
         if ahead_ms:
             charges = proceeding_later(charges, ahead_ms)

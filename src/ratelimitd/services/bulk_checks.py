@@ -104,14 +104,16 @@ A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` i
 which the general path answers.
 """
 
-_Parts: TypeAlias = tuple[Sequence[bytes], bytes, tuple[bytes, bytes], tuple[bytes, bytes, bytes]]
+_Parts: TypeAlias = tuple[
+    Sequence[bytes], bytes, tuple[bytes, bytes], tuple[bytes, bytes, bytes], Sequence[int]
+]
 """Constant bytes of the answers for one limit. The entry in ``limits`` of an allowed check: the bytes before the
 remaining tokens, by the length of those when the reset time takes ``_RESET_BYTES``; the bytes after the reset time. The
 answer: limit, window and rule id; the limit's name. Any other entry: its beginning; limit and window; the bytes after
-the reason.
+the reason. Last, the order of the entries if this limit decides; empty if it is the only one.
 """
 
-_OF_PLAN: Final[Sequence[_Parts]] = (((), b"", (b"", b""), (b"", b"", b"")),)
+_OF_PLAN: Final[Sequence[_Parts]] = (((), b"", (b"", b""), (b"", b"", b""), ()),)
 """Placeholder for parts that depend on the identifier's plan."""
 
 
@@ -282,25 +284,29 @@ class BulkChecks:
     def _answer_several(
         self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
     ) -> bytes:
-        resets, entries = self._status_resets, []
-        for place, (allowed, remaining, reset_time, _, _, _) in enumerate(outcomes):
-            starts, within, _, _ = parts[place]
-            reset = resets.get(reset_time)
-            if reset and allowed and remaining:
-                # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
-                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-                entries.append(starts[len(left)] + left + reset + within)
-            else:
-                entries.append(self._status(outcomes[place], parts[place]))
+        (numbers, name), order = parts[first][2], parts[first][4]
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
-        numbers, name = parts[first][2]
-        start = _start(allowed, remaining) + reset + _end(retry_after, reason) + numbers
-        if len(entries) == 1:
-            return start + name
-        if first:
-            entries.insert(0, entries.pop(first))
-        return b"".join((start, *entries, name))
+        left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+        if remaining and allowed:
+            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
+            pieces = [_ALLOWED_AND_REMAINING, left, reset, _WITHIN_LIMIT, numbers]
+        else:
+            pieces = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
+        resets = self._status_resets
+        for place in order:
+            judged = outcomes[place]
+            starts, within, _, _, _ = parts[place]
+            allowed, remaining, reset_time, _, _, _ = judged
+            reset = resets.get(reset_time, b"")
+            if reset and allowed and remaining:
+                if place != first:
+                    left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                pieces += (starts[len(left)], left, reset, within)
+            else:
+                pieces.append(self._status(judged, parts[place]))
+        pieces.append(name)
+        return b"".join(pieces)
 
     def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
         """Encode the entry of ``limits`` for one outcome."""
@@ -357,7 +363,7 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     if scope is None or scope.passed_over:
         return None
     if scope.several:
-        parts = tuple(map(_parts, scope.several))
+        parts = tuple([_parts(scope.several, first) for first in range(len(scope.several))])
         longest = sum(map(_longest, parts))
         if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
             return None
@@ -395,7 +401,8 @@ def _text_field(tag: bytes, text: str) -> bytes:
     return _field(tag, text.encode()) if text else b""
 
 
-def _parts(scope: Scope) -> _Parts:
+def _parts(several: Sequence[Scope], first: int) -> _Parts:
+    scope = several[first]
     rule, limit = scope.rule, scope.rule_limit
     head = _field(_STATUS_RULE_ID, rule.id.encode()) + _field(_STATUS_NAME, limit.name.encode())
     numbers = (
@@ -408,11 +415,13 @@ def _parts(scope: Scope) -> _Parts:
     start = head + _STATUS_ALLOWED + _STATUS_REMAINING
     fixed = len(start) + _RESET_BYTES + len(within)
     starts = [_LIMITS + varint(fixed + size) + start for size in range(len(varint(INT32_MAX)) + 1)]
-    return starts, within, _rule_part(scope), (head, numbers, end)
+    others = [place for place in range(len(several)) if place != first]
+    order = (first, *others) if others else ()
+    return starts, within, _rule_part(scope), (head, numbers, end), order
 
 
 def _longest(parts: _Parts) -> int:
-    _, _, rule_part, entry = parts
+    _, _, rule_part, entry, _ = parts
     return _MOST_STATUS_BYTES + sum(map(len, (*rule_part, *entry)))
 
 

@@ -259,7 +259,7 @@ async def test_an_error_of_the_limiter_ends_the_replay(record):
     trace = await traced(record, (b"a", 1))
     broken = replace(rule(1), more=(Limit(limit=1, window_seconds=60, algorithm=LOG, name="x"),))
     replayer = Replayer(trace, [broken])
-    replayer.table.apply_each = None
+    replayer.table.charge_each = None
     with pytest.raises(TypeError):
         replayer.judge(next(iter(trace)))
 
