@@ -1,17 +1,12 @@
 import errno
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
 from ratelimitd.buckets.appender import Appender
 
 REAL_PWRITE = os.pwrite
-
-
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def disk_full_after(monkeypatch, room):
@@ -143,7 +138,9 @@ def test_a_published_file_is_renamed_after_its_content_is_on_disk(appender, path
     assert (name.read_bytes(), path.exists(), appender.path) == (b"headone", False, name)
 
 
-def test_a_directory_that_cannot_be_synced_is_an_error_and_leaks_nothing(appender, monkeypatch):
+def test_a_directory_that_cannot_be_synced_is_an_error_and_leaks_nothing(
+    appender, monkeypatch, open_files
+):
     def fsync(fd):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -154,7 +151,7 @@ def test_a_directory_that_cannot_be_synced_is_an_error_and_leaks_nothing(appende
     assert open_files() == before
 
 
-def test_a_discarded_file_is_closed_and_removed(path):
+def test_a_discarded_file_is_closed_and_removed(path, open_files):
     before = open_files()
     Appender(path, b"head").discard()
     assert not path.exists()

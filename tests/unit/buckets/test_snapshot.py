@@ -91,10 +91,6 @@ def fail(number):
     return call
 
 
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 class TestRestart:
     async def test_a_clean_stop_keeps_every_bucket(self, node_of, clock):
         node = node_of()
@@ -422,7 +418,7 @@ class TestBase:
             for path in node.directory.iterdir():
                 path.unlink()
 
-    async def test_a_base_leaves_no_file_open(self, node_of, monkeypatch):
+    async def test_a_base_leaves_no_file_open(self, node_of, monkeypatch, open_files):
         monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 0)
         monkeypatch.setattr(snapshot, "LOG_PER_BASE", 0)
         node = node_of()
@@ -435,7 +431,7 @@ class TestBase:
         assert node.files() == ["buckets-00000007.base", "buckets-00000007.log"]
 
     async def test_a_base_that_does_not_fit_is_retried_a_minute_later(
-        self, node_of, monkeypatch, reports
+        self, node_of, monkeypatch, reports, open_files
     ):
         node = await self.two_lives(node_of)
         node.use(b"eve", 7)
@@ -469,7 +465,7 @@ class TestBase:
         assert reports[1:] == ["buckets can be written again"]
 
     async def test_if_the_next_log_cannot_be_created_the_current_one_stays_in_use(
-        self, node_of, monkeypatch
+        self, node_of, monkeypatch, open_files
     ):
         node = await self.two_lives(node_of)
         real_open, before = os.open, open_files()
@@ -513,7 +509,9 @@ class TestWriter:
 
 
 class TestDrain:
-    async def test_everything_is_on_disk_and_the_file_closed(self, node_of, monkeypatch):
+    async def test_everything_is_on_disk_and_the_file_closed(
+        self, node_of, monkeypatch, open_files
+    ):
         node = node_of(max_entries=3 * SHARD_ENTRIES)
         before = open_files()
         for number in range(100):
