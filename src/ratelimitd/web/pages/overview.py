@@ -198,7 +198,7 @@ class OverviewPage:
             "overview.html",
             span=span,
             spans=SPAN_WORDS,
-            table=table_of(self._parts.live.history(span), span),
+            rows=table_of(self._parts.live.history(span), span),
             table_headings=TABLE_HEADINGS,
             **self._context(look),
         )
