@@ -66,10 +66,11 @@ class PageVisitor:
         return await self.post("/login", {"token": token, "next": "/rules"})
 
 
-def frame_of(sessions, *, may_read=lambda call: None, count=lambda cause: None):
-    """The frame of the pages of a node ``n1``; everybody may read unless ``may_read`` says otherwise."""
-    parts: Any = SimpleNamespace(node_id="n1", may_read=may_read, refused=count, users=ProxyUsers())
-    return Frame(parts, sessions)
+def frame_of(sessions, **parts):
+    """The frame of the pages of a node ``n1`` with these parts; everybody may read unless they say otherwise."""
+    usual = {"may_read": lambda _call: None, "refused": lambda _cause: None, "users": ProxyUsers()}
+    chosen: Any = SimpleNamespace(**{**usual, **parts}, node_id="n1")
+    return Frame(chosen, sessions)
 
 
 def token_in(page):

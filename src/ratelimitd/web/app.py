@@ -28,10 +28,9 @@ from ratelimitd.observe.exposition import Page
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import is_cross_site, peer_of, settled
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi
-from ratelimitd.web.pages.audit import AuditPages, AuditTrail
+from ratelimitd.web.pages.audit import AuditPages
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
-from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import LoginPages
 from ratelimitd.web.pages.overview import OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
@@ -188,8 +187,6 @@ def application(parts: Parts) -> ASGIApp:
     static, _ = look()
     sessions = Sessions(parts.admin_token, parts.now_s, session_of=parts.session_of)
     frame = Frame(parts, sessions)
-    services = ServiceCalls(parts.methods, frame)
-    trail = AuditTrail(parts.audit)
     api = JsonApi(
         parts.methods,
         admit=parts.admit,
@@ -198,14 +195,14 @@ def application(parts: Parts) -> ASGIApp:
         queue=parts.queue,
     )
     routes: list[BaseRoute] = [
-        *OverviewPage(frame, parts).routes(),
+        *OverviewPage(frame).routes(),
         static.route(),
-        *LoginPages(frame, sessions, parts).routes(),
-        *RulesPages(frame, services, parts, trail).routes(),
-        *PlansPage(frame, services, parts).routes(),
-        *TryPage(frame, services, parts).routes(),
-        *BacktestPage(frame, parts).routes(),
-        *AuditPages(frame, services, trail).routes(),
+        *LoginPages(frame).routes(),
+        *RulesPages(frame).routes(),
+        *PlansPage(frame).routes(),
+        *TryPage(frame).routes(),
+        *BacktestPage(frame).routes(),
+        *AuditPages(frame).routes(),
         *api.routes(),
     ]
 

@@ -29,8 +29,7 @@ from ratelimitd.rules.store import (
     RuleStore,
 )
 from ratelimitd.rules.validation import RuleRow, rule_from_row
-from ratelimitd.web.pages.invoke import CONFIG, HTTP_STATUS, Rejected, ServiceCalls
-from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.page_base import CONFIG, HTTP_STATUS, Fields, Frame, Rejected
 from ratelimitd.web.pages.rule_changes import (
     Difference,
     assignment_differences,
@@ -190,10 +189,9 @@ def _day(text: str) -> datetime | None:
 class AuditPages:
     """The endpoints of the audit pages."""
 
-    def __init__(self, frame: Frame, services: ServiceCalls, trail: AuditTrail) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._services = services
-        self._trail = trail
+        self._trail = AuditTrail(frame.parts.audit)
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -262,7 +260,7 @@ class AuditPages:
     ) -> ratelimiter_pb2.ApplyRateLimitsResponse:
         message = ratelimiter_pb2.ApplyRateLimitsRequest(**fields)
         answer = ratelimiter_pb2.ApplyRateLimitsResponse
-        return await self._services.ask(request, f"{CONFIG}/ApplyRateLimits", message, answer)
+        return await self._frame.ask(request, f"{CONFIG}/ApplyRateLimits", message, answer)
 
     def _no_revision(self, request: Request) -> Response:
         text = "A revision is a number from 1 on, such as the list of changes shows."

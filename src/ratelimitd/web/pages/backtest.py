@@ -30,7 +30,6 @@ from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import RuleRow
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rendering import instant
-from ratelimitd.web.parts import Parts
 
 MAX_WINDOW_BYTES: Final = 50_000_000
 """Maximum size of a replay, the newest files of a window: two million checks, about 10 s."""
@@ -84,9 +83,9 @@ _log = logging.getLogger(__name__)
 class BacktestPage:
     """The endpoints of the page."""
 
-    def __init__(self, frame: Frame, parts: Parts) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._parts = parts
+        self._parts = frame.parts
         self._replay: _Replay | None = None
         """The running replay, or the last one."""
 

@@ -10,17 +10,15 @@ from ratelimitd.rpc.interface import RpcError
 from ratelimitd.web.api.http_call import http_call
 from ratelimitd.web.pages.errors import ANSWERS, Cause
 from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_path
-from ratelimitd.web.pages.sessions import Sessions
-from ratelimitd.web.parts import Parts
 
 
 class LoginPages:
     """``/login`` and ``/logout``."""
 
-    def __init__(self, frame: Frame, sessions: Sessions, parts: Parts) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._sessions = sessions
-        self._parts = parts
+        self._sessions = frame.sessions
+        self._parts = frame.parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""

@@ -29,7 +29,6 @@ from ratelimitd.web.pages.overview_view import (
     view_of,
 )
 from ratelimitd.web.pages.page_base import Frame, accepts_html
-from ratelimitd.web.parts import Parts
 
 MAX_BEHIND: Final = 3
 """Events queued for a slow page: six seconds."""
@@ -160,10 +159,10 @@ _log = logging.getLogger(__name__)
 class OverviewPage:
     """The page and its stream; ``/`` is plain text for programs."""
 
-    def __init__(self, frame: Frame, parts: Parts) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._parts = parts
-        self._stream = LiveStream(parts.live, self._fragments)
+        self._parts = frame.parts
+        self._stream = LiveStream(frame.parts.live, self._fragments)
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""

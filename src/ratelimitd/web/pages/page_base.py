@@ -1,7 +1,8 @@
-"""Shared page plumbing: session, authorization, CSRF, templates.
+"""Shared page plumbing: session, authorization, CSRF, templates, and calls of the services.
 
-Independent of page content. The requirement it is given, the one that guards the services, decides who may read. See
-ADR 0017 and ADR 0028.
+The requirement it is given, the one that guards the services, decides who may read. Pages never access a store or a
+limiter to change anything: they call the methods that gRPC callers use, with the visitor's credentials, and the
+services handle roles, validation, audit trail and errors. See ADR 0017 and ADR 0028.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote
 
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from ratelimitd import __version__
+from ratelimitd.errors import FieldViolation
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call
+from ratelimitd.web.api import connect
+from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call, settled
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Refused
 from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.rule_form import form_errors
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.parts import Parts
 
@@ -47,6 +54,32 @@ Fields = Mapping[str, str]
 Endpoint = Callable[[Request], Awaitable[Response]]
 FormEndpoint = Callable[[Request, Fields], Awaitable[Response]]
 
+CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
+PLANS: Final = "/ratelimiter.v1.RateLimiterPlans"
+HEALTH: Final = "/ratelimiter.v1.RateLimiterHealth"
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
+    {**connect.HTTP_STATUS, StatusCode.INVALID_ARGUMENT: 422}
+)
+"""HTTP status of a page with an error."""
+
+
+class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
+    """A service refused; nothing was changed. ``fields`` maps fields to their errors."""
+
+    def __init__(self, code: StatusCode, message: str, fields: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.fields = fields
+
+    @property
+    def status(self) -> int:
+        """HTTP status of a page with this error."""
+        return HTTP_STATUS[self.code]
+
 
 class Visitor(NamedTuple):
     """The visitor of a page. ``authorization`` is passed to the services; if empty, the address determines the role."""
@@ -62,11 +95,11 @@ class Visitor(NamedTuple):
 
 
 class Frame:
-    """Wraps the endpoints of pages and renders their templates."""
+    """Wraps the endpoints of pages, renders their templates and calls the services for them."""
 
     def __init__(self, parts: Parts, sessions: Sessions) -> None:
-        self._parts = parts
-        self._sessions = sessions
+        self.parts = parts
+        self.sessions = sessions
         _, self._templates = look()
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
@@ -84,7 +117,7 @@ class Frame:
         Raises:
             Refused: the visitor may not read.
         """
-        session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
+        session = self.sessions.read(request.cookies.get(SESSION_COOKIE, ""))
         if (user := self._user(request)) is not None:
             visitor = user
         elif session is not None and not session.expired:
@@ -92,10 +125,10 @@ class Frame:
         else:
             visitor = self.visitor(request)
         try:
-            self._parts.may_read(http_call(request, request.url.path, visitor.authorization))
+            self.parts.may_read(http_call(request, request.url.path, visitor.authorization))
         except RpcError as error:
             request.state.visitor = None
-            if error.code is StatusCode.UNAUTHENTICATED and self._sessions.possible:
+            if error.code is StatusCode.UNAUTHENTICATED and self.sessions.possible:
                 expired = session is not None
                 cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
                 raise Refused(cause) from None
@@ -119,6 +152,21 @@ class Frame:
         """Return the call of a service's method on behalf of the visitor."""
         return http_call(request, method, visitor_of(request).authorization)
 
+    async def ask(
+        self, request: Request, method: str, message: Message, answer: type[AnswerT]
+    ) -> AnswerT:
+        """Call a method by its path; return its answer, a message of the class ``answer``.
+
+        Raises:
+            Rejected: the service refused.
+        """
+        handler = self.parts.methods.unary[method]
+        try:
+            data = await settled(handler(message.SerializeToString(), self.call(request, method)))
+        except RpcError as error:
+            raise _rejected(error) from None
+        return answer.FromString(data)
+
     def page(
         self, request: Request, template: str, *, status_code: int = 200, **context: Any
     ) -> Response:
@@ -126,7 +174,7 @@ class Frame:
         visitor: Visitor | None = getattr(request.state, "visitor", None)
         text = self._templates.get_template(template).render(
             path=request.url.path,
-            node_id=self._parts.node_id,
+            node_id=self.parts.node_id,
             version=__version__,
             visitor=visitor,
             token_field=self._token_field(visitor) if visitor else "",
@@ -157,7 +205,7 @@ class Frame:
         """Return a visitor without a session, who may use forms but has no role."""
         known = request.cookies.get(FORM_COOKIE, "")
         new = _NONCE.fullmatch(known) is None
-        visitor = Visitor("", self._sessions.nonce() if new else known, new=new)
+        visitor = Visitor("", self.sessions.nonce() if new else known, new=new)
         request.state.visitor = visitor
         return visitor
 
@@ -186,7 +234,7 @@ class Frame:
             raise Refused(Cause.BAD_FORM) from None
         fields = dict(pairs)
         given = fields.pop(FORM_TOKEN_FIELD, "").encode()
-        if not hmac.compare_digest(given, self._sessions.form_token(visitor.nonce).encode()):
+        if not hmac.compare_digest(given, self.sessions.form_token(visitor.nonce).encode()):
             raise Refused(Cause.FORM_TOKEN)
         return fields
 
@@ -197,9 +245,9 @@ class Frame:
         login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
         if login and request.method == "GET" and accepts_html(request):
             if cause is Cause.SESSION_EXPIRED:
-                self._parts.refused(cause)
+                self.parts.refused(cause)
             return RedirectResponse(login_url(request), 303)
-        self._parts.refused(cause)
+        self.parts.refused(cause)
         answer = ANSWERS[cause]
         return self.message(request, answer.title, error.text, answer.status, login=login)
 
@@ -230,21 +278,32 @@ class Frame:
     def _token_field(self, visitor: Visitor) -> Markup:
         """Return the hidden fields of every form."""
         field = Markup('<input type="hidden" name="{}" value="{}">')
-        return field.format(FORM_TOKEN_FIELD, self._sessions.form_token(visitor.nonce))
+        return field.format(FORM_TOKEN_FIELD, self.sessions.form_token(visitor.nonce))
 
     def _user(self, request: Request) -> Visitor | None:
         """Return the user that a trusted proxy names, before any session; ``None`` if it names none."""
-        if not self._parts.users.sends_header(request.headers):
+        if not self.parts.users.sends_header(request.headers):
             return None
-        if not self._parts.users.trusts(request.client.host if request.client else ""):
-            self._parts.refused(Cause.USER_HEADER)
+        if not self.parts.users.trusts(request.client.host if request.client else ""):
+            self.parts.refused(Cause.USER_HEADER)
             return None
-        found = self._parts.users.find(request.headers)
+        found = self.parts.users.find(request.headers)
         if found is None:
             request.state.visitor = None
             raise Refused(Cause.UNKNOWN_USER)
         name, authorization = found
-        return Visitor(authorization, self._sessions.user_nonce(name))
+        return Visitor(authorization, self.sessions.user_nonce(name))
+
+
+def _rejected(error: RpcError) -> Rejected:
+    violations: list[FieldViolation] = []
+    for detail in status_pb2.Status.FromString(error.details).details:
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request):
+            violations += (
+                FieldViolation(one.field, one.description) for one in request.field_violations
+            )
+    return Rejected(error.code, error.message, form_errors(violations))
 
 
 def visitor_of(request: Request) -> Visitor:

@@ -18,9 +18,7 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.model import RESERVED_PLANS, IdentifierType
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.assignments import expire_time_of
-from ratelimitd.web.pages.invoke import PLANS, Rejected, ServiceCalls
-from ratelimitd.web.pages.page_base import Fields, Frame
-from ratelimitd.web.parts import Parts
+from ratelimitd.web.pages.page_base import PLANS, Fields, Frame, Rejected
 from ratelimiter.v1 import ratelimiter_pb2
 
 PAGE_ASSIGNMENTS: Final = 50
@@ -70,10 +68,9 @@ class AssignForm(NamedTuple):
 class PlansPage:
     """The endpoints of the page."""
 
-    def __init__(self, frame: Frame, services: ServiceCalls, parts: Parts) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._services = services
-        self._parts = parts
+        self._parts = frame.parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -112,7 +109,7 @@ class PlansPage:
                 note=form.note,
             )
             message = ratelimiter_pb2.AssignPlanRequest(assignment=assignment)
-            await self._services.ask(
+            await self._frame.ask(
                 request, f"{PLANS}/AssignPlan", message, ratelimiter_pb2.Assignment
             )
         except Rejected as error:
@@ -134,7 +131,7 @@ class PlansPage:
             return self._frame.page(request, "unassign.html", form=form)
         message = ratelimiter_pb2.UnassignPlanRequest(identity=form.identity, etag=form.etag)
         try:
-            await self._services.ask(request, f"{PLANS}/UnassignPlan", message, Empty)
+            await self._frame.ask(request, f"{PLANS}/UnassignPlan", message, Empty)
         except Rejected as error:
             problem = STALE if error.code is StatusCode.ABORTED else error.message
             return await self._page(request, _search({}), problem=problem, status_code=error.status)
@@ -151,7 +148,7 @@ class PlansPage:
     ) -> Response:
         found, search_errors = ratelimiter_pb2.ListAssignmentsResponse(), {}
         try:
-            found = await self._services.ask(
+            found = await self._frame.ask(
                 request, f"{PLANS}/ListAssignments", search, ratelimiter_pb2.ListAssignmentsResponse
             )
         except Rejected as error:

@@ -1,7 +1,7 @@
 """The pages of the rules: the table with its search, and the forms to create, edit, switch and delete a rule.
 
 Each write has a preview and applies only to the version previewed. Stores nothing itself:
-:mod:`ratelimitd.web.pages.invoke` does so through the services. See ADR 0028.
+the services do so. See ADR 0028.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_w
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
-from ratelimitd.web.pages.invoke import CONFIG, Rejected, ServiceCalls
 from ratelimitd.web.pages.overview import SPAN_WORDS
-from ratelimitd.web.pages.page_base import Endpoint, Fields, Frame
+from ratelimitd.web.pages.page_base import CONFIG, Endpoint, Fields, Frame, Rejected
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
 from ratelimitd.web.pages.traffic_view import SORT_WORDS, traffic_of, view_of_rule
-from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 CHOICES: Final[Mapping[str, Any]] = {
@@ -50,13 +48,10 @@ GONE: Final = "This rule was deleted meanwhile, so nothing was stored. Sending t
 class RulesPages:
     """The endpoints of the pages."""
 
-    def __init__(
-        self, frame: Frame, services: ServiceCalls, parts: Parts, trail: AuditTrail
-    ) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._services = services
-        self._parts = parts
-        self._trail = trail
+        self._parts = frame.parts
+        self._trail = AuditTrail(frame.parts.audit)
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -123,7 +118,7 @@ class RulesPages:
         try:
             rate_limit = self._parts.rate_limit_of(replace(form.checked(), etag=""))
             message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
-            stored = await self._services.ask(
+            stored = await self._frame.ask(
                 request, f"{CONFIG}/CreateRateLimit", message, ratelimiter_pb2.RateLimit
             )
         except Rejected as error:
@@ -159,7 +154,7 @@ class RulesPages:
         try:
             rate_limit = self._parts.rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
             message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
-            await self._services.ask(
+            await self._frame.ask(
                 request, f"{CONFIG}/UpdateRateLimit", message, ratelimiter_pb2.RateLimit
             )
         except Rejected as error:
@@ -188,7 +183,7 @@ class RulesPages:
         rule_id = request.path_params["id"]
         message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=fields.get("etag", ""))
         try:
-            await self._services.ask(request, f"{CONFIG}/DeleteRateLimit", message, Empty)
+            await self._frame.ask(request, f"{CONFIG}/DeleteRateLimit", message, Empty)
         except Rejected as error:
             rule = await self._trail.stored(rule_id) or self._rule(request)
             if rule is None or error.code is StatusCode.NOT_FOUND:

@@ -17,10 +17,8 @@ from starlette.routing import BaseRoute, Route
 
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
 from ratelimitd.web.api.json_api import CHECK_METHOD
-from ratelimitd.web.pages.invoke import HEALTH, Rejected, ServiceCalls
-from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.page_base import HEALTH, Fields, Frame, Rejected
 from ratelimitd.web.pages.rule_form import whole_number
-from ratelimitd.web.parts import Parts
 from ratelimiter.v1 import ratelimiter_pb2
 
 WORDS: Final[Mapping[int, str]] = {
@@ -112,10 +110,9 @@ _IN_ALSO: Final = re.compile(r"also\[(\d+)\]")
 class TryPage:
     """The endpoints of the page."""
 
-    def __init__(self, frame: Frame, services: ServiceCalls, parts: Parts) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._services = services
-        self._parts = parts
+        self._parts = frame.parts
 
     def routes(self) -> list[BaseRoute]:
         """Return their routes."""
@@ -140,7 +137,7 @@ class TryPage:
         try:
             if action == "reset":
                 reset = ratelimiter_pb2.ResetRequest(**form.subject)
-                await self._services.ask(request, f"{HEALTH}/ResetRateLimit", reset, Empty)
+                await self._frame.ask(request, f"{HEALTH}/ResetRateLimit", reset, Empty)
                 return self._page(request, form, was_reset=True)
             if action == "ask":
                 # Peek first, so that errors in the form show before the check is confirmed.
@@ -195,13 +192,13 @@ class TryPage:
         self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.RateLimitResponse:
         answer = ratelimiter_pb2.RateLimitResponse
-        return await self._services.ask(request, CHECK_METHOD, message, answer)
+        return await self._frame.ask(request, CHECK_METHOD, message, answer)
 
     async def _explain(
         self, request: Request, message: ratelimiter_pb2.RateLimitRequest
     ) -> ratelimiter_pb2.Explanation:
         answer = ratelimiter_pb2.Explanation
-        return await self._services.ask(request, f"{HEALTH}/ExplainRateLimit", message, answer)
+        return await self._frame.ask(request, f"{HEALTH}/ExplainRateLimit", message, answer)
 
     def _page(
         self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from hashlib import sha256
-from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -56,15 +55,15 @@ def trace(tmp_path):
 @pytest_asyncio.fixture
 async def visitor(trace):
     """A visitor of the page alone, on a node that records and has one rule."""
-    frame = frame_of(Sessions("", lambda: 0.0))
-    parts = SimpleNamespace(
+    frame = frame_of(
+        Sessions("", lambda: 0.0),
         book=lambda: RuleBook.of([WIDE], 1),
         types=("user",),
         now_s=lambda: NOW_US / US_PER_S,
         record_dir=trace,
         may_administer=lambda call: None,
     )
-    app = Starlette(routes=module.BacktestPage(frame, parts).routes())
+    app = Starlette(routes=module.BacktestPage(frame).routes())
     async with PageVisitor(app=app) as found:
         yield found
 

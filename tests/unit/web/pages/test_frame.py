@@ -33,7 +33,7 @@ class Node:
         self.now_s = 1_700_006_400.0
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
         may_read = partial(access_of(Credentials(**credentials)).demand, Role.READ)
-        self.frame = frame_of(self.sessions, may_read=may_read, count=self.refused.append)
+        self.frame = frame_of(self.sessions, may_read=may_read, refused=self.refused.append)
         self.app = Starlette(
             routes=[
                 Route("/try", self.frame.reading(self.show)),

@@ -1,5 +1,4 @@
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -24,12 +23,11 @@ class Node:
         sessions = Sessions(admin_token, lambda: self.now_s)
         access = access_of(Credentials(admin_token=admin_token, loopback_admin=True))
         may_read = partial(access.demand, Role.READ)
-        frame = frame_of(sessions, may_read=may_read, count=self.refused.append)
-        parts = SimpleNamespace(refused=self.refused.append, login=access.login)
-        self.app = Starlette(
-            routes=LoginPages(frame, sessions, parts).routes(),
-            exception_handlers={Refused: frame.refuse},
+        frame = frame_of(
+            sessions, may_read=may_read, refused=self.refused.append, login=access.login
         )
+        routes = LoginPages(frame).routes()
+        self.app = Starlette(routes=routes, exception_handlers={Refused: frame.refuse})
 
     def visitor(self, host="192.0.2.1"):
         return PageVisitor(app=self.app, client=(host, 1))

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -70,18 +69,16 @@ class FakeLive:
 class Site:
     def __init__(self):
         self.live, self.admin = FakeLive(), True
-        frame = frame_of(Sessions("", lambda: 0.0))
-        self.page = OverviewPage(
-            frame,
-            SimpleNamespace(
-                live=self.live,
-                may_administer=self.may_administer,
-                actor=lambda call: f"admin@{call.peer}",
-                on_breaker_open="",
-                grpc_address=lambda: "127.0.0.1:9090",
-            ),
+        frame = frame_of(
+            Sessions("", lambda: 0.0),
+            live=self.live,
+            may_administer=self.may_administer,
+            actor=lambda call: f"admin@{call.peer}",
+            on_breaker_open="",
+            grpc_address=lambda: "127.0.0.1:9090",
         )
-        self.app = Starlette(routes=self.page.routes(), exception_handlers={Refused: frame.refuse})
+        routes = OverviewPage(frame).routes()
+        self.app = Starlette(routes=routes, exception_handlers={Refused: frame.refuse})
 
     def may_administer(self, _call):
         if not self.admin:

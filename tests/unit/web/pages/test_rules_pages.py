@@ -14,7 +14,7 @@ from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
-from ratelimitd.web.pages.invoke import Rejected
+from ratelimitd.web.pages.page_base import Rejected
 from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
 from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
 
