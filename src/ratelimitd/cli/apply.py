@@ -43,7 +43,7 @@ from ratelimitd.rules.rules_file import (
     parse_rules,
 )
 from ratelimitd.rules.schema import rules_schema
-from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
+from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleDraft
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimitd_client import NodeClient
@@ -52,36 +52,10 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
     """Return the stored rule as a file represents it."""
-    return RuleDraft(
-        id=rule.id,
-        endpoint=rule.endpoint,
-        identifier_type=rule.identifier_type,
-        limit=rule.limit,
-        window_seconds=rule.window_seconds,
-        algorithm=rule.algorithm,
-        enabled=rule.enabled or not rule.HasField("enabled"),
-        limits=_drafts(rule.limits),
-        plans=tuple(
-            PlanDraft(name, _drafts(rule.plans[name].limits)) for name in sorted(rule.plans)
-        ),
-    )
+    # Takes 40 ms to import; a node reads a rule the same way.
+    from ratelimitd.services import convert_rules, wire  # noqa: PLC0415
 
-
-def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
-    return tuple(
-        LimitDraft(
-            limit.name,
-            limit.limit,
-            limit.window_seconds,
-            limit.algorithm,
-            burst=limit.burst,
-            period=pb.Period.Name(limit.period).lower() if limit.period else None,
-            time_zone=limit.time_zone or None,
-            anchor_day=limit.anchor_day or None,
-            enforcement=pb.Enforcement.Name(limit.enforcement).lower(),
-        )
-        for limit in limits
-    )
+    return convert_rules.draft_of(wire.parse_rule(rule.SerializeToString()))
 
 
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
