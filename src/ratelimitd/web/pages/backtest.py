@@ -162,7 +162,7 @@ class BacktestPage:
     async def _page(
         self, request: Request, window: str, text: str, *, status_code: int = 200, **context: Any
     ) -> Response:
-        given = {"wrong": "", "problem": "", "report": None, "is_running": False, **context}
+        given = {"wrong": "", "report": None, "is_running": False, **context}
         windows = [*WINDOWS, *map(_begin, await self._files())]
         return self._frame.page(
             request,

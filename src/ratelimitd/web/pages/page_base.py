@@ -178,7 +178,7 @@ class Frame:
             version=__version__,
             visitor=visitor,
             token_field=self._token_field(visitor) if visitor else "",
-            **context,
+            **{"errors": {}, "problem": "", "done": "", **context},
         )
         response = HTMLResponse(text, status_code)
         if visitor and visitor.new:

@@ -157,7 +157,6 @@ class PlansPage:
             is_shown = search_errors and "page_token" not in search_errors
             problem = problem or ("" if is_shown else error.message)
             status_code = max(status_code, error.status)
-        given = {"errors": {}, "done": "", **context}
         return self._frame.page(
             request,
             "plans.html",
@@ -173,7 +172,7 @@ class PlansPage:
             **self._unnamed(),
             undeclared=sorted(self._parts.assignments.types.keys() - set(self._parts.types)),
             types=self._parts.types,
-            **given,
+            **context,
         )
 
     def _named_plans(self) -> Collection[str]:

@@ -230,14 +230,6 @@ class RulesPages:
         **context: Any,
     ) -> Response:
         """Return the form of a new rule or of ``rule``."""
-        given = {
-            "errors": {},
-            "problem": "",
-            "history": None,
-            "done": "",
-            "traffic": None,
-            **context,
-        }
         return self._frame.page(
             request,
             "rule_form.html",
@@ -246,7 +238,7 @@ class RulesPages:
             rule=rule,
             etag=rule.etag if rule else "",
             address=f"/rules/{rule.id}" if rule else "/rules/new",
-            **given,
+            **{"history": None, "traffic": None, **context},
             types=(*self._parts.types, EVERYBODY),
             undeclared=[
                 kind for kind in types_within(rule.identifier_type) if kind not in self._parts.types

@@ -211,8 +211,6 @@ class TryPage:
             "nearest": (),
             "was_reset": False,
             "about": "",
-            "errors": {},
-            "problem": "",
             **context,
         }
         return self._frame.page(
