@@ -11,8 +11,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Self, cast
 
@@ -49,7 +48,7 @@ def listening_at(path: Path) -> socket.socket:
     """Return a socket that listens at ``path``, for this user only; a leftover socket is replaced.
 
     Raises:
-        OSError: it cannot be made there.
+        StartupError: it cannot be made there; the message says why.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -58,9 +57,10 @@ def listening_at(path: Path) -> socket.socket:
             sock.bind(name)
         path.chmod(0o600)
         sock.listen(BACKLOG)
-    except BaseException:
+    except OSError as error:
         sock.close()
-        raise
+        message = f"cannot listen at {path}: {error.strerror or error}"
+        raise StartupError(message) from error
     return sock
 
 
@@ -157,17 +157,24 @@ is one. Small chunks are not refused: clients that encode JSON piece by piece se
 BACKLOG: Final = 1_024
 
 
-class HttpServer:
-    """One listening HTTP address; ``tls`` is ``None`` for plaintext."""
+class _ServerState(ServerState):
+    """What the connections share, with their turns at received events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(time.monotonic)
+
+
+class HttpServer(uvicorn.Server):
+    """One listening HTTP address; ``tls`` is ``None`` for plaintext.
+
+    uvicorn without signal handlers. Over TLS the node's own acceptor bounds handshakes.
+    """
 
     def __init__(
         self, app: ASGIApp, host: str, port: int, *, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._bind: Callable[[], Awaitable[socket.socket]] = partial(bind, host, port)
-        self._path: Path | None = None
-        self._socket: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._server = _Server(
+        super().__init__(
             uvicorn.Config(
                 self._until_stopped(EventStreams(app)),
                 http=BoundedProtocol,
@@ -179,15 +186,21 @@ class HttpServer:
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-            ),
-            tls,
+            )
         )
+        self.server_state = _ServerState()
+        self._address = host, port
+        self._path: Path | None = None
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+        self._tls = tls
+        self._acceptor: Acceptor[BoundedProtocol] | None = None
 
     @classmethod
     def at(cls, app: ASGIApp, path: Path) -> Self:
         """Return a server at a Unix socket, for the parent process."""
         server = cls(app, "", 0)
-        server._bind = partial(_bind_at, path)
         server._path = path
         return server
 
@@ -198,9 +211,9 @@ class HttpServer:
             StartupError: the address cannot be bound; the message says why.
         """
         # uvicorn would end the process if it bound the address itself and failed.
-        self._socket = await self._bind()
-        self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
-        while not self._server.started:
+        self._socket = listening_at(self._path) if self._path else await bind(*self._address)
+        self._serving = asyncio.create_task(self.serve([self._socket]), name="http")
+        while not self.started:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0)
@@ -209,7 +222,8 @@ class HttpServer:
     async def stop(self) -> None:
         """Close the address and every connection. Safe to call at any time, also more than once."""
         if self._serving is not None:
-            self._server.stop()
+            self.should_exit = True
+            self._stopped.set()
             await self._serving
             self._serving = None
         if self._socket is not None:
@@ -225,79 +239,14 @@ class HttpServer:
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
-                if not self._server.should_exit:
+                if not self.should_exit:
                     raise
 
         return answer
 
-
-async def bind(
-    host: str, port: int, *, setting: str = "HTTP_LISTEN", reuse_port: bool = False
-) -> socket.socket:
-    """Return a socket that is bound to the first address of ``host``; ``setting`` is named by an error.
-
-    Raises:
-        StartupError: the name is unknown or the address cannot be had.
-    """
-    loop = asyncio.get_running_loop()
-    sock = None
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-        # Bound is not taken: another process may have bound it too, and listened first.
-        sock.listen(BACKLOG)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        message = f"cannot listen on {host}:{port} ({setting}): {error.strerror or error}"
-        raise StartupError(message) from error
-    return sock
-
-
-async def _bind_at(path: Path) -> socket.socket:
-    try:
-        return listening_at(path)
-    except OSError as error:
-        message = f"cannot listen at {path}: {error.strerror or error}"
-        raise StartupError(message) from error
-
-
-def address_of(sock: socket.socket) -> str:
-    """Return the bound address as ``host:port``, an IPv6 host in brackets."""
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class _ServerState(ServerState):
-    """What the connections share, with their turns at received events."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = FairQueue(time.monotonic)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers; stopped by a call. Over TLS the node's own acceptor bounds handshakes."""
-
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
-        super().__init__(config)
-        self.server_state = _ServerState()
-        self._stopped = asyncio.Event()
-        self._tls = tls
-        self._acceptor: Acceptor[BoundedProtocol] | None = None
-
-    def stop(self) -> None:
-        """End :meth:`serve`, after at most about :data:`STOP_GRACE_S`."""
-        self.should_exit = True
-        self._stopped.set()
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the node."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -357,6 +306,40 @@ class _Server(uvicorn.Server):
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=STOP_GRACE_S)
+
+
+async def bind(
+    host: str, port: int, *, setting: str = "HTTP_LISTEN", reuse_port: bool = False
+) -> socket.socket:
+    """Return a socket that is bound to the first address of ``host``; ``setting`` is named by an error.
+
+    Raises:
+        StartupError: the name is unknown or the address cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+    sock = None
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        # Bound is not taken: another process may have bound it too, and listened first.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        message = f"cannot listen on {host}:{port} ({setting}): {error.strerror or error}"
+        raise StartupError(message) from error
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """Return the bound address as ``host:port``, an IPv6 host in brackets."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _BoundedBuffer(ReceiveBuffer):

@@ -223,7 +223,7 @@ async def test_crash_while_starting_is_raised(monkeypatch):
         raise ZeroDivisionError
 
     server = HttpServer(hello, "127.0.0.1", 0)
-    monkeypatch.setattr(server._server, "startup", crash)
+    monkeypatch.setattr(server, "startup", crash)
     with pytest.raises(ZeroDivisionError):
         await server.start()
     server._serving = None
@@ -305,7 +305,7 @@ SMALL_CHUNK = b"1\r\nx\r\n"
 
 
 def take_one_step_per_iteration(server):
-    server._server.server_state.queue = FairQueue(map(float, count()).__next__)
+    server.server_state.queue = FairQueue(map(float, count()).__next__)
 
 
 async def test_body_in_small_chunks_is_handled_over_several_iterations(listening):
@@ -466,7 +466,7 @@ class Busy:
 async def test_a_connection_whose_request_waits_for_its_turn_makes_no_room(listening, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
     address = await listening()
-    queue = listening.server._server.server_state.queue = Busy()
+    queue = listening.server.server_state.queue = Busy()
     reader, _ = await talk(address)
     step = await queue.steps.get()
     refused, _ = await talk(address, b"")
@@ -748,8 +748,3 @@ def test_socket_of_a_dead_process_is_replaced(path):
     assert path.is_socket()
     with listening_at(path):
         assert connected_to(path)
-
-
-def test_missing_directory_is_an_error_and_leaks_no_descriptor(path):
-    with pytest.raises(FileNotFoundError):
-        listening_at(path.parent / "none" / "http.sock")
