@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
+import time
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.web.api.forward_auth import AUTH_PATH, URI, ForwardAuth
 from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
 
@@ -35,8 +37,6 @@ CLOSING_GRACE_S: Final = 5.0
 """Time for a peer to read the last output before its connection is closed."""
 MAX_ARGUMENTS: Final = 64
 """Arguments per frame: each takes 1 µs."""
-FRAMES_PER_ITERATION: Final = 16
-"""Frames of all connections handled per event-loop iteration, in about 2 ms."""
 MAX_PENDING: Final = 200
 """Requests per connection that wait for the shared state; beyond that, reading stops."""
 
@@ -254,7 +254,7 @@ class SpopServer:
         self._server: asyncio.Server | None = None
         self.connections: dict[SpopConnection, None] = {}
         """Ordered by last activity, the longest silent first."""
-        self._frames = FrameQueue()
+        self._frames = FairQueue(time.monotonic)
 
     async def start(self) -> str:
         """Bind and listen; return the bound address as ``host:port``.
@@ -284,54 +284,14 @@ class SpopServer:
         self._server = None
 
 
-class FrameQueue:
-    """Divides the frames per event-loop iteration among the connections of a listener, one at a time in rotation."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[SpopConnection, None] = {}
-        self._is_scheduled = False
-
-    def __contains__(self, connection: SpopConnection) -> bool:
-        """Return whether frames of this connection are queued."""
-        return connection in self._waiting
-
-    def add(self, connection: SpopConnection) -> None:
-        """Queue the frames of a connection for the next iteration."""
-        self._waiting[connection] = None
-        self._schedule()
-
-    def discard(self, connection: SpopConnection) -> None:
-        """Remove a lost connection."""
-        self._waiting.pop(connection, None)
-
-    def _handle(self) -> None:
-        self._is_scheduled = False
-        left = FRAMES_PER_ITERATION
-        try:
-            while self._waiting and left:
-                connection = next(iter(self._waiting))
-                del self._waiting[connection]
-                if connection.handle_frame():
-                    left -= 1
-                    self._waiting[connection] = None
-        finally:
-            if self._waiting:
-                self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._handle)
-
-
 class SpopConnection(asyncio.Protocol):
-    """One connection of HAProxy; ``connections`` and ``frames`` are those of its server."""
+    """One connection of HAProxy; ``connections`` are those of its server, whose ``frames`` are handled in rotation."""
 
     def __init__(
         self,
         auth: ForwardAuth,
         connections: dict[SpopConnection, None],
-        frames: FrameQueue,
+        frames: FairQueue,
     ) -> None:
         self._auth = auth
         self._connections = connections
@@ -339,9 +299,10 @@ class SpopConnection(asyncio.Protocol):
         self._expiry: asyncio.TimerHandle | None = None
         self._received = bytearray()
         self._transport: asyncio.Transport
-        self._client: tuple[str, int] | None = None
+        self._client: tuple[str, int]
         self._handshake_done = False
         self._is_blocked = False
+        self._is_queued = False
         self.pending: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -360,9 +321,8 @@ class SpopConnection(asyncio.Protocol):
         self._connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 -- the interface's
-        """Remove the connection and drop its queued frames."""
+        """Remove the connection; its queued frames are not handled any more."""
         self._connections.pop(self, None)
-        self._frames.discard(self)
         if self._expiry is not None:
             self._expiry.cancel()
         for task in self.pending:
@@ -371,9 +331,9 @@ class SpopConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Queue complete frames for handling."""
         self._received += data
-        if self in self._frames:
+        if self._is_queued:
             self._transport.pause_reading()
-        self._frames.add(self)
+        self._queue()
 
     def pause_writing(self) -> None:
         """Stop reading while HAProxy does not read its answers."""
@@ -382,12 +342,12 @@ class SpopConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Resume reading."""
         self._is_blocked = False
-        self._frames.add(self)
+        self._queue()
 
     @property
     def is_busy(self) -> bool:
         """Whether HAProxy waits for an answer: it lets the requests of a closed connection pass."""
-        return bool(self.pending or self._received or self in self._frames)
+        return bool(self.pending or self._received or self._is_queued)
 
     def make_room(self) -> None:
         """Close to make room for another connection; at once if the peer does not read pending output."""
@@ -409,19 +369,26 @@ class SpopConnection(asyncio.Protocol):
             later = asyncio.get_running_loop().call_later
             self._expiry = later(CLOSING_GRACE_S, self._transport.abort)
 
-    def handle_frame(self) -> bool:
-        """Handle the next frame; return ``False`` without one, or without room. Without room nothing is read."""
+    def _queue(self) -> None:
+        """Handle a frame when it is this connection's turn."""
+        if not self._is_queued:
+            self._is_queued = True
+            self._frames.submit("{}:{}".format(*self._client), self._handle_next)
+
+    def _handle_next(self) -> None:
+        """Handle the next frame, if there is one and room for it. Without room nothing is read."""
+        self._is_queued = False
         try:
             if self._has_room() and (whole := self._next()) is not None:
                 self._handle(read_frame(whole))
-                return True
+                self._queue()
+                return
         except SpopError as error:
             self.end(error.status)
         if self._has_room():
             self._transport.resume_reading()
         elif not self._transport.is_closing():
             self._transport.pause_reading()
-        return False
 
     def _has_room(self) -> bool:
         is_free = not self._is_blocked and len(self.pending) < MAX_PENDING
@@ -464,7 +431,7 @@ class SpopConnection(asyncio.Protocol):
     def _answered(self, task: asyncio.Task[None]) -> None:
         self.pending.discard(task)
         if len(self.pending) == MAX_PENDING - 1:
-            self._frames.add(self)
+            self._queue()
 
     async def _answer(self, received: Frame, arguments: dict[bytes, bytes]) -> None:
         query = arguments.pop(b"query", b"")

@@ -1,17 +1,18 @@
 import asyncio
 import contextlib
+import time
 from itertools import pairwise
 
 import pytest
 from starlette.responses import Response
 
+from ratelimitd import fair_queue
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.web import spop
 from ratelimitd.web.spop import (
-    FRAMES_PER_ITERATION,
     MAX_ARGUMENTS,
     Frame,
-    FrameQueue,
     FrameType,
     SpopConnection,
     SpopError,
@@ -269,30 +270,26 @@ async def test_connection_reset_by_its_peer_is_closed(auth):
             self.aborted = True
 
     transport, connections = Reset(), {}
-    SpopConnection(auth, connections, FrameQueue()).connection_made(transport)
+    SpopConnection(auth, connections, FairQueue(time.monotonic)).connection_made(transport)
     assert transport.aborted
     assert not connections
 
 
-async def test_more_frames_than_one_iteration_handles_are_all_answered(auth, connect):
-    peer = await connect()
-    numbers = range(3 * FRAMES_PER_ITERATION)
-    peer.send(*(notify(number) for number in numbers))
-    assert {(await peer.frame()).frame_id for _ in numbers} == {*numbers}
-
-
-async def test_connections_share_the_frames_of_an_iteration_in_rotation(auth, connect, server):
+async def test_connections_share_the_frames_of_an_iteration_in_rotation(
+    auth, connect, server, monkeypatch
+):
+    monkeypatch.setattr(fair_queue, "BUDGET_S", 0.0)  # one frame
     auth.may_answer.clear()
     peers = [await connect() for _ in range(3)]
     for peer in peers:
-        peer.send(*(notify(number) for number in range(3 * FRAMES_PER_ITERATION)))
+        peer.send(*(notify(number) for number in range(20)))
     counts = [0]
-    while counts[-1] < 9 * FRAMES_PER_ITERATION:
+    while counts[-1] < 60:
         await asyncio.sleep(0)
         pending = [len(one.pending) for one in server.connections]
         assert max(pending) - min(pending) <= 1
         counts.append(sum(pending))
-    assert max(b - a for a, b in pairwise(counts)) == FRAMES_PER_ITERATION
+    assert max(b - a for a, b in pairwise(counts)) == 1
 
 
 def test_frame_with_too_many_arguments_is_refused():
