@@ -93,6 +93,7 @@ MaxWaitOption = Annotated[
         show_default=False,
     ),
 ]
+CostOption = Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")]
 EndpointArgument = Annotated[
     str,
     typer.Argument(metavar="ENDPOINT", help="The endpoint, as in the rules.", show_default=False),
@@ -106,7 +107,7 @@ def check(
     identifier_type: TypeArgument,
     identifier: IdentifierArgument,
     endpoint: EndpointArgument,
-    cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
+    cost: CostOption = 1,
     count: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Number of checks to send.")
     ] = 1,
@@ -153,7 +154,7 @@ def explain(
     identifier_type: TypeArgument,
     identifier: IdentifierArgument,
     endpoint: EndpointArgument,
-    cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
+    cost: CostOption = 1,
     also: AlsoOption = None,
     max_wait_ms: MaxWaitOption = 0,
 ) -> None:

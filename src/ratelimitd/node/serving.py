@@ -260,7 +260,7 @@ class Serving:
         named = self._named
         return Parts(
             node_id=settings.node_name,
-            metrics=self.metrics,
+            points=self.metrics.points,
             readiness=self.readiness,
             grpc_address=self.grpc_address,
             hosts=settings.http_names,

@@ -39,7 +39,7 @@ from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.pages.try_page import TryPage
-from ratelimitd.web.parts import Metrics, Parts, Readiness
+from ratelimitd.web.parts import Parts, Readiness, ReadPoints
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -105,7 +105,7 @@ def _without_connect(app: ASGIApp) -> ASGIApp:
 
 def worker_application(
     *,
-    metrics: Metrics,
+    points: ReadPoints,
     readiness: Callable[[], Readiness | Awaitable[Readiness]],
     others: ASGIApp,
     auth: ForwardAuth | None = None,
@@ -124,7 +124,7 @@ def worker_application(
         return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
 
     async def scrape(request: Request) -> Response:
-        page = Page(request.headers.get("accept", ""), await settled(metrics.points()))
+        page = Page(request.headers.get("accept", ""), await settled(points()))
         headers = {**HEADERS, "Content-Type": page.content_type}
         return StreamingResponse(_paced(page, scrapes, peer_of(request)), headers=headers)
 
@@ -219,6 +219,6 @@ def application(parts: Parts) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
     whole = worker_application(
-        metrics=parts.metrics, readiness=parts.readiness, others=people, auth=parts.auth
+        points=parts.points, readiness=parts.readiness, others=people, auth=parts.auth
     )
     return with_host_check(whole, parts.hosts, parts.refused)

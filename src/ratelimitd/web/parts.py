@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.model import Rule
@@ -26,6 +26,9 @@ from ratelimiter.v1 import ratelimiter_pb2
 Points = Iterable[tuple[Definition, Iterable[Point]]]
 """Every metric with its readings."""
 
+ReadPoints = Callable[[], Points | Awaitable[Points]]
+"""Returns the current readings, or an awaitable of them."""
+
 
 class Readiness(NamedTuple):
     """Whether the node should receive traffic. ``reason``: why not, or, if ready, which part is not."""
@@ -34,19 +37,12 @@ class Readiness(NamedTuple):
     reason: str = ""
 
 
-class Metrics(Protocol):
-    """The source of the metrics."""
-
-    def points(self) -> Points | Awaitable[Points]:
-        """Return the current readings, or an awaitable of them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The parts of a node that the HTTP side uses."""
 
     node_id: str
-    metrics: Metrics
+    points: ReadPoints
     readiness: Callable[[], Readiness | Awaitable[Readiness]]
     grpc_address: Callable[[], str]
     hosts: Collection[str]

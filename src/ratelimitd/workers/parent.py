@@ -158,7 +158,7 @@ async def _start_http(
     sessions = Sessions(settings.admin_token, time.time)
     sockets = [worker.http_socket for worker in workers]
     pages = PassingOn(sockets, pool.answers, sessions.opened_by)
-    app = worker_application(metrics=pool, readiness=pool.readiness, others=pages)
+    app = worker_application(points=pool.points, readiness=pool.readiness, others=pages)
     tls = web_context(files) if settings.http_tls else None
     server = HttpServer(app, *settings.http_listen, tls=tls)
     opened.push_async_callback(server.stop)

@@ -14,17 +14,16 @@ from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.parts import Readiness
 
 
-class OneMetric:
-    def points(self):
-        yield Definition("a_total", "counter", "Number.", lambda _: ()), [Point(3)]
+def one_metric():
+    yield Definition("a_total", "counter", "Number.", lambda _: ()), [Point(3)]
 
 
 class Web:
-    def __init__(self, readiness=None, metrics=None):
+    def __init__(self, readiness=None, points=one_metric):
         self.readiness = Readiness(ready=True)
         self.refused = []
         app = worker_application(
-            metrics=metrics or OneMetric(),
+            points=points,
             readiness=readiness or (lambda: self.readiness),
             others=Starlette(routes=[Route("/", PlainTextResponse("ok"))]),
         )
@@ -64,11 +63,10 @@ async def test_readiness_and_metrics_may_be_awaitable():
     async def readiness():
         return Readiness(ready=False, reason="waited")
 
-    class Waited(OneMetric):
-        async def points(self):
-            return super().points()
+    async def points():
+        return one_metric()
 
-    web = Web(readiness=readiness, metrics=Waited())
+    web = Web(readiness=readiness, points=points)
     assert (await web.get("/readyz")).text == "not ready: waited\n"
     assert "a_total 3.0\n" in (await web.get("/metrics")).text
 
@@ -93,13 +91,12 @@ async def test_scrapes_share_one_budget_per_event_loop_iteration(monkeypatch):
             iteration += 1
             await asyncio.sleep(0)
 
-    class ThreeMetrics:
-        def points(self):
-            for name in ("a", "b", "c"):
-                pieces_by_iteration[iteration] += 1
-                yield Definition(name, "gauge", "Number.", lambda _: ()), [Point(3)]
+    def three_metrics():
+        for name in ("a", "b", "c"):
+            pieces_by_iteration[iteration] += 1
+            yield Definition(name, "gauge", "Number.", lambda _: ()), [Point(3)]
 
-    web = Web(metrics=ThreeMetrics())
+    web = Web(points=three_metrics)
     async with asyncio.TaskGroup() as group:
         iterating = group.create_task(iterate())
         answers = await asyncio.gather(*(web.get("/metrics") for _ in range(20)))

@@ -167,20 +167,13 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
     )
 
 
-class TableRow(NamedTuple):
-    """One line of the table that replaces the charts."""
-
-    until: str
-    figures: Sequence[str]
-
-
 TABLE_HEADINGS: Final = ("Allowed", "Blocked", "Fail-open", "99 % within", "Hit ratio", "Buckets")
 
 
-def table_of(history: Sequence[Sample], span: Span) -> Sequence[TableRow]:
+def table_of(history: Sequence[Sample], span: Span) -> Sequence[tuple[str, Sequence[str]]]:
     """Return the charts as a table, newest first: means of a twelfth of the span each."""
     return [
-        TableRow(
+        (
             time_of_day(one.at_ms // 1_000),
             (
                 short(one.allowed_per_s),

@@ -24,7 +24,14 @@ from ratelimitd import __version__
 from ratelimitd.errors import FieldViolation
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.api import connect
-from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call, settled
+from ratelimitd.web.api.http_call import (
+    BodyTooLargeError,
+    HttpCall,
+    Requirement,
+    body_of,
+    http_call,
+    settled,
+)
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Refused
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rule_form import form_errors
@@ -218,18 +225,15 @@ class Frame:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != FORM_TYPE:
             raise Refused(Cause.BAD_FORM)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_FORM_BYTES:
-                raise Refused(Cause.TOO_LARGE)
         try:
             pairs = parse_qsl(
-                body.decode(),
+                (await body_of(request, MAX_FORM_BYTES)).decode(),
                 keep_blank_values=True,
                 errors="strict",
                 max_num_fields=MAX_FORM_FIELDS,
             )
+        except BodyTooLargeError:
+            raise Refused(Cause.TOO_LARGE) from None
         except ValueError:
             raise Refused(Cause.BAD_FORM) from None
         fields = dict(pairs)
