@@ -100,15 +100,7 @@ async def listening(request, files, client):
         await server.stop()
 
 
-@pytest.fixture
-async def over_tls(files, client):
-    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
-    host, _, port = (await server.start()).rpartition(":")
-    yield Listening(host, int(port), client)
-    close_connections()
-    await server.stop()
-
-
+OVER_TLS = pytest.mark.parametrize("listening", ["https"], indirect=True)
 # asyncio's own client cannot discard unread data over TLS.
 UNREAD = pytest.mark.parametrize("listening", ["http"], indirect=True)
 
@@ -656,16 +648,20 @@ async def test_application_receives_the_scheme(listening):
     assert await reader.readuntil(b"\r\n\r\nhttp" + b"s" * (address.tls is not None))
 
 
-async def test_tls_negotiates_http_1_without_a_client_certificate(over_tls):
-    _, writer = await talk(over_tls)
+@OVER_TLS
+async def test_tls_negotiates_http_1_without_a_client_certificate(listening):
+    _, writer = await talk(await listening())
     tls = writer.get_extra_info("ssl_object")
     assert tls.selected_alpn_protocol() == "http/1.1"
     assert tls.version() == "TLSv1.3"
 
 
-async def test_changed_certificate_is_used_at_the_next_handshake(over_tls, files, ca, caplog):
+@OVER_TLS
+async def test_changed_certificate_is_used_at_the_next_handshake(listening, files, ca, caplog):
+    address = await listening()
+
     async def shown():
-        reader, writer = await talk(over_tls)
+        reader, writer = await talk(address)
         assert b" 200 " in await reader.readline()
         writer.close()
         return writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -688,18 +684,18 @@ def test_unusable_files_are_a_start_up_error(files):
     assert web_context(None) is None
 
 
-async def test_plaintext_on_the_tls_port_is_answered_with_an_explanation(over_tls):
-    reader, _ = await talk(over_tls._replace(tls=None))
+@OVER_TLS
+async def test_plaintext_on_the_tls_port_is_answered_with_an_explanation(listening):
+    reader, _ = await talk((await listening())._replace(tls=None))
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"This port speaks TLS only." in answer
 
 
-async def test_stalled_handshakes_make_room_and_end_with_the_server(files, client, monkeypatch):
+@OVER_TLS
+async def test_stalled_handshakes_make_room_and_end_with_the_server(listening, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_PLACES", 2)
-    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
-    host, _, port = (await server.start()).rpartition(":")
-    address = Listening(host, int(port), client)
+    address = await listening()
     begun = (b"", b"\x16\x03\x01")
     silent = [await talk(address._replace(tls=None), octets) for octets in begun]
     for _ in range(3):
@@ -707,21 +703,17 @@ async def test_stalled_handshakes_make_room_and_end_with_the_server(files, clien
         assert b" 200 " in await reader.readline()
         writer.close()
     late = await talk(address._replace(tls=None), b"")
-    await server.stop()
-    for reader, writer in (*silent, late):
+    await listening.server.stop()
+    for reader, _ in (*silent, late):
         assert await closed_by_server(reader)
-        writer.close()
 
 
-async def test_slow_handshake_is_ended(files, client, monkeypatch):
+@OVER_TLS
+async def test_slow_handshake_is_ended(listening, monkeypatch):
     monkeypatch.setattr(web_server, "DATE_S", 0.0)
     monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.0)
-    server = HttpServer(hello, "127.0.0.1", 0, tls=web_context(files))
-    host, _, port = (await server.start()).rpartition(":")
-    reader, writer = await talk(Listening(host, int(port)), b"\x16")
+    reader, _ = await talk((await listening())._replace(tls=None), b"\x16")
     assert await closed_by_server(reader)
-    writer.close()
-    await server.stop()
 
 
 @pytest.fixture
