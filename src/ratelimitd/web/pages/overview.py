@@ -67,23 +67,27 @@ Fragments = Callable[[Look], Awaitable[dict[str, str]]]
 """Returns the changing parts of the page as HTML, by id. Takes several event-loop iterations."""
 
 
+_Events = asyncio.Queue[bytes | None]
+"""The events of one open page; ``None`` ends them."""
+
+
 class LiveStream:
     """The open streams of a node."""
 
     def __init__(self, live: Live, fragments: Fragments) -> None:
         self._live = live
         self._fragments = fragments
-        self._readers: set[_Reader] = set()
+        self._pages: dict[_Events, Look] = {}
 
     async def events(self, may_go_on: Callable[[], bool], look: Look) -> AsyncIterator[bytes]:
         """Yield the events for one page, as bytes; ends when dropped, after :data:`STREAM_S`, and with the node.
 
         Calls ``may_go_on`` before each: the visitor's token may have ended.
         """
-        reader = _Reader(look, asyncio.get_running_loop().time() + STREAM_S)
-        if not self._readers:
+        events, until_s = _Events(), asyncio.get_running_loop().time() + STREAM_S
+        if not self._pages:
             self._live.listen(self._stepped)
-        self._readers.add(reader)
+        self._pages[events] = look
         try:
             yield b"retry: %d\n\n" % RETRY_MS
             samples = self._live.history(SPANS[look.span])
@@ -91,58 +95,40 @@ class LiveStream:
                 piece = samples[start : start + ROWS_PER_EVENT]
                 yield _event("past", [row(one) for one in piece])
                 await asyncio.sleep(0)
-            while (event := await reader.next()) is not None and may_go_on():
+            while (event := await _next(events, until_s)) is not None and may_go_on():
                 yield event
         finally:
-            self._readers.discard(reader)
-            if not self._readers:
+            self._pages.pop(events, None)
+            if not self._pages:
                 self._live.unlisten(self._stepped)
 
     async def _stepped(self) -> None:
-        """Handle a step: render once per kind of reader, and queue the result."""
-        if self._live.ended:
-            for reader in self._readers:
-                reader.end()
-            return
+        """Handle a step: render once per kind of page, and queue the result; end a page that is too far behind."""
         made: dict[Look, bytes] = {}
-        for reader in [*self._readers]:
-            if reader.look not in made:
-                made[reader.look] = await self._event(reader.look)
-            if not reader.take(made[reader.look]):
-                self._readers.discard(reader)
-                reader.end()
+        for events, look in [*self._pages.items()]:
+            if self._live.ended:
+                events.put_nowait(None)
+                continue
+            if look not in made:
+                made[look] = await self._event(look)
+            if events.qsize() < MAX_BEHIND:
+                events.put_nowait(made[look])
+            else:
+                self._pages.pop(events, None)
+                events.put_nowait(None)
 
     async def _event(self, look: Look) -> bytes:
         newest = self._live.history(SPANS[look.span])[-1]
         return _event("now", {"row": row(newest), "parts": await self._fragments(look)})
 
 
-class _Reader:
-    """One open page. ``until_s``: deadline of its stream, on the event loop's clock."""
-
-    def __init__(self, look: Look, until_s: float) -> None:
-        self.look = look
-        self._until_s = until_s
-        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    def take(self, event: bytes) -> bool:
-        """Queue an event; return false if the page is too far behind."""
-        if self._events.qsize() >= MAX_BEHIND:
-            return False
-        self._events.put_nowait(event)
-        return True
-
-    def end(self) -> None:
-        """End the events."""
-        self._events.put_nowait(None)
-
-    async def next(self) -> bytes | None:
-        """Return the next event; ``None`` at the end."""
-        try:
-            async with asyncio.timeout_at(self._until_s):
-                return await self._events.get()
-        except TimeoutError:
-            return None
+async def _next(events: _Events, until_s: float) -> bytes | None:
+    """Return the next event; ``None`` at the end, and at ``until_s``, on the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await events.get()
+    except TimeoutError:
+        return None
 
 
 def _event(name: str, data: object) -> bytes:

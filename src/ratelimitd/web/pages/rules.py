@@ -112,18 +112,7 @@ class RulesPages:
 
     async def create(self, request: Request, fields: Fields) -> Response:
         """Handle the form of a new rule: edit it again, show its preview, or store it."""
-        form = RuleForm.of_fields(fields)
-        if (page := self._before_storing(request, fields, form, None)) is not None:
-            return page
-        try:
-            rate_limit = self._parts.rate_limit_of(replace(form.checked(), etag=""))
-            message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
-            stored = await self._frame.ask(
-                request, f"{CONFIG}/CreateRateLimit", message, ratelimiter_pb2.RateLimit
-            )
-        except Rejected as error:
-            return self._refused(request, form, None, error)
-        return RedirectResponse(f"/rules/{stored.id}?done=created", 303)
+        return await self._handle(request, fields, RuleForm.of_fields(fields), None)
 
     async def show(self, request: Request, rule: Rule) -> Response:
         """Show the form of a rule and its history."""
@@ -149,17 +138,7 @@ class RulesPages:
             rule = await self._trail.stored(request.path_params["id"]) or rule
         if rule is None or rule.etag != etag:
             return await self._outdated(request, form, rule)
-        if (page := self._before_storing(request, fields, form, rule)) is not None:
-            return page
-        try:
-            rate_limit = self._parts.rate_limit_of(replace(form.checked(), id=rule.id, etag=etag))
-            message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
-            await self._frame.ask(
-                request, f"{CONFIG}/UpdateRateLimit", message, ratelimiter_pb2.RateLimit
-            )
-        except Rejected as error:
-            return await self._not_stored(request, form, rule, error)
-        return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
+        return await self._handle(request, fields, form, rule)
 
     async def preview_switch(self, request: Request, rule: Rule) -> Response:
         """Show the preview of enabling or disabling the rule."""
@@ -209,16 +188,31 @@ class RulesPages:
                 return {"endpoint": TAKEN}
         return {}
 
-    def _before_storing(
+    async def _handle(
         self, request: Request, fields: Fields, form: RuleForm, rule: Rule | None
-    ) -> Response | None:
-        """Return the page of the requested step, or the form with its errors; ``None`` to store the rule."""
+    ) -> Response:
+        """Do the requested step with the form of a new rule or of ``rule``; a form with errors is shown again."""
         step = fields.get("step")
         if step == "edit":
             return self._form(request, form, rule=rule)
         if errors := self._errors(form, rule.id if rule else ""):
             return self._form(request, form, rule=rule, errors=errors, status_code=422)
-        return None if step == "store" else self._preview(request, form, rule, form.checked())
+        wanted = form.checked()
+        if step != "store":
+            return self._preview(request, form, rule, wanted)
+        answer = ratelimiter_pb2.RateLimit
+        try:
+            if rule is None:
+                rate_limit = self._parts.rate_limit_of(replace(wanted, etag=""))
+                create = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=rate_limit)
+                made = await self._frame.ask(request, f"{CONFIG}/CreateRateLimit", create, answer)
+                return RedirectResponse(f"/rules/{made.id}?done=created", 303)
+            rate_limit = self._parts.rate_limit_of(replace(wanted, id=rule.id, etag=rule.etag))
+            update = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
+            await self._frame.ask(request, f"{CONFIG}/UpdateRateLimit", update, answer)
+        except Rejected as error:
+            return await self._refused(request, form, rule, error)
+        return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
 
     def _form(
         self,
@@ -273,21 +267,15 @@ class RulesPages:
             consequences=consequences(before, after, self._current_book()),
         )
 
-    async def _not_stored(
-        self, request: Request, form: RuleForm, rule: Rule, error: Rejected
-    ) -> Response:
-        """Return the page for an edit that a service refused."""
-        if error.code is StatusCode.NOT_FOUND:
-            return await self._outdated(request, form, None)
-        if error.code is StatusCode.ABORTED:
-            # Old changes may have been deleted from the trail: fall back to this node's version.
-            return await self._outdated(request, form, await self._trail.stored(rule.id) or rule)
-        return self._refused(request, form, rule, error)
-
-    def _refused(
+    async def _refused(
         self, request: Request, form: RuleForm, rule: Rule | None, error: Rejected
     ) -> Response:
-        """Return the form with the errors of the service."""
+        """Return the form with the errors of the service, or the page for a rule that changed meanwhile."""
+        if rule and error.code is StatusCode.NOT_FOUND:
+            return await self._outdated(request, form, None)
+        if rule and error.code is StatusCode.ABORTED:
+            # Old changes may have been deleted from the trail: fall back to this node's version.
+            return await self._outdated(request, form, await self._trail.stored(rule.id) or rule)
         errors = dict(error.fields)
         if error.code is StatusCode.ALREADY_EXISTS:
             errors["endpoint"] = TAKEN
