@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD, Frame
 from ratelimitd.web.pages.sessions import ProxyUsers
 
@@ -64,6 +65,12 @@ class PageVisitor:
 
     async def log_in(self, token):
         return await self.post("/login", {"token": token, "next": "/rules"})
+
+
+async def away(*_args):
+    """Stand in for a method of a store whose database does not answer."""
+    message = "the rule database is away"
+    raise StoreUnavailableError(message)
 
 
 def frame_of(sessions, **parts):

@@ -1,14 +1,13 @@
 import html
 import json
 from datetime import UTC, datetime, timedelta
-from hashlib import sha256
 
 import pytest_asyncio
 
-from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import running_node
 from ratelimitd.web.pages import audit
-from tests.page_visitor import PageVisitor, hidden_in, text_of
+from tests.named_tokens import entry, token_of, write
+from tests.page_visitor import PageVisitor, away, hidden_in, text_of
 
 RULE = {
     "identifier_type": "user",
@@ -177,10 +176,6 @@ async def test_invalid_address_lists_the_newest_changes(visitor):
 async def test_page_reports_an_unavailable_database_with_an_error_status(visitor, monkeypatch):
     await create(visitor, "/orders")
 
-    async def away(*_args):
-        message = "the rule database is away"
-        raise StoreUnavailableError(message)
-
     with monkeypatch.context() as patched:
         patched.setattr("ratelimitd.rules.sql.store.SqlRuleStore.audit", away)
         page = await visitor.get("/audit")
@@ -205,17 +200,14 @@ async def test_whole_set_of_rules_is_one_row(visitor):
 
 
 async def test_reader_sees_the_changes_and_cannot_revert(tmp_path):
-    tokens = tmp_path / "tokens.yaml"
-    digest = sha256(b"a token of a reader, long enough").hexdigest()
-    tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")
-    tokens.chmod(0o600)
+    tokens = write(tmp_path / "tokens.yaml", entry("wallboard", role="read"))
     async with running_node(admin_token="token-of-the-tests", tokens_file=tokens) as node:
         async with PageVisitor(node.http_address) as admin:
             await admin.log_in("token-of-the-tests")
             for endpoint in ("/orders", "/carts"):
                 await create(admin, endpoint)
         async with PageVisitor(node.http_address) as reader:
-            await reader.log_in("a token of a reader, long enough")
+            await reader.log_in(token_of("wallboard"))
             assert "/carts" in (await reader.get("/audit")).text
             assert (await reader.get("/audit/revert?to=1")).status_code == 403
             answer = await reader.post("/audit/revert", {"to": "1", "revision": "2"})

@@ -4,7 +4,6 @@ import select
 import subprocess
 import sys
 import threading
-from hashlib import sha256
 
 import pytest
 import pytest_asyncio
@@ -17,6 +16,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd.web.pages import backtest as module
 from ratelimitd.web.pages.sessions import Sessions
+from tests.named_tokens import entry, token_of, write
 from tests.page_visitor import PageVisitor, frame_of, text_of, token_in
 
 TIGHT = "rules: [{endpoint: /orders, identifier_type: user, limit: 1, window: 1m, algorithm: fixed_window}]"
@@ -352,11 +352,9 @@ async def test_page_requires_the_admin_role(tmp_path):
 
 
 async def test_results_require_the_admin_role(tmp_path):
-    tokens = tmp_path / "tokens.yaml"
-    digest = sha256(b"r" * 16).hexdigest()
-    tokens.write_text(f"tokens:\n- {{name: wallboard, role: read, sha256: {digest}}}\n")
+    tokens = write(tmp_path / "tokens.yaml", entry("wallboard", role="read"))
     options = {"admin_token": "t" * 16, "tokens_file": tokens}
     async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
-        await visitor.log_in("r" * 16)
+        await visitor.log_in(token_of("wallboard"))
         assert (await visitor.get("/backtest")).status_code == 200
         assert (await visitor.get("/backtest?replay=x")).status_code == 403

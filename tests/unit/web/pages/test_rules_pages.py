@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest_asyncio
 
-from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Calendar, Period
 from ratelimitd.observe.live import Live
 from ratelimitd.observe.node_status import BusyRule
@@ -16,7 +15,7 @@ from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd.web.pages.page_base import Rejected
 from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
-from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
+from tests.page_visitor import PageVisitor, away, errors_in, hidden_in, text_of
 
 RULE = {
     "endpoint": "/orders",
@@ -464,10 +463,6 @@ async def test_unavailable_store_is_reported_with_the_input_kept(visitor, node, 
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
     page = (await visitor.get(f"{address}/delete")).text
-
-    async def away(*_args):
-        message = "the rule database is away"
-        raise StoreUnavailableError(message)
 
     monkeypatch.setattr("ratelimitd.rules.sql.store.SqlRuleStore.update", away)
     monkeypatch.setattr("ratelimitd.rules.sql.store.SqlRuleStore.delete", away)
