@@ -156,8 +156,10 @@ class Frame:
         return guarded
 
     def call(self, request: Request, method: str) -> HttpCall:
-        """Return the call of a service's method on behalf of the visitor."""
-        return http_call(request, method, visitor_of(request).authorization)
+        """Return the call of a service's method on behalf of the visitor of :meth:`reading` or :meth:`posting`."""
+        visitor = request.state.visitor
+        assert isinstance(visitor, Visitor)  # noqa: S101 -- only admitted ones come here
+        return http_call(request, method, visitor.authorization)
 
     async def ask(
         self, request: Request, method: str, message: Message, answer: type[AnswerT]
@@ -308,13 +310,6 @@ def _rejected(error: RpcError) -> Rejected:
                 FieldViolation(one.field, one.description) for one in request.field_violations
             )
     return Rejected(error.code, error.message, form_errors(violations))
-
-
-def visitor_of(request: Request) -> Visitor:
-    """Return the visitor of a page behind :meth:`Frame.reading` or :meth:`Frame.posting`."""
-    visitor = request.state.visitor
-    assert isinstance(visitor, Visitor)  # noqa: S101 -- only admitted ones come here
-    return visitor
 
 
 def accepts_html(request: Request) -> bool:

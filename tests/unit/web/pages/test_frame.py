@@ -15,7 +15,6 @@ from ratelimitd.web.pages.page_base import (
     MAX_FORM_BYTES,
     SESSION_COOKIE,
     local_path,
-    visitor_of,
 )
 from ratelimitd.web.pages.sessions import SESSION_S, Sessions
 from tests.access import access_of
@@ -47,7 +46,7 @@ class Node:
 
     async def sent(self, request, fields):
         call = self.frame.call(request, "/s/m")
-        who = (visitor_of(request).logged_in, call.metadata("authorization"))
+        who = (request.state.visitor.logged_in, call.metadata("authorization"))
         return PlainTextResponse(f"{dict(fields)} {who}")
 
     def visitor(self, **options):
