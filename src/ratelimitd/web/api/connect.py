@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from google.protobuf.any_pb2 import Any as PackedDetail
 from google.protobuf.json_format import MessageToDict
@@ -40,26 +40,6 @@ class Types:
 
     request: type[Message]
     answer: type[Message]
-
-
-class UnaryProtocol(Protocol):
-    """The wire format of a call and its answer."""
-
-    max_body_bytes: int
-
-    def timeout_s(self, headers: Headers) -> float | None:
-        """Return the caller's timeout, ``None`` for no limit; raises ``RpcError`` if malformed."""
-
-    async def message_of(
-        self, body: bytes, headers: Headers, types: Types, run_step: RunStep
-    ) -> bytes:
-        """Return the serialised request message; raises ``RpcError`` or ``InvalidInputError`` if malformed."""
-
-    async def answer(self, message: bytes, types: Types, run_step: RunStep) -> Response:
-        """Return the answer with this serialised message."""
-
-    def failure(self, error: RpcError) -> Response:
-        """Return the answer to a failed call."""
 
 
 JSON: Final = "application/json"
@@ -233,6 +213,11 @@ class GrpcWeb:
     def failure(self, error: RpcError) -> Response:
         """Return trailers only, in the body, which scripts can read in every browser."""
         return Response(_trailers(error), media_type=GRPC_WEB_PROTO)
+
+
+UnaryProtocol = ConnectJson | ConnectProto | GrpcWeb
+"""The wire format of a call and its answer. A timeout of ``None`` is no limit; a malformed timeout raises ``RpcError``,
+a malformed message that or ``InvalidInputError``."""
 
 
 def _trailers(error: RpcError) -> bytes:
