@@ -9,7 +9,7 @@ import pytest
 
 from ratelimitd_client import RateLimiterClient, Reason
 from ratelimitd_client import sessions as sessions_module
-from ratelimitd_client.sessions import valid_timeout_s
+from ratelimitd_client.check import valid_timeout_s
 from ratelimitd_client.testing import ManualClock
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node

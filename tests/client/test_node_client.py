@@ -132,6 +132,14 @@ def test_a_call_has_the_deadline_of_the_client_unless_it_brings_its_own(node):
             assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "1"])
+def test_an_invalid_deadline_is_refused_by_name(client, timeout_s):
+    with pytest.raises((ValueError, TypeError), match="timeout_s"):
+        NodeClient(timeout_s=timeout_s)
+    with pytest.raises((ValueError, TypeError), match="timeout_s"):
+        client.health(timeout_s=timeout_s)
+
+
 def test_closing_the_client_closes_its_own_channel_but_not_a_borrowed_one(node):
     with open_channel(node.address) as channel:
         with NodeClient(channel=channel):

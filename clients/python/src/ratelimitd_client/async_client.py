@@ -12,10 +12,17 @@ from typing import Protocol, Self
 from ratelimitd_client.async_hold import DEFAULT_TTL_S, AsyncHold
 from ratelimitd_client.async_node_client import AsyncNodeClient
 from ratelimitd_client.async_sessions import AsyncSessions
-from ratelimitd_client.check import MS_PER_S, NO_IDENTITIES, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import (
+    MS_PER_S,
+    NO_IDENTITIES,
+    Check,
+    hold_of,
+    request_of,
+    requests_of,
+    valid_timeout_s,
+)
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
-from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from ratelimitd_client.check import NO_IDENTITIES, identities_of
+from ratelimitd_client.check import NO_IDENTITIES, identities_of, valid_timeout_s
 from ratelimitd_client.transport.grpc_channel import AsyncNodeChannel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -304,5 +304,5 @@ class AsyncNodeClient(AsyncNodeChannel):
     async def _call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float | None
     ) -> A:
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         return await method(request, timeout=deadline_s, metadata=self._metadata)

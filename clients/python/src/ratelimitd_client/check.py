@@ -30,6 +30,7 @@ MAX_TIMESTAMP: Final = 2**63 - 1
 MAX_WAIT_S: Final = 60.0
 MS_PER_S: Final = 1_000
 MAX_TTL_S: Final = 3_600
+MAX_TIMEOUT_S: Final = 3_600
 MAX_HOLD_ID: Final = 64
 
 PEEK: Final = pb.RateLimitRequest(peek=True).SerializeToString()
@@ -300,3 +301,13 @@ def require_text(name: str, value: object) -> str:
         message = f"{name} must be text, not {type(value).__name__}"
         raise TypeError(message)
     return value
+
+
+def valid_timeout_s(timeout_s: float) -> float:
+    """Return the deadline.
+
+    Raises:
+        ValueError, TypeError: it is not a positive number of seconds, up to an hour.
+    """
+    require_seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
+    return timeout_s

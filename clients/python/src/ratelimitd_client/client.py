@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
-from ratelimitd_client.check import MS_PER_S, NO_IDENTITIES, Check, hold_of, request_of, requests_of
+from ratelimitd_client.check import (
+    MS_PER_S,
+    NO_IDENTITIES,
+    Check,
+    hold_of,
+    request_of,
+    requests_of,
+    valid_timeout_s,
+)
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import HOLD, CallError
 from ratelimitd_client.hold import DEFAULT_TTL_S, Hold
 from ratelimitd_client.node_client import NodeClient
-from ratelimitd_client.sessions import Sessions, valid_timeout_s
+from ratelimitd_client.sessions import Sessions
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import time
 from typing import Final, Protocol, Self
 
-from ratelimitd_client.check import MAX_COST, MAX_TTL_S, require_number
+from ratelimitd_client.check import MAX_COST, MAX_TTL_S, require_number, valid_timeout_s
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import EXTEND, SETTLE, CallError, read
-from ratelimitd_client.sessions import valid_timeout_s
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TTL_S: Final = 60

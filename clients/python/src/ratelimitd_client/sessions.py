@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from ratelimitd_client.check import require_seconds
+from ratelimitd_client.check import valid_timeout_s
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision, OnUnavailable, require_on_unavailable
 from ratelimitd_client.fail_open import PATHS, SETTLE, CallError, FailOpen, call_of, read
@@ -34,8 +34,6 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Default deadline of a check. Within one network a node answers in a tenth of it."""
 
-MAX_TIMEOUT_S: Final = 3_600
-
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 
 LATE_S: Final = 1.0
@@ -43,16 +41,6 @@ LATE_S: Final = 1.0
 
 Owner = TypeVar("Owner")
 SessionT = TypeVar("SessionT")
-
-
-def valid_timeout_s(timeout_s: float) -> float:
-    """Return the deadline.
-
-    Raises:
-        ValueError, TypeError: it is not a positive number of seconds, up to an hour.
-    """
-    require_seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
-    return timeout_s
 
 
 class Arguments(Generic[Owner, SessionT]):

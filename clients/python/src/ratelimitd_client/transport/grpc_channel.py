@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import grpc
 import grpc.aio
 
-from ratelimitd_client.check import require_text
+from ratelimitd_client.check import require_text, valid_timeout_s
 from ratelimitd_client.transport.targets import require_target
 from ratelimitd_client.transport.tls import Tls, require_tls
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -142,7 +142,7 @@ class NodeChannel:
             ValueError, TypeError: an argument is not valid.
         """
         self._metadata = authorization(token)
-        self._timeout_s = timeout_s
+        self._timeout_s = valid_timeout_s(timeout_s)
         self._owns_channel = channel is None
         self._channel = open_channel(target, tls=tls) if channel is None else channel
         self._checks = stubs.RateLimiterStub(self._channel)
@@ -179,9 +179,12 @@ class AsyncNodeChannel:
             channel: see :func:`open_async_channel`.
             token: bearer token of a role, sent with every call.
             timeout_s: default deadline of a call in seconds.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid.
         """
         self._metadata = authorization(token)
-        self._timeout_s = timeout_s
+        self._timeout_s = valid_timeout_s(timeout_s)
         self._checks = stubs.RateLimiterStub(channel)
         self._rules = stubs.RateLimiterConfigStub(channel)
         self._plans = stubs.RateLimiterPlansStub(channel)
