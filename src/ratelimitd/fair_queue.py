@@ -7,6 +7,7 @@ iteration a thousand steps long, and delay all other callers.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -51,10 +52,14 @@ class Rotation(Generic[T]):
 
 
 class FairQueue:
-    """Runs steps in rotation, for ``BUDGET_S`` in each event-loop iteration. ``monotonic_s`` is in seconds."""
+    """Runs steps in rotation, for ``BUDGET_S`` in each event-loop iteration. ``monotonic_s`` is in seconds.
 
-    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+    ``most_steps`` in an iteration bound what steps leave to later iterations, such as tasks.
+    """
+
+    def __init__(self, monotonic_s: Callable[[], float], most_steps: int = sys.maxsize) -> None:
         self._monotonic_s = monotonic_s
+        self._most_steps = most_steps
         self._steps: Rotation[Callable[[], None]] = Rotation()
         self._scheduled = False
         self._used_s = 0.0
@@ -108,8 +113,10 @@ class FairQueue:
     def _run_due(self) -> None:
         self._scheduled = False
         began_s = self._began_s = self._monotonic_s()
+        left = self._most_steps
         try:
-            while self._steps:
+            while self._steps and left:
+                left -= 1
                 self._steps.take()()
                 if self._monotonic_s() - began_s >= BUDGET_S:
                     break

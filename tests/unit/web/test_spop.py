@@ -11,6 +11,7 @@ from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.web import spop
 from ratelimitd.web.spop import (
+    FRAMES_PER_ITERATION,
     MAX_ARGUMENTS,
     Frame,
     FrameType,
@@ -278,18 +279,18 @@ async def test_connection_reset_by_its_peer_is_closed(auth):
 async def test_connections_share_the_frames_of_an_iteration_in_rotation(
     auth, connect, server, monkeypatch
 ):
-    monkeypatch.setattr(fair_queue, "BUDGET_S", 0.0)  # one frame
+    monkeypatch.setattr(fair_queue, "BUDGET_S", 60.0)
     auth.may_answer.clear()
     peers = [await connect() for _ in range(3)]
     for peer in peers:
-        peer.send(*(notify(number) for number in range(20)))
+        peer.send(*(notify(number) for number in range(3 * FRAMES_PER_ITERATION)))
     counts = [0]
-    while counts[-1] < 60:
+    while counts[-1] < 9 * FRAMES_PER_ITERATION:
         await asyncio.sleep(0)
         pending = [len(one.pending) for one in server.connections]
         assert max(pending) - min(pending) <= 1
         counts.append(sum(pending))
-    assert max(b - a for a, b in pairwise(counts)) == 1
+    assert max(b - a for a, b in pairwise(counts)) == FRAMES_PER_ITERATION
 
 
 def test_frame_with_too_many_arguments_is_refused():
