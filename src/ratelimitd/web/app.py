@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +27,7 @@ from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.web.api.forward_auth import AUTH_PATH, ForwardAuth
 from ratelimitd.web.api.http_call import is_cross_site, peer_of, settled
-from ratelimitd.web.api.json_api import HttpCheck, JsonApi
+from ratelimitd.web.api.json_api import CLIENT_LEFT, HttpCheck, JsonApi
 from ratelimitd.web.pages.audit import AuditPages
 from ratelimitd.web.pages.backtest import BacktestPage
 from ratelimitd.web.pages.errors import ANSWERS, HEADERS, Cause, Count, Refused, plain
@@ -213,10 +213,17 @@ def application(parts: Parts) -> ASGIApp:
             return frame.message(request, title, "", error.status_code)
         return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
 
+    async def left(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
     people = Starlette(
         routes=routes,
         middleware=[Middleware(with_security_headers, count=parts.refused)],
-        exception_handlers={HTTPException: http_error, Refused: frame.refuse},
+        exception_handlers={
+            HTTPException: http_error,
+            Refused: frame.refuse,
+            ClientDisconnect: left,
+        },
     )
     whole = worker_application(
         points=parts.points, readiness=parts.readiness, others=people, auth=parts.auth

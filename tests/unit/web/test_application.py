@@ -125,6 +125,19 @@ async def test_proxy_may_forward_any_request_of_its_client():
         assert (await http.get("/v1/auth", headers=of_client)).status_code == 403
 
 
+async def test_form_of_a_visitor_who_leaves_is_not_logged(caplog):
+    async with running_node() as node:
+        reader, writer = await asyncio.open_connection(*node.http_address.split(":"))
+        writer.write(
+            b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+            b"Content-Type: application/x-www-form-urlencoded\r\n\r\ntoken"
+        )
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_connect_is_refused_and_the_connection_stays_usable():
     async with running_node(trusted_proxies="127.0.0.1") as node:
         for target in ("/v1/auth", "/metrics", "/rules", "localhost:80"):
