@@ -145,3 +145,9 @@ def test_nothing_is_opened_before_the_first_check():
     assert client._sessions == {}
     client.close()
     assert os.getpid() not in client._sessions
+
+
+@pytest.mark.parametrize("timeout_s", [0, float("inf"), "5"])
+def test_invalid_wait_for_a_node_is_refused(timeout_s):
+    with RateLimiterClient() as client, pytest.raises((ValueError, TypeError), match="timeout_s"):
+        client.wait_until_ready(timeout_s)

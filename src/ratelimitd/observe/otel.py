@@ -12,6 +12,7 @@ import random as random_source
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -183,14 +184,14 @@ class _Reporting(SpanExporter):
     def _export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export in another thread, which is waited for: a timeout of the library bounds each read, not their sum."""
         results: list[SpanExportResult] = []
-        if self._sending.ident is not None:
-            self._sending.join(SEND_S)
+
+        def send() -> None:
+            # Exporters before 1.45 do not catch the errors of a body.
+            with suppress(Exception):
+                results.append(self._exporter.export(spans))
+
         if not self._sending.is_alive():
-            self._sending = threading.Thread(
-                target=lambda: results.append(self._exporter.export(spans)),
-                name="spans",
-                daemon=True,
-            )
+            self._sending = threading.Thread(target=send, name="spans", daemon=True)
             self._sending.start()
             self._sending.join(SEND_S)
         return next(iter(results), SpanExportResult.FAILURE)

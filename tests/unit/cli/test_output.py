@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import sys
 import termios
 
@@ -14,6 +15,7 @@ from ratelimitd.cli.output import (
     as_dict,
     duration,
     enum_name,
+    on_signal,
     progress,
     single_keys,
     sparkline,
@@ -257,3 +259,12 @@ def test_terminal_is_restored(keyboard):
     with single_keys():
         assert termios.tcgetattr(keyboard) != before
     assert termios.tcgetattr(keyboard) == before
+
+
+def test_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_signal(signal.SIGHUP, signal.default_int_handler):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

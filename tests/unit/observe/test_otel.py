@@ -162,7 +162,9 @@ async def test_an_export_ends_in_time_however_the_collector_answers(monkeypatch,
     tracer = OtelTracer(receiver.url, node_id="n1", ratio=1.0, period_ms=10)
     tracer.begin("a").end()
     receiver.wait_for(1)
+    tracer.begin("dropped while the first is being sent").end()
     await tracer.close()
+    assert [thread.name for thread in threading.enumerate()].count("spans") == 1
     assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
         "traces cannot be sent"
     ]

@@ -32,7 +32,7 @@ MAX_LINGER_US: Final = 1_000_000
 Transport = Literal["native", "grpcio"]
 DEFAULT_TRANSPORT: Final = "native"
 
-Leave: TypeAlias = Callable[..., None]
+Leave: TypeAlias = Callable[[bool], None]
 """As :meth:`.NativeChannel.leave`, of one call."""
 
 
@@ -237,7 +237,7 @@ class AsyncSession:
             return await _answer_of(call, timeout_s)
         except (asyncio.CancelledError, CallError) as error:
             if leave is not None:
-                leave(is_overdue=isinstance(error, CallError))
+                leave(isinstance(error, CallError))
             self.keep(self.loop.create_task(self._give_back(call)))
             raise
 
@@ -285,8 +285,13 @@ class AsyncSession:
         except Exception as error:  # noqa: BLE001 - see above
             answer.set_exception(error)
             return answer, None
-        answer.add_done_callback(lambda _: channel.cancel(call) if answer.cancelled() else None)
-        return answer, partial(channel.leave, call)
+
+        def cancelled(_: object) -> None:
+            if answer.cancelled():
+                channel.cancel(call)
+
+        answer.add_done_callback(cancelled)
+        return answer, lambda is_overdue: channel.leave(call, is_overdue=is_overdue)
 
     async def _call_grpc(self, path: str, message: bytes, timeout_s: float) -> bytes | None:
         try:

@@ -106,8 +106,13 @@ class RateLimiterClient(Sessions):
             session.close()
 
     def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
-        """Connect; return whether that succeeded in time. Otherwise the first check connects, within its deadline."""
-        return self._opened().wait_until_ready(timeout_s) and not self._closed
+        """Connect; return whether that succeeded in time. Otherwise the first check connects, within its deadline.
+
+        Raises:
+            ValueError, TypeError: ``timeout_s`` is not valid.
+        """
+        deadline_s = valid_timeout_s(timeout_s)
+        return self._opened().wait_until_ready(deadline_s) and not self._closed
 
     @property
     def admin(self) -> NodeClient:

@@ -116,7 +116,7 @@ class _Session:
 
     Args:
         fake: the client.
-        given: makes of an answer what the methods return.
+        given: wraps an answer: in a coroutine for asyncio.
     """
 
     leases = None

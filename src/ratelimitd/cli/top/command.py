@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Final
 
 import typer
@@ -28,6 +28,10 @@ MAX_NAMED_RULES: Final = 10_000
 
 HISTORY: Final = 500
 """Rates kept for the sparkline: more than a terminal is wide."""
+
+
+_HANGUP: Final[signal.Signals] = getattr(signal, "SIGHUP", signal.SIGTERM)
+"""Windows has no such signal."""
 
 
 @asks_node
@@ -52,10 +56,10 @@ def top(
       ratelimitd top --once --json | jq .blocked_per_s
     """
     with (
-        suppress(KeyboardInterrupt),
+        nullcontext() if once else suppress(KeyboardInterrupt),
         # Otherwise they end the process with the terminal as the view left it.
-        on_signal(signal.SIGTERM, signal.default_int_handler),
-        on_signal(signal.SIGHUP, signal.default_int_handler),
+        on_signal(signal.SIGTERM, _exit),
+        on_signal(_HANGUP, _exit),
         target.client() as client,
         single_keys() as keyboard,
     ):
@@ -66,6 +70,10 @@ def top(
             _print_json(frames, target)
         else:
             _show(frames, interval, full_screen=not once)
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)  # as shells report the signal
 
 
 def _sleep(seconds: float) -> bool:

@@ -251,8 +251,8 @@ async def next_revision(connection: AsyncConnection) -> int:
     # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
     # the commit, so a reader of a revision sees every change up to it.
     schema = sa.select(schema_version.c.version_num).scalar_subquery()
-    locked = sa.select(rule_revision.c.revision, schema).with_for_update(of=rule_revision)
-    revision, found = (await connection.execute(locked)).one_or_none() or (0, None)
+    locked = sa.select(rule_revision.c.revision, schema).with_for_update()
+    revision, found = (await connection.execute(locked)).one()
     # That of a newer release is compatible.
     if found in REVISIONS[:-1]:
         raise SchemaOlderError(older_schema(found))
