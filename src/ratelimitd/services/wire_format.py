@@ -52,7 +52,6 @@ _MAX_BYTES: Final = 10
 
 _KEPT_BITS: Final = 14
 _KEPT: Final = 1 << _KEPT_BITS
-_LOW_BITS: Final = _KEPT - 1
 _TWICE_KEPT: Final = _KEPT << _KEPT_BITS
 
 
@@ -61,8 +60,8 @@ def varint(number: int) -> bytes:
     if number < _KEPT:
         return KEPT[number]
     if number < _TWICE_KEPT:  # as below, without the call
-        return _CONTINUED[number & _LOW_BITS] + KEPT[number >> _KEPT_BITS]
-    return _CONTINUED[number & _LOW_BITS] + varint(number >> _KEPT_BITS)
+        return _CONTINUED[number & _KEPT - 1] + KEPT[number >> _KEPT_BITS]
+    return _CONTINUED[number & _KEPT - 1] + varint(number >> _KEPT_BITS)
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
