@@ -76,7 +76,7 @@ class _Fake(Arguments[Any, Any]):
             on_unavailable=on_unavailable,
             observer=observer,
         )
-        self.clock: Final = self._clock
+        self.clock: Final[Clock] = self._clock
         self.checks: Final[list[Check]] = []
         """All checks in order, also those while the service is not available."""
         self.available = True
