@@ -168,6 +168,21 @@ def test_a_shared_state_with_late_answers_opens_no_breaker(cluster):
     assert health(node).breaker_state == "closed"
 
 
+def test_known_buckets_stay_known_if_messages_are_lost_while_answers_are_late(cluster):
+    endpoint, node = cluster.new_rule(limit=5), cluster[0]
+    for _ in range(4):
+        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
+    gaps = node.metric("rate_limiter_message_gaps_total")
+    each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
+    clients_killed(cluster, "pubsub")
+    until(lambda: node.metric("rate_limiter_message_gaps_total") > gaps, "the node listens again")
+    for number in range(8):  # until the bucket is not in use
+        assert node.check(endpoint, f"unknown-{number}").reason == pb.FAIL_OPEN_ERROR
+    answers = [node.check(endpoint, "u").reason for _ in range(3)]
+    assert answers == [pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED, pb.LIMIT_EXCEEDED]
+    assert health(node).breaker_state == "closed"
+
+
 def test_a_batch_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):
     recovery_s, jitter_s, watch_s = 3, 0.5, 1.0
     with Shared(tmp_path, "--breaker-recovery-s", str(recovery_s), count=1) as shared:

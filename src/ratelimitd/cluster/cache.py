@@ -26,8 +26,9 @@ once in a small cache, after up to another period in a full one."""
 MOVED_PER_STEP: Final = 64
 """Views packed or kept in one step, about 0.1 ms; more while buckets are added."""
 
-FREED_SHARE: Final = 64
-"""Fraction of dropped entries freed per step; bounds the stall: 1.5 ms for a million buckets."""
+MERGED_AT_ONCE: Final = 32
+"""Packed buckets of a hash tag that are merged into its stale ones; more become a generation of their own. Bounds the
+stall of a gap: 1 ms."""
 
 
 class BucketCache:
@@ -48,7 +49,8 @@ class BucketCache:
         self._packed_count = 0
         self.cold = 0
         """Buckets with a cold spend in a partition: known, but neither packed nor in use."""
-        self._forgotten: list[dict[bytes, Packed]] = []
+        self._stale: list[list[dict[bytes, Packed]]] = [[] for _ in range(HASH_TAGS)]
+        """Packed before messages were lost, by hash tag, in generations; no bucket is also in another place."""
         self._next_tag = 0
         self._tag_rotated_us = now_us
         self.evicted_total = 0
@@ -94,31 +96,38 @@ class BucketCache:
             self._packed_count -= 1
         return packed
 
-    def forget_all_packed(self) -> None:
-        """Drop all packed buckets: any of them may be stale."""
-        # Freeing a million at once would take 0.1 s.
-        self._forgotten += filter(None, (*self._packed_young, *self._packed_old))
-        self._packed_young = [{} for _ in range(HASH_TAGS)]
-        self._packed_old = [{} for _ in range(HASH_TAGS)]
-        self._packed_count = 0
+    def distrust_packed(self, number: int) -> None:
+        """Make the packed buckets of a hash tag stale: messages about them may have been lost."""
+        stale = self._stale[number]
+        for generation in (self._packed_old, self._packed_young):
+            packed, generation[number] = generation[number], {}
+            if stale and len(packed) <= MERGED_AT_ONCE:
+                stale[-1].update(packed)
+            elif packed:
+                stale.append(packed)
 
-    def forget_packed_of(self, number: int) -> None:
-        """Drop the packed buckets of one hash tag."""
-        for packed in (self._packed_young[number], self._packed_old[number]):
-            if packed:
-                self._packed_count -= len(packed)
-                self._forgotten.append(packed)
-        self._packed_young[number], self._packed_old[number] = {}, {}
+    def take_stale(self, name: bytes) -> SharedState | None:
+        """Remove and return the last known state of a stale bucket; the caller puts it back with :meth:`add`."""
+        for generation in reversed(self._stale[name[0]]):
+            if name in generation:
+                self._packed_count -= 1
+                return unpack(generation.pop(name))
+        return None
+
+    def drop_packed(self, name: bytes) -> None:
+        """Drop the last known state of a bucket, which has changed."""
+        if self.pop_packed(name) is None:
+            self.take_stale(name)
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
-        self.pop_packed(name)
+        self.drop_packed(name)
         self._packed_young[name[0]][name] = pack(shared)
         self._packed_count += 1
 
     def add(self, bucket: Bucket) -> None:
         """Put a bucket into use."""
-        self.pop_packed(bucket.name)
+        self.drop_packed(bucket.name)
         self.young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True
@@ -126,8 +135,6 @@ class BucketCache:
 
     def step(self, now_us: int) -> None:
         """Do one small step of the periodic work; called often."""
-        # In proportion to the backlog, so that repeated resyncs do not pile up.
-        del self._forgotten[-1 - len(self._forgotten) // FREED_SHARE :]
         moves = MOVED_PER_STEP + 2 * self._added
         self._added = 0
         while self._old and moves:
@@ -166,9 +173,10 @@ class BucketCache:
             self.expired_total += self._rotate_next_tag()
 
     def _rotate_next_tag(self) -> int:
-        """Drop the old packed buckets of the next tag; return their number."""
+        """Drop the old and stale packed buckets of the next tag; return their number."""
         number, self._next_tag = self._next_tag, (self._next_tag + 1) % HASH_TAGS
-        dropped = len(self._packed_old[number])
+        dropped = len(self._packed_old[number]) + sum(map(len, self._stale[number]))
+        self._stale[number].clear()
         self._packed_old[number], self._packed_young[number] = self._packed_young[number], {}
         self._packed_count -= dropped
         return dropped

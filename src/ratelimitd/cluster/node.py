@@ -41,7 +41,7 @@ STEP_MS: Final = 6.25
 """Longest pause between two steps of the sync job; packing, re-reading and freeing are done in the same steps."""
 
 RESYNC_PAUSE_US: Final = 1_000_000
-"""Shortest pause between two resyncs, of which each drops all packed buckets and reads the rules."""
+"""Shortest pause between two resyncs, of which each distrusts all packed buckets and reads the rules."""
 
 WATCH_S: Final = 0.1
 """Period of probing breakers and following moved hash tags."""

@@ -123,7 +123,7 @@ class Refresh:
         """Adopt the state of a bucket in the store."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.pop_packed(name)  # its next check reads it
+            self._cache.drop_packed(name)  # its next check reads it
         else:
             self.adopt(bucket, shared)
 
@@ -142,7 +142,7 @@ class Refresh:
         """Re-read a bucket that has changed in the store, or drop it if it is packed."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.pop_packed(name)
+            self._cache.drop_packed(name)
         else:
             self._store.read(name, bucket.view.rule, partial(self._reread_done, name))
 
@@ -155,8 +155,9 @@ class Refresh:
             self._unread[name] = None
 
     def resync(self) -> None:
-        """Drop packed buckets and re-read those in use, in steps; called when messages may have been lost."""
-        self._cache.forget_all_packed()
+        """Distrust packed buckets, and re-read those in use, in steps; called when messages may have been lost."""
+        for number in range(len(self._tags)):
+            self._cache.distrust_packed(number)
         self._unsynced_tags = len(self._tags)
 
     def step(self) -> None:
@@ -188,7 +189,7 @@ class Refresh:
             self._unsynced_tags -= 1
             number, self._next_tag = self._next_tag, (self._next_tag + 1) % len(self._tags)
             # Those packed since the resync may be stale, too.
-            self._cache.forget_packed_of(number)
+            self._cache.distrust_packed(number)
             tag = self._tags[number]
             if tag.number == number:  # else it is one of several that share a sender
                 self._stale += tag.names

@@ -277,6 +277,12 @@ class SharedBuckets:
         if waiting is not None:
             waiting.append(check)
             return
+        stale = None if check.peek else self._cache.take_stale(name)
+        if stale is not None:
+            # Not by a first check: after a timeout, only a view knows what was spent.
+            bucket = Bucket(key, name, self._tags[name[0]], check.rule, stale)
+            self._ask(self._in_use(bucket, key), check)
+            return
         self._first_checks[key] = [check]
         fields = name, check.rule, check.now_us, check.cost, check.peek
         # Calling the class itself takes 0.5 µs longer.
@@ -383,7 +389,9 @@ class SharedBuckets:
             if tag.server.is_open and (not self._decides_alone or is_of_slots or tag.is_full):
                 raise tag.server.open_error()
             shared = None if is_of_slots else self._cache.take_packed(name)
-            if shared is None and not tag.server.is_open:
+            if shared is None and tag.server.is_open:
+                shared = self._cache.take_stale(name)
+            elif shared is None:
                 self._miss(key, name)
                 return None
             bucket = Bucket(key, name, tag, rule, shared)

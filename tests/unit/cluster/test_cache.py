@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
+from ratelimitd.cluster.cache import IDLE_US, MERGED_AT_ONCE, MOVED_PER_STEP, BucketCache
 from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
@@ -127,38 +127,63 @@ class TestPacked:
         scene.run(3 * IDLE_US)
         assert (scene.packed(), len(scene.cache)) == (state(8, 5), 1)
 
-    def test_forgetting_all_packed_buckets_keeps_those_in_use(self, scene):
-        for number in range(5):
-            scene.add(b"%d" % number)
+
+class TestStale:
+    def distrust(self, scene):
+        for number in range(HASH_TAGS):
+            scene.cache.distrust_packed(number)
+
+    def test_a_stale_bucket_is_known_and_not_packed(self, scene):
+        scene.add(spent=3)
         scene.run(3 * IDLE_US)
         bucket = scene.add(b"used")
-        scene.cache.forget_all_packed()
-        assert len(scene.cache) == 1
+        self.distrust(scene)
+        assert len(scene.cache) == 2
         assert scene.cache.get(b"used") is bucket
-        assert all(scene.packed(b"%d" % number) is None for number in range(5))
-        assert (scene.cache.evicted_total, scene.cache.expired_total) == (0, 0)
+        assert scene.cache.take_packed(name_of(b"a")) is None
+        assert scene.cache.take_stale(name_of(b"a")) == state(3, 5)
+        assert scene.cache.take_stale(name_of(b"a")) is None
+        assert len(scene.cache) == 1
 
-    def test_forgotten_buckets_are_freed_in_small_steps(self, scene):
-        for number in range(5):
-            scene.add(b"%d" % number)
-        scene.run(3 * IDLE_US)
-        scene.cache.forget_all_packed()
-        left = [len(scene.cache._forgotten)]
-        for _ in range(6):
-            scene.cache.step(scene.now_us)
-            left.append(len(scene.cache._forgotten))
-        assert left == [5, 4, 3, 2, 1, 0, 0]
+    @pytest.mark.parametrize("many", [1, MERGED_AT_ONCE + 1])
+    def test_buckets_stay_known_however_often_they_become_stale(self, scene, many):
+        names = [b"t%d" % number for number in range(10 * many)]
+        for number, name in enumerate(names):
+            scene.cache.put_packed(name, state(number, 5))
+            if number % many == 0:
+                self.distrust(scene)
+        assert len(scene.cache) == len(names)
+        found = [scene.cache.take_stale(name) or scene.cache.take_packed(name) for name in names]
+        assert found == [state(number, 5) for number in range(len(names))]
+        assert len(scene.cache) == 0
 
-    def test_repeated_forgetting_does_not_pile_up_garbage(self, scene):
-        most = 0
-        for _ in range(200):
-            for tag in range(HASH_TAGS):
-                scene.cache.put_packed(bytes([tag]) + b"name", state(1, 5))
-            scene.cache.forget_all_packed()
-            most = max(most, len(scene.cache._forgotten))
-            for _ in range(48):
-                scene.cache.step(scene.now_us)
-        assert most < 8 * HASH_TAGS
+    @pytest.mark.parametrize("change", ["put_packed", "drop_packed", "add"])
+    def test_a_newer_state_replaces_a_stale_one(self, scene, change):
+        scene.cache.put_packed(name_of(b"a"), state(1, 5))
+        self.distrust(scene)
+        if change == "put_packed":
+            scene.cache.put_packed(name_of(b"a"), state(2, 5))
+        elif change == "drop_packed":
+            scene.cache.drop_packed(name_of(b"a"))
+        else:
+            scene.add(spent=2)
+        assert len(scene.cache) == (change != "drop_packed")
+        assert scene.cache.take_stale(name_of(b"a")) is None
+
+    def test_a_stale_bucket_expires_as_a_packed_one(self, scene):
+        scene.cache.put_packed(name_of(b"a"), state(1, 5))
+        self.distrust(scene)
+        scene.run(TTL_US // 2 + SECOND, step_us=SECOND)
+        assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
+
+    def test_stale_buckets_are_evicted_like_packed_ones(self):
+        scene = Scene(max_entries=1)
+        scene.cache.put_packed(name_of(b"a"), state(1, 5))
+        self.distrust(scene)
+        bucket = scene.add(b"b")
+        scene.cache.step(0)
+        assert (len(scene.cache), scene.cache.evicted_total) == (1, 1)
+        assert scene.cache.get(b"b") is bucket
 
 
 class TestExpiry:

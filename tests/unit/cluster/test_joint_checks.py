@@ -285,6 +285,20 @@ async def test_a_peek_charges_nothing(scene, is_known):
 # Limits that only observe
 
 
+async def test_after_a_gap_what_the_buckets_had_left_decides_if_the_store_is_late(scene):
+    scene.know_all()
+    scene.all_at_once(cost=[10, 20])
+    scene.settle()
+    scene.pack()
+    scene.refresh.resync()
+    scene.store.mode = "deaf"
+    assert verdicts(scene.met(cost=[10, 60])) == [(True, 80), (True, 20)]
+    assert verdicts(scene.met(cost=[10, 21])) == [(True, 80), (False, 20)]
+    scene.store.mode = "up"
+    scene.settle()
+    assert scene.spent() == [20, 80]
+
+
 async def test_an_observing_limit_is_charged_with_the_others_and_denies_nothing(scene):
     scene.know_all(b"as")
     assert verdicts(scene.all_at_once(b"as", 2)) == [(True, 98), (True, 8)]

@@ -596,7 +596,7 @@ class TestGossip:
             world.refresh.step()
         assert {*world.store.asked("read")[known:]} == {*map(name_of, keys)}
 
-    async def test_buckets_packed_before_a_gap_is_processed_are_dropped(self, world):
+    async def test_buckets_packed_before_a_gap_is_processed_are_stale(self, world):
         world.know()
         world.refresh.resync()
         bucket = world.cache.get(b"a")
@@ -606,12 +606,52 @@ class TestGossip:
         world.refresh.step()
         assert world.cache.take_packed(bucket.name) is None
 
-    async def test_a_gap_makes_the_next_checks_of_packed_buckets_read_them(self, world):
+    async def test_after_a_gap_the_store_decides_the_next_check_of_a_packed_bucket(self, world):
+        self.gap(world)
+        world.store.spend(b"a", RULE, 990, world.clock.now_us())  # the message of it was lost
+        assert world.at_once() is None
+        assert world.check(cost=5)[:2] == (True, 4)
+        assert world.check(cost=5)[:2] == (False, 4)
+        assert world.store.spent(b"a") == 996
+
+    async def test_after_a_gap_what_a_packed_bucket_had_left_is_known_to_a_late_store(self, world):
+        world.check(cost=900)
+        self.gap(world)
+        world.store.mode = "deaf"
+        answers = [world.wait(cost=cost) for cost in (60, 60, 30)]
+        world.run(20 * MS)
+        assert [answer.result()[:2] for answer in answers] == [(True, 39), (False, 39), (True, 9)]
+        world.store.mode = "up"
+        world.run(2 * SECOND)
+        world.settle()
+        assert world.store.spent(b"a") == 991
+
+    async def test_after_a_gap_a_peek_is_decided_by_the_store_and_keeps_what_was_known(self, world):
+        world.check(cost=900)
+        self.gap(world)
+        world.store.mode = "down"
+        failed = world.wait(cost=100, peek=True)
+        world.run(20 * MS)
+        assert isinstance(failed.result(), StoreUnavailableError)
+        world.store.mode = "up"
+        world.store.spend(b"a", RULE, 20, world.clock.now_us())
+        answer = world.wait(cost=100, peek=True)
+        world.run(MS)
+        assert answer.result()[:2] == (False, 79)
+
+    async def test_after_a_gap_a_node_alone_knows_what_a_packed_bucket_had_left(self):
+        world = World(decides_alone=True)
+        world.check(cost=900)
+        self.gap(world)
+        world.server.is_open = True
+        assert world.at_once(cost=100)[:2] == (False, 99)
+
+    def gap(self, world):
+        """Pack a bucket that was checked, and lose messages."""
         world.check()
         world.settle()
         world.pack()
         world.refresh.resync()
-        assert world.at_once() is None
 
 
 class TestResets:
