@@ -155,8 +155,9 @@ class Limit:
     revision at which its rule was last changed. ``burst`` is the capacity of a token bucket in tokens, 0 = ``limit``.
     A fixed window may follow a ``calendar``; ``window_seconds`` is then the nominal length.
 
-    Derived are ``window_us``, ``capacity`` (the most tokens at once), and ``full_after_s`` (the seconds after which an
-    unused bucket equals a fresh one).
+    Derived are ``window_us``, ``capacity`` (the most tokens at once), ``capacity_units`` (the same in the units of a
+    token bucket, of which a token has ``window_us``), and ``full_after_s`` (the seconds after which an unused bucket
+    equals a fresh one).
     """
 
     limit: int
@@ -169,6 +170,7 @@ class Limit:
     calendar: Calendar | None = None
     window_us: int = field(init=False, repr=False, compare=False)
     capacity: int = field(init=False, repr=False, compare=False)
+    capacity_units: int = field(init=False, repr=False, compare=False)
     full_after_s: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,6 +179,7 @@ class Limit:
             full_after_s = -(-self.burst * full_after_s // self.limit)
         object.__setattr__(self, "window_us", self.window_seconds * US_PER_S)
         object.__setattr__(self, "capacity", self.burst or self.limit)
+        object.__setattr__(self, "capacity_units", self.capacity * self.window_us)
         object.__setattr__(self, "full_after_s", full_after_s)
 
 

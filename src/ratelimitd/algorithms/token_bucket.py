@@ -44,7 +44,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     """
     limit = rule.limit
     token = rule.window_us
-    capacity = rule.capacity * token
+    capacity = rule.capacity_units
     if state is None:
         spent, at_us = 0, now_us
     else:
@@ -92,7 +92,7 @@ def passes_at_us(state: State | None, rule: Limit, now_us: int, cost: int) -> in
         return now_us
     spent, latest_us = state
     token = rule.window_us
-    excess = min(spent, rule.capacity * token) + (cost - rule.capacity) * token
+    excess = min(spent, rule.capacity_units) + (cost - rule.capacity) * token
     return latest_us - -excess // rule.limit
 
 
@@ -109,7 +109,7 @@ def decide_ahead(
         return outcome
     at_us = now_us if state is None else max(now_us, state[1])
     spent, until_us = outcome[5]  # type: ignore[misc]  # of an allowed check it is such a pair
-    capacity = rule.capacity * rule.window_us
+    capacity = rule.capacity_units
     beyond = spent + (until_us - at_us) * rule.limit - capacity
     if beyond <= 0:
         return (*outcome[:5], (beyond + capacity, at_us))
@@ -125,7 +125,7 @@ def denied(  # noqa: PLR0917 - what both callers know
     """
     limit = rule.limit
     token = rule.window_us
-    capacity = rule.capacity * token
+    capacity = rule.capacity_units
     spent, at_us = refilled
     remaining = (capacity - spent) // token if spent < capacity else 0
     reset_time = min((at_us - -spent // limit + _ROUND_UP) // US_PER_S, MAX_TIME_US)

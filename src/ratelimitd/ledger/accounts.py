@@ -95,7 +95,7 @@ class TokenBucketAccount:
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
         """Decide one check on a bucket that may be overdrawn; the algorithm itself caps the debt at one capacity."""
-        capacity = rule.capacity * rule.window_us
+        capacity = rule.capacity_units
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
@@ -108,7 +108,7 @@ class TokenBucketAccount:
     @staticmethod
     def judge_of(state: Any, rule: Limit) -> Decide:
         """Return the algorithm itself, unless the bucket is overdrawn."""
-        if state is None or state[0] <= rule.capacity * rule.window_us:
+        if state is None or state[0] <= rule.capacity_units:
             return token_bucket.decide
         return TokenBucketAccount.judge
 
@@ -128,7 +128,7 @@ class TokenBucketAccount:
     @staticmethod
     def capped(state: Any, rule: Limit) -> Any:
         """Cap the spent tokens at one capacity."""
-        return None if state is None else (min(state[0], rule.capacity * rule.window_us), state[1])
+        return None if state is None else (min(state[0], rule.capacity_units), state[1])
 
     @staticmethod
     def spent(state: Any, rule: Limit) -> int:

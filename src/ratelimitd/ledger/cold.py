@@ -25,7 +25,7 @@ SURE_SHARES: Final = 25
 def plenty(rule: Limit) -> int:
     """Return the most that may be spent, in units of the state, with at least half of the capacity left."""
     if rule.algorithm is Algorithm.TOKEN_BUCKET:
-        return rule.capacity * rule.window_us >> 1
+        return rule.capacity_units >> 1
     return rule.limit >> 1
 
 

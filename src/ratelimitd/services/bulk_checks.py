@@ -229,7 +229,11 @@ class BulkChecks:
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
-                    add(None if judged is None else self._answer_several(*judged, parts))
+                    if judged is None:
+                        add(None)
+                    else:
+                        first, outcome, outcomes = judged
+                        add(self._answer_several(first, outcome, outcomes, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it
