@@ -26,9 +26,12 @@ once in a small cache, after up to another period in a full one."""
 MOVED_PER_STEP: Final = 64
 """Views packed or kept in one step, about 0.1 ms; more while buckets are added."""
 
-MERGED_AT_ONCE: Final = 32
+MERGED_AT_ONCE: Final = 8
 """Packed buckets of a hash tag that are merged into its stale ones; more become a generation of their own. Bounds the
 stall of a gap: 1 ms."""
+
+MAX_STALE_GENERATIONS: Final = 8
+"""Bounds the search for a stale bucket: 1 µs."""
 
 
 class BucketCache:
@@ -101,10 +104,21 @@ class BucketCache:
         stale = self._stale[number]
         for generation in (self._packed_old, self._packed_young):
             packed, generation[number] = generation[number], {}
-            if stale and len(packed) <= MERGED_AT_ONCE:
-                stale[-1].update(packed)
-            elif packed:
+            if not stale or (len(packed) > MERGED_AT_ONCE and len(stale) < MAX_STALE_GENERATIONS):
                 stale.append(packed)
+            else:
+                stale[-1].update(packed)
+
+    def distrust(self, name: bytes, shared: SharedState | None = None) -> None:
+        """Make a packed bucket stale, because it has changed; ``shared`` is a state of the store, if it is known."""
+        known = self.take_packed(name) or self.take_stale(name)
+        if known is None:
+            return
+        stale = self._stale[name[0]]
+        if not stale:
+            stale.append({})
+        stale[-1][name] = pack(shared or known)
+        self._packed_count += 1
 
     def take_stale(self, name: bytes) -> SharedState | None:
         """Remove and return the last known state of a stale bucket; the caller puts it back with :meth:`add`."""
@@ -114,20 +128,19 @@ class BucketCache:
                 return unpack(generation.pop(name))
         return None
 
-    def drop_packed(self, name: bytes) -> None:
-        """Drop the last known state of a bucket, which has changed."""
+    def _drop_packed(self, name: bytes) -> None:
         if self.pop_packed(name) is None:
             self.take_stale(name)
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
-        self.drop_packed(name)
+        self._drop_packed(name)
         self._packed_young[name[0]][name] = pack(shared)
         self._packed_count += 1
 
     def add(self, bucket: Bucket) -> None:
         """Put a bucket into use."""
-        self.drop_packed(bucket.name)
+        self._drop_packed(bucket.name)
         self.young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True

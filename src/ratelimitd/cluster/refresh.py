@@ -123,7 +123,7 @@ class Refresh:
         """Adopt the state of a bucket in the store."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.drop_packed(name)  # its next check reads it
+            self._cache.distrust(name, shared)  # the store decides its next check
         else:
             self.adopt(bucket, shared)
 
@@ -139,10 +139,10 @@ class Refresh:
             self._gossip.changed(name)
 
     def reread(self, name: bytes) -> None:
-        """Re-read a bucket that has changed in the store, or drop it if it is packed."""
+        """Re-read a bucket that has changed in the store; one that is packed becomes stale."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
-            self._cache.drop_packed(name)
+            self._cache.distrust(name)
         else:
             self._store.read(name, bucket.view.rule, partial(self._reread_done, name))
 

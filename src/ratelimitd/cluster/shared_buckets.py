@@ -273,15 +273,17 @@ class SharedBuckets:
             asked = StoreCheck(name, check.rule, STORE_TIME, check.cost, peek=True)
             self._store.decide(asked, partial(decided, check, self._tags[name[0]].server))
             return
+        tag = self._tags[name[0]]
+        if tag.server.is_late and not check.peek:
+            # A first check without an answer fails open; a view decides instead, and its spend is settled once.
+            stale = self._cache.take_stale(name)
+            if stale is not None:
+                bucket = self._in_use(Bucket(key, name, tag, check.rule, stale), key)
+                self._ask(bucket, check)
+                return
         waiting = self._first_checks.get(key)
         if waiting is not None:
             waiting.append(check)
-            return
-        stale = None if check.peek else self._cache.take_stale(name)
-        if stale is not None:
-            # Not by a first check: after a timeout, only a view knows what was spent.
-            bucket = Bucket(key, name, self._tags[name[0]], check.rule, stale)
-            self._ask(self._in_use(bucket, key), check)
             return
         self._first_checks[key] = [check]
         fields = name, check.rule, check.now_us, check.cost, check.peek
@@ -440,6 +442,7 @@ class SharedBuckets:
     def _give_up(self, bucket: Bucket, check: PendingCheck) -> None:
         if not check.is_answered:
             self.late_total += 1
+            bucket.tag.server.was_late()
         bucket.tag.give_up(bucket, check)
 
     def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:

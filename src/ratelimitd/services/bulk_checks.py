@@ -232,8 +232,8 @@ class BulkChecks:
                     if judged is None:
                         add(None)
                     else:
-                        first, outcome, outcomes = judged
-                        add(self._answer_several(first, outcome, outcomes, parts))
+                        first, decided, outcomes = judged
+                        add(self._answer_several(first, decided, outcomes, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.cache import IDLE_US, MERGED_AT_ONCE, MOVED_PER_STEP, BucketCache
+from ratelimitd.cluster.cache import (
+    IDLE_US,
+    MAX_STALE_GENERATIONS,
+    MERGED_AT_ONCE,
+    MOVED_PER_STEP,
+    BucketCache,
+)
 from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
@@ -153,22 +159,34 @@ class TestStale:
             if number % many == 0:
                 self.distrust(scene)
         assert len(scene.cache) == len(names)
+        assert len(scene.cache._stale[names[0][0]]) <= MAX_STALE_GENERATIONS
         found = [scene.cache.take_stale(name) or scene.cache.take_packed(name) for name in names]
         assert found == [state(number, 5) for number in range(len(names))]
         assert len(scene.cache) == 0
 
-    @pytest.mark.parametrize("change", ["put_packed", "drop_packed", "add"])
+    @pytest.mark.parametrize("change", ["put_packed", "add"])
     def test_a_newer_state_replaces_a_stale_one(self, scene, change):
         scene.cache.put_packed(name_of(b"a"), state(1, 5))
         self.distrust(scene)
         if change == "put_packed":
             scene.cache.put_packed(name_of(b"a"), state(2, 5))
-        elif change == "drop_packed":
-            scene.cache.drop_packed(name_of(b"a"))
         else:
             scene.add(spent=2)
-        assert len(scene.cache) == (change != "drop_packed")
+        assert len(scene.cache) == 1
         assert scene.cache.take_stale(name_of(b"a")) is None
+
+    @pytest.mark.parametrize("is_stale", [False, True])
+    @pytest.mark.parametrize("newer", [None, state(2, 5)])
+    def test_a_changed_bucket_becomes_stale_with_its_new_state(self, scene, is_stale, newer):
+        scene.cache.put_packed(name_of(b"a"), state(1, 5))
+        if is_stale:
+            self.distrust(scene)
+        scene.cache.distrust(name_of(b"a"), newer)
+        assert len(scene.cache) == 1
+        assert scene.cache.take_packed(name_of(b"a")) is None
+        assert scene.cache.take_stale(name_of(b"a")) == (newer or state(1, 5))
+        scene.cache.distrust(name_of(b"a"), newer)
+        assert len(scene.cache) == 0
 
     def test_a_stale_bucket_expires_as_a_packed_one(self, scene):
         scene.cache.put_packed(name_of(b"a"), state(1, 5))

@@ -292,6 +292,7 @@ async def test_after_a_gap_what_the_buckets_had_left_decides_if_the_store_is_lat
     scene.pack()
     scene.refresh.resync()
     scene.store.mode = "deaf"
+    scene.check(b"unknown")
     assert verdicts(scene.met(cost=[10, 60])) == [(True, 80), (True, 20)]
     assert verdicts(scene.met(cost=[10, 21])) == [(True, 80), (False, 20)]
     scene.store.mode = "up"

@@ -474,7 +474,6 @@ class TestGossip:
         shared = world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
         arguments = [name_of(b"a"), shared][: 2 if tell == "adopt_by_name" else 1]
         getattr(world.refresh, tell)(*arguments)
-        assert len(world.cache) == 0
         assert world.at_once() is None
         assert world.check()[1] == 999
 
@@ -614,17 +613,39 @@ class TestGossip:
         assert world.check(cost=5)[:2] == (False, 4)
         assert world.store.spent(b"a") == 996
 
-    async def test_after_a_gap_what_a_packed_bucket_had_left_is_known_to_a_late_store(self, world):
+    async def test_after_a_gap_what_a_packed_bucket_had_left_is_known_while_answers_are_late(
+        self, world
+    ):
         world.check(cost=900)
         self.gap(world)
         world.store.mode = "deaf"
+        world.check(b"unknown")
+        peek = world.wait(peek=True)
         answers = [world.wait(cost=cost) for cost in (60, 60, 30)]
         world.run(20 * MS)
+        assert isinstance(peek.result(), StoreUnavailableError)
         assert [answer.result()[:2] for answer in answers] == [(True, 39), (False, 39), (True, 9)]
         world.store.mode = "up"
         world.run(2 * SECOND)
         world.settle()
         assert world.store.spent(b"a") == 991
+
+    async def test_a_server_is_late_for_a_second_after_its_last_late_answer(self, world):
+        world.know(b"near")
+        world.check(b"near", cost=990)
+        self.gap(world)
+        world.store.mode = "deaf"
+        world.check(b"unknown")
+        world.run(SECOND - 100 * MS)
+        world.check(b"near", cost=5)  # the store is asked, and late again
+        world.run(SECOND - 100 * MS)
+        assert world.check()[:2] == (True, 998)
+        world.run(SECOND)
+        world.store.mode = "up"
+        self.gap(world)
+        asked = world.buckets.asked_total
+        assert world.check()[:2] == (True, 996)
+        assert world.buckets.asked_total == asked
 
     async def test_after_a_gap_a_peek_is_decided_by_the_store_and_keeps_what_was_known(self, world):
         world.check(cost=900)
@@ -638,6 +659,17 @@ class TestGossip:
         answer = world.wait(cost=100, peek=True)
         world.run(MS)
         assert answer.result()[:2] == (False, 79)
+
+    async def test_a_bucket_that_could_not_be_read_after_a_gap_stays_known(self, world):
+        world.know()
+        world.check(cost=900)
+        world.settle()
+        world.refresh.resync()
+        world.store.mode = "down"
+        world.pack()
+        assert world.cache.get(b"a") is None
+        world.check(b"unknown")
+        assert world.check(cost=101)[:2] == (False, 100)
 
     async def test_after_a_gap_a_node_alone_knows_what_a_packed_bucket_had_left(self):
         world = World(decides_alone=True)
