@@ -107,8 +107,8 @@ class Refresh:
         self._accuracy = accuracy
         self.queue = RefreshQueue()
         self._stale: list[bytes] = []
-        self._unread: dict[bytes, None] = {}
-        """Names of buckets whose read failed, in order."""
+        self._unread: dict[bytes, int] = {}
+        """Names of buckets whose read failed, with the time of the next one, in order."""
         self._unsynced_tags = 0
         self._next_tag = 0
 
@@ -152,7 +152,7 @@ class Refresh:
             self.adopt_by_name(name, shared)
         elif shared is not None and len(self._unread) < MAX_BUCKETS:
             # The message is not repeated, so the bucket would stay stale until it is settled.
-            self._unread[name] = None
+            self._unread[name] = self._clock.monotonic_us() + PAUSES_US[-1]
 
     def resync(self) -> None:
         """Distrust packed buckets, and re-read those in use, in steps; called when messages may have been lost."""
@@ -162,16 +162,18 @@ class Refresh:
 
     def step(self) -> None:
         """Do the periodic work in small steps: pack idle buckets, re-read stale and denied ones."""
-        for name in tuple(islice(self._unread, REREADS_PER_STEP)):
+        now_us = self._clock.monotonic_us()
+        for name, due_us in tuple(islice(self._unread.items(), REREADS_PER_STEP)):
+            if due_us > now_us:
+                break
             del self._unread[name]
             if self._tags[name[0]].server.is_open:
-                self._unread[name] = None  # after those of other servers
+                self._unread[name] = now_us + PAUSES_US[-1]
             else:
                 self.reread(name)
         self._queue_unsynced()
         for _ in range(min(REREADS_PER_STEP, len(self._stale))):
             self.reread(self._stale.pop())
-        now_us = self._clock.monotonic_us()
         self._cache.step(now_us)
         for bucket, times in self.queue.due(now_us, REREADS_PER_STEP):
             if bucket.tag.server.is_open:

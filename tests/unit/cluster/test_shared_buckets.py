@@ -506,10 +506,16 @@ class TestGossip:
         world.store.held_one().answer()
         assert world.at_once() is None
 
-    async def test_a_failed_read_is_repeated(self, world):
+    async def test_a_failed_read_is_repeated_after_a_second(self, world):
         self.hold_reread(world)
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
+        reads = len(world.store.asked("read"))
+        world.run(SECOND - 1)
+        world.at_once()
+        world.refresh.step()
+        assert len(world.store.asked("read")) == reads
+        world.run(1)
         world.refresh.step()
         world.run(MS)
         assert world.at_once()[1] == 999
@@ -536,7 +542,7 @@ class TestGossip:
         world.store.mode = "down"
         for key in (b"a", b"b"):
             world.refresh.reread(name_of(key))
-        world.run(SECOND)
+        world.run(2 * SECOND)
         world.store.mode = "up"
         reads = len(world.store.asked("read"))
         world.refresh.step()
