@@ -79,6 +79,14 @@ async def test_with_a_client_ca_only_its_certificates_are_accepted(tmp_path, tra
         assert await call(node, ca, client=trustme.CA().issue_cert("anybody")) is UNAVAILABLE
 
 
+async def test_an_intermediate_authority_may_be_the_client_ca(tmp_path, transport, ca, mutual):
+    intermediate = ca.create_child_ca()
+    intermediate.cert_pem.write_to_path(mutual.client_ca)
+    async with running_node(tmp_path, transport=transport, tls=mutual) as node:
+        assert await call(node, ca, client=intermediate.issue_cert("anybody")) is OK
+        assert await call(node, ca, client=ca.issue_cert("anybody")) is UNAVAILABLE
+
+
 async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, transport, ca, mutual):
     credentials = Credentials(
         admin_sans=frozenset({"ops.example"}), check_sans=frozenset({"shop.example"})

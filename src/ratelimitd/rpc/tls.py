@@ -178,7 +178,7 @@ def _demand_certificates(pem: bytes, path: Path, setting: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError):
-        message = f"{setting}: {path} holds no PEM certificate"
+        message = f"{setting}: {path} holds no PEM certificate, or a damaged one"
         raise StartupError(message) from None
 
 
@@ -266,5 +266,7 @@ def _context(files: TlsFiles, protocol: str) -> ssl.SSLContext:
     context.load_cert_chain(files.cert, files.key, password="")
     if files.client_ca is not None:
         context.load_verify_locations(files.client_ca)
+        # As grpcio does: an intermediate authority may be trusted without its root.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.verify_mode = ssl.CERT_REQUIRED
     return context

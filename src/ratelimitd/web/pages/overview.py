@@ -170,12 +170,7 @@ class OverviewPage:
         )
 
     async def _page(self, request: Request) -> Response:
-        look = self._look(request)
-        if look.named:
-            _log.info(
-                "%s looks at the names of denied identifiers",
-                self._parts.actor(self._frame.call(request, request.url.path)),
-            )
+        look = self._logged_look(request)
         await self._parts.live.refresh()
         span = SPANS[look.span]
         return self._frame.page(
@@ -189,7 +184,7 @@ class OverviewPage:
         )
 
     async def _events(self, request: Request) -> Response:
-        look = self._look(request)
+        look = self._logged_look(request)
         if request.method == "HEAD":  # a stream would occupy a slot
             return Response(media_type="text/event-stream")
         if self._parts.live.ended:
@@ -206,6 +201,15 @@ class OverviewPage:
 
         events = self._stream.events(may_go_on, look)
         return StreamingResponse(events, media_type="text/event-stream")
+
+    def _logged_look(self, request: Request) -> Look:
+        look = self._look(request)
+        if look.named:
+            _log.info(
+                "%s looks at the names of denied identifiers",
+                self._parts.actor(self._frame.call(request, request.url.path)),
+            )
+        return look
 
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")
