@@ -26,13 +26,6 @@ once in a small cache, after up to another period in a full one."""
 MOVED_PER_STEP: Final = 64
 """Views packed or kept in one step, about 0.1 ms; more while buckets are added."""
 
-MERGED_AT_ONCE: Final = 8
-"""Packed buckets of a hash tag that are merged into its stale ones; more become a generation of their own. Bounds the
-stall of a gap: 1 ms."""
-
-MAX_STALE_GENERATIONS: Final = 8
-"""Bounds the search for a stale bucket: 1 µs."""
-
 
 class BucketCache:
     """At most ``max_entries`` buckets, for at most ``ttl_us`` after their last use. ``now_us`` is monotonic."""
@@ -52,8 +45,8 @@ class BucketCache:
         self._packed_count = 0
         self.cold = 0
         """Buckets with a cold spend in a partition: known, but neither packed nor in use."""
-        self._stale: list[list[dict[bytes, Packed]]] = [[] for _ in range(HASH_TAGS)]
-        """Packed before messages were lost, by hash tag, in generations; no bucket is also in another place."""
+        self._stale: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
+        """Packed buckets that may have changed in the store; they expire with the old ones."""
         self._next_tag = 0
         self._tag_rotated_us = now_us
         self.evicted_total = 0
@@ -103,30 +96,25 @@ class BucketCache:
         """Make the packed buckets of a hash tag stale: messages about them may have been lost."""
         stale = self._stale[number]
         for generation in (self._packed_old, self._packed_young):
-            packed, generation[number] = generation[number], {}
-            if not stale or (len(packed) > MERGED_AT_ONCE and len(stale) < MAX_STALE_GENERATIONS):
-                stale.append(packed)
-            else:
-                stale[-1].update(packed)
+            stale.update(generation[number])
+            generation[number] = {}
 
     def distrust(self, name: bytes, shared: SharedState | None = None) -> None:
         """Make a packed bucket stale, because it has changed; ``shared`` is a state of the store, if it is known."""
         known = self.take_packed(name) or self.take_stale(name)
-        if known is None:
-            return
-        stale = self._stale[name[0]]
-        if not stale:
-            stale.append({})
-        stale[-1][name] = pack(shared or known)
-        self._packed_count += 1
+        if known is not None:
+            if shared is None or shared.generation < known.generation:  # of before a reset
+                shared = known
+            self._stale[name[0]][name] = pack(shared)
+            self._packed_count += 1
 
     def take_stale(self, name: bytes) -> SharedState | None:
         """Remove and return the last known state of a stale bucket; the caller puts it back with :meth:`add`."""
-        for generation in reversed(self._stale[name[0]]):
-            if name in generation:
-                self._packed_count -= 1
-                return unpack(generation.pop(name))
-        return None
+        packed = self._stale[name[0]].pop(name, None)
+        if packed is None:
+            return None
+        self._packed_count -= 1
+        return unpack(packed)
 
     def _drop_packed(self, name: bytes) -> None:
         if self.pop_packed(name) is None:
@@ -188,8 +176,8 @@ class BucketCache:
     def _rotate_next_tag(self) -> int:
         """Drop the old and stale packed buckets of the next tag; return their number."""
         number, self._next_tag = self._next_tag, (self._next_tag + 1) % HASH_TAGS
-        dropped = len(self._packed_old[number]) + sum(map(len, self._stale[number]))
-        self._stale[number].clear()
+        dropped = len(self._packed_old[number]) + len(self._stale[number])
+        self._stale[number] = {}
         self._packed_old[number], self._packed_young[number] = self._packed_young[number], {}
         self._packed_count -= dropped
         return dropped

@@ -273,14 +273,6 @@ class SharedBuckets:
             asked = StoreCheck(name, check.rule, STORE_TIME, check.cost, peek=True)
             self._store.decide(asked, partial(decided, check, self._tags[name[0]].server))
             return
-        tag = self._tags[name[0]]
-        if tag.server.is_late and not check.peek:
-            # A first check without an answer fails open; a view decides instead, and its spend is settled once.
-            stale = self._cache.take_stale(name)
-            if stale is not None:
-                bucket = self._in_use(Bucket(key, name, tag, check.rule, stale), key)
-                self._ask(bucket, check)
-                return
         waiting = self._first_checks.get(key)
         if waiting is not None:
             waiting.append(check)
@@ -302,8 +294,12 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         if isinstance(result, RateLimitdError):
             tag.server.failed(result)
-            for check in checks:
-                check.resolve(result)
+            stale = self._cache.take_stale(name)
+            if stale is None:
+                for check in checks:
+                    check.resolve(result)
+            else:
+                self._decide_by_stale(Bucket(key, name, tag, checks[0].rule, stale), checks)
             return
         tag.server.first_check_succeeded()
         outcome, shared = result
@@ -325,7 +321,17 @@ class SharedBuckets:
             self._gossip.settled(bucket, None)
         elif is_noteworthy and not bucket.is_denied:
             self._refresh.queue.denied(bucket, self._clock.monotonic_us())
-        for check in checks[1:]:
+        self._decide_each(bucket, checks[1:])
+
+    def _decide_by_stale(self, bucket: Bucket, checks: Sequence[PendingCheck]) -> None:
+        """Decide by the last known state, because the store did not answer; only the first check was sent."""
+        first, *others = checks
+        decide = bucket.view.peek if first.peek else bucket.view.presume
+        first.resolve(decide(first.now_us, first.cost))
+        self._decide_each(self._in_use(bucket, bucket.key), others)
+
+    def _decide_each(self, bucket: Bucket, checks: Sequence[PendingCheck]) -> None:
+        for check in checks:
             try:
                 self._decide(bucket, check)
             except Exception as error:  # noqa: BLE001 - the checks behind it must be answered
@@ -442,7 +448,6 @@ class SharedBuckets:
     def _give_up(self, bucket: Bucket, check: PendingCheck) -> None:
         if not check.is_answered:
             self.late_total += 1
-            bucket.tag.server.was_late()
         bucket.tag.give_up(bucket, check)
 
     def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 JITTER_US: Final = US_PER_S // 2
 """Longest random delay of a probe: nodes whose breakers opened together do not probe together."""
 
-LATE_US: Final = US_PER_S
-"""Time for which a server that did not answer in time is expected not to do so."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +49,6 @@ class StoreServer:
         "_counted_now",
         "_failed_now",
         "_has_failed",
-        "_late_until_us",
         "_refuses_batches",
         "_stats",
         "_timers",
@@ -80,16 +76,6 @@ class StoreServer:
         self._counted_now = self._failed_now = False
         """An error was counted and reported to the breaker in this event-loop iteration."""
         self._has_failed = self._refuses_batches = False
-        self._late_until_us = 0
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the answer to another check is likely to be late or missing."""
-        return self._late_until_us > 0 and self._late_until_us > self._clock.monotonic_us()
-
-    def was_late(self) -> None:
-        """Note that a check was not answered in time."""
-        self._late_until_us = self._clock.monotonic_us() + LATE_US
 
     @property
     def state(self) -> State:
@@ -137,7 +123,6 @@ class StoreServer:
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
-        self.was_late()
         if not self._counted_now:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)

@@ -220,6 +220,14 @@ class LocalView:
             self._trim(now_us)
         return outcome
 
+    def presume(self, now_us: int, cost: int) -> Outcome:
+        """Decide one check that the store may have charged: it is not settled, and ends with the store's next state."""
+        outcome = self.peek(now_us, cost)
+        if not outcome[0]:
+            return self._denied(outcome, now_us, cost)
+        self._state = outcome[5]
+        return outcome
+
     def peek(self, now_us: int, cost: int) -> Outcome:
         """Judge one check by the view, and charge nothing."""
         decide = self._decide

@@ -276,7 +276,7 @@ async def test_a_peek_charges_nothing(scene, is_known):
         assert verdicts(scene.met(cost=3, peek=True)) == [(True, 97), (True, 97)]
     scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
     if not is_known:
-        scene.refresh.resync()
+        scene.lose_messages()
         assert verdicts(scene.met(cost=3, peek=True)) == [(True, 100), (False, 0)]
     scene.settle()
     assert scene.spent() == [0, 100]
@@ -290,9 +290,8 @@ async def test_after_a_gap_what_the_buckets_had_left_decides_if_the_store_is_lat
     scene.all_at_once(cost=[10, 20])
     scene.settle()
     scene.pack()
-    scene.refresh.resync()
+    scene.lose_messages()
     scene.store.mode = "deaf"
-    scene.check(b"unknown")
     assert verdicts(scene.met(cost=[10, 60])) == [(True, 80), (True, 20)]
     assert verdicts(scene.met(cost=[10, 21])) == [(True, 80), (False, 20)]
     scene.store.mode = "up"

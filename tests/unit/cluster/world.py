@@ -11,7 +11,7 @@ from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import IDLE_US, BucketCache
 from ratelimitd.cluster.gossip import Gossip
 from ratelimitd.cluster.pending import HASH_TAGS
-from ratelimitd.cluster.refresh import Refresh
+from ratelimitd.cluster.refresh import DISTRUSTED_PER_STEP, Refresh
 from ratelimitd.cluster.shared_buckets import SharedBuckets
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
@@ -333,6 +333,12 @@ class World:
             self.run(STEP_US)
             if but is not None:
                 self.at_once(but)
+            self.refresh.step()
+
+    def lose_messages(self):
+        """Handle a gap, until all packed buckets are stale."""
+        self.refresh.resync()
+        for _ in self.tags[::DISTRUSTED_PER_STEP]:
             self.refresh.step()
 
     def settle(self):
