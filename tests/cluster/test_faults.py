@@ -183,6 +183,16 @@ def test_known_buckets_stay_known_if_messages_are_lost_while_answers_are_late(cl
     assert health(node).breaker_state == "closed"
 
 
+def test_a_node_started_while_answers_are_late_counts_the_others(cluster):
+    each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
+    cluster.nodes.kill(1)
+    cluster.nodes.start(1)
+    until(
+        lambda: cluster[1].metric("rate_limiter_cluster_nodes") == len(cluster.nodes),
+        "the node counts the others",
+    )
+
+
 def test_a_batch_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):
     recovery_s, jitter_s, watch_s = 3, 0.5, 1.0
     with Shared(tmp_path, "--breaker-recovery-s", str(recovery_s), count=1) as shared:

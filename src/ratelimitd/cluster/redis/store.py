@@ -411,10 +411,12 @@ class RedisStore:
         fingerprint: str,
         done: Callable[[Heartbeat | RateLimitdError], None],
     ) -> None:
-        """Send a heartbeat, which holds for ``ttl_us``; 0: the node leaves."""
+        """Send a heartbeat, which holds for ``ttl_us``; 0: the node leaves. A late answer is taken, too."""
         arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
         answer = partial(_answer, done, _beat)
-        self._topology.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
+        self._topology.of_tag(MEMBERS_TAG).run(
+            BEAT, _MEMBERS_KEYS, arguments, answer, is_patient=True
+        )
 
     def put_status(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
         """Replace the status of an incarnation. Fire and forget: a lost write only leaves the status stale."""
