@@ -63,10 +63,12 @@ class Partition:
         "_flush_next",
         "_has_forgiven",
         "_node",
+        "_outage_end_us",
         "_resends",
         "_sender",
         "_sent",
         "_sent_cold",
+        "_unforgiven",
         "buckets",
         "cold",
         "make_view",
@@ -90,6 +92,9 @@ class Partition:
         self._asked = Requested()
         self._flush_is_due = self._flush_next = self._has_forgiven = False
         self._resends = 0
+        self._unforgiven: list[bytes] = []
+        """Names of cold spends from before the end of an outage, at ``_outage_end_us``."""
+        self._outage_end_us = 0
 
     @property
     def is_settled(self) -> bool:
@@ -203,6 +208,7 @@ class Partition:
         self.flush()
 
     def _send_next(self) -> None:
+        self._forgive_cold(max(0, MAX_UPDATES - len(self._dirty)))
         taken = self._next_updates()
         updates = []
         for bucket in taken:
@@ -211,7 +217,8 @@ class Partition:
             updates.append((bucket.name, bucket.view.freeze()))
             self._asked.take(bucket)
         self._sent = taken
-        self._take_cold(MAX_UPDATES - len(taken))
+        if not self._unforgiven:
+            self._take_cold(MAX_UPDATES - len(taken))
         self._resends, self._has_forgiven = 0, False
         self._flush_next = bool(self._dirty or self.cold)  # more than one batch takes
         # A copy: a bucket that gets a view is removed from the cold spends in flight.
@@ -358,10 +365,17 @@ class Partition:
         if batch is None or self._has_forgiven or now_us - batch.frozen_at_us <= STALE_US:
             return
         self._has_forgiven = True
-        for name in [*self.cold]:
-            self._warm(name)
         for bucket in self._dirty.values():
             bucket.view.forgive_outage(now_us)
+        self._unforgiven, self._outage_end_us = [*self.cold], now_us
+
+    def _forgive_cold(self, most: int) -> None:
+        """Forgive the next cold spends of an outage, at most as many as the next batch takes: each needs a view."""
+        for name in self._unforgiven[:most]:
+            bucket = self.bucket(name)
+            if bucket is not None:
+                bucket.view.forgive_outage(self._outage_end_us)
+        del self._unforgiven[:most]
 
     def drop_if_settled(self, bucket: Bucket) -> None:
         """Drop a bucket that is not in use once it is settled."""

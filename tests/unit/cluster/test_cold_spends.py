@@ -197,6 +197,28 @@ async def test_spends_refilled_during_an_outage_are_forgiven():
     assert world.accuracy.forgiven_total == 20
 
 
+async def test_the_end_of_an_outage_makes_no_more_views_than_a_batch_takes():
+    rule = limited(100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
+    world, keys = World(rule), [b"a%d" % number for number in range(3 * MAX_UPDATES)]
+    for key in keys:
+        world.wait(key)
+    world.run(2 * SECOND)
+    tag = world.tags[name_of(b"a")[0]]
+    world.store.mode = "held"
+    world.at_once(keys[0])
+    tag.sync()
+    for key in keys[1:]:
+        world.at_once(key, cost=20)
+    world.run(5 * SECOND)
+    for _ in range(4):
+        world.store.held_one().answer()
+        world.run(10 * MS)
+        tag.sync()
+        assert len(views(world)) <= MAX_UPDATES
+    assert tag.is_settled
+    assert world.accuracy.forgiven_total == 20 * len(keys[1:])
+
+
 def reset_in_store(world):
     """Reset the bucket from another node."""
     name = name_of(b"a")
