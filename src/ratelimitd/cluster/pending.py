@@ -178,15 +178,16 @@ class Requested:
         check.ask = bucket.view.ask(check.now_us, check.cost)
         self._waiting.setdefault(bucket.name, []).append(check)
 
-    def withdraw(self, bucket: Bucket, check: PendingCheck) -> None:
-        """Remove a check from the next batch; no effect if it was sent."""
+    def withdraw(self, bucket: Bucket, check: PendingCheck) -> bool:
+        """Remove a check from the next batch; false if it was sent."""
         waiting = self._waiting.get(bucket.name, [])
         if check not in waiting:
-            return
+            return False
         bucket.view.withdraw(check.ask)
         waiting.remove(check)
         if not waiting:
             del self._waiting[bucket.name]
+        return True
 
     def take(self, bucket: Bucket) -> None:
         """Move the waiting checks of a bucket into the batch."""

@@ -162,13 +162,15 @@ class Partition:
 
     def give_up(self, bucket: Bucket, check: PendingCheck) -> None:
         """Decide a check by the view after a timeout; corrected with ``view.pay`` if the store has charged it, too."""
-        self._asked.withdraw(bucket, check)
+        was_sent = not self._asked.withdraw(bucket, check)
         if check.is_answered:
             return
         # It may have been packed and unpacked as another object meanwhile: use that one.
         bucket = self.bucket(bucket.name) or self.buckets.setdefault(bucket.name, bucket)
         outcome = bucket.view.check_alone(check.now_us, check.cost)
         check.charged = outcome[0]
+        if outcome[0] and was_sent:
+            bucket.view.was_decided_alone(check.ask)
         if outcome[0] and not bucket.is_dirty:
             self.touch(bucket)
         check.resolve(outcome)

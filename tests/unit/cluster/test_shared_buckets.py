@@ -112,6 +112,21 @@ class TestAsking:
         world.settle()
         assert answer.result() is outcome
 
+    async def test_a_check_decided_after_a_timeout_counts_once_for_the_next_ones(self):
+        world = World(TEN)
+        world.know()
+        world.check(cost=5)
+        world.settle()
+        world.store.mode = "deaf"
+        assert world.check(cost=2)[:2] == (True, 3)
+        assert world.check(cost=3)[:2] == (True, 0)
+        world.store.mode = "up"
+        world.run(2 * SECOND)
+        world.settle()
+        assert world.store.spent(b"a") == 10
+        view = world.cache.get(b"a").view
+        assert (view.asked_tokens, view.asked_in_flight) == (0, 0)
+
     async def test_a_late_grant_is_charged_once(self):
         world = World(TEN)
         world.know()
