@@ -149,6 +149,31 @@ async def test_a_hold_that_is_answered_late_is_given_back_unless_it_has_an_id(
         assert not client._fail_open.breaker.allows()  # the answer counted as none
 
 
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_lease_that_is_answered_late_is_given_back(transport, monkeypatch):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", async_hold.DEFAULT_SETTLE_S)
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    late = threading.Event()
+    with fake_node() as node:
+        node.answer = pb.RateLimitResponse(
+            allowed=True, reason=pb.WITHIN_LIMIT, limit=10_000, remaining_tokens=9_000
+        )
+        node.on_call = lambda request, _: isinstance(request, pb.HoldRequest) and late.wait(
+            PATIENT_S
+        )
+        options = {"timeout_s": 0.1, "lease_ms": 1_000, "transport": transport}
+        async with AsyncRateLimiterClient(node.address, **options) as client:
+            while "Hold" not in node.methods():
+                assert (await client.check("u", *WHO, timeout_s=PATIENT_S)).allowed
+            # Its deadline is as long as the lease's, and ends later.
+            other = await client.hold("v", *WHO, hold_id="kept for a repetition")
+            assert other.decision.error == "DEADLINE_EXCEEDED"
+            late.set()
+        assert client.counts.leased == 0
+        [settled] = [call.request for call in node.seen if call.method == "Settle"]
+        assert settled.actual == 0
+
+
 def test_a_hold_of_the_blocking_client_that_is_answered_late_is_given_back(monkeypatch):
     monkeypatch.setattr(sessions, "LATE_S", PATIENT_S)
     with fake_node() as node, RateLimiterClient(node.address) as client:

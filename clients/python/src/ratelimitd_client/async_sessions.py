@@ -386,7 +386,7 @@ async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens
     request = request_of(identifier, identifier_type, endpoint, cost=tokens)
     message = hold_of(request, TTL_S, "", lease=True)
     try:
-        answer = await session.call(HOLD, message, timeout_s)
+        answer = await session.call_or_give_back(HOLD, message, timeout_s)
     except CallError as error:
         return AsyncHold(unchecked(Reason.NO_ANSWER, error.code.name, 0.0))
     decision, held = session.fail_open.held(answer)
