@@ -263,6 +263,29 @@ async def test_no_settle_is_tried_again_once_the_client_is_closed(monkeypatch):
         assert node.methods() == ["Hold"] * 2
 
 
+@pytest.mark.parametrize("transport", get_args(Transport))
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_hold_of_another_event_loop_is_neither_settled_nor_extended(
+    real_node, transport, is_closed
+):
+    options = {"timeout_s": PATIENT_S, "transport": transport}
+    client = AsyncRateLimiterClient(real_node.grpc_address, **options)
+
+    async def use(hold):
+        async with asyncio.timeout(PATIENT_S), hold:
+            return await hold.extend(), await hold.settle(1)
+
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        hold = first.run(client.hold(f"loops {transport} {is_closed}", *WHO))
+        assert hold.is_held
+        if is_closed:
+            first.close()
+        assert second.run(use(hold)) == (False, False)
+        if not is_closed:
+            assert first.run(hold.settle(1))
+            first.run(client.close())
+
+
 async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
     name = f"{async_client.name} once"
     hold = await async_client.hold(name, *WHO, cost=3, ttl_s=5)
