@@ -158,8 +158,8 @@ async def test_a_lease_that_is_answered_late_is_given_back(transport, monkeypatc
         node.answer = pb.RateLimitResponse(
             allowed=True, reason=pb.WITHIN_LIMIT, limit=10_000, remaining_tokens=9_000
         )
-        node.on_call = lambda request, _: isinstance(request, pb.HoldRequest) and late.wait(
-            PATIENT_S
+        node.on_call = lambda request, _: (
+            isinstance(request, pb.HoldRequest) and late.wait(PATIENT_S)
         )
         options = {"timeout_s": 0.1, "lease_ms": 1_000, "transport": transport}
         async with AsyncRateLimiterClient(node.address, **options) as client:
@@ -495,6 +495,7 @@ async def test_the_fakes_settle_as_nodes_do():
     assert await hold.extend(30)
     assert await hold.settle(0)
     assert not await hold.settle(1)
+    assert not await hold.extend(30)
     assert left_of(await other.check("u", *WHO, peek=True)) == 5
     assert not await (await other.hold("u", "user", "/free")).settle(1)
 

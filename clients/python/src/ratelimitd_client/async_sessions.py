@@ -256,7 +256,9 @@ class AsyncSession:
             raise CallError.of_closed()
         # A hold may have come to another event loop, or to a forked process, where no call of this session would end.
         if self.loop is not asyncio.get_running_loop():
-            raise CallError(grpc.StatusCode.FAILED_PRECONDITION, "the hold is of another event loop")
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION, "the hold is of another event loop"
+            )
         answer, leave = self._start(path, message, timeout_s)
         call = asyncio.ensure_future(answer, loop=self.loop)
         self.keep(call)
