@@ -308,17 +308,27 @@ client = AsyncRateLimiterClient(sys.argv[1], timeout_s=30, transport=sys.argv[3]
 async def ask():
     return (await client.check("alice", "user", "/x")), (await client.check_many([Check("a", "user", "/x")]))[0]
 
+async def hold():
+    return await client.hold("alice", "user", "/five")
+
+async def settle(held):
+    async with held:
+        return await held.settle(1)
+
 async def admin():
     return client.admin
 
 used = sys.argv[2] == "used"
 if used:
     assert not any(decision.fail_open for decision in asyncio.run(ask()))
+    held = asyncio.run(hold())
+    assert held.is_held
 child = os.fork()
 decisions = asyncio.run(ask())
 if child == 0:
     assert [decision.fail_open for decision in decisions] == [used, used], decisions
     if used:
+        assert not asyncio.run(settle(held))
         try:
             asyncio.run(admin())
         except RuntimeError as error:

@@ -149,6 +149,31 @@ async def test_a_hold_that_is_answered_late_is_given_back_unless_it_has_an_id(
         assert not client._fail_open.breaker.allows()  # the answer counted as none
 
 
+@pytest.mark.parametrize("transport", get_args(Transport))
+async def test_a_lease_that_is_answered_late_is_given_back(transport, monkeypatch):
+    monkeypatch.setattr(async_hold, "ATTEMPT_S", async_hold.DEFAULT_SETTLE_S)
+    monkeypatch.setattr(async_sessions, "LATE_S", PATIENT_S)
+    late = threading.Event()
+    with fake_node() as node:
+        node.answer = pb.RateLimitResponse(
+            allowed=True, reason=pb.WITHIN_LIMIT, limit=10_000, remaining_tokens=9_000
+        )
+        node.on_call = lambda request, _: (
+            isinstance(request, pb.HoldRequest) and late.wait(PATIENT_S)
+        )
+        options = {"timeout_s": 0.1, "lease_ms": 1_000, "transport": transport}
+        async with AsyncRateLimiterClient(node.address, **options) as client:
+            while "Hold" not in node.methods():
+                assert (await client.check("u", *WHO, timeout_s=PATIENT_S)).allowed
+            # Its deadline is as long as the lease's, and ends later.
+            other = await client.hold("v", *WHO, hold_id="kept for a repetition")
+            assert other.decision.error == "DEADLINE_EXCEEDED"
+            late.set()
+        assert client.counts.leased == 0
+        [settled] = [call.request for call in node.seen if call.method == "Settle"]
+        assert settled.actual == 0
+
+
 def test_a_hold_of_the_blocking_client_that_is_answered_late_is_given_back(monkeypatch):
     monkeypatch.setattr(sessions, "LATE_S", PATIENT_S)
     with fake_node() as node, RateLimiterClient(node.address) as client:
@@ -236,6 +261,29 @@ async def test_no_settle_is_tried_again_once_the_client_is_closed(monkeypatch):
         assert not hold.settle(1)
         assert not await other.settle(1)
         assert node.methods() == ["Hold"] * 2
+
+
+@pytest.mark.parametrize("transport", get_args(Transport))
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_hold_of_another_event_loop_is_neither_settled_nor_extended(
+    real_node, transport, is_closed
+):
+    options = {"timeout_s": PATIENT_S, "transport": transport}
+    client = AsyncRateLimiterClient(real_node.grpc_address, **options)
+
+    async def use(hold):
+        async with asyncio.timeout(PATIENT_S), hold:
+            return await hold.extend(), await hold.settle(1)
+
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        hold = first.run(client.hold(f"loops {transport} {is_closed}", *WHO))
+        assert hold.is_held
+        if is_closed:
+            first.close()
+        assert second.run(use(hold)) == (False, False)
+        if not is_closed:
+            assert first.run(hold.settle(1))
+            first.run(client.close())
 
 
 async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
@@ -447,6 +495,7 @@ async def test_the_fakes_settle_as_nodes_do():
     assert await hold.extend(30)
     assert await hold.settle(0)
     assert not await hold.settle(1)
+    assert not await hold.extend(30)
     assert left_of(await other.check("u", *WHO, peek=True)) == 5
     assert not await (await other.hold("u", "user", "/free")).settle(1)
 

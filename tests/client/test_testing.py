@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -96,12 +97,51 @@ async def test_a_fake_that_fails_closed_denies_during_an_outage():
 def test_wrong_arguments_raise_as_with_a_real_client(limiter):
     with pytest.raises(ValueError, match="identifier_type"):
         limiter.check("alice", "Nobody", "/x")
-    with pytest.raises(ValueError, match="at least 1"):
-        limiter.limit("/x", "user", limit=0)
+    for limit, error in ((0, ValueError), ("1", TypeError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^limit must be"):
+            limiter.limit("/x", "user", limit)
+        with pytest.raises(error, match=r"^window_seconds must be"):
+            limiter.limit("/x", "user", 1, limit)
     with pytest.raises(ValueError, match="identifier_type"):
         limiter.limit("*", "Tenant", limit=1)
     with pytest.raises(ValueError, match="endpoint"):
         limiter.limit("", "user", limit=1)
+    with pytest.raises(ValueError, match=r"endpoint must not be \*\*: a fake"):
+        limiter.limit("**", "user", limit=1)
+
+
+@pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])
+@pytest.mark.parametrize(
+    ("clock", "what"), [("127.0.0.1:9090", "str"), (ManualClock, "a class"), (0, "int")]
+)
+def test_what_is_no_clock_is_refused(kind, clock, what):
+    with pytest.raises(TypeError, match=f"clock must be a ManualClock .*, not {what}$"):
+        kind(clock)
+
+
+@pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])
+def test_a_fake_has_no_admin(kind):
+    fake = kind()
+    assert not hasattr(fake, "admin")
+    assert create_autospec(fake).check
+    with pytest.raises(AttributeError, match=r"a fake has no admin: set limits with limit\(\)"):
+        _ = fake.admin
+
+
+@pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])
+async def test_a_hold_is_neither_settled_nor_extended_in_an_outage_or_after_closing(kind):
+    limiter = kind()
+    limiter.limit("/x", "user", limit=2)
+    hold = await result_of(limiter.hold("alice", "user", "/x", cost=2, ttl_s=9))
+    ends = hold.expire_time
+    limiter.available = False
+    assert not await result_of(hold.settle(1))
+    assert not await result_of(hold.extend(60))
+    limiter.available = True
+    await result_of(limiter.close())
+    assert not await result_of(hold.settle(1))
+    assert not await result_of(hold.extend(60))
+    assert hold.expire_time == ends
 
 
 def test_a_hold_that_is_denied_holds_nothing_and_never_ends(limiter):

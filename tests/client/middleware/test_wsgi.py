@@ -132,8 +132,11 @@ def test_what_cannot_be_checked_is_answered_503_where_that_is_chosen(limiter):
 
 
 def test_a_function_for_the_endpoint_and_a_limiter_that_blocks_are_needed(limiter):
-    with pytest.raises(ValueError, match="endpoint"):
-        RateLimitMiddleware(application, limiter, Options())
+    for options in (None, Options()):
+        with pytest.raises(ValueError, match="endpoint"):
+            RateLimitMiddleware(application, limiter, options)
+    with pytest.raises(TypeError, match=r"options must be Options\(…\), not dict"):
+        RateLimitMiddleware(application, limiter, {"endpoint": endpoint})
     with pytest.raises(TypeError, match="limiter"):
         RateLimitMiddleware(application, AsyncFakeRateLimiter(), Options(endpoint=endpoint))
 

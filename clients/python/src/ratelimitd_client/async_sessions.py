@@ -254,6 +254,11 @@ class AsyncSession:
         """As :meth:`_start`, with the future of the answer, which closing waits for."""
         if self._is_closed:
             raise CallError.of_closed()
+        # A hold may have come to another event loop, or to a forked process, where no call of this session would end.
+        if self.loop is not asyncio.get_running_loop():
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION, "the hold is of another event loop"
+            )
         answer, leave = self._start(path, message, timeout_s)
         call = asyncio.ensure_future(answer, loop=self.loop)
         self.keep(call)
@@ -386,7 +391,7 @@ async def _lease(session: AsyncSession, timeout_s: float, bucket: Bucket, tokens
     request = request_of(identifier, identifier_type, endpoint, cost=tokens)
     message = hold_of(request, TTL_S, "", lease=True)
     try:
-        answer = await session.call(HOLD, message, timeout_s)
+        answer = await session.call_or_give_back(HOLD, message, timeout_s)
     except CallError as error:
         return AsyncHold(unchecked(Reason.NO_ANSWER, error.code.name, 0.0))
     decision, held = session.fail_open.held(answer)

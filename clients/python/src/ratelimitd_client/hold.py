@@ -87,6 +87,7 @@ class Hold:
 
         Tried again for ``timeout_s`` if no node answers, and charged once however often it is tried. Returns whether it
         was charged: not if the hold has ended, if it held nothing because no limit was asked, or if no node answers.
+        In asyncio a hold cannot be used on another event loop, or in a forked process.
 
         Raises:
             ValueError, TypeError: ``actual`` or ``timeout_s`` is not valid.

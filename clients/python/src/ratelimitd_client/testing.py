@@ -7,16 +7,14 @@ algorithm of your rules. Use a real node to test the edges of a window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
-
-import grpc
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 from ratelimitd_client.async_client import AsyncRateLimiterClient
-from ratelimitd_client.check import MAX_COST, NO_IDENTITIES, Check
+from ratelimitd_client.check import MAX_COST, NO_IDENTITIES, Check, require_number
 from ratelimitd_client.client import RateLimiterClient
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, OnUnavailable, Reason, unchecked
-from ratelimitd_client.fail_open import HOLD, SETTLE, CallError
+from ratelimitd_client.fail_open import HOLD, SETTLE
 from ratelimitd_client.observers import Observer
 from ratelimitd_client.sessions import Arguments
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -71,6 +69,11 @@ class _Fake(Arguments[Any, Any]):
         on_unavailable: OnUnavailable = "allow",
         observer: Observer | None = None,
     ) -> None:
+        given: object = clock
+        if isinstance(given, type) or not (given is None or hasattr(given, "now_s")):
+            what = "a class" if isinstance(given, type) else type(given).__name__
+            message = f"clock must be a ManualClock or have its methods, not {what}"
+            raise TypeError(message)
         super().__init__(
             clock=ManualClock() if clock is None else clock,
             on_unavailable=on_unavailable,
@@ -80,7 +83,7 @@ class _Fake(Arguments[Any, Any]):
         self.checks: Final[list[Check]] = []
         """All checks in order, also those while the service is not available."""
         self.available = True
-        """Set to ``False`` to answer all checks as when the service does not answer."""
+        """Set to ``False`` to answer checks, settles and extensions as when the service does not answer, at once."""
         self._session = _Session(self, self._given)
 
     def limit(
@@ -89,12 +92,14 @@ class _Fake(Arguments[Any, Any]):
         """Limit an endpoint, or with ``*`` all endpoints without a limit.
 
         Raises:
-            ValueError, TypeError: a limit or a window is below 1, or no check can have the endpoint or the type.
+            ValueError, TypeError: an argument is not valid; ``**`` is not.
         """
-        Check("192.0.2.1", identifier_type, "/" if endpoint == "*" else endpoint)
-        if limit < 1 or window_seconds < 1:
-            message = "a limit and its window are at least 1"
+        if endpoint == "**":
+            message = "endpoint must not be **: a fake has no limits over all endpoints"
             raise ValueError(message)
+        Check("192.0.2.1", identifier_type, "/" if endpoint == "*" else endpoint)
+        require_number("limit", limit, 1, MAX_COST)
+        require_number("window_seconds", window_seconds, 1, MAX_COST)
         self._session.limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
 
     def _opened(self) -> Any:
@@ -129,6 +134,12 @@ class _Session:
         self._spent: dict[_Bucket, int] = {}
         self._holds: list[_Held] = []
 
+    @property
+    def grpc_channel(self) -> NoReturn:
+        """The channel of a client's ``admin``."""
+        message = "a fake has no admin: set limits with limit(), or use a node"
+        raise AttributeError(message)
+
     def allows(self) -> bool:
         """Let every check be sent."""
         return True
@@ -147,12 +158,20 @@ class _Session:
         return self._given([self._decide(message)[0] for message in messages])
 
     def call(self, path: str, message: bytes, _timeout_s: float) -> Any:
-        """Answer a settle or an extension as a node does, and a hold with what :meth:`held` returns."""
+        """Answer a settle or an extension as a node does, and a hold with what :meth:`held` returns.
+
+        ``None`` is the answer of a node that is away, or does not know the hold.
+        """
         if path == HOLD:
             return self._given(self._hold(pb.HoldRequest.FromString(message)))
-        if path == SETTLE:
-            return self._given(self._settle(pb.SettleRequest.FromString(message)))
-        return self._given(self._extend(pb.ExtendRequest.FromString(message)))
+        kind = pb.SettleRequest if path == SETTLE else pb.ExtendRequest
+        request = kind.FromString(message)
+        held = self._holds[int(request.hold)]
+        if not (held.buckets and self._fake.available) or self._fake._closed:  # noqa: SLF001 - its own session
+            return self._given(None)
+        if isinstance(request, pb.SettleRequest):
+            return self._given(self._settle(held, request.actual))
+        return self._given(self._extend(held, request))
 
     call_or_give_back = call
 
@@ -171,21 +190,18 @@ class _Session:
         self._holds.append(_Held(charged, request.check.tokens_requested))
         return decision, pb.HoldResponse(hold=name, expire_time=self._end_of(request))
 
-    def _settle(self, request: pb.SettleRequest) -> bytes:
-        held = self._holds[int(request.hold)]
-        if not held.buckets:
-            return b""
+    def _settle(self, held: _Held, actual: int) -> bytes | None:
         if held.actual is None:
-            held.actual = request.actual
+            held.actual = actual
             for bucket in held.buckets:
-                self._spent[bucket] += request.actual - held.cost
-        if request.actual != held.actual:
-            raise CallError(grpc.StatusCode.FAILED_PRECONDITION)
-        return pb.SettleResponse(known=True, charged=request.actual).SerializeToString()
+                self._spent[bucket] += actual - held.cost
+        if actual != held.actual:
+            return None
+        return pb.SettleResponse(known=True, charged=actual).SerializeToString()
 
-    def _extend(self, request: pb.ExtendRequest) -> bytes:
-        if not self._holds[int(request.hold)].buckets:
-            return b""
+    def _extend(self, held: _Held, request: pb.ExtendRequest) -> bytes | None:
+        if held.actual is not None:
+            return None
         expire_time = self._end_of(request)
         return pb.ExtendResponse(known=True, expire_time=expire_time).SerializeToString()
 

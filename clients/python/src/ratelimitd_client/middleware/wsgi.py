@@ -38,13 +38,13 @@ class RateLimitMiddleware:
     def __init__(
         self, app: WSGIApplication, limiter: RateLimiter, options: Options[WSGIEnvironment]
     ) -> None:
-        if options.endpoint is None:
+        self._policy = Policy(options)
+        if getattr(options, "endpoint", None) is None:  # callers without types may give None
             message = "endpoint must be a function: WSGI has no routes"
             raise ValueError(message)
         require_kind(limiter, options, asynchronous=False)
         self._app = app
         self._limiter = limiter
-        self._policy = Policy(options)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Answer a denied request, and pass on the others."""
