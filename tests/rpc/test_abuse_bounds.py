@@ -5,9 +5,9 @@ import tracemalloc
 import pytest
 
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.interface import MAX_MESSAGE_BYTES, StatusCode
 from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.server import NativeConnection
 from tests.http2_peer import (
     GOAWAY,
     GREETING,
