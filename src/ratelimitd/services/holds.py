@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from binascii import Error as NoBase64Error
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from heapq import nlargest
@@ -252,7 +251,7 @@ class HoldsService:
             return None
         try:
             sealed = urlsafe_b64decode(hold + b"=" * (-len(hold) % 4))
-        except (NoBase64Error, ValueError):
+        except ValueError:
             return None
         if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
             return None  # the decoder ignores octets outside its alphabet
