@@ -85,7 +85,8 @@ class SqlAssignmentStore:
             for wanted in assignments:
                 before = self._current(stored.get(wanted.identity))
                 _refuse_conflict(before, wanted.etag)
-                if before is not None and wanted.same_as(before):
+                # All but the etag.
+                if before is not None and wanted[:-1] == before[:-1]:
                     answers.append(before)
                     continue
                 after = wanted.with_etag(revision + len(changes))
