@@ -33,13 +33,7 @@ from ratelimitd.rpc.interface import (
     TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.tls import (
-    CERT_SETTING,
-    KEY_SETTING,
-    Certificates,
-    CertificateSource,
-    TlsFiles,
-)
+from ratelimitd.rpc.tls import CERT_SETTING, KEY_SETTING, Certificates, CertificateSource, TlsFiles
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0

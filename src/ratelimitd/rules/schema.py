@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ratelimitd.model import (
-    INT32_MAX,
-    RESERVED_PLANS,
-    TYPE_NAME,
-    Algorithm,
-    Enforcement,
-    Period,
-)
+from ratelimitd.model import INT32_MAX, RESERVED_PLANS, TYPE_NAME, Algorithm, Enforcement, Period
 from ratelimitd.rules.rules_file import (
     DURATION,
     LIMIT_TYPES,

@@ -31,19 +31,8 @@ from ratelimitd.rules.store import (
     limit_count,
 )
 from ratelimitd.rules.validation import type_problem
-from ratelimitd.services.convert_rules import (
-    change_of,
-    draft_of,
-    rate_limit_of,
-    update_of,
-)
-from ratelimitd.services.wire import (
-    EMPTY,
-    parse,
-    parse_rule,
-    rules_within,
-    text_of,
-)
+from ratelimitd.services.convert_rules import change_of, draft_of, rate_limit_of, update_of
+from ratelimitd.services.wire import EMPTY, parse, parse_rule, rules_within, text_of
 from ratelimiter.v1.ratelimiter_pb2 import (
     ApplyRateLimitsRequest,
     ApplyRateLimitsResponse,

@@ -16,12 +16,7 @@ from typing import Final, NamedTuple
 
 from ratelimitd.buckets.keys import STORED_KEY_BYTES, BucketKeys
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import (
-    CheckInvalidError,
-    FieldViolation,
-    HoldEndedError,
-    InvalidInputError,
-)
+from ratelimitd.errors import CheckInvalidError, FieldViolation, HoldEndedError, InvalidInputError
 from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
 from ratelimitd.limiter.holder import HeldLimit, Holder, SettledHold
 from ratelimitd.model import INT32_MAX, US_PER_S, Check

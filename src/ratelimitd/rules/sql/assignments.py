@@ -13,18 +13,9 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ratelimitd.clock import Clock
-from ratelimitd.errors import (
-    AssignmentConflictError,
-    AssignmentNotFoundError,
-    AssignmentsFullError,
-)
+from ratelimitd.errors import AssignmentConflictError, AssignmentNotFoundError, AssignmentsFullError
 from ratelimitd.model import US_PER_S, Identity
-from ratelimitd.rules.assignments import (
-    Assigned,
-    Assignment,
-    Assignments,
-    assigned_of,
-)
+from ratelimitd.rules.assignments import Assigned, Assignment, Assignments, assigned_of
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
     assignments,

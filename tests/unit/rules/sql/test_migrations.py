@@ -11,12 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from ratelimitd.errors import (
-    SchemaOlderError,
-    SettingsError,
-    StartupError,
-    StoreUnavailableError,
-)
+from ratelimitd.errors import SchemaOlderError, SettingsError, StartupError, StoreUnavailableError
 from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.database import REVISIONS, VERSION_TABLE, metadata, open_database

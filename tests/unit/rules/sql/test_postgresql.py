@@ -13,11 +13,7 @@ from asyncpg.exceptions import ClientConfigurationError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ratelimitd.errors import (
-    StartupError,
-    StoreMisconfiguredError,
-    StoreUnavailableError,
-)
+from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.rules.sql import postgresql
 from ratelimitd.rules.sql.postgresql import PostgresqlDatabase, error_of
 from ratelimitd.settings import urls
