@@ -48,7 +48,7 @@ class RuleDatabase(Protocol):
         Raises ``StartupError`` where a retry cannot succeed.
         """
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection; idempotent."""
 
 

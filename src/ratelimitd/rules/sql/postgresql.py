@@ -147,7 +147,7 @@ class PostgresqlDatabase:
             message = f"{found}: {self.place}"
             raise type(found)(message) from error
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection; idempotent."""
         # Concurrently and in bounded time: a hanging server must not delay the shutdown.
         closings = [driver.close(timeout=CLOSE_TIMEOUT_S) for driver in self._drivers]

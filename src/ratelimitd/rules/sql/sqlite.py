@@ -117,7 +117,7 @@ class SqliteDatabase:
                 raise StartupError(message) from error
             raise StoreUnavailableError(message) from error
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection and wait for its thread; idempotent.
 
         A connection whose caller was cancelled is closed later, by its thread. A thread that outlives the event loop

@@ -280,7 +280,7 @@ class SqlRuleStore:
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
-        await self._database.close()
+        await self._database.aclose()
 
     @asynccontextmanager
     async def _searching(self) -> AsyncIterator[None]:

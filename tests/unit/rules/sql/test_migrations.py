@@ -1,7 +1,7 @@
 import asyncio
 import logging
 import sqlite3
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import pytest
@@ -50,11 +50,8 @@ async def test_upgrade_creates_a_missing_file_with_the_newest_schema(path):
 
 async def schema_of(url):
     """Return what a database says of its tables, in any order of their columns."""
-    database = open_database(url)
-    async with database.reading() as connection:
-        described = await connection.run_sync(lambda it: described_by(sa.inspect(it)))
-    await database.close()
-    return described
+    async with aclosing(open_database(url)) as database, database.reading() as connection:
+        return await connection.run_sync(lambda it: described_by(sa.inspect(it)))
 
 
 def described_by(inspector):
