@@ -127,12 +127,8 @@ def _is_placeholder(segment: str) -> bool:
 def _shared(asked: tuple[str, ...], own: tuple[str, ...]) -> int:
     """Return the number of leading segments that two paths share."""
     pairs = zip(asked, own, strict=False)
-    return sum(1 for _ in takewhile(_agree, pairs))
-
-
-def _agree(pair: tuple[str, str]) -> bool:
-    one, other = pair
-    return one == other or _is_placeholder(one) or _is_placeholder(other)
+    agree = (a == b or _is_placeholder(a) or _is_placeholder(b) for a, b in pairs)
+    return sum(takewhile(bool, agree))
 
 
 def _spellings(asked: _Form, own: _Form) -> list[str]:
