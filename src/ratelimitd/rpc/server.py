@@ -134,7 +134,7 @@ class NativeConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Pause reading and streaming while the peer does not read."""
         self._writing_paused = True
-        self.calls.block()
+        self.calls.answers.blocked = True
         self._pause_reading()
 
     def resume_writing(self) -> None:
@@ -142,7 +142,7 @@ class NativeConnection(asyncio.Protocol):
         self._writing_paused = False
         self._count_unread()
         self._wake()  # the last answer may have been written
-        self.calls.unblock()
+        self.calls.answers.unblock()
         self._loop.call_soon(self._go_on)
 
     def connection_lost(self, _error: Exception | None) -> None:
