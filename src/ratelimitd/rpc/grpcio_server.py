@@ -301,10 +301,7 @@ class GrpcioCall:
 
     def metadata(self, key: str) -> str | None:
         """The first value of a key."""
-        for name, value in self._context.invocation_metadata() or ():
-            if name == key:
-                return value if isinstance(value, str) else None
-        return None
+        return next(iter(self.values(key)), None)
 
     def values(self, key: str) -> list[str]:
         """All values of a key."""
