@@ -1,7 +1,7 @@
 """The rule stores that every test of the RuleStore protocol runs against: real ones, each empty and of its own."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,9 +48,8 @@ def successor(book, changed, removed_ids, revision):
 async def migrated(url, revision):
     """Create the tables as releases before this one did, one migration after the other."""
     database = open_database(url, create=True)
-    async with database.upgrading() as connection:
+    async with aclosing(database), database.upgrading() as connection:
         await connection.run_sync(migrate, revision)
-    await database.close()
 
 
 @asynccontextmanager

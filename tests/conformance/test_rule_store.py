@@ -220,6 +220,7 @@ async def test_changes_since_a_revision_are_what_happened_after_it(store):
     orders = await store.update(orders.id, RuleChanges(limit=11), "", ME)
     await store.delete(carts.id, "", ME)
     assert (await store.changes_since(2))[:5] == (4, [orders], [carts.id], [], False)
+    assert (await store.changes_since(3))[:5] == (4, [], [carts.id], [], False)
     assert (await store.changes_since(4))[:5] == (4, [], [], [], False)
     assert (await store.changes_since(None))[:5] == (4, [orders], (), [], True)
 

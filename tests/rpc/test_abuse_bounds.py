@@ -5,11 +5,10 @@ import tracemalloc
 import pytest
 
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.interface import MAX_MESSAGE_BYTES, StatusCode
 from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.server import NativeConnection
 from tests.http2_peer import (
-    GOAWAY,
     GREETING,
     HEADERS,
     PING,
@@ -139,20 +138,6 @@ async def test_a_peer_that_does_not_read_fills_at_most_one_buffer(serving, path)
         await until(lambda: any(each._writing_paused for each in serving.server._connections))
         serving.passes(22)
         assert serving.errors["stalled_window"] == 1
-
-
-async def test_a_silent_peer_is_pinged_then_closed(plain):
-    line = await plain.line()
-    await until(lambda: plain.server._connections)
-    [connection] = plain.server._connections
-    await until(lambda: connection._received)
-    plain.passes(62)
-    plain.passes(22)
-    assert plain.errors == {"keepalive_timeout": 1}
-    kinds = [sent.type for sent in await line.rest()]
-    assert kinds[-2:] == [PING, GOAWAY]
-    plain.passes(3)
-    await until(lambda: plain.places == 0)
 
 
 # Too much of everything

@@ -285,7 +285,10 @@ async def demand_free(listen: str, *, setting: str = "LISTEN") -> None:
         StartupError: the address is taken, not local, or does not resolve; the message names ``setting``.
     """
     if listen.startswith(UNIX_PREFIX):
-        await _demand_silent_socket(listen)
+        # A file that does not answer is left over from a killed node, and may be replaced.
+        if await answers(listen.removeprefix(UNIX_PREFIX)):
+            message = f"LISTEN: cannot listen on {listen}: another process does"
+            raise StartupError(message)
         return
     host, port = split(listen)
     if port == 0:
@@ -361,15 +364,14 @@ def split(listen: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-async def _demand_silent_socket(listen: str) -> None:
-    """Raise if the socket file answers; otherwise it is left over from a killed node and may be replaced."""
+async def answers(path: str | Path) -> bool:
+    """Return whether a process listens on a Unix socket."""
     try:
-        _, writer = await asyncio.open_unix_connection(listen.removeprefix(UNIX_PREFIX))
+        _, writer = await asyncio.open_unix_connection(path)
     except OSError:
-        return
+        return False
     writer.close()
-    message = f"LISTEN: cannot listen on {listen}: another process does"
-    raise StartupError(message)
+    return True
 
 
 def _bound_unix(listen: str) -> socket.socket:

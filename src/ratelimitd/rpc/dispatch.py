@@ -155,14 +155,6 @@ class ConnectionCalls:
         if is_large:
             queue.end()
 
-    def block(self) -> None:
-        """Pause streams while the peer does not read."""
-        self.answers.blocked = True
-
-    def unblock(self) -> None:
-        """Resume streams."""
-        self.answers.unblock()
-
     def lose_all(self) -> None:
         """Drop all calls of a closed connection."""
         for open_call in self._table.leave_all():

@@ -33,102 +33,11 @@ from ratelimitd.rpc.interface import (
     TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.tls import (
-    CERT_SETTING,
-    KEY_SETTING,
-    Certificates,
-    CertificateSource,
-    TlsFiles,
-)
+from ratelimitd.rpc.tls import CERT_SETTING, KEY_SETTING, Certificates, CertificateSource, TlsFiles
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0
 """Grace of calls in flight after ``stop_accepting``, until ``stop`` sets another."""
-
-
-class RevivedServer:
-    """Runs one grpc server, and replaces it when it ends unexpectedly.
-
-    ``build`` makes a server, ``credentials`` those of its port (``None``: plaintext). Both are called at each opening,
-    since grpc accepts neither twice. ``lost`` is called for each server that ended unexpectedly.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], grpc.aio.Server],
-        credentials: Callable[[], grpc.ServerCredentials | None],
-        lost: Callable[[], None],
-    ) -> None:
-        self._build = build
-        self._credentials = credentials
-        self._lost = lost
-        self._server: grpc.aio.Server | None = None
-        self._ending = False
-        self._draining: asyncio.Task[None] | None = None
-        self._reopening: asyncio.Task[None] | None = None
-
-    async def open(self, listen: str) -> str:
-        """Bind and serve; returns the bound address.
-
-        Raises:
-            StartupError: cannot listen on the address, or cannot make the credentials.
-        """
-        credentials = self._credentials()
-        server = self._build()
-        try:
-            port = (
-                server.add_insecure_port(listen)
-                if credentials is None
-                else server.add_secure_port(listen, credentials)
-            )
-        except RuntimeError:
-            suspects = (
-                "LISTEN" if credentials is None else f"LISTEN, {CERT_SETTING} or {KEY_SETTING}"
-            )
-            message = f"{suspects}: cannot listen on {listen}"
-            raise StartupError(message) from None
-        address = bound_address(listen, port)
-        before = asyncio.all_tasks()
-        await server.start()
-        for task in asyncio.all_tasks() - before:
-            # The task that accepts calls is compiled, so its coroutine is not a CoroutineType.
-            if not isinstance(task.get_coro(), CoroutineType):
-                task.add_done_callback(partial(self._serving_ended, address))
-        self._server = server
-        return address
-
-    async def stop_accepting(self) -> None:
-        """Refuse new calls; calls in flight go on."""
-        self._ending = True
-        if self._server is not None and self._draining is None:
-            self._draining = asyncio.create_task(self._server.stop(LONG_GRACE_S))
-            await asyncio.sleep(0)  # lets it send GOAWAY
-
-    async def stop(self, grace_s: float) -> None:
-        """Wait at most ``grace_s`` seconds for calls in flight, then close everything."""
-        self._ending = True
-        if self._server is not None:
-            await self._server.stop(grace_s)
-        if self._draining is not None:
-            await self._draining
-
-    def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
-        """Reopen the port when grpc's accept loop has ended, which a path that is not UTF-8 silently causes."""
-        if self._ending or serving.cancelled() or serving.exception() is None:
-            return
-        self._lost()
-        _log.error("the grpc server ended unexpectedly; it is opened again")
-        self._reopening = asyncio.create_task(self._reopen(address))
-
-    async def _reopen(self, address: str) -> None:
-        while not self._ending:
-            try:
-                await self.open(address)
-            except StartupError:  # the old server has not released the port yet
-                await asyncio.sleep(REOPEN_PAUSE_S)
-            else:
-                return
-
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -178,15 +87,16 @@ class GrpcioServer:
         self._calls = _Room(self._limits.max_concurrent_rpcs, self._count, *_TOO_MANY_CALLS)
         self._streams = _Room(self._limits.max_streams, self._count, *_TOO_MANY_STREAMS)
         self._router = _Router(self._handlers(), self._count)
-        self._server = RevivedServer(
-            self._new_server, self._credentials, partial(self._count, TransportError.UNEXPECTED)
-        )
+        self._server: grpc.aio.Server | None = None
+        self._ending = False
+        self._draining: asyncio.Task[None] | None = None
+        self._reopening: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
         if not self._reuse_port:
             await demand_free(self._listen)
-        return await self._server.open(self._listen)
+        return await self._open(self._listen)
 
     @property
     def in_progress(self) -> InProgress:
@@ -195,16 +105,29 @@ class GrpcioServer:
 
     async def stop_accepting(self) -> None:
         """Refuse new calls; calls in flight go on."""
-        await self._server.stop_accepting()
+        self._ending = True
+        if self._server is not None and self._draining is None:
+            self._draining = asyncio.create_task(self._server.stop(LONG_GRACE_S))
+            await asyncio.sleep(0)  # lets it send GOAWAY
 
     async def stop(self, grace_s: float) -> None:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
         # A watch does not end, so waiting for it would always take the whole grace.
         self._stopping.set()
-        await self._server.stop(grace_s)
+        self._ending = True
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._draining is not None:
+            await self._draining
 
-    def _new_server(self) -> grpc.aio.Server:
-        return grpc.aio.server(
+    async def _open(self, listen: str) -> str:
+        """Bind and serve; returns the bound address. The server and its credentials are new: grpc takes neither twice.
+
+        Raises:
+            StartupError: cannot listen on the address, or cannot make the credentials.
+        """
+        credentials = self._credentials()
+        server = grpc.aio.server(
             handlers=(self._router,),
             options=_options(self._limits, reuse_port=self._reuse_port),
             # Over all kinds: calls beyond it cost no task. Calls and streams have bounds of their own.
@@ -212,6 +135,44 @@ class GrpcioServer:
             + self._limits.max_concurrent_rpcs
             + self._limits.max_streams,
         )
+        try:
+            port = (
+                server.add_insecure_port(listen)
+                if credentials is None
+                else server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError:
+            suspects = (
+                "LISTEN" if credentials is None else f"LISTEN, {CERT_SETTING} or {KEY_SETTING}"
+            )
+            message = f"{suspects}: cannot listen on {listen}"
+            raise StartupError(message) from None
+        address = bound_address(listen, port)
+        before = asyncio.all_tasks()
+        await server.start()
+        for task in asyncio.all_tasks() - before:
+            # The task that accepts calls is compiled, so its coroutine is not a CoroutineType.
+            if not isinstance(task.get_coro(), CoroutineType):
+                task.add_done_callback(partial(self._serving_ended, address))
+        self._server = server
+        return address
+
+    def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
+        """Reopen the port when grpc's accept loop has ended, which a path that is not UTF-8 silently causes."""
+        if self._ending or serving.cancelled() or serving.exception() is None:
+            return
+        self._count(TransportError.UNEXPECTED)
+        _log.error("the grpc server ended unexpectedly; it is opened again")
+        self._reopening = asyncio.create_task(self._reopen(address))
+
+    async def _reopen(self, address: str) -> None:
+        while not self._ending:
+            try:
+                await self._open(address)
+            except StartupError:  # the old server has not released the port yet
+                await asyncio.sleep(REOPEN_PAUSE_S)
+            else:
+                return
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -340,10 +301,7 @@ class GrpcioCall:
 
     def metadata(self, key: str) -> str | None:
         """The first value of a key."""
-        for name, value in self._context.invocation_metadata() or ():
-            if name == key:
-                return value if isinstance(value, str) else None
-        return None
+        return next(iter(self.values(key)), None)
 
     def values(self, key: str) -> list[str]:
         """All values of a key."""

@@ -60,10 +60,6 @@ class Assignment(NamedTuple):
         """The assigned identity."""
         return self.identifier_type, self.identifier
 
-    def same_as(self, other: Assignment | None) -> bool:
-        """Return whether both assign the same plan, with the same end and note."""
-        return other is not None and self[:-1] == other[:-1]
-
     def with_etag(self, revision: int) -> Assignment:
         """Return it as stored at this revision."""
         # The type may be an enumeration member, whose repr differs.

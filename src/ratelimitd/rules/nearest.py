@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from enum import IntEnum
 from heapq import nsmallest
 from itertools import takewhile
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ratelimitd.model import EVERY_ENDPOINT, GLOBAL_ENDPOINT, NearRule, Rule, types_within
@@ -54,11 +55,8 @@ class _Form(NamedTuple):
     segments: tuple[str, ...]
 
 
-class _Near(NamedTuple):
-    """A near rule and its sort key: kind, whether for other types, whether disabled, and the rest."""
-
-    order: tuple[int, bool, bool, int, str, str]
-    near: NearRule
+_Order = tuple[_Kind, bool, bool, int, str, str]
+"""The sort key of a near rule: kind, whether for other types, whether disabled, and the rest."""
 
 
 class Nearest:
@@ -73,20 +71,20 @@ class Nearest:
         self._only_spelling = only_spelling
         self._asked = _form(endpoint)
         self._types = types
-        self._best: list[_Near] = []
+        self._best: list[tuple[_Order, NearRule]] = []
 
     def look_at(self, rules: Iterable[Rule]) -> None:
         """Compare more rules; skips those of the endpoint itself, ``*`` and ``**``."""
         passed = {self._asked.text, GLOBAL_ENDPOINT, EVERY_ENDPOINT}
         near = (self._near(rule) for rule in rules if rule.endpoint not in passed)
         found = [*self._best, *filter(None, near)]
-        self._best = nsmallest(MAX_NEAREST, found, key=lambda one: one.order)
+        self._best = nsmallest(MAX_NEAREST, found, key=itemgetter(0))
 
     def found(self) -> tuple[NearRule, ...]:
         """Return at most :data:`MAX_NEAREST` rules, the nearest first."""
-        return tuple([one.near for one in self._best])
+        return tuple([near for _, near in self._best])
 
-    def _near(self, rule: Rule) -> _Near | None:
+    def _near(self, rule: Rule) -> tuple[_Order, NearRule] | None:
         asked, own = self._asked, _form(rule.endpoint)
         if self._only_spelling and not _is_respelled(asked, own):
             return None
@@ -110,7 +108,7 @@ class Nearest:
         if not rule.enabled:
             whys.append("is disabled")
         order = (kind, is_other, not rule.enabled, -shared, rule.endpoint, rule.identifier_type)
-        return _Near(order, NearRule(rule, ", ".join(whys)))
+        return order, NearRule(rule, ", ".join(whys))
 
 
 def _form(endpoint: str) -> _Form:
@@ -129,12 +127,8 @@ def _is_placeholder(segment: str) -> bool:
 def _shared(asked: tuple[str, ...], own: tuple[str, ...]) -> int:
     """Return the number of leading segments that two paths share."""
     pairs = zip(asked, own, strict=False)
-    return sum(1 for _ in takewhile(_agree, pairs))
-
-
-def _agree(pair: tuple[str, str]) -> bool:
-    one, other = pair
-    return one == other or _is_placeholder(one) or _is_placeholder(other)
+    agree = (a == b or _is_placeholder(a) or _is_placeholder(b) for a, b in pairs)
+    return sum(takewhile(bool, agree))
 
 
 def _spellings(asked: _Form, own: _Form) -> list[str]:

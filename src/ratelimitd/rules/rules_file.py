@@ -76,14 +76,15 @@ _REQUIRED: Final = tuple(name for name in _PLACEHOLDERS if name != "algorithm")
 _NUMBERS: Final[Mapping[str, Any]] = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
 """Substitutes for the numbers of a limit."""
 
-_TYPES: Final = {
-    "text": str,
-    DURATION: str,
-    "a whole number": int,
-    "true or false": bool,
-    "a list": list,
-    "a mapping": dict,
+TYPES: Final[Mapping[str, tuple[type, str]]] = {
+    "text": (str, "string"),
+    DURATION: (str, "string"),
+    "a whole number": (int, "integer"),
+    "true or false": (bool, "boolean"),
+    "a list": (list, "array"),
+    "a mapping": (dict, "object"),
 }
+"""Name of a type → its class, and its name in JSON Schema."""
 
 _ADDED: Final = (("id", ""), ("enabled", True))
 """Defaults of fields that a rule omits."""
@@ -281,7 +282,7 @@ def _typed(
         if name not in types:
             shown = name[:MAX_QUOTED_CHARS]
             violations.append(_violation(place, shown, _unknown(name, types), node.line))
-        elif type(node.value) is _TYPES[types[name]]:
+        elif type(node.value) is TYPES[types[name]][0]:
             typed[name] = node.value
         else:
             text = isinstance(node.value, bool | int) and types[name] == "text"

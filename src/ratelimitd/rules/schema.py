@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ratelimitd.model import (
-    INT32_MAX,
-    RESERVED_PLANS,
-    TYPE_NAME,
-    Algorithm,
-    Enforcement,
-    Period,
-)
+from ratelimitd.model import INT32_MAX, RESERVED_PLANS, TYPE_NAME, Algorithm, Enforcement, Period
 from ratelimitd.rules.rules_file import (
     DURATION,
     LIMIT_TYPES,
     RULE_TYPES,
     RULES_KEY,
+    TYPES,
     WINDOW,
     WINDOW_PATTERN,
 )
@@ -86,15 +80,6 @@ _FIELDS: Final[Mapping[str, Json]] = {
 }  # fmt: skip
 """The schema of each field, apart from its type, which comes from the reader."""
 
-_TYPES: Final = {
-    "text": "string",
-    DURATION: "string",
-    "a whole number": "integer",
-    "true or false": "boolean",
-    "a list": "array",
-    "a mapping": "object",
-}
-
 
 def rules_schema() -> Json:
     """Return the schema of a rules file."""
@@ -140,7 +125,7 @@ def _object(types: Mapping[str, str], fields: Mapping[str, Json], required: Sequ
         "type": "object",
         "required": required,
         "properties": {
-            name: {"type": _TYPES[kind], **fields[name]} for name, kind in types.items()
+            name: {"type": TYPES[kind][1], **fields[name]} for name, kind in types.items()
         },
         "additionalProperties": False,
         "not": {"required": [*_windows()]},

@@ -70,7 +70,8 @@ def read_yaml(text: str) -> Node:
         YamlError: see there.
     """
     try:
-        events = _events(text)
+        events = yaml.parse(text, Loader=_LOADER)
+        next(events)  # the start of the stream
         first = next(events)
         if isinstance(first, yaml.StreamEndEvent):
             return Node(None, 1)
@@ -84,12 +85,6 @@ def read_yaml(text: str) -> Node:
         message = "not a YAML text: it holds a character that YAML does not allow"
         raise YamlError(message) from None
     return document
-
-
-def _events(text: str) -> Iterator[Any]:
-    events = yaml.parse(text, Loader=_LOADER)
-    next(events)  # the start of the stream
-    return events
 
 
 def _node(event: Any, events: Iterator[Any], depth: int) -> Node:

@@ -7,9 +7,10 @@ A write is answered once it is stored and in this node's rule book, so it decide
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from operator import methodcaller
 from typing import Any, Final, Protocol
@@ -30,19 +31,8 @@ from ratelimitd.rules.store import (
     limit_count,
 )
 from ratelimitd.rules.validation import type_problem
-from ratelimitd.services.convert_rules import (
-    change_of,
-    draft_of,
-    rate_limit_of,
-    update_of,
-)
-from ratelimitd.services.wire import (
-    EMPTY,
-    parse,
-    parse_rule,
-    rules_within,
-    text_of,
-)
+from ratelimitd.services.convert_rules import change_of, draft_of, rate_limit_of, update_of
+from ratelimitd.services.wire import EMPTY, parse, parse_rule, rules_within, text_of
 from ratelimiter.v1.ratelimiter_pb2 import (
     ApplyRateLimitsRequest,
     ApplyRateLimitsResponse,
@@ -55,6 +45,7 @@ from ratelimiter.v1.ratelimiter_pb2 import (
 )
 
 SEAL_BYTES: Final = 16
+"""128 bits, compared in constant time."""
 
 # A separator: no endpoint or identifier type contains a control character.
 _PART: Final = "\x00"
@@ -67,10 +58,24 @@ Place = tuple[str, str]
 """Endpoint and identifier type of a rule; as a filter, an empty text matches all."""
 
 
+def sealed(body: bytes, seal: Callable[[bytes], bytes]) -> str:
+    """Return a text that holds a body behind its seal of ``SEAL_BYTES``."""
+    return urlsafe_b64encode(seal(body) + body).decode().rstrip("=")
+
+
+def unsealed(text: bytes, seal: Callable[[bytes], bytes]) -> bytes | None:
+    """Return the body of a text of :func:`sealed`; ``None`` if it was not made with this ``seal``."""
+    try:
+        body = urlsafe_b64decode(text + b"=" * (-len(text) % 4))[SEAL_BYTES:]
+    except ValueError:
+        return None
+    # Encoded again and compared whole, since base64 has several texts for the same bytes.
+    return body if hmac.compare_digest(text, sealed(body, seal).encode()) else None
+
+
 def page_token(position: Place, query: Sequence[str], key: bytes) -> str:
     """Return the token that continues ``query`` after ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
-    text = _PART.join(position).encode()
-    return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
+    return sealed(_PART.join(position).encode(), partial(_seal, query, key))
 
 
 def position_of(token: str, query: Sequence[str], key: bytes) -> Place:
@@ -79,21 +84,15 @@ def position_of(token: str, query: Sequence[str], key: bytes) -> Place:
     Raises:
         RuleInvalidError: the token was not made with this key for this query.
     """
-    try:
-        padding = "=" * (-len(token) % 4)
-        sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
-        name, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
-        position = name, identifier_type
-        # Encoded again and compared whole, since base64 has several texts for the same bytes.
-        if hmac.compare_digest(token, page_token(position, query, key)):
-            return position
-    except ValueError:
-        pass
-    violation = FieldViolation("page_token", "must be a token of the page before, with its filters")
-    raise RuleInvalidError(violation)
+    text = unsealed(token.encode(errors="replace"), partial(_seal, query, key))
+    if text is None:
+        message = "must be a token of the page before, with its filters"
+        raise RuleInvalidError(FieldViolation("page_token", message))
+    name, identifier_type = text.decode().split(_PART)
+    return name, identifier_type
 
 
-def _seal(text: bytes, query: Sequence[str], key: bytes) -> bytes:
+def _seal(query: Sequence[str], key: bytes, text: bytes) -> bytes:
     bound = _PART.join(query).encode("utf-8", "surrogateescape")
     keyed = blake2b(key=key, digest_size=SEAL_BYTES, person=b"page token")
     keyed.update(len(bound).to_bytes(4, "big") + bound + text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from google.protobuf import descriptor_pb2, message_factory
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from ratelimitd.algorithms.several import deciding
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
@@ -33,7 +33,7 @@ from ratelimitd.model import (
 from ratelimitd.rules.envoy_import import UNNAMED_TYPE
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of, endpoint_of
 from ratelimitd.services.wire import WireIdentity
-from ratelimitd.services.wire_format import WHOLE_MESSAGE, no_message, widened_pool
+from ratelimitd.services.wire_format import WHOLE_MESSAGE, parsed, widened_pool
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
 PACKAGE: Final = "envoy.service.ratelimit.v3"
@@ -99,10 +99,7 @@ def parse_request(data: bytes) -> WireRequest:
     if len(data) > MAX_REQUEST_BYTES:
         message = f"must be at most {MAX_REQUEST_BYTES} bytes"
         raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message))
-    try:
-        return cast("WireRequest", _REQUEST.FromString(data))
-    except DecodeError:
-        raise no_message(_REQUEST) from None
+    return cast("WireRequest", parsed(_REQUEST, data))
 
 
 _POOL: Final = widened_pool(files())

@@ -6,12 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import (
-    FieldViolation,
-    HoldEndedError,
-    HoldSettledError,
-    InvalidInputError,
-)
+from ratelimitd.errors import FieldViolation, HoldEndedError, HoldSettledError, InvalidInputError
 from ratelimitd.limiter.limiter import Limiter
 from ratelimitd.limiter.together import Together
 from ratelimitd.model import Decision

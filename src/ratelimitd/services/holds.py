@@ -6,11 +6,9 @@ or alter one, it contains no identifier, and other principals cannot use it. See
 
 from __future__ import annotations
 
-import hmac
 import secrets
-from base64 import urlsafe_b64decode, urlsafe_b64encode
-from binascii import Error as NoBase64Error
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 from heapq import nlargest
 from struct import Struct
@@ -18,16 +16,12 @@ from typing import Final, NamedTuple
 
 from ratelimitd.buckets.keys import STORED_KEY_BYTES, BucketKeys
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import (
-    CheckInvalidError,
-    FieldViolation,
-    HoldEndedError,
-    InvalidInputError,
-)
+from ratelimitd.errors import CheckInvalidError, FieldViolation, HoldEndedError, InvalidInputError
 from ratelimitd.ledger.holds import CHECK_DIGEST_BYTES, DEFAULT_TTL_S, MAX_TTL_S, NUMBER_BYTES
 from ratelimitd.limiter.holder import HeldLimit, Holder, SettledHold
 from ratelimitd.model import INT32_MAX, US_PER_S, Check
 from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.services.config import SEAL_BYTES, sealed, unsealed
 from ratelimitd.services.convert import Identities, answer_of, check_of, status_of
 from ratelimitd.services.wire import WireHold, parse, parse_extend, parse_hold, parse_settle
 from ratelimiter.v1 import ratelimiter_pb2
@@ -39,9 +33,6 @@ MAX_HOLD_CHARS: Final = 65_536
 """Longest hold on the wire; each limit with the longest names takes 160 characters."""
 
 MAX_LISTED: Final = 1_000
-
-SEAL_BYTES: Final = 16
-"""128 bits, compared in constant time."""
 
 _SEAL_PERSON: Final = b"rl-hold"
 _NUMBER_PERSON: Final = b"rl-holdid"
@@ -236,10 +227,9 @@ class HoldsService:
             for text in texts:
                 encoded = text.encode()
                 parts += (bytes((len(encoded),)), encoded)
-        body = b"".join(parts)
-        return urlsafe_b64encode(self._seal(body, principal) + body).decode().rstrip("=")
+        return sealed(b"".join(parts), partial(self._seal, principal))
 
-    def _seal(self, body: bytes, principal: str) -> bytes:
+    def _seal(self, principal: str, body: bytes) -> bytes:
         # A digest of fixed length in place of the principal, so that a part of the body cannot pass for a part of it.
         whose = self._digest(SEAL_BYTES, _SEAL_PERSON, principal)
         return blake2b(
@@ -250,16 +240,8 @@ class HoldsService:
         """Return the content of a hold; ``None`` if it was not made for this caller."""
         if len(hold) > MAX_HOLD_CHARS:
             return None
-        try:
-            sealed = urlsafe_b64decode(hold + b"=" * (-len(hold) % 4))
-        except (NoBase64Error, ValueError):
-            return None
-        if urlsafe_b64encode(sealed).rstrip(b"=") != hold:
-            return None  # the decoder ignores octets outside its alphabet
-        seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(body, self._principal(call))):
-            return None
-        return _ticket(body)
+        body = unsealed(hold, partial(self._seal, self._principal(call)))
+        return None if body is None else _ticket(body)
 
 
 def _ticket(body: bytes) -> Ticket:

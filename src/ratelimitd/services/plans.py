@@ -22,12 +22,7 @@ from ratelimitd.services.config import (
     position_of,
 )
 from ratelimitd.services.convert import Identities, identity_of
-from ratelimitd.services.wire import (
-    EMPTY,
-    WireAssignment,
-    parse,
-    text_of,
-)
+from ratelimitd.services.wire import EMPTY, WireAssignment, parse, text_of
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterPlans"

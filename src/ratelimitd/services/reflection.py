@@ -25,7 +25,7 @@ V1ALPHA: Final = "grpc.reflection.v1alpha.ServerReflection"
 
 _Request = reflection_pb2.ServerReflectionRequest
 _Response = reflection_pb2.ServerReflectionResponse
-_Answer = Callable[[reflection_pb2.ServerReflectionRequest], _Response]
+_Answer = Callable[[_Request], _Response]
 
 
 class ReflectionService:
@@ -74,44 +74,37 @@ class ReflectionService:
         response.original_request.CopyFrom(request)
         return response.SerializeToString()
 
-    def _list_services(self, _request: reflection_pb2.ServerReflectionRequest) -> _Response:
-        response = _Response()
-        for name in self._service_names:
-            response.list_services_response.service.add(name=name)
-        return response
+    def _list_services(self, _request: _Request) -> _Response:
+        services = [reflection_pb2.ServiceResponse(name=name) for name in self._service_names]
+        listed = reflection_pb2.ListServiceResponse(service=services)
+        return _Response(list_services_response=listed)
 
-    def _file_by_filename(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
+    def _file_by_filename(self, request: _Request) -> _Response:
         return _files(self._pool.FindFileByName(request.file_by_filename))
 
-    def _file_containing_symbol(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
+    def _file_containing_symbol(self, request: _Request) -> _Response:
         symbol = request.file_containing_symbol
         try:
             return _files(self._pool.FindFileContainingSymbol(symbol))
         except KeyError:  # the pool does not find methods by this
             return _files(self._pool.FindMethodByName(symbol).containing_service.file)
 
-    def _all_extension_numbers_of_type(
-        self, request: reflection_pb2.ServerReflectionRequest
-    ) -> _Response:
+    def _all_extension_numbers_of_type(self, request: _Request) -> _Response:
         extended = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
-        response = _Response()
-        response.all_extension_numbers_response.base_type_name = extended.full_name
-        return response
+        numbers = reflection_pb2.ExtensionNumberResponse(base_type_name=extended.full_name)
+        return _Response(all_extension_numbers_response=numbers)
 
 
 def _error(code: StatusCode, message: str) -> _Response:
-    response = _Response()
-    response.error_response.error_code = code
-    response.error_response.error_message = message
-    return response
+    error = reflection_pb2.ErrorResponse(error_code=code, error_message=message)
+    return _Response(error_response=error)
 
 
 def _files(file: FileDescriptor) -> _Response:
     """Return a file and all its imports, which a client needs to interpret it."""
-    response = _Response()
-    for needed in {each.name: each for each in _with_imports(file)}.values():
-        response.file_descriptor_response.file_descriptor_proto.append(needed.serialized_pb)
-    return response
+    needed = {each.name: each.serialized_pb for each in _with_imports(file)}
+    found = reflection_pb2.FileDescriptorResponse(file_descriptor_proto=needed.values())
+    return _Response(file_descriptor_response=found)
 
 
 def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:

@@ -13,11 +13,6 @@ from ratelimitd.counters import MAX_RULE_LABELS
 from ratelimitd.observe.metrics import DEFINITIONS, Definition, HistogramSample, Point
 from ratelimitd.workers.protocol import Reading, Report
 
-
-def _furthest_from_0(values: Iterable[float]) -> float:
-    return max(values, key=abs)
-
-
 GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     # The total of all workers.
     "rate_limiter_active_buckets": sum,
@@ -30,7 +25,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_unsettled_buckets": sum,
     # The worst value, so that alerts for one process work for all.
     "rate_limiter_cache_hit_ratio": min,
-    "rate_limiter_clock_error_seconds": _furthest_from_0,
+    "rate_limiter_clock_error_seconds": lambda values: max(values, key=abs),
     "rate_limiter_cluster_nodes": min,
     "rate_limiter_healthy": min,
     "rate_limiter_loop_lag_seconds": max,
@@ -62,15 +57,17 @@ def merged(
         counted: the counters and histograms of each worker, from all its processes.
         now: the current report of each process that answered.
     """
-    return [
-        (
-            definition,
-            _gauge_points(definition, now)
-            if definition.kind == "gauge"
-            else _sum_points(definition, counted),
-        )
-        for definition in DEFINITIONS
-    ]
+    merged_points = []
+    for definition in DEFINITIONS:
+        if definition.kind == "gauge":
+            rule = GAUGES.get(definition.name, max)
+            readings = _by_label(definition.name, now)
+            points = [Point(rule(map(number, each)), label) for label, each in readings.items()]
+        else:
+            readings = _by_label(definition.name, counted)
+            points = [_point(label, reduce(added, each)) for label, each in readings.items()]
+        merged_points.append((definition, points))
+    return merged_points
 
 
 def added(first: Reading, second: Reading) -> Reading:
@@ -86,21 +83,6 @@ def number(reading: Reading) -> float:
     if isinstance(reading, HistogramSample):
         return reading.cumulative_counts[-1]
     return reading
-
-
-def _sum_points(definition: Definition, reports: Sequence[Report]) -> list[Point]:
-    return [
-        _point(label, reduce(added, readings))
-        for label, readings in _by_label(definition.name, reports).items()
-    ]
-
-
-def _gauge_points(definition: Definition, reports: Sequence[Report]) -> list[Point]:
-    rule = GAUGES.get(definition.name, max)
-    return [
-        Point(rule(map(number, readings)), label)
-        for label, readings in _by_label(definition.name, reports).items()
-    ]
 
 
 def _by_label(name: str, reports: Sequence[Report]) -> dict[str, list[Reading]]:

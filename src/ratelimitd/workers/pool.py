@@ -259,8 +259,13 @@ class WorkerPool:
             for number, respawner in enumerate(self._respawners)
         ]
         restarts += [Point(store.restarts_total, STORE) for store in self._stores.values()]
+        # The parent's share of the workers' gauges.
+        parent: Report = {
+            "rate_limiter_memory_usage_bytes": {"": resident_bytes()},
+            "process_start_time_seconds": {"": STARTED_AT_S},
+        }
         return [
-            *merged([each.report() for each in totals], [_parent(), *now]),
+            *merged([each.report() for each in totals], [parent, *now]),
             (ANSWERING, [Point(len(now))]),
             (RESTARTS, restarts),
         ]
@@ -277,11 +282,3 @@ async def _stopped(respawners: Mapping[str, Respawner], timeout_s: float) -> lis
             respawner.kill()
     reasons = await asyncio.gather(*stopping)
     return [f"{name}: {reason}" for name, reason in zip(respawners, reasons, strict=True) if reason]
-
-
-def _parent() -> Report:
-    """Return the parent's share of the workers' gauges."""
-    return {
-        "rate_limiter_memory_usage_bytes": {"": resident_bytes()},
-        "process_start_time_seconds": {"": STARTED_AT_S},
-    }

@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from ratelimitd.errors import StartupError
 from ratelimitd.node.process import ending_with
+from ratelimitd.rpc.acceptor import answers
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.parts import Readiness
 from ratelimitd.workers.child import READINESS_TIMEOUT_S, ChildProcess
@@ -220,7 +221,7 @@ class PrivateStore:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PREDECESSOR_S):
-                while await _listens(self.socket):  # noqa: ASYNC110 - another process
+                while await answers(self.socket):  # noqa: ASYNC110 - another process
                     await asyncio.sleep(LOOK_S)
                 return
         message = f"another one listens at {self.socket}; end it first"
@@ -301,12 +302,3 @@ def _cut_zeros(log: Path) -> None:
             if kept:
                 break
         file.truncate(end)
-
-
-async def _listens(path: Path) -> bool:
-    try:
-        _, writer = await asyncio.open_unix_connection(path)
-    except OSError:
-        return False
-    writer.close()
-    return True

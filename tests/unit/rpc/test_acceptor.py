@@ -365,7 +365,3 @@ def test_http1_gets_an_answer_of_http1():
 @pytest.mark.parametrize("octets", [b"", b"P", b"PRI * HTTP/2.0\r\n", b"GE", b"DELETE"])
 def test_no_answer_is_sent_while_the_protocol_is_unknown(octets):
     assert answer_to(octets) is None
-
-
-def test_an_unknown_protocol_gets_an_empty_answer():
-    assert answer_to(b"SSH-2.0-") == b""

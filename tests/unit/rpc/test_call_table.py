@@ -22,14 +22,8 @@ PLAIN = HttpFallback(b"head", b"body")
 BOUNDS = {"max_open_requests": 3, "max_request_bytes_per_connection": 20, "max_request_bytes": 30}
 
 
-def plan(unary=None):
-    made = Route()
-    made.unary = unary
-    return made
-
-
-def call(deadline_s=None):
-    return NativeCall("/s/m", (), Peer(""), lambda: 0.0, deadline_s)
+def call():
+    return NativeCall("/s/m", (), Peer(""), lambda: 0.0)
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def table(shared):
 
 
 def test_a_call_is_open_until_it_leaves(table, shared):
-    entered = table.enter(1, plan(), call(), 5.0)
+    entered = table.enter(1, Route(), call(), 5.0)
     assert (table.open, entered.began_s, shared.open_requests) == ({1: entered}, 5.0, 1)
     assert table.leave(1) is entered
     assert table.leave(1) is None
@@ -60,8 +54,8 @@ def test_an_http_request_is_open_until_it_leaves(table, shared):
 
 def test_open_requests_are_bounded_over_all_connections(table, shared):
     other = CallTable(shared)
-    table.enter(1, plan(), call(), 0.0)
-    other.enter(1, plan(), call(), 0.0)
+    table.enter(1, Route(), call(), 0.0)
+    other.enter(1, Route(), call(), 0.0)
     assert table.has_room
     other.enter_plain(3, PLAIN, 0.0)
     assert not table.has_room
@@ -71,7 +65,7 @@ def test_open_requests_are_bounded_over_all_connections(table, shared):
 
 
 def test_held_bytes_of_a_call_are_counted_once_and_released(table, shared):
-    entered = table.enter(1, plan(), call(), 0.0)
+    entered = table.enter(1, Route(), call(), 0.0)
     for data in (b"\0\0\0\0\x0a", b"12345", b"67890"):
         entered.take(data)
         assert table.may_hold(entered)
@@ -83,7 +77,7 @@ def test_held_bytes_of_a_call_are_counted_once_and_released(table, shared):
 
 def held(table, stream_id, size):
     """Return whether a call may hold an unfinished message of ``size`` bytes, including its prefix."""
-    entered = table.enter(stream_id, plan(), call(), 0.0)
+    entered = table.enter(stream_id, Route(), call(), 0.0)
     entered.take(b"\0\0\0\0\xff" + bytes(size - 5))
     return table.may_hold(entered)
 
@@ -95,26 +89,6 @@ def test_held_bytes_are_bounded_per_connection_and_over_all(table, shared):
     table.leave(3)
     assert held(other, 1, 10)
     assert not held(other, 3, 5)
-
-
-def test_calls_expire_at_their_deadline(table):
-    for stream_id, deadline_s in ((1, None), (3, 2.0), (5, 1.0)):
-        table.enter(stream_id, plan(), call(deadline_s), 0.0)
-    assert [table.expired(now_s) for now_s in (0.9, 1.0, 2.0)] == [[], [5], [3, 5]]
-
-
-async def test_requests_are_unfinished_until_their_handler_starts(table):
-    with_handler = table.enter(1, plan(), call(), 1.0)
-    with_handler.task = asyncio.current_task()
-    table.enter(3, plan(), call(), 1.0)
-    table.enter_plain(5, PLAIN, 2.0)
-    assert [table.unfinished(began_s) for began_s in (0.9, 1.0, 2.0)] == [[], [3], [3, 5]]
-
-
-def test_streams_are_the_calls_without_a_unary_handler(table):
-    table.enter(1, plan(unary=lambda message, _call: message), call(), 0.0)
-    table.enter(3, plan(), call(), 0.0)
-    assert table.streams() == [3]
 
 
 def test_leave_all_resets_the_counts(table, shared):
@@ -218,12 +192,6 @@ async def test_the_error_of_a_stream_is_raised_after_its_valid_messages(messages
     assert await anext(messages) == b"good"
     with pytest.raises(RpcError, match="too large"):
         await anext(messages)
-
-
-def test_an_rpc_error_is_its_own_status(shared):
-    error = RpcError(StatusCode.NOT_FOUND, "gone")
-    assert shared.status_of(error) is error
-    assert shared.stats.errors_by_transport == {}
 
 
 def test_any_other_error_is_internal_without_details_and_counted(shared):

@@ -9,11 +9,11 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc import connection as native_connection
-from ratelimitd.rpc.connection import NativeConnection
+from ratelimitd.rpc import server as native_server
 from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportLimits
 from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.server import NativeConnection
 from ratelimitd.rpc.state import ServerState
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
@@ -46,7 +46,7 @@ class Transport:
         return self.peername if name == "peername" else None
 
     def set_write_buffer_limits(self, high):
-        assert high == native_connection.WRITE_BUFFER_BYTES
+        assert high == native_server.WRITE_BUFFER_BYTES
 
     def write(self, octets):
         assert octets
@@ -268,7 +268,7 @@ async def test_a_broken_peer_can_read_the_reason_before_the_close(owner, eof, re
     assert transport.recorded == [recorded]
     assert owner.errors == {"protocol": 1}
     connection.data_received(b"more")
-    owner.now_s += native_connection.LINGER_S
+    owner.now_s += native_server.LINGER_S
     connection.look(owner.now_s)
     assert transport.recorded == [recorded]
     owner.now_s += 0.1
@@ -297,7 +297,7 @@ async def test_the_linger_time_begins_after_the_last_answer_was_sent(owner, tran
         owner.now_s += 10
         connection.look(owner.now_s)
         assert transport.recorded == ["write_eof"]
-    owner.now_s += native_connection.LINGER_S + 0.1
+    owner.now_s += native_server.LINGER_S + 0.1
     connection.look(owner.now_s)
     assert transport.recorded == ["write_eof", "abort"]
 

@@ -324,10 +324,3 @@ async def test_end_all_sends_the_status_to_each_call(caller):
     caller.collect()
     assert [caller.outcome(n)[0] for n in (1, 3, 5)] == [StatusCode.UNAVAILABLE] * 3
     await caller.shared.all_ended()
-
-
-def test_block_and_unblock_reach_the_response_writer(caller):
-    caller.calls.block()
-    assert caller.calls.answers.blocked
-    caller.calls.unblock()
-    assert not caller.calls.answers.blocked

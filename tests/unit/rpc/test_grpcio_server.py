@@ -11,7 +11,7 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
-from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, RevivedServer
+from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportLimits
 from ratelimitd.rpc.tls import GRPCIO_KEYS, CertificateSource, TlsFiles
 from tests.certificates import KEYS, self_signed
@@ -226,8 +226,8 @@ async def test_a_server_without_its_port_retries_until_it_is_stopped(monkeypatch
         raise StartupError
 
     monkeypatch.setattr(grpcio_server, "REOPEN_PAUSE_S", 0)
-    server = RevivedServer(grpc.aio.server, lambda: None, lambda: None)
-    monkeypatch.setattr(server, "open", taken)
+    server = GrpcioServer(Methods(), listen="127.0.0.1:1", stats=CheckStats())
+    monkeypatch.setattr(server, "_open", taken)
     async with asyncio.timeout(20):
         reopening = asyncio.create_task(server._reopen("127.0.0.1:1"))
         await tried.wait()
@@ -238,12 +238,12 @@ async def test_a_server_without_its_port_retries_until_it_is_stopped(monkeypatch
 
 
 async def test_a_requested_stop_is_not_counted_as_lost():
-    lost = []
-    server = RevivedServer(grpc.aio.server, lambda: None, lambda: lost.append(1))
-    await server.open("127.0.0.1:0")
+    stats = CheckStats()
+    server = GrpcioServer(Methods(), listen="127.0.0.1:0", stats=stats)
+    await server.start()
     await server.stop_accepting()
     await server.stop(0)
-    assert lost == []
+    assert stats.errors_by_transport == {}
 
 
 def test_status_codes_have_the_names_and_numbers_of_grpc():

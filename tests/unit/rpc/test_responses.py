@@ -64,11 +64,11 @@ async def test_a_stream_waits_for_the_peers_window(caller):
 
 
 async def test_a_stream_waits_while_the_peer_does_not_read(caller):
-    caller.calls.block()
+    caller.calls.answers.blocked = True
     caller.feed(caller.call(1, "/s/count", b"2"))
     await caller.settled()
     assert sum(sent.type == DATA for sent in caller.sent) == 1
-    caller.calls.unblock()
+    caller.calls.answers.unblock()
     await caller.settled()
     assert caller.outcome(1) == (StatusCode.OK, framed(b"0") + framed(b"1"))
 

@@ -307,10 +307,6 @@ def test_an_answer_to_head_is_headers_alone():
     assert (block, body) == (http_fallback(b"GET", is_grpc=False).head_block, b"")
 
 
-def test_a_grpc_request_has_no_http_fallback():
-    assert http_fallback(b"POST", is_grpc=True) is None
-
-
 @pytest.mark.parametrize(
     ("family", "name", "address"),
     [

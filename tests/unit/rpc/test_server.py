@@ -10,10 +10,9 @@ import trustme
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import server as native_server
-from ratelimitd.rpc.connection import LINGER_S, NativeConnection
 from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
-from ratelimitd.rpc.server import NativeServer
+from ratelimitd.rpc.server import LINGER_S, NativeConnection, NativeServer
 from ratelimitd.rpc.tls import TlsFiles
 from tests.http2_peer import (
     DATA,

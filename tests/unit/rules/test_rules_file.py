@@ -51,10 +51,6 @@ def test_empty_book_must_be_explicit():
     assert parse_rules(b"rules: []") == ()
 
 
-def test_byte_order_mark_is_ignored():
-    assert parse_rules(b"\xef\xbb\xbfrules: []") == ()
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

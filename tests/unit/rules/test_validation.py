@@ -14,13 +14,7 @@ from ratelimitd.rules.store import (
     RuleDraft,
     SkippedRow,
 )
-from ratelimitd.rules.validation import (
-    RuleRow,
-    canonical_id,
-    etag_of,
-    rule_from_row,
-    validated,
-)
+from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
 ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 DRAFT = RuleDraft("/orders", "user", 10, 60, "token_bucket")

@@ -1,12 +1,7 @@
 import pytest
 
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.services.auth import (
-    FORWARDING_HEADERS,
-    Credentials,
-    Role,
-    is_loopback,
-)
+from ratelimitd.services.auth import FORWARDING_HEADERS, Credentials, Role, is_loopback
 from tests.access import access_of
 from tests.unit.services.fake_call import FakeCall, bearer
 

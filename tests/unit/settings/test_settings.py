@@ -93,10 +93,6 @@ def test_a_flag_overrides_the_environment():
     assert settings.sources == {"LISTEN": "flag"}
 
 
-def test_an_empty_http_listen_turns_http_off():
-    assert load(HTTP_LISTEN="").http_listen is None
-
-
 def test_all_problems_are_reported_at_once():
     text = problem(
         {"RATELIMITD_FOO": "1", "RATELIMITD_DRAIN_S": "-1", "RATELIMITD_TLS_CERT": "cert.pem"},
@@ -190,13 +186,6 @@ def test_a_private_store_is_the_shared_state_of_workers_and_its_password_is_not_
 def test_port_0_may_be_used_twice():
     settings = load(LISTEN="127.0.0.1:0", HTTP_LISTEN="127.0.0.1:0")
     assert settings.listen == settings.http_listen
-
-
-def test_a_complete_tls_configuration_is_accepted():
-    settings = load(
-        TLS_CERT="c", TLS_KEY="k", TLS_CLIENT_CA="a", ADMIN_SANS="ops", CHECK_SANS="app"
-    )
-    assert settings.admin_sans == ("ops",)
 
 
 def test_certificate_names_that_are_addresses_may_be_in_any_notation():

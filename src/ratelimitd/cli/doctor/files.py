@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from ratelimitd.buckets.state_dir import LOCK_NAME
+from ratelimitd.buckets.state_dir import LOCK_NAME, is_held
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
@@ -216,16 +215,10 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with path.open("rb") as lock:
+            return is_held(lock.fileno())
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _privacy(area: str, path: Path) -> Finding | None:

@@ -48,7 +48,7 @@ class RuleDatabase(Protocol):
         Raises ``StartupError`` where a retry cannot succeed.
         """
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection; idempotent."""
 
 
@@ -113,15 +113,14 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 metadata = sa.MetaData()
 
 # Sorted by bytes, as SQLite does; PostgreSQL needs the collation.
-_ENDPOINT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
-_TYPE: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
+_TEXT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
 
 rules = sa.Table(
     "rules",
     metadata,
     sa.Column("id", sa.String(36), primary_key=True),
-    sa.Column("endpoint", _ENDPOINT, nullable=False),
-    sa.Column("identifier_type", _TYPE, nullable=False),
+    sa.Column("endpoint", _TEXT, nullable=False),
+    sa.Column("identifier_type", _TEXT, nullable=False),
     sa.Column("limit", sa.Integer, nullable=False),
     sa.Column("window_seconds", sa.Integer, nullable=False),
     sa.Column("algorithm", sa.String(50), nullable=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -46,8 +47,7 @@ async def inspect(database_url: str) -> Contents:
         SettingsError: the URL names no database.
     """
     await require_current(database_url)
-    database = open_database(database_url)
-    try:
+    async with aclosing(open_database(database_url)) as database:
         async with database.reading() as connection:
             count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
             types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
@@ -61,8 +61,6 @@ async def inspect(database_url: str) -> Contents:
             for statement in _writes_of_no_row():
                 await connection.execute(statement)
             await connection.rollback()
-    finally:
-        await database.close()
     return contents
 
 

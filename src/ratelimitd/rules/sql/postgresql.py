@@ -22,7 +22,7 @@ from sqlalchemy.engine.interfaces import ExceptionContext
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.settings.urls import PostgresqlServer
@@ -145,11 +145,9 @@ class PostgresqlDatabase:
         except _DRIVER_ERRORS as error:
             found = error_of(error)
             message = f"{found}: {self.place}"
-            if isinstance(found, StoreMisconfiguredError):
-                raise StoreMisconfiguredError(message) from error
-            raise StoreUnavailableError(message) from error
+            raise type(found)(message) from error
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection; idempotent."""
         # Concurrently and in bounded time: a hanging server must not delay the shutdown.
         closings = [driver.close(timeout=CLOSE_TIMEOUT_S) for driver in self._drivers]
@@ -198,7 +196,6 @@ class PostgresqlDatabase:
         engine = create_async_engine(
             "postgresql+asyncpg://",
             async_creator=self._connect,
-            poolclass=AsyncAdaptedQueuePool,
             pool_size=POOL_SIZE,
             max_overflow=0,
             pool_timeout=pool_timeout_s,

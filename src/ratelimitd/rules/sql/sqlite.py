@@ -11,6 +11,7 @@ import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final
@@ -85,7 +86,8 @@ class SqliteDatabase:
         self._busy_timeout_s = busy_timeout_s
         self._threads: set[Thread] = set()
         if create:
-            _make_private(path)
+            with suppress(OSError):  # SQLite hits the same error and reports it
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._engine = self._open_engine(pool_timeout_s)
         # A transaction that reads first and locks later fails at once, regardless of the busy timeout, if another
         # process wrote in between.
@@ -117,7 +119,7 @@ class SqliteDatabase:
                 raise StartupError(message) from error
             raise StoreUnavailableError(message) from error
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection and wait for its thread; idempotent.
 
         A connection whose caller was cancelled is closed later, by its thread. A thread that outlives the event loop
@@ -167,7 +169,9 @@ class SqliteDatabase:
         # The driver would begin a transaction only at the first write; `_begin` does so explicitly.
         connection.isolation_level = None
         # Invalid UTF-8 in one row would fail a whole load; validation rejects the lone surrogates instead.
-        connection.driver_connection.text_factory = _lenient_text
+        connection.driver_connection.text_factory = partial(
+            str, encoding="utf-8", errors="surrogateescape"
+        )
         cursor = connection.cursor()
         _use_wal(cursor)
         # WAL is often combined with NORMAL; FULL makes an answered edit survive a power failure. Edits are rare, so a
@@ -254,15 +258,6 @@ def _use_wal(cursor: Any) -> None:
         else:
             return
     cursor.execute("PRAGMA journal_mode=WAL")
-
-
-def _make_private(path: Path) -> None:
-    with suppress(OSError):  # SQLite hits the same error and reports it
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def _lenient_text(text: bytes) -> str:
-    return text.decode("utf-8", "surrogateescape")
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:

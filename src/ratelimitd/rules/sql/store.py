@@ -280,7 +280,7 @@ class SqlRuleStore:
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
-        await self._database.close()
+        await self._database.aclose()
 
     @asynccontextmanager
     async def _searching(self) -> AsyncIterator[None]:
@@ -347,11 +347,9 @@ class SqlRuleStore:
             )
             rows.append(self._new_row(after))
             audit_rows.append(self._audit_row(number, actor, Change(None, after)))
-        try:
+        message = "two of the rules have the same id, or the same endpoint and identifier type"
+        with _exists_if_taken(message):
             await connection.execute(rules.insert(), rows)
-        except IntegrityError as error:
-            message = "two of the rules have the same id, or the same endpoint and identifier type"
-            raise RuleExistsError(message) from error
         await connection.execute(rule_audit.insert(), audit_rows)
 
     def _new_row(self, row: RuleRow) -> dict[str, object]:
@@ -394,14 +392,13 @@ async def _secret(connection: AsyncConnection, name: str) -> bytes | None:
 
 
 @contextmanager
-def _exists_if_taken() -> Iterator[None]:
+def _exists_if_taken(
+    message: str = "a rule with this id, or this endpoint and identifier type, was created concurrently",
+) -> Iterator[None]:
     """Convert a constraint violation to ``RuleExistsError``: a writer outside the service does not take the lock."""
     try:
         yield
     except IntegrityError as error:
-        message = (
-            "a rule with this id, or this endpoint and identifier type, was created concurrently"
-        )
         raise RuleExistsError(message) from error
 
 

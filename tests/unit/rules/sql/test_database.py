@@ -21,7 +21,7 @@ async def test_url_opens_its_kind_of_database_without_connecting(url, kind, plac
     database = open_database(url)
     assert isinstance(database, kind)
     assert database.place == place
-    await database.close()
+    await database.aclose()
 
 
 def test_unknown_url_scheme_is_refused_without_repeating_the_url():

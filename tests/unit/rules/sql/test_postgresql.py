@@ -1,7 +1,7 @@
 import asyncio
 import socket
 import ssl
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from urllib.parse import quote
 
 import asyncpg
@@ -13,11 +13,7 @@ from asyncpg.exceptions import ClientConfigurationError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ratelimitd.errors import (
-    StartupError,
-    StoreMisconfiguredError,
-    StoreUnavailableError,
-)
+from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.rules.sql import postgresql
 from ratelimitd.rules.sql.postgresql import PostgresqlDatabase, error_of
 from ratelimitd.settings import urls
@@ -36,10 +32,8 @@ async def opened(url, *, busy_timeout_s=10.0, command_timeout_s=10.0, pool_timeo
         command_timeout_s=command_timeout_s,
         pool_timeout_s=pool_timeout_s,
     )
-    try:
+    async with aclosing(database):
         yield database
-    finally:
-        await database.close()
 
 
 @pytest_asyncio.fixture
@@ -225,9 +219,9 @@ async def test_close_does_not_wait_for_a_hanging_server(postgres, postgresql_url
     async with opened(postgresql_url, command_timeout_s=30.0) as database:
         await asyncio.gather(*(read(database) for _ in range(4)))
         postgres.pause()
-        await database.close()
+        await database.aclose()
         postgres.resume()
-        await database.close()
+        await database.aclose()
 
 
 async def test_wait_for_a_busy_pool_is_bounded(postgresql_url, monkeypatch):

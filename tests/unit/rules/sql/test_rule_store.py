@@ -232,22 +232,6 @@ async def test_invalid_row_does_not_count_towards_a_page(store, behind, insert_m
     ]
 
 
-async def test_changes_since_a_revision_include_deleted_rules(tmp_path):
-    async with sqlite_store(tmp_path) as store:
-        one = await store.create(ORDERS, "me")
-        two = await store.create(RuleDraft("/b", "user", 1, 1, "fixed_window"), "me")
-        await store.delete(one.id, "", "me")
-        await store.delete(two.id, "", "me")
-        assert await store.revision() == 4
-        removed = [set((await store.changes_since(n)).removed_ids) for n in (2, 3, 4)]
-        assert removed == [{one.id, two.id}, {two.id}, set()]
-
-
-async def test_no_changes_since_the_last_revision(store):
-    await store.create(ORDERS, "me")
-    assert (await store.changes_since(1))[:5] == (1, [], [], [], False)
-
-
 async def test_missing_revision_row_counts_as_zero(store, behind):
     await store.create(ORDERS, "me")
     behind("DELETE FROM rule_revision")

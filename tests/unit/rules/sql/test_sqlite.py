@@ -3,6 +3,7 @@ import logging
 import os
 import sqlite3
 import threading
+from contextlib import aclosing
 
 import pytest
 import sqlalchemy as sa
@@ -27,11 +28,9 @@ def path(tmp_path):
 async def using(path, work, *, write=False, **options):
     """Return the result of ``work`` in a transaction of a newly opened database."""
     database = SqliteDatabase(path, **options)
-    try:
-        async with database.writing() if write else database.reading() as connection:
-            return await work(connection)
-    finally:
-        await database.close()
+    begin = database.writing if write else database.reading
+    async with aclosing(database), begin() as connection:
+        return await work(connection)
 
 
 def sql(statement, *parameters):
@@ -181,7 +180,7 @@ async def test_wait_for_a_busy_pool_is_bounded(path, monkeypatch):
     with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
         async with database.reading() as connection:
             await work(connection)
-    await database.close()
+    await database.aclose()
 
 
 async def test_replaced_database_is_detected_at_the_next_transaction(path, tmp_path):
@@ -194,7 +193,7 @@ async def test_replaced_database_is_detected_at_the_next_transaction(path, tmp_p
     other.replace(path)
     async with database.reading() as connection:
         assert await sql("SELECT name FROM things")(connection) == [("from the backup",)]
-    await database.close()
+    await database.aclose()
 
 
 async def test_deleted_database_is_detected_instead_of_written(path):
@@ -204,7 +203,7 @@ async def test_deleted_database_is_detected_instead_of_written(path):
     path.unlink()
     with pytest.raises(StoreUnavailableError, match="cannot be opened"):
         await insert_into(database, "lost")
-    await database.close()
+    await database.aclose()
 
 
 async def test_invalid_text_is_read_as_lone_surrogates(path):
@@ -234,7 +233,7 @@ async def test_close_waits_for_the_thread_of_a_cancelled_caller(path):
     workers = set(threading.enumerate()) - before
     holder.cancel()
     await asyncio.wait([holder])
-    await database.close()
+    await database.aclose()
     assert workers
     assert not any(worker.is_alive() for worker in workers)
 
@@ -261,7 +260,7 @@ async def test_connections_opened_after_their_callers_were_cancelled_are_closed(
         reading.cancel()
     await asyncio.wait(readings)
     may_open.set()
-    await database.close()
+    await database.aclose()
     assert len(opened) == (2 if exists else 0)
     for connection in opened:
         with pytest.raises(sqlite3.ProgrammingError, match="closed"):
@@ -315,7 +314,7 @@ async def test_reads_and_writes_run_in_separate_transactions(path):
         await insert_into(database, "a")
     async with database.reading() as connection:
         assert await sql("SELECT name FROM things")(connection) == [("a",)]
-    await database.close()
+    await database.aclose()
 
 
 async def insert_into(database, name):
@@ -330,7 +329,7 @@ async def test_upgrade_of_a_read_only_database_is_permanent(path):
     with pytest.raises(StartupError, match="is read-only: "):
         async with database.upgrading() as connection:
             await insert("a")(connection)
-    await database.close()
+    await database.aclose()
 
 
 async def test_failed_upgrade_names_the_file(tmp_path):
@@ -338,7 +337,7 @@ async def test_failed_upgrade_names_the_file(tmp_path):
     with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*rules\.db$"):
         async with database.upgrading():
             pytest.fail("it opened what is not there")
-    await database.close()
+    await database.aclose()
 
 
 async def test_connection_discarded_between_execution_and_fetch_holds_no_lock(path):

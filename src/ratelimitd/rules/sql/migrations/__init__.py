@@ -7,6 +7,7 @@ Alembic, which takes 0.15 s to import.
 from __future__ import annotations
 
 import logging
+from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
@@ -51,11 +52,8 @@ async def upgrade(
         busy_timeout_s=busy_timeout_s,
         command_timeout_s=UPGRADE_COMMAND_TIMEOUT_S,
     )
-    try:
-        async with database.upgrading() as connection:
-            await connection.run_sync(_upgrade, database.place)
-    finally:
-        await database.close()
+    async with aclosing(database), database.upgrading() as connection:
+        await connection.run_sync(_upgrade, database.place)
 
 
 async def require_current(database_url: str) -> None:
@@ -65,12 +63,8 @@ async def require_current(database_url: str) -> None:
         StoreUnavailableError: it is missing or older; or as :func:`upgrade`.
         StartupError: as :func:`upgrade`.
     """
-    database = open_database(database_url)
-    try:
-        async with database.reading() as connection:
-            await connection.run_sync(_require_current, database.place)
-    finally:
-        await database.close()
+    async with aclosing(open_database(database_url)) as database, database.reading() as connection:
+        await connection.run_sync(_require_current, database.place)
 
 
 def _upgrade(connection: sa.Connection, place: str) -> None:
