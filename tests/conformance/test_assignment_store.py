@@ -46,6 +46,8 @@ async def test_assigning_what_is_assigned_changes_nothing(store):
     [first] = await store.assignments.assign_all([pro(b"a")], ME)
     assert await store.assignments.assign_all([pro(b"a")], ME) == [first]
     assert await store.revision() == 1
+    [noted] = await store.assignments.assign_all([pro(b"a")._replace(note="why")], ME)
+    assert (noted.note, noted.etag != first.etag) == ("why", True)
 
 
 async def test_an_etag_of_another_version_is_refused(store):

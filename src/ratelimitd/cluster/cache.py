@@ -103,7 +103,7 @@ class BucketCache:
         """Make a packed bucket stale, because it has changed; ``shared`` is a state of the store, if it is known."""
         known = self.take_packed(name) or self.take_stale(name)
         if known is not None:
-            if shared is None or shared.generation < known.generation:  # of before a reset
+            if shared is None or _order(shared) < _order(known):
                 shared = known
             self._stale[name[0]][name] = pack(shared)
             self._packed_count += 1
@@ -117,8 +117,8 @@ class BucketCache:
         return unpack(packed)
 
     def _drop_packed(self, name: bytes) -> None:
-        if self.pop_packed(name) is None:
-            self.take_stale(name)
+        if self.pop_packed(name) is None and self._stale[name[0]].pop(name, None) is not None:
+            self._packed_count -= 1
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
@@ -194,3 +194,9 @@ class BucketCache:
         for key in [*islice(generation, len(self) - self._max_entries)]:
             self._forget(generation.pop(key))
             self.evicted_total += 1
+
+
+def _order(shared: SharedState) -> tuple[int, int, int]:
+    """Return what is higher for a later state; messages arrive in any order."""
+    latest_us = shared.state[1] if isinstance(shared.state, tuple) else 0
+    return shared.generation, shared.revision, latest_us

@@ -156,7 +156,7 @@ class Refresh:
             self.adopt_by_name(name, shared)
         elif shared is not None and len(self._unread) < MAX_BUCKETS:
             # The message is not repeated, so the bucket would stay stale until it is settled.
-            self._unread[name] = self._clock.monotonic_us() + PAUSES_US[-1]
+            self._unread.setdefault(name, self._clock.monotonic_us() + PAUSES_US[-1])
 
     def resync(self) -> None:
         """Distrust packed buckets, and re-read those in use, in steps; called when messages may have been lost."""

@@ -143,6 +143,8 @@ class Partition:
         if in_flight:
             self._sent = (*self._sent, bucket)
         else:
+            if self._unforgiven:
+                bucket.view.forgive_outage(self._outage_end_us)
             self.touch(bucket)
         self.buckets[name] = bucket
         self._node.cache.cold -= 1
@@ -372,11 +374,9 @@ class Partition:
         self._unforgiven, self._outage_end_us = [*self.cold], now_us
 
     def _forgive_cold(self, most: int) -> None:
-        """Forgive the next cold spends of an outage, at most as many as the next batch takes: each needs a view."""
+        """Forgive the next cold spends of an outage, at most as many as the next batch takes: each gets a view."""
         for name in self._unforgiven[:most]:
-            bucket = self.bucket(name)
-            if bucket is not None:
-                bucket.view.forgive_outage(self._outage_end_us)
+            self.bucket(name)
         del self._unforgiven[:most]
 
     def drop_if_settled(self, bucket: Bucket) -> None:

@@ -45,8 +45,8 @@ SILENT_S: Final = 6.0
 
 WATCH_S: Final = 1.0
 
-STEPS_UNSEEN: Final = 5
-"""Steps between two reads of the other nodes' statuses while no page is open."""
+STEPS_UNSEEN: Final = 2
+"""Steps between two reads of the other nodes' statuses while no page is open; between them their last samples count."""
 
 FRESH_US: Final = 3_000_000
 """Maximum age of the statuses for a newly opened page."""
@@ -160,9 +160,9 @@ class Live:
             self._board.note_members()
             self._board.publish(encode(status))
         is_viewed = bool(self._listeners)
-        if is_viewed or self._steps % STEPS_UNSEEN == 0 or self._board is None:
+        if is_viewed or self._steps % STEPS_UNSEEN == 0:
             await self._read()
-            self._history.add(self._total(self._nodes()))
+        self._history.add(self._total(self._nodes()))
         self._steps += 1
         for listener in [*self._listeners]:
             await listener()

@@ -119,13 +119,14 @@ class TestAsking:
         world.settle()
         world.store.mode = "deaf"
         assert world.check(cost=2)[:2] == (True, 3)
+        view = world.cache.get(b"a").view
+        assert (view.asked_tokens, view.asked_in_flight) == (0, 0)
         assert world.check(cost=3)[:2] == (True, 0)
+        assert (view.asked_tokens, view.asked_in_flight) == (0, 0)  # this one was not sent
         world.store.mode = "up"
         world.run(2 * SECOND)
         world.settle()
         assert world.store.spent(b"a") == 10
-        view = world.cache.get(b"a").view
-        assert (view.asked_tokens, view.asked_in_flight) == (0, 0)
 
     async def test_a_late_grant_is_charged_once(self):
         world = World(TEN)

@@ -195,7 +195,11 @@ async def test_two_nodes_with_one_name_are_both_shown(scene):
 async def test_statuses_are_read_less_often_without_viewers(scene):
     await scene.steps(2 * STEPS_UNSEEN)
     assert scene.board.reads == 2
-    assert len(scene.live.history(SPANS["15m"])) == 2
+
+
+async def test_the_history_has_each_sample_although_nobody_looked(scene):
+    await scene.steps(3 * STEPS_UNSEEN)
+    assert len(scene.live.history(SPANS["15m"])) == 3 * STEPS_UNSEEN
 
 
 async def test_statuses_are_read_in_each_step_with_a_viewer(scene):

@@ -209,7 +209,13 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
     if free < LITTLE_SPACE_BYTES:
         remedy = "free disk space: buckets that cannot be written are lost when the process ends"
         yield warning("STATE_DIR", f"{free // 1024 // 1024} MiB are free", remedy)
-    state = "in use by a running node" if _is_locked(path / LOCK_NAME) else "free"
+    try:
+        state = "in use by a running node" if _is_locked(path / LOCK_NAME) else "free"
+    except OSError as error:
+        yield problem(
+            "STATE_DIR", f"{path} cannot be locked: {error.strerror}", "use another file system"
+        )
+        return
     yield _privacy("STATE_DIR", path) or ok("STATE_DIR", f"{path} is private, {state}")
 
 
@@ -217,7 +223,7 @@ def _is_locked(path: Path) -> bool:
     try:
         with path.open("rb") as lock:
             return is_held(lock.fileno())
-    except OSError:
+    except FileNotFoundError:
         return False
 
 

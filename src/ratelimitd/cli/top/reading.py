@@ -14,6 +14,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 ALLOWED: Final = "rate_limiter_requests_allowed_total"
 BLOCKED: Final = "rate_limiter_requests_blocked_total"
 FAIL_OPEN: Final = "rate_limiter.fail_open"
+FAIL_OPEN_ERRORS: Final = "rate_limiter_fail_open_errors_total"
 LATENCY: Final = "rate_limiter_check_latency_seconds"
 RULE_ALLOWED: Final = "rate_limiter_rule_allowed_total"
 RULE_BLOCKED: Final = "rate_limiter_rule_blocked_total"
@@ -35,7 +36,8 @@ _STATES: Final[Mapping[str, str]] = {
 """Metrics without a rate, by their fields of a :class:`Reading`; a node without a cluster lacks the last four."""
 
 NAMES: Final = (
-    ALLOWED, BLOCKED, FAIL_OPEN, LATENCY, RULE_ALLOWED, RULE_BLOCKED, *_STATES.values()
+    ALLOWED, BLOCKED, FAIL_OPEN, FAIL_OPEN_ERRORS, LATENCY, RULE_ALLOWED, RULE_BLOCKED,
+    *_STATES.values(),
 )  # fmt: skip
 """The metrics to read."""
 
@@ -134,7 +136,7 @@ def reading(before: Look, after: Look, *, rules: int) -> Reading:
         health.rules_revision,
         _rate(before, after, (ALLOWED, "")),
         _rate(before, after, (BLOCKED, "")),
-        _rate(before, after, (FAIL_OPEN, "")),
+        _rate(before, after, (FAIL_OPEN, "")) + _rate(before, after, (FAIL_OPEN_ERRORS, "")),
         _latency(before, after),
         busiest=tuple(sorted(_rules(before, after), key=_most_blocked_first)[:rules]),
         **{field: after.values.get((name, "")) for field, name in _STATES.items()},

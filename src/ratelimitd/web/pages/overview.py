@@ -170,7 +170,8 @@ class OverviewPage:
         )
 
     async def _page(self, request: Request) -> Response:
-        look = self._logged_look(request)
+        look = self._look(request)
+        self._log(request, look)
         await self._parts.live.refresh()
         span = SPANS[look.span]
         return self._frame.page(
@@ -184,12 +185,13 @@ class OverviewPage:
         )
 
     async def _events(self, request: Request) -> Response:
-        look = self._logged_look(request)
+        look = self._look(request)
         if request.method == "HEAD":  # a stream would occupy a slot
             return Response(media_type="text/event-stream")
         if self._parts.live.ended:
             headers = {"Retry-After": "10"}
             return Response("the node is draining\n", 503, headers, media_type="text/plain")
+        self._log(request, look)
 
         def may_go_on() -> bool:
             try:
@@ -202,14 +204,12 @@ class OverviewPage:
         events = self._stream.events(may_go_on, look)
         return StreamingResponse(events, media_type="text/event-stream")
 
-    def _logged_look(self, request: Request) -> Look:
-        look = self._look(request)
+    def _log(self, request: Request, look: Look) -> None:
         if look.named:
             _log.info(
                 "%s looks at the names of denied identifiers",
                 self._parts.actor(self._frame.call(request, request.url.path)),
             )
-        return look
 
     def _look(self, request: Request) -> Look:
         span = request.query_params.get("range", "")

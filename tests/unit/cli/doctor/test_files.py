@@ -1,5 +1,6 @@
 """Files that settings name: usable, private, not about to expire."""
 
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
-from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.buckets.state_dir import LOCK_NAME, StateDir
 from ratelimitd.cli.doctor import files
 from ratelimitd.cli.doctor.files import (
     SOON,
@@ -240,6 +241,16 @@ def not_allowed(monkeypatch):
 def test_directory_that_cannot_be_created_or_written_is_a_problem(tmp_path, not_allowed):
     for path in (tmp_path / "a", tmp_path):
         assert one(check_state_dir(settings(state_dir=path))).level == "problem"
+
+
+def test_state_directory_that_cannot_be_locked_is_a_problem(tmp_path, monkeypatch):
+    def is_held(_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    (tmp_path / LOCK_NAME).touch()
+    monkeypatch.setattr(files, "is_held", is_held)
+    found = one(check_state_dir(settings(state_dir=tmp_path)))
+    assert (found.level, "cannot be locked: No locks" in found.what) == ("problem", True)
 
 
 def test_state_directory_in_use_is_reported(tmp_path):
