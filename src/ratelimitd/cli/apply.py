@@ -432,6 +432,8 @@ def import_envoy(
 
     What has no equivalent is listed on stderr, and so is what the setting ENVOY_IDENTIFIERS of the node has to be.
 
+    Exit status: 0 when every limit is a rule, 4 when limits are left out, 1 when the file is wrong.
+
     Example:
       ratelimitd rules import-envoy config.yaml > rules.yaml
       ratelimitd rules apply -f rules.yaml --dry-run
@@ -446,7 +448,7 @@ def import_envoy(
             read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}
         )
     except RuleInvalidError as error:
-        message = f"{file}: {error.violations[0].description}"
+        message = f"{file}: {printable(error.violations[0].description)}"
         raise CliError(message) from None
     Output().line(dump_rules(imported.rules).rstrip("\n"))
     for note in imported.notes:
@@ -461,3 +463,5 @@ def import_envoy(
         print(printable(hint), file=sys.stderr)
     rules = counted(len(imported.rules), "rule")
     print(f"{rules}, {counted(imported.left_out, 'limit')} left out", file=sys.stderr)
+    if imported.left_out:
+        raise typer.Exit(EXIT_CHANGES)

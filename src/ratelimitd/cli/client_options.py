@@ -42,7 +42,7 @@ EXIT_NO: Final = 3
 """A negative answer, not an error: a check was denied, or the node is DEGRADED."""
 
 EXIT_CHANGES: Final = 4
-"""``rules diff``: the file would change the rules."""
+"""Done, and there is a difference, such as rules that the file of ``rules diff`` would change."""
 
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""

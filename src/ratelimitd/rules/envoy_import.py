@@ -7,6 +7,7 @@ ADR 0033.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any, Final, NamedTuple, NoReturn
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
@@ -88,7 +89,7 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
     """Return the rules of a file for a node with these ``identifiers``, key → type.
 
     Raises:
-        RuleInvalidError: the file has another format.
+        RuleInvalidError: the file has another format, or a value that envoyproxy/ratelimit refuses, too.
     """
     notes: list[Note] = []
     domain, top = _domain_and_descriptors(data, notes)
@@ -96,8 +97,10 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
     new = dict.fromkeys(_new_keys(limits, identifiers), UNNAMED_TYPE)
     every = {**identifiers, **new}
     rules: dict[tuple[str, str], RuleDraft] = {}
+    sources: dict[tuple[str, str], _Limit] = {}
     for limit in limits:
         place = _place(domain, limit.entries)
+        _verify(limit.fields, limit.line, place)
         try:
             rule = _rule(domain, limit, every)
             if (rule.endpoint, rule.identifier_type) in rules:
@@ -106,6 +109,8 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
             notes.append(Note(limit.line, place, str(reason)))
             continue
         rules[rule.endpoint, rule.identifier_type] = rule
+        sources[rule.endpoint, rule.identifier_type] = limit
+    notes += _charged_together(sources, domain)
     return Imported([*rules.values()], sorted(notes), new, len(limits) - len(rules))
 
 
@@ -127,24 +132,27 @@ def _limits(
 ) -> Iterator[_Limit]:
     """Yield every limit of a list of descriptors and of nested ones; add other findings to ``notes``."""
     descriptors = items.value
-    if not isinstance(descriptors, list):
-        notes.append(Note(items.line, _place(domain, above), "descriptors is not a list: left out"))
+    if descriptors is None:
         return
+    if not isinstance(descriptors, list):
+        _refuse(f"line {items.line}: {_place(domain, above)}: descriptors must be a list")
     for item in descriptors:
         fields: Any = item.value if isinstance(item.value, dict) else {}
         key = _text(fields.get("key"))
         if not key:
-            text = "a descriptor without a key: left out"
-            notes.append(Note(item.line, _place(domain, above), text))
-            continue
+            _refuse(f"line {item.line}: {_place(domain, above)}: a descriptor must have a key")
         entries = (*above, _Entry(key, _text(fields.get("value")) or None))
         place = _place(domain, entries)
-        notes += _unknown(fields, _KEYS, place)
+        notes += _unknown(fields, _KEYS | _LIMIT_KEYS, place)
+        notes += [
+            Note(fields[name].line, place, f"{name} is ignored: it belongs under rate_limit")
+            for name in fields.keys() & _LIMIT_KEYS
+        ]
         if _is_true(fields.get("quota_mode")):
             text = "quota_mode has no equivalent: the limit only observes, and reports no quota"
             notes.append(Note(fields["quota_mode"].line, place, text))
-        if "rate_limit" in fields:
-            value: Any = fields["rate_limit"].value
+        value: Any = fields.get("rate_limit", Node(None, item.line)).value
+        if value is not None:
             limit = value if isinstance(value, dict) else {}
             if "name" in limit:
                 text = "the name of the limit has no equivalent"
@@ -170,6 +178,21 @@ def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> It
         open_keys = [entry.key for entry in limit.entries if entry.value is None]
         if len(open_keys) == 1:
             yield open_keys[0]
+
+
+def _charged_together(sources: Mapping[tuple[str, str], _Limit], domain: str) -> Iterator[Note]:
+    """Yield a note for each two limits that one descriptor charges; envoyproxy/ratelimit charges only the deepest."""
+    for (endpoint, kind), limit in sources.items():
+        kinds = kind.split("+")
+        for size in range(1, len(kinds)):
+            for fewer in combinations(kinds, size):
+                other = sources.get((endpoint, "+".join(fewer)))
+                if other is not None and not _is_true(other.fields.get("unlimited")):
+                    text = (
+                        f"a descriptor with these keys also charges the limit of line {other.line}; if Envoy sends the"
+                        " descriptor of that limit, too, a request charges it twice"
+                    )
+                    yield Note(limit.line, _place(domain, limit.entries), text)
 
 
 def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDraft:
@@ -210,23 +233,32 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
     return draft
 
 
+def _verify(fields: Mapping[str, Node], line: int, place: str) -> None:
+    """Refuse values of a ``rate_limit`` that envoyproxy/ratelimit refuses, too."""
+    unit = fields.get("unit", Node(None, line))
+    requests = fields.get("requests_per_unit", Node(0, line))
+    if _is_true(fields.get("unlimited")):
+        if _text(unit):
+            _refuse(f"line {unit.line}: {place}: unit and unlimited exclude each other")
+    elif _text(unit).lower() not in _UNITS:
+        _refuse(f"line {unit.line}: {place}: unit must be one of {', '.join(_UNITS)}")
+    number = requests.value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        _refuse(f"line {requests.line}: {place}: requests_per_unit must be a whole number")
+
+
 def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
-    """Return requests and seconds of a ``rate_limit``."""
+    """Return requests and seconds of a verified ``rate_limit``."""
     if "replaces" in fields:
         _leave_out("replaces has no equivalent: every limit applies in addition to the others")
     if unknown := sorted(fields.keys() - _LIMIT_KEYS):
         _leave_out(f"{', '.join(unknown)} has no equivalent")
     if _is_true(fields.get("unlimited")):
         return _UNLIMITED
-    unit = _text(fields.get("unit")).lower()
-    if unit not in _UNITS:
-        _leave_out(f"the unit must be one of {', '.join(_UNITS)}")
-    requests = fields.get("requests_per_unit", Node(0, 0)).value
-    if not isinstance(requests, int) or isinstance(requests, bool):
-        _leave_out("requests_per_unit must be a whole number")
+    requests: Any = fields.get("requests_per_unit", Node(0, 0)).value
     if requests == 0:
         _leave_out("a limit is at least 1; deny requests that must never pass in Envoy's routes")
-    return requests, _UNITS[unit]
+    return requests, _UNITS[_text(fields["unit"]).lower()]
 
 
 def _place(domain: str, entries: Sequence[_Entry]) -> str:

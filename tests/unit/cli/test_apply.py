@@ -403,6 +403,14 @@ def test_file_uses_the_short_form_and_omissions_are_counted(run, config):
         "  algorithm: fixed_window\n"
     )
     assert ended.err.endswith("\n1 rule, 1 limit left out\n")
+    assert ended.status == 4
+
+
+def test_wrong_value_is_refused_with_line_and_field(run, config):
+    config.write_text(CONFIG.replace("unit: day", "unit: fortnight"))
+    ended = run("rules", "import-envoy", config)
+    assert (ended.status, ended.out) == (1, "")
+    assert "line 4: messaging/to_number: unit must be one of second" in ended.err
 
 
 def test_invalid_file_is_refused(run, config):

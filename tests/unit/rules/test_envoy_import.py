@@ -118,20 +118,14 @@ def test_example_limits_the_same_descriptors(example):
         (entry("a", None, entry("b", **limit())), "left out: it is for each value of a, "),
         (entry("a", None, entry("user", **limit())), "left out: it is for each value of a, "),
         (
-            entry("a", "b", **limit(unlimited=True, replaces=[{"name": "specific"}])),
+            entry("a", "b", rate_limit={"unlimited": True, "replaces": [{"name": "specific"}]}),
             "left out: replaces has no equivalent",
         ),
-        (entry("a", "b", **limit(unit="moon")), "left out: the unit must be one of second, "),
-        (entry("a", "b", rate_limit=5), "left out: the unit must be one of second, "),
-        (entry("a", "b", **limit("many")), "left out: requests_per_unit must be a whole number"),
-        (entry("a", "b", **limit(True)), "left out: requests_per_unit must be a whole number"),
         (entry("a", "b", **limit(2**31)), "left out: the limit must be at most 2147483647"),
         (entry("a", "b", **limit(sliding=True)), "left out: sliding has no equivalent"),
         (entry("a", "x" * 260, **limit()), "left out: the endpoint must be at most 255 "),
         (entry("a", "b"), "has no limit, so it needs no rule"),
-        (entry("a", "b", descriptors="c"), "descriptors is not a list: left out"),
-        ({"value": "b"}, "a descriptor without a key: left out"),
-        ("a", "a descriptor without a key: left out"),
+        (entry("a", "b", rate_limit=None), "has no limit, so it needs no rule"),
     ],
 )
 def test_descriptor_without_equivalent_is_left_out_with_a_note(descriptor, text):
@@ -139,6 +133,48 @@ def test_descriptor_without_equivalent_is_left_out_with_a_note(descriptor, text)
     assert found.rules == []
     [told] = texts(found)
     assert told.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "text"),
+    [
+        (
+            "{key: a, rate_limit: {unit: moon, requests_per_unit: 1}}",
+            "d/a: unit must be one of second, ",
+        ),
+        ("{key: a, rate_limit: {requests_per_unit: 1}}", "d/a: unit must be one of second, "),
+        ("{key: a, rate_limit: 5}", "d/a: unit must be one of second, "),
+        (
+            "{key: a, rate_limit: {unit: day, requests_per_unit: lots}}",
+            "d/a: requests_per_unit must be ",
+        ),
+        (
+            "{key: a, rate_limit: {unit: day, requests_per_unit: true}}",
+            "d/a: requests_per_unit must be ",
+        ),
+        (
+            "{key: a, rate_limit: {unit: day, requests_per_unit: -1}}",
+            "d/a: requests_per_unit must be ",
+        ),
+        (
+            "{key: a, rate_limit: {unit: second, requests_per_unit: 3, unlimited: true}}",
+            "d/a: unit and unlimited exclude each other",
+        ),
+        ("{key: a, descriptors: c}", "d/a: descriptors must be a list"),
+        ("{value: b}", "d: a descriptor must have a key"),
+        ("a", "d: a descriptor must have a key"),
+    ],
+)
+def test_value_that_envoyproxy_refuses_is_refused_with_its_line(descriptor, text):
+    with pytest.raises(RuleInvalidError) as refused:
+        import_config(f"domain: d\ndescriptors:\n- {descriptor}\n".encode(), {})
+    assert refused.value.violations[0].description.startswith(f"line 3: {text}")
+
+
+def test_misplaced_key_of_a_limit_is_noted():
+    assert "unlimited is ignored: it belongs under rate_limit" in texts(
+        imported(entry("a", "b", unlimited=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,6 +287,40 @@ def test_first_of_two_limits_for_the_same_rule_wins():
 def test_limit_with_nested_limits_applies_beside_them():
     found = imported(entry("a", "b", entry("user", **limit(2)), **limit(1, "hour")))
     assert rules_of(found) == [("d/a=b", "api_key", 1, 3600), ("d/a=b", "user", 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "warned"),
+    [
+        (
+            "{key: user, rate_limit: {unit: hour, requests_per_unit: 10}",
+            "key: remote_address",
+            True,
+        ),
+        ("{key: user, rate_limit: {unlimited: true}", "key: remote_address", False),
+        ("{key: user", "key: remote_address", False),
+        (
+            "{key: user, rate_limit: {unit: hour, requests_per_unit: 10}",
+            "key: path, value: /a",
+            False,
+        ),
+        ("{key: a, value: b, rate_limit: {unit: hour, requests_per_unit: 10}", "key: user", False),
+    ],
+    ids=["both", "unlimited above", "no limit above", "other endpoint", "no identity above"],
+)
+def test_limit_that_a_deeper_descriptor_also_charges_is_noted(above, below, warned):
+    data = f"""\
+domain: d
+descriptors:
+- {above}, descriptors: [
+    {{{below}, rate_limit: {{unit: hour, requests_per_unit: 8}}}}]}}
+"""
+    notes = [str(note) for note in import_config(data.encode(), IDENTIFIERS).notes]
+    text = (
+        "line 4: d/user/remote_address: a descriptor with these keys also charges the limit of line 3; if Envoy sends"
+        " the descriptor of that limit, too, a request charges it twice"
+    )
+    assert [note for note in notes if "also charges" in note] == ([text] if warned else [])
 
 
 def test_notes_have_lines_in_file_order():
