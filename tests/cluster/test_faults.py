@@ -183,6 +183,31 @@ def test_known_buckets_stay_known_if_messages_are_lost_while_answers_are_late(cl
     assert health(node).breaker_state == "closed"
 
 
+def test_a_caller_first_seen_while_answers_are_late_is_limited(cluster):
+    endpoint, node = cluster.new_rule(limit=5), cluster[0]
+    each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
+    reasons = []
+
+    def is_denied():
+        reasons.append(node.check(endpoint, "new").reason)
+        return reasons[-1] == pb.LIMIT_EXCEEDED
+
+    until(is_denied, "the caller is limited")
+    # What is sent before the first answer comes is not limited: two answers' time at most.
+    assert reasons.count(pb.FAIL_OPEN_ERROR) <= 6, reasons
+    assert [node.check(endpoint, "new").reason for _ in range(3)] == [pb.LIMIT_EXCEEDED] * 3
+
+
+def test_a_reset_reaches_a_node_with_late_answers(cluster):
+    endpoint = cluster.new_rule(limit=5)
+    for number in (0, 1):
+        use_up(cluster[number], endpoint)
+    cluster.settled()
+    cluster.proxies[1].down.latency_ms = 2 * TIMEOUT_MS
+    cluster[0].reset(endpoint)
+    until(lambda: cluster[1].check(endpoint).allowed, "the late node knows the reset")
+
+
 def test_a_node_started_while_answers_are_late_counts_the_others(cluster):
     each_proxy(cluster, lambda proxy: setattr(proxy.down, "latency_ms", 2 * TIMEOUT_MS))
     cluster.nodes.kill(1)

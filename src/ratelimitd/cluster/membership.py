@@ -155,8 +155,7 @@ LEAVE_S: Final = 0.2
 class Membership:
     """The nodes of a cluster, as seen by one of them.
 
-    ``fingerprint`` returns that of the secret that keys the buckets' names, empty while unknown. An answer that takes
-    longer than ``timeout_us`` does not set the clock, which could be wrong by half that time.
+    ``fingerprint`` returns that of the secret that keys the buckets' names, empty while unknown.
     """
 
     def __init__(
@@ -167,7 +166,6 @@ class Membership:
         fingerprint: Callable[[], str],
         clock: Clock,
         shared_time: SharedTime,
-        timeout_us: int,
     ) -> None:
         self.count = 1
         """Nodes alive, including this one."""
@@ -178,7 +176,6 @@ class Membership:
         self._fingerprint = fingerprint
         self._clock = clock
         self._shared_time = shared_time
-        self._timeout_us = timeout_us
         self._has_other_secret = self._is_refused = False
 
     async def join(self, timeout_s: float) -> None:
@@ -222,9 +219,7 @@ class Membership:
             self._refused(answer)
         else:
             now_us, fingerprint, names = answer
-            received_us = self._clock.monotonic_us()
-            if received_us - sent_us <= self._timeout_us:
-                self._shared_time.add_sample(now_us, sent_us, received_us)
+            self._shared_time.add_sample(now_us, sent_us, self._clock.monotonic_us())
             self.alive, self.count = names, max(1, len(names))
             self._is_refused = False
             self._compare(fingerprint)

@@ -27,7 +27,7 @@ from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.shared_state import SharedState, has_plenty
-from ratelimitd.model import US_PER_MS, US_PER_S
+from ratelimitd.model import US_PER_S
 from ratelimitd.retry import Background
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.settings.table import Settings
@@ -97,12 +97,7 @@ class Cluster:
         self.gossip = Gossip(bus, clock)
         self.accuracy = Accuracy(stats)
         self.membership = Membership(
-            store,
-            incarnation,
-            fingerprint=fingerprint,
-            clock=clock,
-            shared_time=shared_time,
-            timeout_us=settings.redis_timeout_ms * US_PER_MS,
+            store, incarnation, fingerprint=fingerprint, clock=clock, shared_time=shared_time
         )
         self.board = StatusBoard(store, self.membership, incarnation, clock)
         self._breakers = Breakers(

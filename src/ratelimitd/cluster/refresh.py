@@ -19,6 +19,7 @@ from ratelimitd.cluster.pending import Bucket
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import Limit
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
@@ -110,6 +111,8 @@ class Refresh:
         self._accuracy = accuracy
         self.queue = RefreshQueue()
         self._stale: list[bytes] = []
+        self._learning: set[bytes] = set()
+        """Names of unknown buckets that are read."""
         self._unread: dict[bytes, int] = {}
         """Names of buckets whose read failed, with the time of the next one, in order."""
         self._unsynced_tags = self._trusted_tags = 0
@@ -130,6 +133,20 @@ class Refresh:
             self._cache.distrust(name, shared)  # the store decides its next check
         else:
             self.adopt(bucket, shared)
+
+    def learn(self, name: bytes, rule: Limit) -> None:
+        """Read an unknown bucket whose first check was not answered in time, so that a later check finds it known."""
+        if name not in self._learning and len(self._learning) < MAX_BUCKETS:
+            self._learning.add(name)
+            self._store.read(name, rule, partial(self._learned, name))
+
+    def _learned(self, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
+        self._learning.discard(name)
+        bucket = self._tags[name[0]].bucket(name)
+        if bucket is not None:
+            self.adopt(bucket, shared)
+        elif isinstance(shared, SharedState):
+            self._cache.put_packed(name, shared)
 
     def was_reset(self, name: bytes, shared: SharedState) -> None:
         """Adopt the state of a bucket that this node has reset, and notify the others."""

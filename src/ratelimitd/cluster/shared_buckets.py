@@ -30,7 +30,7 @@ from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, decided,
 from ratelimitd.cluster.refresh import Refresh
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreSlowError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
@@ -296,6 +296,8 @@ class SharedBuckets:
             tag.server.failed(result)
             stale = self._cache.take_stale(name)
             if stale is None:
+                if isinstance(result, StoreSlowError):
+                    self._refresh.learn(name, checks[0].rule)
                 for check in checks:
                     check.resolve(result)
             else:

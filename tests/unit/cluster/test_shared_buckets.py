@@ -9,7 +9,12 @@ from ratelimitd.cluster import refresh, sync
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.refresh import REREADS_PER_STEP
 from ratelimitd.cluster.shared_buckets import MAX_MISSED
-from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
+from ratelimitd.errors import (
+    BreakerOpenError,
+    StoreMovingError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
 from ratelimitd.ledger.shared_state import YEAR_2025_S
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.ledger_model import reset
@@ -79,6 +84,44 @@ class TestMisses:
         answers = [world.wait(), world.wait(rule=limited(5, revision=2))]
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 3]
+
+    async def test_a_bucket_whose_first_check_was_late_is_read_and_known_then(self, world):
+        world.store.mode = "held"
+        answers = [world.wait(cost=900)]
+        first = world.store.held_one()
+        first.run()
+        first.done(StoreSlowError("too slow"))
+        read = world.store.held_one()
+        answers.append(world.wait())
+        world.store.held_one().done(StoreSlowError("too slow"))
+        assert [type(answer.result()) for answer in answers] == [StoreSlowError] * 2
+        assert world.store.held == []  # it is being read
+        read.answer()
+        world.store.mode = "down"
+        assert world.check(cost=101)[:2] == (False, 100)
+
+    @pytest.mark.parametrize("answer", [None, StoreUnavailableError("the connection was lost")])
+    async def test_a_bucket_that_could_not_be_read_is_read_after_the_next_late_answer(
+        self, world, answer
+    ):
+        world.store.mode = "held"
+        for _ in range(2):
+            world.wait()
+            world.store.held_one().done(StoreSlowError("too slow"))
+            world.store.held_one().done(answer)
+        assert world.at_once() is None
+        assert len(world.store.asked("read")) == 2
+
+    async def test_a_bucket_in_use_adopts_the_read_of_its_late_first_check(self, world):
+        world.store.mode = "held"
+        world.wait()
+        world.store.held_one().done(StoreSlowError("too slow"))
+        read = world.store.held_one()
+        world.store.mode = "up"
+        world.know()
+        world.store.spend(b"a", RULE, 900, world.clock.now_us())
+        read.answer()
+        assert world.peek()[1] == 99
 
 
 class TestAsking:

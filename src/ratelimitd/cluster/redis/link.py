@@ -251,9 +251,12 @@ class Link:
 
     # Requests
 
-    def send(self, command: Sequence[bytes | int], done: Done) -> None:
-        """Send ``command``; ``done`` gets the reply or an error, exactly once, after this method has returned."""
-        self.submit(Request(pack(tuple(command)), done))
+    def send(self, command: Sequence[bytes | int], done: Done, *, is_patient: bool = False) -> None:
+        """Send ``command``; ``done`` gets the reply or an error, exactly once, after this method has returned.
+
+        With ``is_patient`` a late reply is taken, too.
+        """
+        self.submit(Request(pack(tuple(command)), done, is_patient=is_patient))
 
     def run(  # noqa: PLR0917 - called once a check under strict: keywords would cost it 50 ns
         self,
@@ -265,10 +268,7 @@ class Link:
         *,
         is_patient: bool = False,
     ) -> None:
-        """Run ``script`` in the store; ``done`` as with :meth:`send`. It counts as ``weight`` requests.
-
-        With ``is_patient`` a late reply is taken, too.
-        """
+        """Run ``script`` in the store; it counts as ``weight`` requests. The rest as with :meth:`send`."""
         packed = pack((b"EVALSHA", script.sha, len(keys), *keys, *arguments))
         self.submit(Request(packed, done, script, weight, is_patient=is_patient))
 

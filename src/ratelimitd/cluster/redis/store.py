@@ -277,7 +277,10 @@ class RedisStore:
     def read(
         self, name: bytes, rule: Limit, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
-        """Read a bucket; ``None``: it is full. The reads of one iteration share a command, except in a Cluster."""
+        """Read a bucket, also from a late answer; ``None``: it is full.
+
+        The reads of one iteration share a command, except in a Cluster.
+        """
         if self._topology.is_cluster:
             # All keys of a command must be of one slot.
             self._read([_Reading(name, rule, done)])
@@ -294,7 +297,7 @@ class RedisStore:
     def _read(self, readings: Sequence[_Reading]) -> None:
         link = self._topology.of_tag(readings[0].name[0])
         command = (b"MGET", *[bucket_key(reading.name) for reading in readings])
-        link.send(command, partial(self._were_read, readings))
+        link.send(command, partial(self._were_read, readings), is_patient=True)
 
     def _were_read(self, readings: Sequence[_Reading], reply: Any) -> None:
         values: Sequence[Any]

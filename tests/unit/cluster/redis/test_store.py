@@ -48,7 +48,7 @@ class Liar:
     def of_tag(self, _tag):
         return self
 
-    def send(self, _command, done):
+    def send(self, _command, done, **_options):
         asyncio.get_running_loop().call_soon(done, self.reply)
 
     def run(self, _script, _keys, _arguments, done, _weight=1, **_options):
