@@ -253,8 +253,9 @@ class LocalView:
 
     def was_decided_alone(self, ask: Ask) -> None:
         """Stop counting a check in flight, because :meth:`check_alone` has allowed and counted it."""
-        self.asked_tokens -= ask.cost
-        self.asked_in_flight -= ask.cost
+        cost = min(ask.cost, self.asked_in_flight)  # none after the batch was abandoned
+        self.asked_tokens -= cost
+        self.asked_in_flight -= cost
 
     def is_due(self, now_us: int, members: int) -> bool:
         """Whether the next batch should be sent immediately: the share is used up, or a check waits."""

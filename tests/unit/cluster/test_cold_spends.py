@@ -221,6 +221,35 @@ async def test_the_end_of_an_outage_makes_no_more_views_than_a_batch_takes():
     assert world.accuracy.forgiven_total == 20 * len(keys[1:])
 
 
+async def test_views_that_wait_for_a_batch_precede_the_cold_spends_of_an_outage():
+    rule = limited(100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
+    world = World(rule)
+    hot, idle = ([b"a%s%d" % (kind, n) for n in range(MAX_UPDATES + 50)] for kind in (b"h", b"i"))
+    for key in idle:
+        world.wait(key)
+    world.run(2 * SECOND)
+    world.know(*hot)
+    tag = world.tags[name_of(b"a")[0]]
+    world.store.mode = "held"
+    world.at_once(hot[0])
+    tag.sync()
+    for key in (*hot, *idle):
+        assert world.at_once(key, cost=20)[0]
+    world.run(5 * SECOND)
+    before = len(views(world))
+    for batch in range(3):
+        world.store.held_one().answer()
+        world.run(10 * MS)
+        tag.sync()
+        made = len(views(world)) - before
+        assert made <= max(0, MAX_UPDATES * batch - 50)
+    assert made
+    world.store.mode = "up"
+    world.store.held_one().answer()
+    world.settle()
+    assert world.accuracy.forgiven_total == 20 * len([*hot, *idle])
+
+
 def reset_in_store(world):
     """Reset the bucket from another node."""
     name = name_of(b"a")

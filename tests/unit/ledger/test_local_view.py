@@ -141,6 +141,18 @@ def test_spends_in_flight_count_until_they_are_acknowledged():
     assert own.check_alone(NOW, 90)[0] is True
 
 
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_a_check_in_flight_that_was_decided_alone_is_counted_once(is_abandoned):
+    one = view()
+    ask = one.ask(NOW, 4)
+    one.freeze()
+    if is_abandoned:
+        one.abandon()
+    assert one.check_alone(NOW, 4)[0]
+    one.was_decided_alone(ask)
+    assert (one.unsent.tokens, one.asked_tokens, one.asked_in_flight) == (4, 0, 0)
+
+
 def test_an_abandoned_batch_leaves_no_spends_or_asks():
     one = LocalView(RULE, None)
     one.check_alone(NOW, 4)
