@@ -284,6 +284,8 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
     """Return the tile of the node whose breaker waits longest, if any."""
     worst = max(alive, key=lambda one: (one.breaker_state == "open", one.retry_s))
     if worst.breaker_state == "closed":
+        if not all(one.shared_state_connected for one in alive):
+            return Tile("Breaker", "closed", "nodes decide by what they know until it opens")
         return Tile("Breaker", "closed", "checks are decided as usual", GOOD)
     note = f"next try in {seconds(round(worst.retry_s))}"
     if alive[1:]:

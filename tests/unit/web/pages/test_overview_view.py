@@ -78,6 +78,12 @@ def test_buckets_and_memory_have_units():
 
 def test_breaker_tile_shows_the_node_that_waits_longest():
     assert tile(view(), "Breaker") == ("closed", "checks are decided as usual", GOOD)
+    cut_off = view(node_of(), node_of(status_of("n2", shared_state_connected=False)))
+    assert tile(cut_off, "Breaker") == (
+        "closed",
+        "nodes decide by what they know until it opens",
+        "",
+    )
     open_one = status_of("n2", breaker_state="open", retry_s=12.4)
     alone = view(node_of(open_one))
     assert tile(alone, "Breaker") == ("open", "next try in 12 s", BAD)
