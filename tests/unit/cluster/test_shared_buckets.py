@@ -585,12 +585,14 @@ class TestGossip:
         world.store.held_one().done(StoreUnavailableError("no answer"))
         world.store.mode = "up"
         reads = len(world.store.asked("read"))
+        world.run(SECOND)
         world.refresh.step()
         world.run(MS)
         assert len(world.store.asked("read")) == reads
         world.run(60 * SECOND)
         assert world.server.begins_probe()
         world.server.answered()
+        world.at_once()  # in use
         world.refresh.step()
         world.run(MS)
         assert world.at_once()[1] == 999
