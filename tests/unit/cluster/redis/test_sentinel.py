@@ -12,6 +12,12 @@ from tests.servers import ValkeySentinel, free_port
 from tests.unit.cluster.redis.asking import PATIENT, ask, peer, serving, soon
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """On a busy machine a real sentinel may take longer than a node waits for it."""
+    monkeypatch.setattr("ratelimitd.cluster.redis.sentinel.ASK_S", 3.0)
+
+
 @pytest.fixture(scope="module")
 def sentinel(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sentinel")
