@@ -212,7 +212,8 @@ _SEAM_BYTES: Final = 10
 class Connection(asyncio.Protocol):
     """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
 
-    ``on_error`` takes a request whose caller still waits, and the error reply to it; it must call its ``done``.
+    ``on_error`` takes a request whose caller still waits or that runs a script, and the error reply to it; it must call
+    its ``done``, if there is one.
     ``on_lost`` is called once, before the requests in flight fail. ``timeout_s`` applies to requests that are not sent
     yet.
     """
@@ -336,11 +337,10 @@ class Connection(asyncio.Protocol):
             self._weight -= request.weight
             if self._answered <= self._expired:
                 self._expired_weight -= request.weight
-            if request.done is not None:
-                if reply.__class__ is ReplyError:
-                    self._on_error(request, str(reply))
-                else:
-                    request.resolve(reply)
+            if reply.__class__ is ReplyError and (request.done or request.script):
+                self._on_error(request, str(reply))
+            elif request.done is not None:
+                request.resolve(reply)
 
     def _announces_too_much(self, data: bytes) -> bool:
         """Return whether a header announces too much, or a reply has become too long. Two reads may split a header."""

@@ -429,6 +429,8 @@ class Link:
         if code == NOSCRIPT and request.script is not None:
             self._send_with_script(connection, request, request.script)
             return
+        if request.done is None:
+            return  # its caller has left
         if code in REDIRECTIONS:
             self._follow_redirect(request, code, text)
             return
@@ -443,7 +445,7 @@ class Link:
             connection.drop(error)
 
     def _send_with_script(self, connection: Connection, request: Request, script: Script) -> None:
-        """Load the script, once for all that need it, and send the request again behind it."""
+        """Load the script, once for all that need it; send the request again behind it unless its caller has left."""
         if request.had_script:
             error = self._load_errors.get(script.sha)
             request.resolve(
@@ -462,7 +464,8 @@ class Link:
                     self._load_errors[script.sha] = reply
 
             connection.submit(Request(pack((b"SCRIPT", b"LOAD", script.text)), loaded))
-        self.submit_again(request)
+        if request.done is not None:
+            self.submit_again(request)
 
     def _follow_redirect(self, request: Request, code: str, text: str) -> None:
         """Pass a request on to the server that the reply names; this one did not run it."""

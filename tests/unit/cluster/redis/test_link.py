@@ -10,6 +10,7 @@ from ratelimitd.errors import (
     StoreCorruptError,
     StoreMisconfiguredError,
     StoreOverloadedError,
+    StoreSlowError,
     StoreUnavailableError,
 )
 from ratelimitd.settings.urls import Login, Server
@@ -69,6 +70,19 @@ async def test_a_flushed_script_is_loaded_again(valkey):
         assert await asked(link.run, ECHO, (), (b"a",)) == b"a"
         valkey.ask("SCRIPT", "FLUSH")
         assert await asked(link.run, ECHO, (), (b"b",)) == b"b"
+
+
+async def test_a_script_is_loaded_although_the_server_asks_for_it_late(valkey):
+    valkey.ask("SCRIPT", "FLUSH")
+    async with linked(at(valkey), PATIENT._replace(timeout_s=0.05)) as link:
+        valkey.pause()
+        try:
+            reply = await asked(link.run, INCREMENT, (b"late",), (1,))
+        finally:
+            valkey.resume()
+        assert isinstance(reply, StoreSlowError)
+        await soon(lambda: valkey.ask("SCRIPT", "EXISTS", INCREMENT.sha) == [1])
+        assert valkey.ask("GET", "late") is None  # not run after its caller has left
 
 
 async def test_a_script_that_cannot_be_loaded_fails_with_the_reason(valkey):
