@@ -197,6 +197,6 @@ class BucketCache:
 
 
 def _order(shared: SharedState) -> tuple[int, int, int]:
-    """Return what is higher for a later state; messages arrive in any order."""
+    """Return what is higher for a later state, as ``standing`` does, which needs the algorithm."""
     latest_us = shared.state[1] if isinstance(shared.state, tuple) else 0
     return shared.generation, shared.revision, latest_us

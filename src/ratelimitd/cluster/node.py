@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
 
 STEP_MS: Final = 6.25
-"""Longest pause between two steps of the sync job; packing, re-reading and freeing are done in the same steps."""
+"""Longest pause between two steps of the sync job; packing, distrusting and re-reading are done in the same steps."""
 
 RESYNC_PAUSE_US: Final = 1_000_000
 """Shortest pause between two resyncs, of which each distrusts all packed buckets and reads the rules."""

@@ -171,10 +171,11 @@ class Partition:
         bucket = self.bucket(bucket.name) or self.buckets.setdefault(bucket.name, bucket)
         outcome = bucket.view.check_alone(check.now_us, check.cost)
         check.charged = outcome[0]
-        if outcome[0] and was_sent:
-            bucket.view.was_decided_alone(check.ask)
-        if outcome[0] and not bucket.is_dirty:
-            self.touch(bucket)
+        if outcome[0]:
+            if was_sent:
+                bucket.view.was_decided_alone(check.ask)
+            if not bucket.is_dirty:
+                self.touch(bucket)
         check.resolve(outcome)
 
     # Batches

@@ -210,14 +210,12 @@ class LocalView:
 
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, because the store did not answer in time."""
-        outcome = self.peek(now_us, cost)
-        if not outcome[0]:
-            return self._denied(outcome, now_us, cost)
-        self._state = outcome[5]
-        self._latest_us = max(self._latest_us, now_us)
-        self.unsent.add(self._latest_us, cost)
-        if len(self.unsent) > self._trim_at:
-            self._trim(now_us)
+        outcome = self.presume(now_us, cost)
+        if outcome[0]:
+            self._latest_us = max(self._latest_us, now_us)
+            self.unsent.add(self._latest_us, cost)
+            if len(self.unsent) > self._trim_at:
+                self._trim(now_us)
         return outcome
 
     def presume(self, now_us: int, cost: int) -> Outcome:

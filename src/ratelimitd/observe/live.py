@@ -159,8 +159,7 @@ class Live:
         if self._board is not None:
             self._board.note_members()
             self._board.publish(encode(status))
-        is_viewed = bool(self._listeners)
-        if is_viewed or self._steps % STEPS_UNSEEN == 0:
+        if self._listeners or self._steps % STEPS_UNSEEN == 0:
             await self._read()
         self._history.add(self._total(self._nodes()))
         self._steps += 1

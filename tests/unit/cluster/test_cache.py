@@ -6,11 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.cache import (
-    IDLE_US,
-    MOVED_PER_STEP,
-    BucketCache,
-)
+from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
 from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.ledger.local_view import LocalView
