@@ -170,16 +170,21 @@ class BucketTable:
     ) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
         if len(set(costs)) == 1:
-            return self.charge_each(b"", charges, now_us, costs[0])
-        return self._apply_any(charges, now_us, costs)
+            outcomes = self.charge_each(b"", charges, now_us, costs[0])
+            if outcomes is not None:
+                return outcomes
+        return self.apply_any(charges, now_us, costs)
 
     def charge_each(
         self, identifier: bytes, charges: Sequence[Charge], now_us: int, cost: int
-    ) -> list[Outcome]:
-        """Decide as :meth:`apply_each` does; the keys of ``charges`` lack the ``identifier``, and all cost the same."""
+    ) -> list[Outcome] | None:
+        """Decide as :meth:`apply_each` does if every bucket is in the table, an integer, and allows the check.
+
+        The keys of ``charges`` lack the ``identifier``, and all cost the same. ``None``: nothing was charged, and
+        :meth:`apply_any` decides.
+        """
         shards, shard_count, tick = self._shards, self._shard_count, self._tick << TICK_SHIFT
         outcomes, values = [], []
-        # The frequent case takes half the time: each bucket is in the table, an integer, and allows the check.
         for suffix, limit, decide in charges:
             key = identifier + suffix
             shard = shards[hash(key) % shard_count]
@@ -196,14 +201,15 @@ class BucketTable:
             shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
         else:
             return outcomes
-        charges = [(identifier + suffix, limit, decide) for suffix, limit, decide in charges]
-        for (key, _, _), value in zip(charges, values, strict=False):
+        for (suffix, _, _), value in zip(charges, values, strict=False):
+            key = identifier + suffix
             shards[hash(key) % shard_count][key] = value
-        return self._apply_any(charges, now_us, [cost] * len(charges))
+        return None
 
-    def _apply_any(
+    def apply_any(
         self, charges: Sequence[Charge], now_us: int, costs: Sequence[int]
     ) -> list[Outcome]:
+        """Decide as :meth:`apply_each` does, without trying :meth:`charge_each`, which takes half the time."""
         outcomes = self.peek_each(charges, now_us, costs)
         for (_, limit, _), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0] and limit.enforcement is ENFORCE:

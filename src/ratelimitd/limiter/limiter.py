@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, cast
 from zlib import crc32
 
 from ratelimitd.algorithms import token_bucket
-from ratelimitd.algorithms.several import Charge, deciding, passes, wait_ms
+from ratelimitd.algorithms.several import Charge, deciding, passes, tightest, wait_ms
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
@@ -353,13 +353,19 @@ class Limiter:
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
         own = self._own
+        judge_each = self.buckets.peek_each if peek else self.buckets.apply_each
         if own is not None and scope.charged and not (peek or ahead_ms):
-            answered = own.charge_each(identifiers[0], scope.charged, now_us, cost)
-            return self._judged(identifiers, scope, answered)
+            charged = own.charge_each(identifiers[0], scope.charged, now_us, cost)
+            if charged is not None:
+                # As :meth:`_judged` does for allowed outcomes.
+                first = (deciding if scope.observes else tightest)(scope.limits, charged)
+                self._stats.allowed_total += 1
+                scope.several[first].counters[0] += 1
+                return first, charged[first], charged
+            judge_each = own.apply_any
         charges = charges_of(identifiers, scope)
         if ahead_ms:
             charges = proceeding_later(charges, ahead_ms)
-        judge_each = self.buckets.peek_each if peek else self.buckets.apply_each
         outcomes = judge_each(charges, now_us, [cost] * len(charges))
         return None if outcomes is None else self._judged(identifiers, scope, outcomes)
 

@@ -105,15 +105,15 @@ which the general path answers.
 """
 
 _Parts: TypeAlias = tuple[
-    Sequence[bytes], bytes, tuple[bytes, bytes], tuple[bytes, bytes, bytes], Sequence[int]
+    tuple[bytes, bytes], tuple[bytes, bytes, bytes], "Sequence[tuple[int, Sequence[bytes], bytes]]"
 ]
-"""Constant bytes of the answers for one limit. The entry in ``limits`` of an allowed check: the bytes before the
-remaining tokens, by the length of those when the reset time takes ``_RESET_BYTES``; the bytes after the reset time. The
-answer: limit, window and rule id; the limit's name. Any other entry: its beginning; limit and window; the bytes after
-the reason. Last, the order of the entries if this limit decides; empty if it is the only one.
+"""Constant bytes of the answers for one limit. The answer: limit, window and rule id; the limit's name. Its entry in
+``limits``: the beginning; limit and window; the bytes after the reason. Last, the entries in their order if this limit
+decides, empty if it is the only one: the place, and for an allowed check the bytes before the remaining tokens, by the
+length of those when the reset time takes ``_RESET_BYTES``, and the bytes after the reset time.
 """
 
-_OF_PLAN: Final[Sequence[_Parts]] = (((), b"", (b"", b""), (b"", b"", b""), ()),)
+_OF_PLAN: Final[Sequence[_Parts]] = (((b"", b""), (b"", b"", b""), ()),)
 """Placeholder for parts that depend on the identifier's plan."""
 
 
@@ -288,7 +288,7 @@ class BulkChecks:
     def _answer_several(
         self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
     ) -> bytes:
-        (numbers, name), order = parts[first][2], parts[first][4]
+        (numbers, name), _, order = parts[first]
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
         left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
@@ -298,24 +298,22 @@ class BulkChecks:
         else:
             pieces = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
         resets = self._status_resets
-        for place in order:
-            judged = outcomes[place]
-            starts, within, _, _, _ = parts[place]
-            allowed, remaining, reset_time, _, _, _ = judged
+        for place, starts, within in order:
+            allowed, remaining, reset_time, _, _, _ = outcomes[place]
             reset = resets.get(reset_time, b"")
             if reset and allowed and remaining:
                 if place != first:
                     left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
                 pieces += (starts[len(left)], left, reset, within)
             else:
-                pieces.append(self._status(judged, parts[place]))
+                pieces.append(self._status(outcomes[place], parts[place]))
         pieces.append(name)
         return b"".join(pieces)
 
     def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
         """Encode the entry of ``limits`` for one outcome."""
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
-        head, numbers, enforcement = parts[3]
+        head, numbers, enforcement = parts[1]
         status = head + _STATUS_ALLOWED if allowed else head
         if remaining:
             status += _STATUS_REMAINING + varint(remaining)
@@ -367,7 +365,7 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     if scope is None or scope.passed_over:
         return None
     if scope.several:
-        parts = tuple([_parts(scope.several, first) for first in range(len(scope.several))])
+        parts = _parts(scope.several)
         longest = sum(map(_longest, parts))
         if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
             return None
@@ -405,27 +403,43 @@ def _text_field(tag: bytes, text: str) -> bytes:
     return _field(tag, text.encode()) if text else b""
 
 
-def _parts(several: Sequence[Scope], first: int) -> _Parts:
-    scope = several[first]
+def _parts(several: Sequence[Scope]) -> Sequence[_Parts]:
+    entries = [_entry(scope) for scope in several]
+    within = [(place, *_within(entry)) for place, entry in enumerate(entries)]
+    return tuple(
+        [
+            (
+                _rule_part(scope),
+                entry,
+                (first, *[one for one in within if one is not first]) if within[1:] else (),
+            )
+            for scope, entry, first in zip(several, entries, within, strict=True)
+        ]
+    )
+
+
+def _entry(scope: Scope) -> tuple[bytes, bytes, bytes]:
     rule, limit = scope.rule, scope.rule_limit
     head = _field(_STATUS_RULE_ID, rule.id.encode()) + _field(_STATUS_NAME, limit.name.encode())
+    head += _field(_STATUS_TYPE, rule.identifier_type.encode())
     numbers = (
         _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)
     )
-    head += _field(_STATUS_TYPE, rule.identifier_type.encode())
     end = b"" if scope.would_deny is None else _STATUS_OBSERVE
-    end += _text_field(_STATUS_PLAN, scope.plan)
+    return head, numbers, end + _text_field(_STATUS_PLAN, scope.plan)
+
+
+def _within(entry: tuple[bytes, bytes, bytes]) -> tuple[Sequence[bytes], bytes]:
+    head, numbers, end = entry
     within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + end
     start = head + _STATUS_ALLOWED + _STATUS_REMAINING
     fixed = len(start) + _RESET_BYTES + len(within)
-    starts = [_LIMITS + varint(fixed + size) + start for size in range(len(varint(INT32_MAX)) + 1)]
-    others = [place for place in range(len(several)) if place != first]
-    order = (first, *others) if others else ()
-    return starts, within, _rule_part(scope), (head, numbers, end), order
+    sizes = range(len(varint(INT32_MAX)) + 1)
+    return [_LIMITS + varint(fixed + size) + start for size in sizes], within
 
 
 def _longest(parts: _Parts) -> int:
-    _, _, rule_part, entry, _ = parts
+    rule_part, entry, _ = parts
     return _MOST_STATUS_BYTES + sum(map(len, (*rule_part, *entry)))
 
 
