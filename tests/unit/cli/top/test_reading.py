@@ -18,7 +18,11 @@ from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 HEALTH = pb.HealthResponse(
-    status=pb.HEALTHY, node_id="n1", breaker_state="closed", rules_revision=7, shared_state_connected=True
+    status=pb.HEALTHY,
+    node_id="n1",
+    breaker_state="closed",
+    rules_revision=7,
+    shared_state_connected=True,
 )
 
 

@@ -215,7 +215,10 @@ async def test_an_unavailable_server_is_retried_with_growing_pauses_and_reported
             await soon(lambda count=count: len(naps.slept) == count)
             refusal = await asked(link.send, (b"PING",))
             assert isinstance(refusal, StoreUnavailableError)
-            assert str(refusal) == "the shared state cannot be reached: no connection: Connection refused"
+            assert (
+                str(refusal)
+                == "the shared state cannot be reached: no connection: Connection refused"
+            )
             naps.over.set()
         assert naps.slept[:7] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
         assert lines == [f"shared state at 127.0.0.1:{port}: no connection: Connection refused"]
@@ -239,7 +242,10 @@ async def test_an_unknown_server_address_is_retried_until_known(valkey):
     async with linked(locate, PATIENT._replace(report=lines.append)) as link:
         assert not link.connected
         assert lines == ["shared state: no sentinel answers"]
-        assert str(await asked(link.send, (b"PING",))) == "the shared state cannot be reached: no sentinel answers"
+        assert (
+            str(await asked(link.send, (b"PING",)))
+            == "the shared state cannot be reached: no sentinel answers"
+        )
         knows.set()
         await soon(lambda: link.connected)
 
