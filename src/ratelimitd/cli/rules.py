@@ -236,6 +236,7 @@ def create(
     """Create a rule.
 
     The endpoint is compared byte for byte and no pattern: callers send the template of a route, such as /orders/{id}.
+    Rules with several limits, or with plans, are written in a file, for `rules apply`.
 
     Example:
       ratelimitd rules create /login ip --limit 5 --window 1m --algorithm fixed_window

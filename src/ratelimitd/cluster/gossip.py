@@ -164,7 +164,7 @@ async def reset_buckets(
         if isinstance(error, StoreOverloadedError):
             raise error
         if error is not None:
-            message = "the shared state did not answer: the bucket may not have been reset"
+            message = f"the bucket may not have been reset: {error}"
             raise StoreUnavailableError(message) from error
 
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ratelimitd.cluster.gossip import reset_buckets
-from ratelimitd.errors import StoreOverloadedError, StoreUnavailableError
+from ratelimitd.errors import StoreMovingError, StoreOverloadedError, StoreUnavailableError
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import RULE, FakeStore, ManualTimers, limited, name_of
 
@@ -63,6 +63,14 @@ async def test_one_unanswered_reset_fails_the_call_and_the_others_are_reported(
     with pytest.raises(StoreUnavailableError, match="the bucket may not have been reset"):
         await task
     assert states.keys() == {other.subject}
+
+
+async def test_a_refused_reset_says_why(store, begin):
+    task = await begin(b"a")
+    store.held[0].done(StoreMovingError("the shared state answered TRYAGAIN"))
+    cause = "^the bucket may not have been reset: the shared state answered TRYAGAIN$"
+    with pytest.raises(StoreUnavailableError, match=cause):
+        await task
 
 
 async def test_a_reset_that_was_not_sent_raises_overload(store, begin):

@@ -97,6 +97,7 @@ class Reading(NamedTuple):
     node_id: str
     status: str
     breaker_state: str
+    shared_state_connected: bool
     rules_revision: int
     allowed_per_s: float
     blocked_per_s: float
@@ -133,6 +134,7 @@ def reading(before: Look, after: Look, *, rules: int) -> Reading:
         health.node_id,
         enum_name(pb.HealthStatus, health.status),
         health.breaker_state,
+        health.shared_state_connected,
         health.rules_revision,
         _rate(before, after, (ALLOWED, "")),
         _rate(before, after, (BLOCKED, "")),

@@ -95,6 +95,11 @@ def _measurements(reading: Reading) -> Iterator[tuple[str, Text]]:
         excess = f"{_number(reading.excess_ratio, '.1%')} (promised {promised})"
         if reading.fail_open_per_s:
             excess += ", fail open left out"
+        reached = reading.shared_state_connected
+        yield (
+            "shared state",
+            Text("connected" if reached else "not connected", "green" if reached else "red"),
+        )
         yield "nodes", Text(_number(reading.cluster_nodes))
         yield "sync lag", Text(_duration((reading.sync_lag_s or 0.0) * MS_PER_S))
         yield "over-admission", Text(excess)

@@ -382,7 +382,8 @@ class Link:
         self._settled.set()
 
     def _fail(self, error: StoreUnavailableError) -> None:
-        self._down = error
+        # Callers get this text without the address, which the log names.
+        self._down = type(error)(f"the shared state cannot be reached: {error}")
         self._release_parked()
         if type(error) is not self._reported:
             self._reported = type(error)

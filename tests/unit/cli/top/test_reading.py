@@ -18,7 +18,11 @@ from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 HEALTH = pb.HealthResponse(
-    status=pb.HEALTHY, node_id="n1", breaker_state="closed", rules_revision=7
+    status=pb.HEALTHY,
+    node_id="n1",
+    breaker_state="closed",
+    rules_revision=7,
+    shared_state_connected=True,
 )
 
 
@@ -44,7 +48,7 @@ def test_rate_is_growth_per_second():
     seen = reading(before, after, rules=10)
     assert (seen.allowed_per_s, seen.blocked_per_s, seen.fail_open_per_s) == (100.0, 0.0, 0.0)
     assert (seen.node_id, seen.status, seen.breaker_state) == ("n1", "HEALTHY", "closed")
-    assert seen.rules_revision == 7
+    assert (seen.shared_state_connected, seen.rules_revision) == (True, 7)
 
 
 def test_restarted_counter_counts_from_zero():

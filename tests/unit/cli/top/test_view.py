@@ -15,6 +15,7 @@ READING = Reading(
     node_id="n1",
     status="HEALTHY",
     breaker_state="closed",
+    shared_state_connected=True,
     rules_revision=7,
     allowed_per_s=1234.56,
     blocked_per_s=2.5,
@@ -77,6 +78,13 @@ def test_clustered_node_shows_its_accuracy():
     )
     assert "1.0% (promised 51.0%)" in out
     assert "12.5 ms" in out
+
+
+@pytest.mark.parametrize(("connected", "text"), [(True, "connected"), (False, "not connected")])
+def test_clustered_node_shows_whether_it_reaches_the_shared_state(connected, text):
+    out = shown(READING._replace(cluster_nodes=3, shared_state_connected=connected))
+    assert re.search(rf"shared state +{text}\b", out)
+    assert "shared state" not in shown(READING._replace(shared_state_connected=connected))
 
 
 @pytest.mark.parametrize(

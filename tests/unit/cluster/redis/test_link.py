@@ -213,7 +213,12 @@ async def test_an_unavailable_server_is_retried_with_growing_pauses_and_reported
     async with linked(at(port), options) as link:
         for count in range(1, 8):
             await soon(lambda count=count: len(naps.slept) == count)
-            assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+            refusal = await asked(link.send, (b"PING",))
+            assert isinstance(refusal, StoreUnavailableError)
+            assert (
+                str(refusal)
+                == "the shared state cannot be reached: no connection: Connection refused"
+            )
             naps.over.set()
         assert naps.slept[:7] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
         assert lines == [f"shared state at 127.0.0.1:{port}: no connection: Connection refused"]
@@ -237,7 +242,10 @@ async def test_an_unknown_server_address_is_retried_until_known(valkey):
     async with linked(locate, PATIENT._replace(report=lines.append)) as link:
         assert not link.connected
         assert lines == ["shared state: no sentinel answers"]
-        assert str(await asked(link.send, (b"PING",))) == "no sentinel answers"
+        assert (
+            str(await asked(link.send, (b"PING",)))
+            == "the shared state cannot be reached: no sentinel answers"
+        )
         knows.set()
         await soon(lambda: link.connected)
 
@@ -329,7 +337,7 @@ async def test_a_connection_to_a_primary_that_became_a_replica_is_closed(valkey)
             naps.over.set()
             await soon(lambda: len(naps.slept) == 2)
             reply = await asked(link.send, (b"GET", b"k"))
-            assert str(reply) == "the server is a replica"
+            assert str(reply) == "the shared state cannot be reached: the server is a replica"
         finally:
             valkey.ask("REPLICAOF", "NO", "ONE")
         naps.over.set()
@@ -362,7 +370,7 @@ async def test_a_server_at_its_maximum_of_clients_is_unavailable(valkey):
             async with linked(at(valkey), PATIENT._replace(report=lines.append)) as second:
                 assert not second.connected
                 reply = await asked(second.send, (b"PING",))
-                assert str(reply) == "the shared state has reached its maximum of clients"
+                assert str(reply).endswith("the shared state has reached its maximum of clients")
                 assert len(lines) == 1
         finally:
             await ask(first, b"CONFIG", b"SET", b"maxclients", 1_000)

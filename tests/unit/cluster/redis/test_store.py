@@ -270,6 +270,13 @@ async def test_heartbeats_return_the_nodes_alive_and_the_stores_time(store, valk
     assert names == ("one/1",)
 
 
+async def test_a_node_may_bring_another_secret_when_no_other_node_is_alive(store):
+    await beat(store, "one/1")
+    await beat(store, "one/1", ttl_us=0)
+    assert (await beat(store, "two/2", fingerprint="theirs"))[1] == "theirs"
+    assert (await beat(store, "one/3"))[1] == "theirs"
+
+
 async def test_heartbeats_from_before_a_clock_step_back_are_dropped(store, valkey):
     seconds, _ = valkey.ask("TIME")
     valkey.ask("ZADD", "rl1:{00}:members", (seconds + 3_600) * 1_000_000, "dead/1")

@@ -1,7 +1,7 @@
 -- Records the heartbeat of one node, and returns the nodes alive.
 --
 -- KEYS[1]  sorted set: time of the last heartbeat by incarnation
--- KEYS[2]  fingerprint of the secret that keys the buckets' names, set by the first node
+-- KEYS[2]  fingerprint of the secret that keys the buckets' names, that of the nodes alive
 -- ARGV[1]  name of the incarnation
 -- ARGV[2]  lifetime of the heartbeat in µs; 0: the node leaves
 -- ARGV[3]  fingerprint of the node's secret; empty while unknown
@@ -30,7 +30,12 @@ if ttl_us > 0 then
   call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now_us + ttl_us), '+inf')
   call('EXPIRE', KEYS[1], KEPT_S)
   if ARGV[3] ~= '' then
-    call('SET', KEYS[2], ARGV[3], 'NX')
+    -- A node alone may have another secret than those before it: the rule database was replaced, or the secret changed.
+    if call('ZRANGE', KEYS[1], 1, 1)[1] then
+      call('SET', KEYS[2], ARGV[3], 'NX')
+    else
+      call('SET', KEYS[2], ARGV[3])
+    end
   end
   call('EXPIRE', KEYS[2], KEPT_S)
 else
