@@ -433,9 +433,9 @@ class RedisStore:
     def read_statuses(
         self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
     ) -> None:
-        """Read the statuses of one or more incarnations, in order; ``None`` for a missing one. A late answer is taken, too.
+        """Read the statuses of one or more incarnations, in order; ``None`` for a missing one.
 
-        Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
+        A late answer is taken, too. Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
         """
         statuses: Statuses = [None] * len(incarnations)
         missing, failure = len(incarnations), None

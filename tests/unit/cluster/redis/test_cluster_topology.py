@@ -247,9 +247,7 @@ async def test_the_map_is_read_from_servers_that_answer_late(monkeypatch):
     async with serving(serve) as port:
         with ChaosProxy(port) as proxy:
             options = LinkOptions(timeout_s=0.01, handshake=Handshake(wants_primary=False))
-            topology = ClusterTopology(
-                parse_redis_url(f"redis+cluster://{proxy.address}"), options
-            )
+            topology = ClusterTopology(parse_redis_url(f"redis+cluster://{proxy.address}"), options)
             await topology.start()
             proxy.down.latency_ms = 50
             last[0] = SLOTS - 1
