@@ -226,4 +226,6 @@ class Refresh:
         if shared is None:
             bucket.view.end_alone()
         has_changed = bucket.view.base is not before
+        if has_changed and not bucket.is_cached:  # it was packed before the answer came
+            self._reread_done(bucket.name, shared)
         self.queue.reschedule(bucket, times, self._clock.monotonic_us(), has_changed=has_changed)

@@ -331,6 +331,8 @@ class SharedBuckets:
         decide = bucket.view.peek if first.peek else bucket.view.presume
         first.resolve(decide(first.now_us, first.cost))
         self._decide_each(self._in_use(bucket, bucket.key), others)
+        # Once packed again, its state would be trusted.
+        self._refresh.reread(bucket.name)
 
     def _decide_each(self, bucket: Bucket, checks: Sequence[PendingCheck]) -> None:
         for check in checks:

@@ -118,8 +118,8 @@ class StoreServer:
 
         All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
         says nothing about the server does not count. A late answer does not count for the breaker, but the loss of a
-        connection that was silent for BREAKER_SILENCE_MS does. A late probe has failed. A migrating slot is no fault of
-        the server, which still serves others. A server that waits for the failover of another is probed soon.
+        connection that was silent for BREAKER_SILENCE_MS does. A migrating slot is no fault of the server, which still
+        serves others. A server that waits for the failover of another is probed soon.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
@@ -127,9 +127,7 @@ class StoreServer:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
-        if isinstance(error, StoreMovingError) or (
-            isinstance(error, StoreSlowError) and not self.is_open
-        ):
+        if isinstance(error, StoreMovingError | StoreSlowError):
             return
         self._failed_now = True
         self._has_failed = True

@@ -719,6 +719,36 @@ class TestGossip:
         world.run(40 * MS)
         assert [answer.result()[:2] for answer in late] == [(True, 0), (True, 0)]
 
+    async def test_a_stale_bucket_that_a_late_answer_left_undecided_is_read(self, world):
+        world.check(cost=998)
+        self.gap(world)
+        self.reset_elsewhere(world)  # the message of it was lost
+        world.store.mode = "held"
+        answer = world.wait(cost=5)
+        world.store.held_one().fail(StoreSlowError("too slow"))
+        assert not answer.result()[0]
+        world.pack()
+        world.store.held_one().answer()
+        world.store.mode = "deaf"
+        assert world.check(cost=5)[0]
+
+    async def test_a_read_that_is_answered_after_its_bucket_was_packed_is_adopted(self, world):
+        world.know()
+        assert world.check(cost=1_000)[0]
+        world.settle()
+        assert not world.check()[0]
+        self.reset_elsewhere(world)
+        world.store.mode = "held"
+        world.pack()
+        world.store.held_one().answer()
+        world.store.mode = "up"
+        assert world.check()[0]
+
+    @staticmethod
+    def reset_elsewhere(world):
+        buckets = world.store.ledger.buckets
+        buckets[name_of(b"a")] = reset(buckets[name_of(b"a")], RULE, 1)
+
     async def test_after_a_gap_a_peek_is_decided_by_the_store(self, world):
         world.check(cost=900)
         self.gap(world)

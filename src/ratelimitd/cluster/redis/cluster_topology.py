@@ -255,9 +255,15 @@ class ClusterTopology:
 
 
 async def _reply(link: Link) -> Any:
-    """Return the reply of a connected link; raise its error."""
+    """Return the reply of a connected link, also a late one; raise its error."""
     reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    link.send(CLUSTER_SLOTS, lambda value: None if reply.done() else reply.set_result(value))
+
+    def done(value: Any) -> None:
+        if not reply.done():
+            reply.set_result(value)
+
+    # If all servers are slower than the timeout, their maps would never be read, and no failover followed.
+    link.send(CLUSTER_SLOTS, done, is_patient=True)
     value = await reply
     if isinstance(value, RateLimitdError):
         raise value

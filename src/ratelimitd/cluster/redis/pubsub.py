@@ -351,7 +351,8 @@ class Bus:
         stream.number += 1
         message = _HEAD.pack(_FORM, self._sender, stream.number) + payload
         done = partial(self._sent, stream)
-        self._topology.of_tag(stream.tag).send((stream.verb, stream.name, message), done)
+        command = stream.verb, stream.name, message
+        self._topology.of_tag(stream.tag).send(command, done, is_patient=True)
 
     def _sent(self, stream: _Stream, reply: object) -> None:
         if isinstance(reply, RateLimitdError):

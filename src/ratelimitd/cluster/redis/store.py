@@ -351,9 +351,8 @@ class RedisStore:
         keys, arguments = settle_request(tag, batch)
         settled = partial(self._settled, batch, done)
         # Checks in a batch have deadlines of their own. A batch that takes longer than the timeout would be repeated
-        # for ever if its late replies were dropped. The probe, which is empty, has to be in time.
-        is_patient = bool(batch.updates or batch.cold)
-        self._topology.of_tag(tag).run(SETTLE, keys, arguments, settled, is_patient=is_patient)
+        # for ever if its late replies were dropped.
+        self._topology.of_tag(tag).run(SETTLE, keys, arguments, settled, is_patient=True)
 
     def _settled(
         self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
@@ -392,13 +391,13 @@ class RedisStore:
         least: int,
         done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:
-        """Reset a bucket to full, in a new generation of at least ``least``."""
+        """Reset a bucket to full, in a new generation of at least ``least``. A late answer is taken, too."""
         keys, arguments = reset_request([name], [rule], least)
         answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
-        self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer)
+        self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer, is_patient=True)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
-        """Test whether the server of a hash tag serves checks, by an empty batch, which writes."""
+        """Test whether the server of a hash tag settles, late or not, by an empty batch, which writes."""
         self._probes += 1
         batch = Batch(self._prober, self._probes, 0, {})
 
@@ -436,7 +435,7 @@ class RedisStore:
     ) -> None:
         """Read the statuses of one or more incarnations, in order; ``None`` for a missing one.
 
-        Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
+        A late answer is taken, too. Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
         """
         statuses: Statuses = [None] * len(incarnations)
         missing, failure = len(incarnations), None
@@ -455,7 +454,7 @@ class RedisStore:
         link = self._topology.of_tag(MEMBERS_TAG)
         for place, incarnation in enumerate(incarnations):
             command = (b"GETRANGE", status_key(incarnation), 0, MAX_STATUS_BYTES - 1)
-            link.send(command, partial(take, place))
+            link.send(command, partial(take, place), is_patient=True)
 
 
 def status_key(incarnation: str) -> bytes:

@@ -34,8 +34,8 @@ async def one_beat(_seconds):
 
 
 @asynccontextmanager
-async def node(url, *, report=lambda _line: None, **options):
-    topology = open_topology(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
+async def node(url, *, report=lambda _line: None, timeout_ms=TIMEOUT_MS, **options):
+    topology = open_topology(parse_redis_url(url), timeout_ms=timeout_ms, report=report)
     await topology.start()
     node = Node(topology, **options)
     await node.bus.start(node.received.append, node.gap)
@@ -143,6 +143,17 @@ async def test_undelivered_messages_are_counted_and_dropped():
         first.bus.publish(0, b"nobody hears it")
         await soon(lambda: first.bus.undelivered_total == 2)
         assert not first.bus.connected
+
+
+async def test_a_message_that_is_acknowledged_late_is_delivered(valkey):
+    with ChaosProxy(valkey.port) as proxy:
+        async with node(proxy.url, timeout_ms=10, sleep=one_beat) as first:
+            await soon(lambda: not first.topology.of_tag(0).in_flight)
+            before = first.bus.undelivered_total
+            proxy.down.latency_ms = 50
+            first.bus.publish(0, b"heard")
+            await soon(lambda: not first.topology.of_tag(0).in_flight)
+            assert first.bus.undelivered_total == before
 
 
 async def test_a_missing_permission_to_publish_is_reported_once_until_granted(valkey):

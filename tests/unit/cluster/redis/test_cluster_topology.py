@@ -6,10 +6,12 @@ import pytest
 from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS, ClusterTopology, _reply
 from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import Handshake
+from ratelimitd.cluster.redis.link import LinkOptions
 from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.topology import TAGS
 from ratelimitd.errors import StoreClusterDownError, StoreUnavailableError
 from ratelimitd.settings.urls import Server, parse_redis_url
+from tests.chaos_proxy import ChaosProxy
 from tests.servers import ValkeyCluster, free_port
 from tests.unit.cluster.redis.asking import PATIENT, ask, asked, at, linked, peer, serving, soon
 
@@ -232,6 +234,25 @@ async def test_after_clusterdown_the_map_is_soon_read_from_another_server(monkey
         await soon(lambda: set(topology._of_tag) == {other})
         assert asked_for == [True, False]
         await topology.close()
+
+
+async def test_the_map_is_read_from_servers_that_answer_late(monkeypatch):
+    monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.01)
+    last = [SLOTS // 2 - 1]
+
+    async def serve(reader, writer):
+        while told := await reader.read(1_000):
+            writer.write(b"+PONG\r\n" if b"PING" in told else slots(proxy.port, last[0]))
+
+    async with serving(serve) as port:
+        with ChaosProxy(port) as proxy:
+            options = LinkOptions(timeout_s=0.01, handshake=Handshake(wants_primary=False))
+            topology = ClusterTopology(parse_redis_url(f"redis+cluster://{proxy.address}"), options)
+            await topology.start()
+            proxy.down.latency_ms = 50
+            last[0] = SLOTS - 1
+            await soon(lambda: topology.connected)
+            await topology.close()
 
 
 def tag_between(first, end):

@@ -9,11 +9,17 @@ import pytest
 from ratelimitd.cluster.redis.codec import bucket_key
 from ratelimitd.cluster.redis.store import READS_PER_COMMAND, TAGS_PER_BATCH, RedisStore
 from ratelimitd.cluster.redis.topology import TAGS, standalone
-from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.errors import (
+    StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
 from ratelimitd.ledger.protocol import Sender
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
 from ratelimitd.settings.urls import parse_redis_url
+from tests.chaos_proxy import ChaosProxy
 from tests.outcomes import runs_of
 from tests.servers import free_port
 from tests.unit.cluster.redis.asking import PATIENT, asked
@@ -256,6 +262,22 @@ async def test_a_probe_fails_if_the_server_does_not_write(store, valkey):
         assert isinstance(await asked(store.probe, 7), StoreUnavailableError)
     finally:
         valkey.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+
+
+async def test_late_answers_are_taken_unless_a_check_waits_for_them(valkey):
+    valkey.ask("SCRIPT", "FLUSH")
+    with ChaosProxy(valkey.port) as proxy:
+        topology = standalone(parse_redis_url(proxy.url), PATIENT._replace(timeout_s=0.01))
+        await topology.start()
+        store = RedisStore(topology)
+        proxy.down.latency_ms = 50
+        # Once, although the server says late that it does not know the script.
+        assert await asked(store.reset, NAME, RULE, 5) == SharedState(5, 3, 10)
+        assert await asked(store.probe, 7) is None
+        assert await asked(store.read_statuses, ["n1/a"]) == [None]
+        assert (await beat(store, "n1/a"))[2] == ("n1/a",)
+        assert isinstance(await first_check(store), StoreSlowError)
+        await topology.close()
 
 
 async def test_heartbeats_return_the_nodes_alive_and_the_stores_time(store, valkey):
