@@ -87,7 +87,6 @@ RevisionOption = Annotated[
         min=0,
         metavar="N",
         help="Refuse if a rule was changed after this revision, as `rules diff` shows it.",
-        show_default=False,
     ),
 ]
 

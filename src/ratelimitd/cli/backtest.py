@@ -55,9 +55,7 @@ def backtest(
     ] = Retries.NONE,
     picture: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw denials over time into this SVG file.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Draw denials over time into this SVG file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> None:

@@ -33,9 +33,7 @@ COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note"
 BATCH: Final = 1_000
 """Assignments, or rules, per call; a node accepts no more."""
 
-PlanArgument = Annotated[
-    str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
-]
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Name of the plan.")]
 
 
 @asks_node
@@ -166,9 +164,7 @@ def import_file(
     *,
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", help=f"CSV with the header {','.join(COLUMNS)}.", show_default=False
-        ),
+        typer.Argument(metavar="FILE", help=f"CSV with the header {','.join(COLUMNS)}."),
     ],
 ) -> None:
     """Assign every identity of a CSV file. Nothing is assigned if any row is wrong; all wrong rows are named.

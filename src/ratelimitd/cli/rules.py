@@ -40,9 +40,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 RuleArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint.", show_default=False
-    ),
+    typer.Argument(metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint."),
 ]
 OfTypeArgument = Annotated[
     str, typer.Argument(metavar="TYPE", help="With an endpoint: the rule's identifier type.")
@@ -50,11 +48,9 @@ OfTypeArgument = Annotated[
 EtagOption = Annotated[
     str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
 ]
-LimitOption = typer.Option(
-    callback=int32, metavar="N", help="Tokens per window, at least 1.", show_default=False
-)
+LimitOption = typer.Option(callback=int32, metavar="N", help="Tokens per window, at least 1.")
 WindowOption = typer.Option(
-    callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
+    callback=int32, metavar="N", help="Length of the window in s, at least 1."
 )
 ALGORITHM_HELP: Final = (
     "How to count: token_bucket takes a burst of N and then N in each window, sliding_window never more than N in any"
@@ -63,7 +59,6 @@ ALGORITHM_HELP: Final = (
 DurationOption = typer.Option(
     metavar="DURATION",
     help="Length of the window, such as 30s, 1m, 12h or 1d; instead of --window-seconds.",
-    show_default=False,
 )
 
 RuleTypeArgument = Annotated[
@@ -72,7 +67,6 @@ RuleTypeArgument = Annotated[
         metavar="TYPE",
         help="user, ip, api_key or one of the node's IDENTIFIER_TYPES; several joined by +; or all.",
         autocompletion=lambda: [*IdentifierType],
-        show_default=False,
     ),
 ]
 
@@ -208,7 +202,7 @@ def create(
     algorithm: Annotated[Algorithm, typer.Option(help=ALGORITHM_HELP)] = DEFAULT_ALGORITHM,
     period: Annotated[
         Period | None,
-        typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
+        typer.Option(help="Calendar window, instead of --window-seconds."),
     ] = None,
     time_zone: Annotated[
         str, typer.Option(metavar="ZONE", help="IANA time zone of the period; default: UTC.")
@@ -320,7 +314,6 @@ def promote(
         typer.Argument(
             metavar="ID|ENDPOINT [TYPE] NAME",
             help="Id of the rule, or its endpoint and identifier type; then the observed limit to enforce.",
-            show_default=False,
         ),
     ],
     replaces: Annotated[
