@@ -53,9 +53,9 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
     """Return the stored rule as a file represents it."""
     # Takes 40 ms to import; a node reads a rule the same way.
-    from ratelimitd.services import convert_rules, wire  # noqa: PLC0415
+    from ratelimitd.services.convert_rules import message_draft  # noqa: PLC0415
 
-    return convert_rules.draft_of(wire.parse_rule(rule.SerializeToString()))
+    return message_draft(rule)
 
 
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
