@@ -21,9 +21,9 @@ from ratelimitd.cli.client_options import (
     EXIT_CHANGES,
     CliError,
     Target,
-    UsageError,
     asks_node,
     demand,
+    naming,
     read_file,
     refusal,
     refusing,
@@ -437,11 +437,8 @@ def import_envoy(
       ratelimitd rules import-envoy config.yaml > rules.yaml
       ratelimitd rules apply -f rules.yaml --dry-run
     """
-    try:
+    with naming("--identifiers "):
         pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
-    except ValueError as error:
-        message = f"--identifiers {error}"
-        raise UsageError(message) from None
     try:
         imported = import_config(
             read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}

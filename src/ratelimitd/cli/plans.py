@@ -17,7 +17,7 @@ import grpc
 import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, readable
+from ratelimitd.cli.client_options import CliError, Target, asks_node, demand, naming, readable
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
@@ -59,11 +59,8 @@ def assign(
       ratelimitd plans assign user alice pro --expires 30d --note 'trial'
       ratelimitd plans assign ip 192.0.2.1 blocked
     """
-    try:
+    with naming("--expires "):
         expire_time = expire_time_of(expires, time.time())
-    except ValueError as error:
-        message = f"--expires {error}"
-        raise UsageError(message) from None
     wanted = pb.Assignment(
         identity=pb.Identity(identifier_type=identifier_type, identifier=identifier),
         plan=plan,

@@ -27,7 +27,7 @@ from ratelimitd.cli.apply import (
     warn_of_patterns,
 )
 from ratelimitd.cli.check import int32
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, naming
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
 from ratelimitd.model import Algorithm, IdentifierType, Period
@@ -405,11 +405,8 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
     if window is None:
         return window_seconds
     demand(window_seconds is None, "give one of --window and --window-seconds")
-    try:
+    with naming("--window "):
         return int32(window_of(window))
-    except ValueError as error:
-        message = f"--window {error}"
-        raise UsageError(message) from None
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
