@@ -362,15 +362,10 @@ def _name(rule: RuleDraft) -> str:
 
 
 def values_text(rule: RuleDraft) -> str:
-    """Return the limits of a rule, and whether it is disabled, in one line."""
-    state = "" if rule.enabled else ", disabled"
-    return f"{limits_text(rule)}{state}"
-
-
-def limits_text(rule: RuleDraft) -> str:
-    """Return the limits of a rule in one line, with their names if there are several."""
+    """Return the limits of a rule, with their names if there are several, and whether it is disabled, in one line."""
     plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
-    return _own_text(rule) + plans
+    state = "" if rule.enabled else ", disabled"
+    return f"{_own_text(rule)}{plans}{state}"
 
 
 def _own_text(rule: RuleDraft) -> str:

@@ -17,7 +17,6 @@ from ratelimitd.cli.apply import (
     draft_of,
     export,
     import_envoy,
-    limits_text,
     revert,
     revision_of,
     revision_text,
@@ -354,7 +353,7 @@ def promote(
         updated = client.update_rule(change, ["limits"])
         _show("updated", updated, target)
         if replaced != name and not target.output.as_json:
-            target.output.line(f"{name} replaces {limits_text(draft_of(former))}")
+            target.output.line(f"{name} replaces {values_text(draft_of(former))}")
 
 
 @asks_node
