@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -151,13 +151,9 @@ def _tls_hint(tls: Tls | None) -> str:
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:
     """Return the ``google.rpc.Status`` of the trailers, empty without one."""
-    trailers = error.trailing_metadata() or ()
-    for item in trailers:
-        if item.key == _DETAILS_KEY:
-            try:
-                return status_pb2.Status.FromString(item.value)
-            except DecodeError:
-                break
+    trailers: dict[str, bytes] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
+    with suppress(DecodeError):
+        return status_pb2.Status.FromString(trailers.get(_DETAILS_KEY, b""))
     return status_pb2.Status()
 
 
