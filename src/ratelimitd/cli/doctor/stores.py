@@ -400,7 +400,8 @@ async def check_database(settings: Settings) -> list[Finding]:
         return [problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")]
     except (StoreUnavailableError, StartupError) as error:
         what = str(error)
-        if isinstance(error, SchemaOlderError) and _is_writable_file(url):
+        is_own_file = isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
+        if isinstance(error, SchemaOlderError) and is_own_file:
             remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
             return [warning(DATABASE_AREA, what, remedy)]
         upgrade = "ratelimitd db upgrade"
@@ -444,11 +445,6 @@ def _counted(numbers: Counter[str]) -> str:
     most = [f"{name} ({number})" for name, number in numbers.most_common(MAX_NAMED)]
     more = len(numbers) - len(most)
     return ", ".join(most) + (f" and {more} more" if more else "")
-
-
-def _is_writable_file(url: urls.DatabaseUrl) -> bool:
-    """Return whether the database is a file that this user may write."""
-    return isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:
