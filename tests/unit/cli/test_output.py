@@ -90,14 +90,6 @@ def test_list_printed_in_pieces_is_one_json_list(capsys, values):
     assert text.endswith("]\n")
 
 
-def test_columns_are_aligned_and_numbers_right_aligned():
-    assert table_lines(("NAME", "N"), [("a", 1), ("long name", 100)], None) == [
-        "NAME         N",
-        "a            1",
-        "long name  100",
-    ]
-
-
 def test_table_without_rows_is_its_head():
     assert table_lines(("NAME", "N"), [], 80) == ["NAME  N"]
 
